@@ -3,10 +3,10 @@
 Total time runs from the call of store() or load() until handler.synchronize() returns; that of the
 big copy, pinned, from the call until the host sees its event. The reference R is one contiguous
 copy by PyTorch with the guarantees of a transfer: an event on the current stream for which a copy
-stream waits, an event, the copy, an event; then the host waits. All three in turn, in changing
-order. "Warm": nothing else runs. "Cold": before each of the three, host memory is read and PyTorch
-is called, as a server does. "link" is of the time on the device alone: all is given to it behind a
-stream that is held.
+stream waits, an event, the copy, an event; then the host waits. "Plain ops" is the same transfer by
+torch_kvswap/reference.py. All four in turn, in changing order. "Warm": nothing else runs. "Cold":
+before each of them, host memory is read and PyTorch is called, as a server does. "link" is of the
+time on the device alone: all is given to it behind a stream that is held.
 
 Blocks and pages: other random ids, as lists, in every transfer. Without a GPU all copies are of
 PyTorch, nothing is judged, and there are fewer and smaller shapes. All bytes are compared after
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     on_cuda = device.type == "cuda"
     blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
     shapes = shapes_of(options, on_cuda)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), (WARM, COLD), links=True)
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), (WARM, COLD), links=True, plain=True)
     how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
     cells = measure_all(plan, device, options, "bandwidth", **how)
     judged = targets if on_cuda else no_targets

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from report import Verdict, table
+from report import Column, Verdict, table_of
 from timing import Spread
 
 FASTER = 5.0  # than vLLM's
@@ -41,23 +41,31 @@ class Memory:
     bytes_per_page: float
 
 
+MEMORY: list[Column[Memory]] = [
+    Column("policy", lambda its: its.policy),
+    Column("manager", lambda its: its.manager),
+    Column("bytes a page", lambda its: round(its.bytes_per_page, 1)),
+]
+
+
 def tables(cells: Sequence[Cell], memory: Sequence[Memory]) -> str:
     policies = dict.fromkeys(cell.policy for cell in cells)
-    rows = [(its.policy, its.manager, round(its.bytes_per_page, 1)) for its in memory]
     parts = [_of_policy([cell for cell in cells if cell.policy == name]) for name in policies]
-    return "\n\n".join([*parts, table(("policy", "manager", "bytes a page"), rows)])
+    return "\n\n".join([*parts, table_of(MEMORY, memory)])
 
 
 def _of_policy(cells: Sequence[Cell]) -> str:
-    found = {(cell.operation, cell.manager): cell for cell in cells}
-    managers = list(dict.fromkeys(cell.manager for cell in cells))
-    headers = [f"{cells[0].policy}, ns a block", *managers, "M blocks/s, digests"]
-    rows = []
-    for operation in dict.fromkeys(cell.operation for cell in cells):
-        costs = [found[operation, manager].ns_per_block for manager in managers]
-        rate = 1e3 / found[operation, "digests"].ns_per_block
-        rows.append([operation, *(round(cost, 1) for cost in costs), round(rate, 2)])
-    return table(headers, rows)
+    found = {(cell.operation, cell.manager): cell.ns_per_block for cell in cells}
+
+    def cost(manager: str) -> Callable[[str], object]:
+        return lambda operation: round(found[operation, manager], 1)
+
+    columns: list[Column[str]] = [
+        Column(f"{cells[0].policy}, ns a block", lambda operation: operation),
+        *(Column(name, cost(name)) for name in dict.fromkeys(cell.manager for cell in cells)),
+        Column("M blocks/s, digests", lambda each: round(1e3 / found[each, "digests"], 2)),
+    ]
+    return table_of(columns, dict.fromkeys(cell.operation for cell in cells))
 
 
 def judge(cells: Sequence[Cell], memory: Sequence[Memory], hold: float) -> list[Verdict]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from torch_kvswap import BlockManager
+from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics

@@ -23,14 +23,18 @@ from timing import (
     in_turn,
     no_garbage_collection,
     quartiles,
+    rounded,
+    summary,
     synchronize,
 )
 from transfers import BOTH, Kind, Shape, add_transfers, link_us, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
+from torch_kvswap.reference import ReferenceHandler
 
 OURS, BIG, REFERENCE = "ours", "big copy", "reference"
+PLAIN = "plain ops"  # the same transfer by torch_kvswap/reference.py
 WARM, HELD, COLD = "warm", "held", "cold"
 TOTAL, SUBMIT = "total_us", "submit_us"  # of a Move
 LEAST = 5  # samples that a limit of time leaves
@@ -78,17 +82,15 @@ class Samples:
         return {way: sorted(filter(None, names)) for way, names in used.items() if any(names)}
 
     def to_json(self) -> dict[str, Any]:
-        """For the JSON file: counts, quartiles, their ratios to both copies, and all samples."""
+        """For the JSON file: counts, quartiles, and ratios to both copies."""
         measured = [way for way, moves in self.moves.items() if moves]
         others = [way for way in (BIG, REFERENCE) if way in measured]
-        summary = {
+        figures = {
             what: {
-                "quartiles": {
-                    way: _rounded(quartiles(self.numbers(way, what))) for way in measured
-                },
+                "quartiles": {way: rounded(quartiles(self.numbers(way, what))) for way in measured},
                 **{
                     f"over {other}": {
-                        way: _rounded(self.ratios(way, other, what))
+                        way: rounded(self.ratios(way, other, what))
                         for way in measured
                         if way != other
                     }
@@ -97,20 +99,8 @@ class Samples:
             }
             for what in (TOTAL, SUBMIT)
         }
-        samples = {
-            way: {what: _rounded(self.numbers(way, what)) for what in (TOTAL, SUBMIT)}
-            for way in self.moves
-        }
-        return {
-            "count": self.count,
-            "copy_methods": self.copy_methods,
-            **summary,
-            "samples": samples,
-        }
-
-
-def _rounded(numbers: Sequence[float]) -> list[float]:
-    return [round(number, 4) for number in numbers]
+        counts = {way: len(moves) for way, moves in self.moves.items()}
+        return {"counts": counts, "copy_methods": self.copy_methods, **figures}
 
 
 @dataclass
@@ -132,7 +122,10 @@ class Cell:
             **asdict(self.kind),
             "wrong": self.wrong,
             "link_ratio": self.link_ratio,
-            "link_us": self.link_us,
+            "link_us": {
+                way: summary(numbers)
+                for way, numbers in zip((OURS, BIG), zip(*self.link_us, strict=True), strict=False)
+            },
             "states": {state: samples.to_json() for state, samples in self.states.items()},
         }
 
@@ -258,13 +251,14 @@ class Comparison:
 @dataclass(frozen=True)
 class Plan:
     """What is measured: every direction and number of blocks, in every state. links: whether also
-    on the device alone."""
+    on the device alone. plain: whether also by the plain ops."""
 
     shapes: Sequence[Shape]
     directions: Sequence[str]
     counts: Sequence[int]
     states: Sequence[str]
     links: bool
+    plain: bool = False
 
 
 def measure_all(
@@ -305,6 +299,9 @@ def measure(
 
     blocks.refill()
     cell, ways = Cell(kind), {OURS: ours, **comparison.copies(kind)}
+    if plan.plain:
+        plain = ReferenceHandler(blocks.layout, blocks.host)
+        ways[PLAIN] = lambda before: move(plain, blocks, kind.directions, kind.blocks, before)
     for state in plan.states:
         cell.states[state] = comparison.run(ways, kind, state)
     if plan.links:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from comparison import BIG, OURS, REFERENCE, SUBMIT, Cell
+from comparison import BIG, OURS, PLAIN, REFERENCE, SUBMIT, Cell
 from peers import Peer, best_peer
-from report import Verdict, table
+from report import Column, Verdict, table_of
 
 # What targets are on, and columns of the table.
 OVER_BIG, OVER_REFERENCE = "total / big copy", "total / R"
@@ -43,35 +43,62 @@ def tables(cells: Sequence[Cell], targets: Targets) -> str:
     said = [CAPTION]
     for kind in kinds:
         chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
-        said.append(_table(", ".join(kind), chosen, targets))
+        has_plain = _has_plain(chosen[0])
+        columns = _columns(", ".join(kind), chosen[0].states, targets, has_plain)
+        said.append(table_of(columns, chosen))
     return "\n\n".join(said)
 
 
-def _table(title: str, cells: Sequence[Cell], targets: Targets) -> str:
-    headers = [title, "blocks"]
-    for state in cells[0].states:
-        headers += [f"{state}: total / big", "[quartiles]", "R / big", "total / R", "call, us"]
-        headers += ["call / R's", "peer / big", "its call, us"]
-    rows = []
-    for cell in cells:
-        row: list[object] = [str(cell.kind.shape), cell.kind.blocks]
-        for state, samples in cell.states.items():
-            found = targets(cell, state)
-            low, _, high = samples.ratios(OURS, BIG)
-            peer = peer_of(cell, state)
-            row += [
-                _text(cell, state, OVER_BIG, found),
-                f"[{low:.2f} {high:.2f}]",
-                samples.ratio(REFERENCE, BIG),
-                _text(cell, state, OVER_REFERENCE, found),
-                samples.median(OURS, SUBMIT),
-                _text(cell, state, CALL_OVER_REFERENCE, found),
-                peer and peer.ratio,
-                peer and peer.submit_us,
-            ]
-        used = {name for one in cell.states.values() for name in one.copy_methods.get(OURS, ())}
-        rows.append([*row, cell.link_ratio, "/".join(sorted(used))])
-    return table([*headers, "link", "method"], rows)
+def _columns(
+    title: str, states: Iterable[str], targets: Targets, has_plain: bool
+) -> list[Column[Cell]]:
+    columns: list[Column[Cell]] = [
+        Column(title, lambda cell: str(cell.kind.shape)),
+        Column("blocks", lambda cell: cell.kind.blocks),
+    ]
+    for state in states:
+        columns += _columns_of(state, targets)
+        columns += _plain_columns_of(state) if has_plain else []
+    return [
+        *columns,
+        Column("link", lambda cell: cell.link_ratio),
+        Column("method", lambda cell: "/".join(sorted(_methods(cell)))),
+    ]
+
+
+def _columns_of(state: str, targets: Targets) -> list[Column[Cell]]:
+    def judged(what: str) -> Callable[[Cell], str]:
+        return lambda cell: _text(cell, state, what, targets(cell, state))
+
+    def spread(cell: Cell) -> str:
+        low, _, high = cell.states[state].ratios(OURS, BIG)
+        return f"[{low:.2f} {high:.2f}]"
+
+    return [
+        Column(f"{state}: total / big", judged(OVER_BIG)),
+        Column("[quartiles]", spread),
+        Column("R / big", lambda cell: cell.states[state].ratio(REFERENCE, BIG)),
+        Column("total / R", judged(OVER_REFERENCE)),
+        Column("call, us", lambda cell: cell.states[state].median(OURS, SUBMIT)),
+        Column("call / R's", judged(CALL_OVER_REFERENCE)),
+        Column("peer / big", lambda cell: (peer := peer_of(cell, state)) and peer.ratio),
+        Column("its call, us", lambda cell: (peer := peer_of(cell, state)) and peer.submit_us),
+    ]
+
+
+def _plain_columns_of(state: str) -> list[Column[Cell]]:
+    return [
+        Column("plain ops / big", lambda cell: cell.states[state].ratio(PLAIN, BIG)),
+        Column("their call, us", lambda cell: cell.states[state].median(PLAIN, SUBMIT)),
+    ]
+
+
+def _methods(cell: Cell) -> set[str]:
+    return {name for one in cell.states.values() for name in one.copy_methods.get(OURS, ())}
+
+
+def _has_plain(cell: Cell) -> bool:
+    return all(PLAIN in samples.moves for samples in cell.states.values())
 
 
 def _text(cell: Cell, state: str, what: str, found: Mapping[str, Verdict]) -> str:

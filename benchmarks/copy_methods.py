@@ -33,10 +33,10 @@ from transfers import BLOCKS, DIRECTIONS, Kind, Shape, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.copy_method import AUTO, CHOICES
+from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES
 
 STATES = (WARM, COLD)
-FORCED = [copy_method for copy_method in CHOICES if copy_method != AUTO]
+FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
 
 
 def main(arguments: list[str]) -> int:
@@ -117,7 +117,7 @@ def measure(
     cell = Cell(kind, refused=dict(refused))
     ways: dict[str, Timed] = {name: partial(moved, handler) for name, handler in ours.items()}
     if len(ours) > 1:  # the device has methods to choose from
-        ways[COPY_ENGINES_ONLY] = partial(moved, ours[AUTO], copy_engines_only=True)
+        ways[COPY_ENGINES_ONLY] = partial(moved, ours[AUTO], copy_method=COPY_ENGINES)
     if len(ours) > 1 and kind.direction == "load":
         ways[EXPEDITED] = partial(moved, ours[AUTO], expedited=True)
     ways.update(comparison.copies(kind))

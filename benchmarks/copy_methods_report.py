@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import comparison
 from comparison import BIG, REFERENCE
-from report import Verdict, table
+from report import Column, Verdict, table_of
 from timing import Move
 
 from torch_kvswap.copy_method import AUTO
@@ -65,24 +65,32 @@ def tables(cells: Sequence[Cell]) -> str:
     said = []
     for kind in kinds:
         chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
-        said.append(_table(", ".join(kind), chosen))
+        rows = [(cell, state) for cell in chosen for state in cell.states]
+        said.append(table_of(_columns(", ".join(kind), chosen), rows))
     said += ["\n".join(f"{name} cannot be had: {why}" for name, why in refused)] if refused else []
     return "\n\n".join(said)
 
 
-def _table(title: str, cells: Sequence[Cell]) -> str:
-    ways = list(
-        dict.fromkeys(way for cell in cells for one in cell.states.values() for way in one.moves)
-    )
-    headers = [f"{title}, us", "blocks", "state", *ways, "chosen", "best", "auto / best"]
-    rows = []
-    for cell in cells:
-        for state, samples in cell.states.items():
-            times = [samples.median(way) if samples.moves.get(way) else None for way in ways]
-            chosen = "/".join(samples.copy_methods[AUTO])
-            ends = [chosen, cell.best(state), cell.ratio(state)]
-            rows.append([str(cell.kind.shape), cell.kind.blocks, state, *times, *ends])
-    return table(headers, rows)
+def _columns(title: str, cells: Sequence[Cell]) -> list[Column[tuple[Cell, str]]]:
+    """Of a cell and a state."""
+
+    def time_of(way: str) -> Callable[[tuple[Cell, str]], object]:
+        def median_us(row: tuple[Cell, str]) -> float | None:
+            samples = row[0].states[row[1]]
+            return samples.median(way) if samples.moves.get(way) else None
+
+        return median_us
+
+    ways = dict.fromkeys(way for cell in cells for one in cell.states.values() for way in one.moves)
+    return [
+        Column(f"{title}, us", lambda row: str(row[0].kind.shape)),
+        Column("blocks", lambda row: row[0].kind.blocks),
+        Column("state", lambda row: row[1]),
+        *(Column(way, time_of(way)) for way in ways),
+        Column("chosen", lambda row: "/".join(row[0].states[row[1]].copy_methods[AUTO])),
+        Column("best", lambda row: row[0].best(row[1])),
+        Column("auto / best", lambda row: row[0].ratio(row[1])),
+    ]
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:

@@ -152,7 +152,7 @@ def measure_compute(
         pair = Pair.open(device, shape, 3 * count + 2, options, stack)
         for direction in DIRECTIONS:
             ways: dict[str, Way] = {
-                name: HandlerWay(pair.handlers[name], pair.blocks[name], direction, count, False)
+                name: HandlerWay(pair.handlers[name], pair.blocks[name], direction, count, None)
                 for name in ENCODINGS
             }
             samples = measure_beside(decode, ways, options.repeats, limit.next_part())

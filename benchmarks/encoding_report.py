@@ -8,7 +8,7 @@ from statistics import median
 import comparison
 from comparison import BIG, SUBMIT, WARM
 from interference_report import Cell as BesideCell
-from report import Verdict, table
+from report import Column, Verdict, table_of
 from transfers import BOTH
 
 RAW, LOSSLESS = "raw", "lossless"
@@ -45,21 +45,30 @@ class Cell(comparison.Cell):
         return nbytes / self.states[WARM].median(LOSSLESS) / 1e3
 
 
+CELLS: list[Column[Cell]] = [
+    Column("layers one by one, warm", lambda cell: str(cell.kind.shape)),
+    Column("blocks", lambda cell: cell.kind.blocks),
+    Column("direction", lambda cell: cell.kind.direction),
+    Column("raw / big", lambda cell: cell.states[WARM].ratio(RAW, BIG)),
+    Column("lossless / big", lambda cell: cell.states[WARM].ratio(LOSSLESS, BIG)),
+    Column("speedup", lambda cell: cell.speedup),
+    Column("added us", lambda cell: cell.added_us),
+    Column("GB/s of KV", lambda cell: cell.gb_per_s),
+    Column("raw call, us", lambda cell: cell.states[WARM].median(RAW, SUBMIT)),
+    Column("lossless call, us", lambda cell: cell.states[WARM].median(LOSSLESS, SUBMIT)),
+    Column("method", lambda cell: "/".join(cell.states[WARM].copy_methods[LOSSLESS])),
+]
+BESIDE: list[Column[BesideCell]] = [
+    Column("beside decode", lambda cell: str(cell.shape)),
+    Column("direction", lambda cell: cell.direction),
+    Column("encoding", lambda cell: cell.way),
+    Column("lost ms/GB of KV", lambda cell: cell.lost),
+    Column("GB/s of KV", lambda cell: cell.gb_per_s),
+]
+
+
 def tables(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> str:
-    headers = ["layers one by one, warm", "blocks", "direction", "raw / big", "lossless / big"]
-    headers += ["speedup", "added us", "GB/s of KV", "raw call, us", "lossless call, us", "method"]
-    rows: list[list[object]] = []
-    for cell in cells:
-        samples, kind = cell.states[WARM], cell.kind
-        row: list[object] = [str(kind.shape), kind.blocks, kind.direction]
-        row += [samples.ratio(RAW, BIG), samples.ratio(LOSSLESS, BIG), cell.speedup, cell.added_us]
-        row += [cell.gb_per_s, samples.median(RAW, SUBMIT), samples.median(LOSSLESS, SUBMIT)]
-        rows.append([*row, "/".join(samples.copy_methods[LOSSLESS])])
-    headers_beside = ["beside decode", "direction", "encoding", "lost ms/GB of KV", "GB/s of KV"]
-    rows_beside = [
-        [str(cell.shape), cell.direction, cell.way, cell.lost, cell.gb_per_s] for cell in beside
-    ]
-    return f"{table(headers, rows)}\n\n{table(headers_beside, rows_beside)}"
+    return f"{table_of(CELLS, cells)}\n\n{table_of(BESIDE, beside)}"
 
 
 def judge(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> list[Verdict]:

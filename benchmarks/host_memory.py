@@ -80,7 +80,7 @@ def pinned_ways(device: torch.device) -> dict[str, Way]:
         "HostPool": way(),
         "first chunk, background": way(pin_in_background=True),
         "small pages": way(huge_pages=False),
-        "shared": way(HostPool.create_shared, world=2, replicated=True),
+        "shared": way(HostPool.create_shared),
     }
 
 

@@ -8,7 +8,8 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from report import Verdict, table
+from report import Column, Verdict, table_of
+from timing import summary
 
 SHARE = 0.25  # of torch's time
 JUDGED = "HostPool"
@@ -42,7 +43,9 @@ class Cell:
         return None if last is None else last / self.nbytes
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self)
+        parts = {name: summary(getattr(self, name)) for name in ("ready", "free", "resident")}
+        sizes = {"name": self.name, "nbytes": self.nbytes, "huge_share": self.huge_share}
+        return {**sizes, **parts, "wrong": self.wrong}
 
 
 @dataclass
@@ -59,35 +62,35 @@ class Beside:
         return 1 - mean(self.alone_us) / mean(self.during_us)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "lost": self.lost}
+        steps = {"alone_us": self.alone_us, "during_us": self.during_us}
+        figures = {
+            name: {**summary(us), "p99": round(float(np.percentile(us, 99)), 4)}
+            for name, us in steps.items()
+        }
+        return {**figures, "seconds": self.seconds, "lost": self.lost}
+
+
+CELLS: list[Column[Cell]] = [
+    Column("memory", lambda cell: cell.name),
+    Column("GiB", lambda cell: cell.nbytes / 2**30),
+    Column("ready, s", lambda cell: median(cell.ready)),
+    Column("s per GiB", lambda cell: cell.per_gib(cell.ready)),
+    Column("free, s per GiB", lambda cell: cell.per_gib(cell.free)),
+    Column("resident share", lambda cell: median(cell.resident) / cell.nbytes),
+    Column("huge share", lambda cell: cell.huge_share),
+]
+STEPS: list[Column[tuple[str, list[float]]]] = [
+    Column("compute", lambda steps: steps[0]),
+    Column("steps", lambda steps: len(steps[1])),
+    Column("median, us", lambda steps: median(steps[1])),
+    Column("p99, us", lambda steps: float(np.percentile(steps[1], 99))),
+]
 
 
 def tables(cells: Sequence[Cell], beside: Beside) -> str:
-    rows = [
-        [
-            cell.name,
-            median(cell.ready),
-            cell.per_gib(cell.ready),
-            cell.per_gib(cell.free),
-            median(cell.resident) / cell.nbytes,
-            cell.huge_share,
-        ]
-        for cell in cells
-    ]
-    size = f"{cells[0].nbytes / 2**30:g} GiB"
-    headers = [size, "ready, s", "s per GiB", "free, s per GiB", "resident share", "huge share"]
-    steps = [
-        [name, len(taken), median(taken), float(np.percentile(taken, 99))]
-        for name, taken in (("alone", beside.alone_us), ("while pinned", beside.during_us))
-    ]
-    return "\n".join(
-        [
-            table(headers, rows),
-            "",
-            table(["compute", "steps", "median, us", "p99, us"], steps),
-            f"compute lost in the {beside.seconds:.2f} s: {beside.lost:.1%}",
-        ]
-    )
+    steps = table_of(STEPS, [("alone", beside.alone_us), ("while pinned", beside.during_us)])
+    lost = f"compute lost in the {beside.seconds:.2f} s: {beside.lost:.1%}"
+    return f"{table_of(CELLS, cells)}\n\n{steps}\n{lost}"
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:

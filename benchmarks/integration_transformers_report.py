@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from report import Verdict, table
-from timing import quartiles
+from report import Column, Verdict, table_of
+from timing import quartiles, summary
 
 if TYPE_CHECKING:
     from generations import Generation
@@ -20,6 +20,15 @@ PARTS = "host", "stream"
 COPIES = "copies"  # the host without what transformers does with blocks, whichever the manager
 RATE = 0.95  # of their throughput: less is less than the fastest generations differ by
 AGAIN = "theirs again"  # shows how much generations of one manager differ
+
+
+def summaries(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each part of the records; a part that is a list counts with all its numbers."""
+    parts: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            parts.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    return {name: summary(numbers) for name, numbers in parts.items()}
 
 
 @dataclass
@@ -56,7 +65,7 @@ class Cell:
         return quartiles(excess)
 
     def to_json(self) -> dict[str, Any]:
-        losses = {name: [asdict(loss) for loss in of] for name, of in self.losses.items()}
+        losses = {name: summaries(map(asdict, of)) for name, of in self.losses.items()}
         sizes = self.block_tokens, self.blocks, self.block_bytes
         return dict(
             zip(("block_tokens", "blocks", "block_bytes"), sizes, strict=True),
@@ -92,37 +101,69 @@ class Rate:
         return self.fastest(manager) / max(self.fastest("theirs"), self.fastest(AGAIN))
 
     def to_json(self) -> dict[str, Any]:
-        runs = {name: [asdict(run) for run in of] for name, of in self.runs.items()}
+        runs = {name: summaries(map(asdict, of)) for name, of in self.runs.items() if of}
+        for name, figures in runs.items():
+            figures["tokens_per_second"]["fastest"] = self.fastest(name)
         ratios = {name: self.ratio(name) for name in ("ours", AGAIN)}
         return {"batches": self.name, "ratios": ratios, "generations": runs}
 
 
+class Lost(NamedTuple):
+    """A line: what a manager loses in a cell."""
+
+    cell: Cell
+    manager: str
+
+    def share(self, part: str) -> float | None:
+        return self.cell.share(part) if self.manager == "ours" else None
+
+    @property
+    def slower(self) -> str:
+        low, middle, high = (f"{quartile:,.0f}" for quartile in self.cell.slower(self.manager))
+        return f"{middle} ({low} to {high})"
+
+
+class Made(NamedTuple):
+    """A line: the tokens that a manager makes."""
+
+    rate: Rate
+    manager: str
+
+
+def _part_columns(part: str, header: str) -> list[Column[Lost]]:
+    return [
+        Column(header, lambda line: line.cell.median_of(line.manager, part)),
+        Column("share", lambda line: line.share(part)),
+    ]
+
+
+LOST: list[Column[Lost]] = [
+    Column("lost per preemption, us", lambda line: line.cell.name),
+    Column("MiB", lambda line: round(line.cell.blocks * line.cell.block_bytes / 2**20, 1)),
+    Column("manager", lambda line: line.manager),
+    *_part_columns("host", "host"),
+    *_part_columns("stream", "stream"),
+    *_part_columns(COPIES, f"host, {COPIES} only"),
+    Column("batches slower by", lambda line: line.slower),
+    Column("back in", lambda line: int(line.cell.median_of(line.manager, "batches"))),
+    Column("samples", lambda line: len(line.cell.losses[line.manager])),
+]
+MADE: list[Column[Made]] = [
+    Column("tokens per second", lambda line: line.rate.name),
+    Column("manager", lambda line: line.manager),
+    Column("fastest", lambda line: line.rate.fastest(line.manager)),
+    Column("median", lambda line: line.rate.median_of(line.manager, "tokens_per_second")),
+    Column("batches", lambda line: line.rate.median_of(line.manager, "batches")),
+    Column("preempted", lambda line: line.rate.median_of(line.manager, "preempted")),
+    Column("ratio", lambda line: line.rate.ratio(line.manager)),
+    Column("rounds", lambda line: len(line.rate.runs[line.manager])),
+]
+
+
 def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:
-    rows = []
-    for cell in cells:
-        mib = round(cell.blocks * cell.block_bytes / 2**20, 1)
-        for manager in MANAGERS:
-            low, middle, high = (f"{quartile:,.0f}" for quartile in cell.slower(manager))
-            row: list[Any] = [cell.name, mib, manager]
-            for part in (*PARTS, COPIES):
-                row += [cell.median_of(manager, part)]
-                row += [cell.share(part) if manager == "ours" else None]
-            row += [f"{middle} ({low} to {high})", int(cell.median_of(manager, "batches"))]
-            rows.append([*row, len(cell.losses[manager])])
-    headers = ["lost per preemption, us", "MiB", "manager"]
-    for part in (*PARTS, f"host, {COPIES} only"):
-        headers += [part, "share"]
-    text = table([*headers, "batches slower by", "back in", "samples"], rows)
-    lines = []
-    for rate in rates:
-        for manager in rate.runs if rate.runs["ours"] else ():
-            row = [rate.name, manager, rate.fastest(manager)]
-            row += [rate.median_of(manager, "tokens_per_second")]
-            row += [rate.median_of(manager, part) for part in ("batches", "preempted")]
-            lines.append([*row, rate.ratio(manager), len(rate.runs[manager])])
-    headers = ["tokens per second", "manager", "fastest", "median", "batches", "preempted"]
-    headers += ["ratio", "rounds"]
-    return f"{text}\n\n{table(headers, lines)}" if lines else text
+    text = table_of(LOST, [Lost(cell, manager) for cell in cells for manager in MANAGERS])
+    made = [Made(rate, name) for rate in rates if rate.runs["ours"] for name in rate.runs]
+    return f"{text}\n\n{table_of(MADE, made)}" if made else text
 
 
 def judge(cells: Sequence[Cell], rates: Sequence[Rate]) -> list[Verdict]:

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from integration_vllm_report import Round, differences, judge, table_of
+from integration_vllm_report import Round, differences, hits_to_json, judge, rounds_table
 from prefix_cache_model import PrefixCacheModel, block_keys
 from program import device_of, new_parser
 from report import write_json
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
             for server in servers + small:
                 server.stop()
     verdicts = judge(rounds)
-    print(table_of(rounds), "", differences(rounds), *verdicts, sep="\n")
+    print(rounds_table(rounds), "", differences(rounds), *verdicts, sep="\n")
     content = {
         "benchmark": "integration_vllm",
         "settings": {
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
         },
         "engines": about,
         "rounds": [each.to_json() for each in rounds],
-        "hits": hits,
+        "hits": {name: hits_to_json(pairs) for name, pairs in hits.items()},
     }
     if options.json:
         write_json(options.json, device_of(options), content, verdicts)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from report import Verdict, table
-from timing import quartiles
+from report import Column, Verdict, table_of
+from timing import quartiles, summary
 
 PLAIN, THEIRS, OURS, LOSSLESS = "plain", "vLLM's own", "ours", "ours, lossless"
 KINDS = ("cold", "warm", "alone")
@@ -37,7 +37,22 @@ class Round:
         return 1e3 * (median if self.kind == "alone" else mean)(self.ttft)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "tokens"}
+        return {
+            "engine": self.engine,
+            "turn": self.turn,
+            "kind": self.kind,
+            "seconds": self.seconds,
+            "ttft_ms": self.ttft_ms,
+            "ttft_s": summary(self.ttft),
+            "cached": sum(self.cached),
+        }
+
+
+def hits_to_json(pairs: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Of an engine's hits and those of the model: sums in blocks, and how many prompts differ."""
+    found, expected = (sum(of) for of in zip(*pairs, strict=True))
+    wrong = sum(one != other for one, other in pairs)
+    return {"prompts": len(pairs), "blocks": found, "blocks_of_model": expected, "wrong": wrong}
 
 
 def seconds(rounds: Sequence[Round], engine: str, kind: str) -> float:
@@ -91,23 +106,27 @@ def overhead_shares(rounds: Sequence[Round]) -> Iterator[tuple[float, str]]:
             yield ours / theirs, kind
 
 
-def table_of(rounds: Sequence[Round]) -> str:
-    engines = list(dict.fromkeys(each.engine for each in rounds))
-    rows = [
-        (
-            kind,
-            engine,
-            seconds(rounds, engine, kind),
-            speedup(rounds, engine, kind),
-            ttft_ms(rounds, engine, kind),
-            "{1:.1f} ({0:.1f} to {2:.1f})".format(*overheads_ms(rounds, engine, kind)),
-            sum(sum(each.cached) for each in _of(rounds, engine, kind)),
-        )
-        for kind in KINDS
-        for engine in engines
+def rounds_table(rounds: Sequence[Round]) -> str:
+    """A line for each kind of round and engine."""
+    columns: list[Column[tuple[str, str]]] = [
+        Column("round", lambda row: row[0]),
+        Column("engine", lambda row: row[1]),
+        Column("s", lambda row: seconds(rounds, row[1], row[0])),
+        Column("throughput", lambda row: speedup(rounds, row[1], row[0])),
+        Column("TTFT, ms", lambda row: ttft_ms(rounds, row[1], row[0])),
+        Column(
+            "overhead, ms",
+            lambda row: "{1:.1f} ({0:.1f} to {2:.1f})".format(
+                *overheads_ms(rounds, row[1], row[0])
+            ),
+        ),
+        Column(
+            "cached tokens",
+            lambda row: sum(sum(each.cached) for each in _of(rounds, row[1], row[0])),
+        ),
     ]
-    headers = ("round", "engine", "s", "throughput", "TTFT, ms", "overhead, ms", "cached tokens")
-    return table(headers, rows)
+    engines = dict.fromkeys(each.engine for each in rounds)
+    return table_of(columns, [(kind, engine) for kind in KINDS for engine in engines])
 
 
 def differences(rounds: Sequence[Round]) -> str:

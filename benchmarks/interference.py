@@ -3,13 +3,13 @@
 The compute is on a stream of the default priority: a decode GEMM, attention over a cache, a kernel
 bound by memory, and a GEMM whose kernels hold every SM. Beside it goes one transfer of scattered
 blocks after another, two at a time, by the handler as it chooses, with a forced copy method, or
-with `copy_engines_only`; one big pinned copy after another; and one after another by PyTorch, with
-the guarantees of a transfer (the reference of bandwidth.py). "kernel" is the method with which an
-SM kernel copies, as the peers do. In each repeat the compute runs alone once and then beside each
-of them, in changing order; figures are medians of the repeats. Transfers follow each other at once,
-so there is nothing cold here. Without a GPU a thread computes and nothing is judged. All bytes are
-compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are
-met.
+with `copy_method="copy_engines"`; one big pinned copy after another; and one after another by
+PyTorch, with the guarantees of a transfer (the reference of bandwidth.py). "kernel" is the method
+with which an SM kernel copies, as the peers do. In each repeat the compute runs alone once and then
+beside each of them, in changing order; figures are medians of the repeats. Transfers follow each
+other at once, so there is nothing cold here. Without a GPU a thread computes and nothing is judged.
+All bytes are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the
+targets are met.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def measure_all(
                     REFERENCE: ReferenceWay(reference, direction, nbytes),
                 }
                 for name, handler in handlers.items():
-                    copy_engines_only = name == COPY_ENGINES_ONLY
-                    ways[name] = HandlerWay(handler, blocks, direction, count, copy_engines_only)
+                    copy_method = "copy_engines" if name == COPY_ENGINES_ONLY else None
+                    ways[name] = HandlerWay(handler, blocks, direction, count, copy_method)
                 samples = measure(compute, ways, options.repeats, limit.next_part())
                 for name, taken in samples.items():
                     used = sorted(getattr(ways[name], "copy_methods", ()))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from peers import BESIDE_COMPUTE
-from report import Verdict, table
+from report import Column, Verdict, table_of
+from timing import summary
 from transfers import Shape
 
 BIG, REFERENCE, COPY_ENGINES_ONLY = "big copy", "reference", "copy engines only"
@@ -73,7 +74,11 @@ class Cell:
             "lost_spread": [min(lost), max(lost)],
             "gb_per_s": self.gb_per_s,
             "gb_per_s_spread": [min(speeds), max(speeds)],
-            "samples": [vars(sample) for sample in self.samples],
+            "count": len(self.samples),
+            "compute_ms": {
+                "alone": summary([sample.floor_ms for sample in self.samples]),
+                "beside": summary([sample.ms for sample in self.samples]),
+            },
         }
 
 
@@ -87,32 +92,51 @@ def tables(cells: Sequence[Cell]) -> str:
     return "\n\n".join(said)
 
 
+@dataclass(frozen=True)
+class _Line:
+    """What one way has lost and moved, by compute."""
+
+    way: str
+    copy_methods: Sequence[str]
+    lost: Mapping[str, float]
+    gb_per_s: Mapping[str, float]
+
+
 def _of_kind(title: str, cells: Sequence[Cell]) -> str:
-    found = {(cell.way, cell.compute): cell for cell in cells}
-    computes = list(dict.fromkeys(compute for _, compute in found))
-    headers = [title, "method"]
+    computes = list(dict.fromkeys(cell.compute for cell in cells))
+
+    def lost(compute: str) -> Callable[[_Line], object]:
+        return lambda line: line.lost.get(compute)
+
+    def speed(compute: str) -> Callable[[_Line], object]:
+        return lambda line: line.gb_per_s.get(compute)
+
+    columns: list[Column[_Line]] = [
+        Column(title, lambda line: line.way),
+        Column("method", lambda line: "/".join(line.copy_methods) or None),
+    ]
     for compute in computes:
-        headers += [f"{compute}: ms", "GB/s"]
-    rows: list[list[object]] = []
-    for way in dict.fromkeys(way for way, _ in found):
-        of_way = [found[way, compute] for compute in computes]
+        columns += [Column(f"{compute}: ms", lost(compute)), Column("GB/s", speed(compute))]
+    return table_of(columns, [*_ways(cells), *_peers(cells[0]), _link(cells[0], computes)])
+
+
+def _ways(cells: Sequence[Cell]) -> Iterator[_Line]:
+    for way in dict.fromkeys(cell.way for cell in cells):
+        of_way = [cell for cell in cells if cell.way == way]
         used = sorted({name for cell in of_way for name in cell.copy_methods})
-        numbers = [number for cell in of_way for number in (cell.lost, cell.gb_per_s)]
-        rows.append([way, "/".join(used) or None, *numbers])
-    rows += _peers(cells[0], computes)
-    rows.append(["link, nothing beside it", None, *[None, cells[0].link] * len(computes)])
-    return table(headers, rows)
+        lost = {cell.compute: cell.lost for cell in of_way}
+        yield _Line(way, used, lost, {cell.compute: cell.gb_per_s for cell in of_way})
 
 
-def _peers(cell: Cell, computes: Sequence[str]) -> Iterator[list[object]]:
-    if cell.shape != Shape(160, 8) or "decode" not in computes:
-        return
-    for peer in BESIDE_COMPUTE:
+def _peers(cell: Cell) -> Iterator[_Line]:
+    for peer in BESIDE_COMPUTE if cell.shape == Shape(160, 8) else ():
         if peer.direction == cell.direction:
-            row: list[object] = [peer.name, None, *[None, None] * len(computes)]
-            at = 2 + 2 * computes.index("decode")
-            row[at : at + 2] = peer.lost_ms_per_gb, float(peer.gb_per_s)
-            yield row
+            speeds = {"decode": float(peer.gb_per_s)}
+            yield _Line(peer.name, (), {"decode": peer.lost_ms_per_gb}, speeds)
+
+
+def _link(cell: Cell, computes: Sequence[str]) -> _Line:
+    return _Line("link, nothing beside it", (), {}, dict.fromkeys(computes, cell.link))
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
@@ -124,7 +148,7 @@ def judge(cells: Sequence[Cell]) -> list[Verdict]:
     for (shape, arrangement, direction, compute), of_kind in found.items():
         name = f"{direction} of {shape}, {arrangement}, beside {compute}"
         verdicts += _holding(name, of_kind) if compute == HOLDS_ALL else _others(name, of_kind)
-        verdicts.append(_copy_engines_only(name, of_kind))
+        verdicts.append(_copy_engines(name, of_kind))
     return verdicts
 
 
@@ -143,7 +167,7 @@ def _holding(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
         yield Verdict(f"{name}, share of the link", SHARE_THEN, share, at_least=True)
 
 
-def _copy_engines_only(name: str, cells: dict[str, Cell]) -> Verdict:
+def _copy_engines(name: str, cells: dict[str, Cell]) -> Verdict:
     """At the cost of big copies: within what their repeats differ by."""
     target, ours = max(0.0, cells[BIG].most_lost), cells[COPY_ENGINES_ONLY].lost
     return Verdict(f"{name}, copy engines only, lost ms/GB", target, ours)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from report import Verdict, table
+from report import Column, Verdict, table_of
 from rounds import Few, Round
 from timing import Spread
 
@@ -31,51 +31,55 @@ class Run:
     wrong: int  # blocks and pages
 
 
+def _kind(title: str) -> list[Column[Run]]:
+    return [
+        Column(title, lambda run: run.scenario),
+        Column("jobs", lambda run: run.direction),
+        Column("round", lambda run: f"{run.number}, Jobs kept" if run.kept else str(run.number)),
+    ]
+
+
+SUBMITS: list[Column[Run]] = [
+    *_kind("submit, us"),
+    Column("median", lambda run: run.round.submit.median),
+    Column("mean", lambda run: run.round.submit.mean),
+    Column("p90", lambda run: run.round.submit.p90),
+    Column("p99", lambda run: run.round.submit.p99),
+    Column("p99.9", lambda run: run.round.submit.p999),
+    Column("max", lambda run: run.round.submit.max),
+    Column("p99/median", lambda run: run.round.submit.p99 / run.round.submit.median),
+    Column("submit, s", lambda run: run.round.submit_seconds),
+]
+# With few (100) and with all jobs outstanding.
+OUTSTANDING: list[Column[Run]] = [
+    *_kind("outstanding, us"),
+    Column("submit, 100", lambda run: run.few and run.few.submit.median),
+    Column("mean", lambda run: run.few and run.few.submit.mean),
+    Column("submit, all", lambda run: run.round.submit_all.median),
+    Column("mean", lambda run: run.round.submit_all.mean),
+    Column("poll, 100", lambda run: run.few and run.few.poll.median),
+    Column("mean", lambda run: run.few and run.few.poll.mean),
+    Column("poll, all", lambda run: run.round.poll and run.round.poll.median),
+    Column("mean", lambda run: run.round.poll and run.round.poll.mean),
+    Column("collect, us/job", lambda run: run.round.collect_us),
+]
+MOVING: list[Column[Run]] = [
+    *_kind("moving"),
+    Column("outstanding", lambda run: run.round.outstanding),
+    Column("bytes/job", lambda run: run.round.bytes_per_job),
+    Column("left, KiB", lambda run: run.round.added_bytes / 1024),
+    Column("streams", lambda run: run.round.streams),
+    Column("events", lambda run: run.round.events),
+    Column("jobs/transfer", lambda run: run.round.jobs_per_transfer),
+    Column("s", lambda run: run.round.moving_seconds),
+    Column("GB/s", lambda run: run.gb_per_s),
+    Column("big copy, GB/s", lambda run: run.big_copy_gb_per_s),
+    Column("of it", lambda run: run.gb_per_s / run.big_copy_gb_per_s),
+]
+
+
 def tables(runs: Sequence[Run]) -> str:
-    return "\n\n".join((_submits(runs), _outstanding(runs), _memory(runs)))
-
-
-def _submits(runs: Sequence[Run]) -> str:
-    headers = ["submit, us", "jobs", "round", "median", "mean", "p90", "p99", "p99.9", "max"]
-    headers += ["p99/median", "submit, s"]
-    rows = []
-    for run in runs:
-        calls = run.round.submit
-        numbers = [calls.median, calls.mean, calls.p90, calls.p99, calls.p999, calls.max]
-        numbers += [calls.p99 / calls.median, run.round.submit_seconds]
-        rows.append([run.scenario, run.direction, _name(run), *numbers])
-    return table(headers, rows)
-
-
-def _outstanding(runs: Sequence[Run]) -> str:
-    """Median and mean of the calls with few and with all jobs outstanding."""
-    headers = ["outstanding, us", "jobs", "round", "submit, 100", "mean", "submit, all", "mean"]
-    headers += ["poll, 100", "mean", "poll, all", "mean", "collect, us/job"]
-    rows = []
-    for run in runs:
-        few, ended = run.few, run.round
-        calls = [few and few.submit, ended.submit_all, few and few.poll, ended.poll]
-        pairs = [(call.median, call.mean) if call else (None, None) for call in calls]
-        numbers = [number for pair in pairs for number in pair]
-        rows.append([run.scenario, run.direction, _name(run), *numbers, ended.collect_us])
-    return table(headers, rows)
-
-
-def _memory(runs: Sequence[Run]) -> str:
-    headers = ["moving", "jobs", "round", "outstanding", "bytes/job", "left, KiB", "streams"]
-    headers += ["events", "jobs/transfer", "s", "GB/s", "big copy, GB/s", "of it"]
-    rows = []
-    for run in runs:
-        ended = run.round
-        numbers = [ended.outstanding, ended.bytes_per_job, ended.added_bytes / 1024, ended.streams]
-        numbers += [ended.events, ended.jobs_per_transfer, ended.moving_seconds, run.gb_per_s]
-        numbers += [run.big_copy_gb_per_s, run.gb_per_s / run.big_copy_gb_per_s]
-        rows.append([run.scenario, run.direction, _name(run), *numbers])
-    return table(headers, rows)
-
-
-def _name(run: Run) -> str:
-    return f"{run.number}, Jobs kept" if run.kept else str(run.number)
+    return "\n\n".join(table_of(columns, runs) for columns in (SUBMITS, OUTSTANDING, MOVING))
 
 
 def judge(runs: Sequence[Run], jobs: int) -> list[Verdict]:

@@ -12,7 +12,7 @@ from timing import Call, synchronize
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from torch_kvswap.integrations import transformers as integration
-from torch_kvswap.integrations.transformers.manager import SwapManager
+from torch_kvswap.integrations.transformers.swap_manager import SwapManager
 
 SMALL = 8  # requests that run beside it
 LIMIT = 500  # batches within which it is back

@@ -1,4 +1,4 @@
-"""Prints the large table of the README from results/bandwidth-h200.json, or writes it there."""
+"""Prints the large table of the README from the results of bandwidth.py, or writes it there."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import json
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("results") / "bandwidth-h200.json"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+from comparison import COLD, OURS, PLAIN, REFERENCE
+from report import Column, markdown_of
+from transfers import DIRECTIONS
+
+RESULTS = Path(__file__).with_name("results")
 README = Path(__file__).parents[1] / "README.md"
 TABLE = re.compile(r"^\| [^|\n]+: fragments per block \|.*(\n\|.*)*", re.MULTILINE)
+
+Row = tuple[str, int]  # shape and number of blocks
 
 
 def main(arguments: list[str]) -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="to the README, over its table")
     options = parser.parse_args(arguments)
-    table = markdown(json.loads(FILE.read_text()))
+    table = readme_table()
     if not options.write:
         print(table)
         return 0
@@ -31,30 +39,39 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def readme_table() -> str:
+    return markdown(json.loads((RESULTS / "bandwidth-h200.json").read_text()))
+
+
 def markdown(figures: Mapping[str, Any]) -> str:
-    """Total time of a store / a load over that of one big copy: the medians, by blocks in a
-    transfer. Of the arrangement that was measured first."""
-    return "\n".join(_lines(figures))
+    """Total time of a store / a load over that of one big copy, cold: the medians. Of the
+    arrangement that was measured first."""
+    arrangement = figures["settings"]["arrangements"][0]
+
+    ways = {"torch_kvswap": OURS, "plain PyTorch copy": REFERENCE, "plain ops": PLAIN}
+    medians = {name: _medians(figures, arrangement, way) for name, way in ways.items()}
+
+    def column_of(name: str) -> Column[Row]:
+        return Column(name, lambda row: " / ".join(medians[name][row][of] for of in DIRECTIONS))
+
+    columns: list[Column[Row]] = [
+        Column(f"{arrangement}: fragments per block", lambda row: row[0]),
+        Column("blocks", lambda row: row[1]),
+        *(column_of(name) for name, found in medians.items() if found),
+    ]
+    return markdown_of(columns, medians["torch_kvswap"])
 
 
-def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    first = figures["settings"]["arrangements"][0]
-    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+def _medians(figures: Mapping[str, Any], arrangement: str, way: str) -> dict[Row, dict[str, str]]:
+    """By shape and number of blocks, then by direction."""
+    found: dict[Row, dict[str, str]] = {}
     for cell in figures["cells"]:
-        if cell["arrangement"] != first:
-            continue
-        for state, samples in cell["states"].items():
-            name = f"{cell['shape']['layers']} x {cell['shape']['fragment_kib']} KiB"
-            of_blocks = found.setdefault((name, state), {}).setdefault(cell["blocks"], {})
-            _, median, _ = samples["total_us"]["over big copy"]["ours"]
-            of_blocks[cell["direction"]] = median
-    counts = list(dict.fromkeys(blocks for row in found.values() for blocks in row))
-    headers = [f"{count} block{'s' * (count > 1)}" for count in counts]
-    yield f"| {first}: fragments per block | {' | '.join(headers)} |"
-    yield "|" + " --- |" * (1 + len(headers))
-    for (name, state), row in found.items():
-        texts = [f"{row[count]['store']:.2f} / {row[count]['load']:.2f}" for count in counts]
-        yield f"| {name}{', cold' if state == 'cold' else ''} | {' | '.join(texts)} |"
+        quartiles = cell["states"][COLD]["total_us"]["over big copy"]
+        if cell["arrangement"] == arrangement and way in quartiles:
+            shape = f"{cell['shape']['layers']} x {cell['shape']['fragment_kib']} KiB"
+            both = found.setdefault((shape, cell["blocks"]), {})
+            both[cell["direction"]] = f"{quartiles[way][1]:.2f}"
+    return found
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from torch_kvswap._native.loader import native
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,23 @@ class Verdict:
         return f"{word:13}{self.name}: {got}, {bound} {target}"
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a program's table: its header, and what it says of a row."""
+
+    header: str
+    value: Callable[[Row], object]
+
+
+def table_of(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> str:
     """Columns as wide as they need to be, numbers to the right. None is a dash."""
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    values = [[column.value(row) for column in columns] for row in rows]
+    headers = [column.header for column in columns]
+    cells = [headers, *([_cell(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [
         all(isinstance(value, int | float | None) for value in column)
-        for column in zip(*rows, strict=True)
+        for column in zip(*values, strict=True)
     ] or [False] * len(headers)
     lines = []
     for line in cells:
@@ -58,6 +70,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         )
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def markdown_of(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> str:
+    """The same for a page of the docs."""
+    lines = [[column.header for column in columns], ["---"] * len(columns)]
+    lines += [[_cell(column.value(row)) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: object) -> str:
@@ -112,4 +131,10 @@ def write_json(
     said = [{**asdict(verdict), "met": verdict.met} for verdict in verdicts]
     everything = {"machine": machine(device), **content, "verdicts": said}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(everything, indent=1) + "\n")
+    file.write_text(json_text(everything))
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """JSON whose innermost lists and objects are on one line each."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda it: re.sub(r"\n *", " ", it[0]), text) + "\n"

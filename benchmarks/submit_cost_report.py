@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from bandwidth_report import CALLS
-from comparison import BIG, HELD, OURS, REFERENCE, SUBMIT, WARM, Cell
+from comparison import BIG, HELD, OURS, REFERENCE, SUBMIT, WARM, Cell, Samples
 from comparison_report import peer_of
-from report import Verdict, table
+from peers import Peer
+from report import Column, Verdict, table_of
 from timing import Spread
 
 GROWTH = 1.25  # of the median with most layers over that with fewest: noise, not a loop over them
@@ -32,6 +34,21 @@ class Expansion:
         return self.expand.median / self.memcpy.median
 
 
+class Call(NamedTuple):
+    """Calls of one kind in one state."""
+
+    cell: Cell
+    state: str
+
+    @property
+    def samples(self) -> Samples:
+        return self.cell.states[self.state]
+
+    @property
+    def peer(self) -> Peer | None:
+        return peer_of(self.cell, self.state)
+
+
 def tables(cells: Sequence[Cell]) -> str:
     """One for each arrangement and direction; a row for each shape, number of blocks and state."""
     kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
@@ -40,32 +57,44 @@ def tables(cells: Sequence[Cell]) -> str:
     ]
     for kind in kinds:
         chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
-        said.append(_table(", ".join(kind), chosen))
+        calls = [Call(cell, state) for cell in chosen for state in cell.states]
+        said.append(table_of(_call_columns(", ".join(kind)), calls))
     return "\n\n".join(said)
 
 
-def _table(title: str, cells: Sequence[Cell]) -> str:
-    headers = [title, "blocks", "state", "median", "p90", "p99", "big copy", "R", "median / R"]
-    headers.append("best peer")
-    rows: list[list[object]] = []
-    for cell in cells:
-        for state, samples in cell.states.items():
-            ours = np.percentile(samples.numbers(OURS, SUBMIT), [50, 90, 99]).tolist()
-            beside = [samples.median(way, SUBMIT) for way in (BIG, REFERENCE)]
-            ratio = samples.ratio(OURS, REFERENCE, SUBMIT)
-            peer = peer_of(cell, state)
-            numbers = [*ours, *beside, ratio, peer and peer.submit_us]
-            rows.append([str(cell.kind.shape), cell.kind.blocks, state, *numbers])
-    return table(headers, rows)
+def _call_columns(title: str) -> list[Column[Call]]:
+    """Of a cell in a state."""
+
+    def percentile(share: float) -> Callable[[Call], object]:
+        return lambda call: float(np.percentile(call.samples.numbers(OURS, SUBMIT), share))
+
+    return [
+        Column(title, lambda call: str(call.cell.kind.shape)),
+        Column("blocks", lambda call: call.cell.kind.blocks),
+        Column("state", lambda call: call.state),
+        Column("median", percentile(50)),
+        Column("p90", percentile(90)),
+        Column("p99", percentile(99)),
+        Column("big copy", lambda call: call.samples.median(BIG, SUBMIT)),
+        Column("R", lambda call: call.samples.median(REFERENCE, SUBMIT)),
+        Column("median / R", lambda call: call.samples.ratio(OURS, REFERENCE, SUBMIT)),
+        Column("best peer", lambda call: call.peer and call.peer.submit_us),
+    ]
+
+
+EXPANSIONS: list[Column[Expansion]] = [
+    Column("expand_block_ids", lambda one: f"{one.outputs:,} ids"),
+    Column("factor", lambda one: one.factor),
+    Column("median, us", lambda one: one.expand.median),
+    Column("p99", lambda one: one.expand.p99),
+    Column("memcpy, us", lambda one: one.memcpy.median),
+    Column("ratio", lambda one: one.ratio),
+    Column("allocating, us", lambda one: one.allocating.median),
+]
 
 
 def expansion_table(expansions: Sequence[Expansion]) -> str:
-    headers = ["expand_block_ids", "factor", "median, us", "p99", "memcpy, us", "ratio"]
-    rows = []
-    for one in expansions:
-        numbers = [one.expand.median, one.expand.p99, one.memcpy.median, one.ratio]
-        rows.append([f"{one.outputs:,} ids", one.factor, *numbers, one.allocating.median])
-    return table([*headers, "allocating, us"], rows)
+    return table_of(EXPANSIONS, expansions)
 
 
 def judge_calls(cells: Sequence[Cell]) -> list[Verdict]:

@@ -25,6 +25,15 @@ def quartiles(samples: Sequence[float]) -> list[float]:
     return three
 
 
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """What the JSON files keep of samples."""
+    return {"count": len(samples), "quartiles": rounded(quartiles(samples))}
+
+
+def rounded(numbers: Sequence[float]) -> list[float]:
+    return [round(number, 4) for number in numbers]
+
+
 @dataclass(frozen=True)
 class Spread:
     """How long the calls of a kind took, in microseconds."""

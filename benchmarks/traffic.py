@@ -66,14 +66,14 @@ class HandlerWay:
         blocks: NumberedBlocks,
         direction: str,
         count: int,
-        copy_engines_only: bool,
+        copy_method: str | None,
     ) -> None:
         self.nbytes = count * blocks.layout.block_bytes
         self.copy_methods: set[str] = set()
         self._handler = handler
         self._blocks = blocks
         self._direction = direction
-        self._copy_engines_only = copy_engines_only
+        self._copy_method = copy_method
         block_ids, page_ids = scattered(blocks, 2 * count)
         self._halves = list(zip(block_ids.split(count), page_ids.split(count), strict=True))
         self._number = 0
@@ -88,7 +88,7 @@ class HandlerWay:
             block_ids.tolist(),
             page_ids.tolist(),
             after=(),
-            copy_engines_only=self._copy_engines_only,
+            copy_method=self._copy_method,
         )
         self._blocks.note(self._direction, block_ids, page_ids)
         return lambda: self._ended(job)

@@ -29,19 +29,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # The tests of each folder, those first that are fast and find most.
 TESTS = {
     "csrc/prefix": [
-        *("test_manager*.py", "test_eviction.py", "test_engine*.py"),
+        *("test_manager*.py", "test_eviction.py", "test_*prefix_cache.py"),
         "test_out_of_memory.py",
     ],
     "csrc/copy": [
         *("test_batch.py", "test_strided.py", "test_packed.py", "test_staged.py"),
         *("test_hybrid.py", "test_handler.py", "test_pinning.py"),
-        *("test_swap_blocks*.py", "test_pitfalls.py", "test_fuzz*.py", "test_copy_method.py"),
+        *("test_swap_blocks*.py", "test_fuzz*.py", "test_copy_method.py"),
     ],
     "csrc/device": [
         *("test_handler.py", "test_failures.py", "test_staged.py", "test_channel.py"),
         *("test_gate.py", "test_stream_devices.py", "test_registration.py", "test_pinning.py"),
     ],
-    "csrc/encoding": ["test_codec.py", "test_encoding_gpu.py"],
+    "csrc/encoding": [
+        *("test_codec.py", "test_encoding_gpu.py", "test_encoded_*.py"),
+        *("test_packed.py", "test_staged.py"),
+    ],
     "csrc/offload": [
         *("test_handler.py", "test_scheduler.py", "test_queue.py", "test_gate.py"),
         *("test_stream_order.py", "test_failures.py", "test_job_table.py", "test_channel.py"),

@@ -14,7 +14,7 @@ from torch_kvswap._native.loader import native
 
 
 def main(file: str) -> None:
-    stub = StubGen(native, include_docstrings=False)
+    stub = StubGen(native, include_docstrings=False, include_private=True)
     stub.put(native)
     Path(file).write_text(stub.get())
 

@@ -19,11 +19,11 @@ from torch_kvswap.copy_method import (
     gpu_name,
     shipped_costs,
 )
-from torch_kvswap.handler import AFTER_NOTHING, OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, allocate_layers
+from torch_kvswap.offload.handler import OffloadHandler
 
-SIZES = tuple(SMALLEST_FRAGMENT << power for power in range(13))  # of fragments, in bytes
+SIZES = tuple(SMALLEST_FRAGMENT << power for power in range(13))  # bytes per fragment
 # Without "kernel" for stores: a kernel that writes to the host nearly stops the compute beside it.
 COPY_METHODS = {
     "store": ("strided", "batch", "staged"),
@@ -64,7 +64,7 @@ class _Line(NamedTuple):
         return cls(first, max(all_ - first, 0.0) / (blocks - 1))
 
 
-_Lines = Mapping[tuple[int, int], _Line]  # by fragment bytes and slabs
+_Lines = Mapping[tuple[int, int], _Line]  # keys: fragment bytes, slabs
 
 
 def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -> Costs:
@@ -195,9 +195,9 @@ def _new_layout(
 ) -> PagedLayout:
     """A cache whose layers lie at one distance, or were allocated one by one.
 
-    Strided copies are measured with the former: a copy of a single layer takes as long, but for the
-    bytes, and the prediction counts the copies. The other methods are measured with the latter,
-    where strided copies are slow. Batches take up to 1.4 times as long there (H200).
+    Strided copies are measured with the former. A strided copy of a single layer costs as much,
+    except for its bytes, and the prediction counts the copies. The other methods are measured with
+    the latter, where batches take up to 1.4 times as long (H200).
     """
     if at_one_distance:
         layers = allocate_layers((blocks, size), slabs, dtype=torch.uint8, device=device)
@@ -221,7 +221,7 @@ class Machine:
         self._device = device
         self._shape: tuple[int, int] | None = None
         self._handlers: dict[str, OffloadHandler] = {}
-        self._layouts: dict[bool, PagedLayout] = {}  # by whether the layers lie at one distance
+        self._layouts: dict[bool, PagedLayout] = {}  # key: layers at one distance
         self._pool: HostPool | None = None
 
     def measure(
@@ -249,9 +249,9 @@ class Machine:
             block_ids, page_ids = (torch.randperm(count)[:blocks].tolist() for _ in range(2))
             start = time.perf_counter()
             if direction == "store":
-                job = handler.store(gpu_block_ids=block_ids, page_ids=page_ids, after=AFTER_NOTHING)
+                job = handler.store(gpu_block_ids=block_ids, page_ids=page_ids, after=())
             else:
-                job = handler.load(page_ids=page_ids, gpu_block_ids=block_ids, after=AFTER_NOTHING)
+                job = handler.load(page_ids=page_ids, gpu_block_ids=block_ids, after=())
             handler.synchronize(job)
             total = time.perf_counter() - start
             (result,) = handler.poll()

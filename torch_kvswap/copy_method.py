@@ -16,10 +16,11 @@ import torch
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.metrics import COPY_METHODS
+from torch_kvswap.devices.backend import is_native
 
-AUTO = "auto"
-CHOICES = (AUTO, *(method for method in COPY_METHODS if method != "host"))
+COPY_METHODS = tuple(native.copy_methods())
+AUTO, COPY_ENGINES = "auto", "copy_engines"  # the latter chooses without kernels
+CHOICES = (AUTO, COPY_ENGINES, *(method for method in COPY_METHODS if method != "host"))
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
 REFERENCE_GPU = "NVIDIA H200"  # its shipped costs are used for GPUs without costs of their own
@@ -31,7 +32,7 @@ _FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in
 
 @dataclass(frozen=True)
 class CopyMethodCosts:
-    """What one copy method takes: the time of a transfer, and of its submission by the host.
+    """Costs of one copy method: the time of a transfer, and the host time to submit it.
 
     Attributes:
         start (float): seconds per transfer.
@@ -265,7 +266,7 @@ def _check_keys(
     required: Collection[str] = (),
     optional: Collection[str] = (),
 ) -> None:
-    """Refuses what is no JSON object with these keys; without keys, an object with any."""
+    """Checks that the content is an object with these keys, or with any if none are given."""
     if not isinstance(content, dict):
         raise TypeError(f"{name} is {kind_of(content)}; it must be an object")
     for key in required:
@@ -312,12 +313,12 @@ def copy_method_options(
     setting = f"{name}={copy_method!r}"
     if copy_method not in CHOICES:
         raise ValueError(f"{setting}; expected one of {', '.join(CHOICES)}")
-    number = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
+    number = -1 if copy_method in (AUTO, COPY_ENGINES) else COPY_METHODS.index(copy_method)
     staging_bytes = read_int("staging_bytes", staging_bytes)
-    if costs is None and device.type == "cuda":
+    if costs is None and device.type == "cuda" and is_native("cuda"):
         measured = read_costs(gpu_name(device))
         costs = measured.costs
-        if measured.is_of_other_gpu and copy_method == AUTO:
+        if measured.is_of_other_gpu and number < 0:
             warn_once(
                 f"the copy method is chosen by the costs on an {REFERENCE_GPU}: none are known for "
                 "this GPU; `python -m torch_kvswap calibrate` measures them"
@@ -326,7 +327,17 @@ def copy_method_options(
     table = [
         [of[method].native() if method in of else None for method in COPY_METHODS] for of in known
     ]
-    return native.CopyMethodOptions(number, setting, staging_bytes, table)
+    without_kernels = copy_method == COPY_ENGINES
+    return native.CopyMethodOptions(number, without_kernels, setting, staging_bytes, table)
+
+
+def check_job_method(copy_method: object) -> None:
+    """Raises ValueError unless a job can have this method: COPY_ENGINES, or None as its handler."""
+    if copy_method is not None and copy_method != COPY_ENGINES:
+        raise ValueError(
+            f"copy_method={copy_method!r}; for one job it can be {COPY_ENGINES} or None (as the "
+            "handler); pass other methods to OffloadHandler"
+        )
 
 
 def gpu_name(device: torch.device) -> str:

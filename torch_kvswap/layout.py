@@ -46,7 +46,7 @@ class Slabs:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(
+    def _check_same_blocks(
         self,
         host_sizes: Int64Array,
         advice: str,
@@ -90,8 +90,9 @@ class PagedLayout(Slabs):
     Args:
         tensors (Sequence[Tensor]): tensors of any dtype on one device, usually one per layer, with
             the same number of blocks in dimension `block_dim`.
-        block_dim (int): the dimension that counts blocks; not negative. 0 for tensors of the shape
-            [num_blocks, ...], 1 for [2, num_blocks, ...], with keys and values apart.
+        block_dim (int | None): the dimension that counts blocks; not negative. 0 for tensors of the
+            shape [num_blocks, ...], 1 for [2, num_blocks, ...], with keys and values apart. None is
+            0, and refuses tensors of shape [2, n, ...], which can be both.
         dtype (torch.dtype | None): the type of the keys and values, if the tensors are views of
             their bytes (torch.uint8 or torch.int8). None is the type of the tensors.
 
@@ -117,7 +118,7 @@ class PagedLayout(Slabs):
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        block_dim: int = 0,
+        block_dim: int | None = None,
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -128,7 +129,8 @@ class PagedLayout(Slabs):
         self.tensors = tuple(tensors)
         if not self.tensors:
             raise ValueError("a layout needs at least one tensor; the list is empty")
-        block_dim = read_int("block_dim", block_dim, INT64_MIN)
+        is_chosen = block_dim is not None
+        block_dim = read_int("block_dim", block_dim, INT64_MIN) if block_dim is not None else 0
         for index, tensor in enumerate(self.tensors):
             if not isinstance(tensor, Tensor):
                 advice = "it must be a tensor"
@@ -137,6 +139,12 @@ class PagedLayout(Slabs):
                 raise TypeError(f"tensors[{index}] is {kind_of(tensor)}; {advice}")
             if tensor.layout != torch.strided:
                 raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
+            if not is_chosen and tensor.dim() > 2 and tensor.shape[0] == 2 < tensor.shape[1]:
+                raise ValueError(
+                    f"tensors[{index}] has shape {list(tensor.shape)}, which can be keys "
+                    f"and values of {tensor.shape[1]} blocks, or 2 blocks; pass block_dim=1 or "
+                    "block_dim=0"
+                )
             problem = _problem(tensor, self.tensors[0], block_dim)
             if problem:
                 raise ValueError(
@@ -158,7 +166,7 @@ class PagedLayout(Slabs):
         )
         self.tensor_of_slab = np.repeat(np.arange(len(slabs), dtype=np.int64), slabs)
         storages = [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
-        self.storages = np.repeat(np.array(storages, np.int64), slabs)  # of each slab
+        self.storages = np.repeat(np.array(storages, np.int64), slabs)  # per slab
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.storage_ends = [_storage_end(tensor) for tensor in self.tensors]
         if overlap := _overlapping_slabs(self):
@@ -178,7 +186,7 @@ class PagedLayout(Slabs):
         # Built again, because copied tensors have other addresses.
         return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
-    def check_unmoved(self, name: str = "tensors") -> None:
+    def _check_unmoved(self, name: str = "tensors") -> None:
         """Checks that every tensor still has the memory it had at construction.
 
         Args:

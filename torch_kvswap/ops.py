@@ -28,8 +28,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_kvswap import generic_ops
-from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
+from torch_kvswap._native.loader import native
+from torch_kvswap.devices import generic_ops
+from torch_kvswap.devices.backend import (
+    DeviceBackend,
+    find_device_backend,
+    is_native,
+    most_copies,
+)
 
 _torch: Any = torch  # torch.library and torch._ops lack type annotations
 _library = _torch.library.Library("torch_kvswap", "DEF")
@@ -174,6 +180,8 @@ _register_write("swap_blocks", written=1)
 _register_write("swap_kv_blocks", written=1)
 _register_write("expand_block_ids.out", written="out")
 _torch.library.register_fake("torch_kvswap::expand_block_ids", _fake_expand, lib=_library)
+if is_native("cuda"):
+    native.register_cuda_ops()
 for _key in generic_ops.DISPATCH_KEYS:
     _library.impl("swap_blocks", generic_ops.swap_blocks, _key)
     _library.impl("swap_kv_blocks", generic_ops.swap_kv_blocks, _key)
@@ -195,7 +203,7 @@ def _backend_of_other_device() -> DeviceBackend | None:
             vendor's library can tell an address there from one in host memory.
     """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type == "cuda":
+    if accelerator is None or is_native(accelerator.type):
         return None
     backend = find_device_backend(accelerator.type)
     if backend is None:

@@ -7,10 +7,8 @@ import random
 
 import block_manager
 import pytest
-from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge
+from block_manager_report import MISS
 from block_managers import OfDigests, OfKeys, OneByOne
-from expecttest import assert_expected_inline
-from timing import Spread
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 
@@ -24,23 +22,6 @@ OPERATIONS = {
     "complete_load",
     "prepare_store, evicting",
 }
-
-
-def cell(policy, manager, operation, us):
-    return Cell(policy, manager, operation, 1000, Spread(us, us, us, us, us, us))
-
-
-CELLS = [
-    cell("lru", "digests", "lookup", 30.0),
-    cell("lru", "digests", MISS, 4.0),
-    cell("lru", "by key", "lookup", 2500.0),
-    cell("lru", VLLM, "lookup", 600.0),
-    cell("lru", VLLM, MISS, 1.0),
-    cell("lru", VLLM_BY_KEY, "lookup", 600.0),
-    cell("arc", "digests", "touch", 100.0),
-    cell("arc", VLLM, "touch", 600.0),
-]
-MEMORY = [Memory("lru", "digests", 1000, 70.0), Memory("lru", VLLM, 1000, 300.0)]
 
 
 def test_all_calls_are_timed_for_every_way_of_calling(tmp_path, capsys):
@@ -58,11 +39,6 @@ def test_all_calls_are_timed_for_every_way_of_calling(tmp_path, capsys):
     assert [its["manager"] for its in figures["memory"]] == ["digests"]
     text = capsys.readouterr().out
     assert text.count("not measured") == 6  # what is beside vLLM's
-
-
-def test_more_samples_than_there_are_prompts_are_refused(capsys):
-    assert block_manager.main(["--pages", "100", "--blocks", "10", "--samples", "6"]) == 2
-    assert capsys.readouterr().err == "--samples: with these pages and blocks 1 to 5\n"
 
 
 @pytest.mark.parametrize("kind", [OfDigests, OfKeys, "one by one"])
@@ -97,18 +73,3 @@ def test_a_manager_that_does_not_store_all_of_a_prompt_is_not_timed(nth):
                 dict(turns)
         else:
             assert {*dict(turns)} == OPERATIONS
-
-
-def test_the_least_gain_over_vllm_is_judged_and_a_miss_by_itself():
-    assert_expected_inline(
-        "\n".join(map(str, judge(CELLS, MEMORY, 0.4))),
-        """\
-met          digests, times as fast as vLLM, least in touch (arc): 6, at least 5
-MISSED       digests, times as fast as vLLM, least in lookup, a miss (lru): 0.25, at least 5
-not measured keys, times as fast as vLLM, least in all calls but misses (each policy): -, at least 5
-not measured keys, times as fast as vLLM, least in lookup, a miss (each policy): -, at least 5
-MISSED       by key, times as fast as vLLM by key, least in lookup (lru): 0.24, at least 5
-not measured by key, times as fast as vLLM by key, least in lookup, a miss (each policy): -, at least 5
-met          bytes for each of 1,000 pages: 70, at most 200
-met          longest hold of the GIL by a call of up to 10,000 keys, ms: 0.40, at most 1""",
-    )

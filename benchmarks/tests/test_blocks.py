@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import blocks
 import pytest
 import torch
@@ -36,21 +34,6 @@ def test_the_layers_of_one_tensor_are_equally_far_apart(device: str) -> None:
     cache = NumberedBlocks(torch.device(device), 10, 40, 1024, ONE_TENSOR)
     assert set(distances(list(cache.layout.tensors))) == {10 * 1024}
     assert len(storages(cache)) == 1
-
-
-def equally_far_apart(layers: int, nbytes: int) -> Any:
-    """Stands for torch.empty: gives the parts of one allocation, the last one first."""
-    parts = list(torch.zeros(layers, nbytes, dtype=torch.uint8))
-    return lambda size, **_: parts.pop()[:size]
-
-
-def test_an_allocator_that_gives_equal_distances_does_not_make_the_layers_equally_far_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(blocks.torch, "empty", equally_far_apart(40, 1 << 20))
-    placed = blocks._one_by_one(CPU, 40, 4096)
-    assert len(set(distances(placed))) == 39
-    assert all(tensor.data_ptr() % 512 == placed[0].data_ptr() % 512 for tensor in placed)
 
 
 def test_layers_that_are_equally_far_apart_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

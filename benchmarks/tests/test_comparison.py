@@ -108,7 +108,7 @@ def test_ratios_are_of_the_same_round_and_have_quartiles() -> None:
     assert samples.copy_methods == {OURS: ["batch", "staged"]}
 
 
-def test_a_cell_is_written_with_all_samples_and_the_ratios_to_both() -> None:
+def test_a_cell_is_written_with_quartiles_and_the_ratios_to_both() -> None:
     cell = Cell(KIND, link_us=[(11, 10), (24, 20)])
     moves = {way: [Move(us, us / 4)] * 2 for way, us in ((OURS, 12), (BIG, 8), (REFERENCE, 6))}
     cell.states[COLD] = Samples(moves)
@@ -116,21 +116,15 @@ def test_a_cell_is_written_with_all_samples_and_the_ratios_to_both() -> None:
     assert figures["shape"] == {"layers": 3, "fragment_kib": 1}
     assert (figures["arrangement"], figures["blocks"]) == ("layers one by one", 8)
     assert figures["link_ratio"] == pytest.approx(1.15)
+    assert figures["link_us"][BIG] == {"count": 2, "quartiles": [12.5, 15, 17.5]}
     cold = figures["states"]["cold"]
-    assert cold["count"] == 2
+    assert cold["counts"] == {OURS: 2, BIG: 2, REFERENCE: 2}
     assert cold["total_us"] == {
         "quartiles": {OURS: [12] * 3, BIG: [8] * 3, REFERENCE: [6] * 3},
         "over big copy": {OURS: [1.5] * 3, REFERENCE: [0.75] * 3},
         "over reference": {OURS: [2] * 3, BIG: [1.3333] * 3},
     }
     assert cold["submit_us"]["over reference"][OURS] == [2] * 3
-    assert cold["samples"][OURS] == {"total_us": [12, 12], "submit_us": [3, 3]}
-
-
-def test_a_way_that_was_left_out_has_no_figures() -> None:
-    figures = Samples({OURS: [Move(1, 1)], "batch": []}).to_json()
-    assert list(figures["total_us"]["quartiles"]) == [OURS]
-    assert figures["samples"]["batch"] == {"total_us": [], "submit_us": []}
 
 
 def test_only_what_is_cold_has_other_work_before_it() -> None:
@@ -143,10 +137,6 @@ def test_only_what_is_cold_has_other_work_before_it() -> None:
     cold = compared.run(ways, KIND, COLD)
     assert done == ["work"] * 2 * 3  # two ways; a round that warms up, and two samples
     assert {way: len(moves) for way, moves in cold.moves.items()} == {BIG: 2, REFERENCE: 2}
-
-
-def test_without_a_gpu_nothing_is_measured_on_the_device_alone() -> None:
-    assert Comparison(CPU, options_of(), KIND.nbytes, 1).link_us(None, None, KIND) == []
 
 
 @pytest.mark.gpu

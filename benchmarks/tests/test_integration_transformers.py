@@ -5,7 +5,6 @@ right.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -47,14 +46,6 @@ def rate(theirs: list[float], ours: list[float], again: list[float]) -> Rate:
     return Rate(True, {name: [Generation(one) for one in of] for name, of in runs.items()})
 
 
-def test_a_third_of_what_is_lost_with_theirs_is_the_target_on_the_host_and_on_the_stream():
-    theirs = [Loss(300, 900), Loss(900, 990), Loss(200, 300)]
-    ours = [Loss(100, 301), Loss(50, 999), Loss(999, 300)]
-    host, stream = judge([cell(theirs, ours)], [])
-    assert math.isclose(host.measured, 1 / 3)
-    assert (host.met, stream.met) == (True, False)
-
-
 def test_batches_are_compared_with_the_usual_ones_of_all_samples():
     unusual = Loss(1, 1, without=[150, 100, 130], back=250, usual=[40], usual_with=[500])
     measured = cell([], [Loss(1, 1), unusual, Loss(1, 1)])
@@ -84,12 +75,12 @@ def test_it_preempts_with_both_managers_and_finds_all_bytes(tmp_path, capsys):
     assert "with wrong bytes: 0" in capsys.readouterr().out
     figures = json.loads(file.read_text())
     [lost], [rate] = figures["lost"], figures["throughput"]
-    assert {name: len(of) for name, of in lost["losses_us"].items()} == {"theirs": 2, "ours": 2}
-    losses = [loss for of in lost["losses_us"].values() for loss in of]
-    assert all(0 < loss["blocks"] < loss["host"] for loss in losses)
-    [theirs], [ours] = rate["generations"]["theirs"], rate["generations"]["ours"]
-    assert theirs["preempted"] > 0
-    assert abs(theirs["batches"] - ours["batches"]) < 5
+    for of in lost["losses_us"].values():
+        assert of["host"]["count"] == 2
+        assert 0 < of["blocks"]["quartiles"][1] < of["host"]["quartiles"][1]
+    theirs, ours = rate["generations"]["theirs"], rate["generations"]["ours"]
+    assert theirs["preempted"]["quartiles"][1] > 0
+    assert abs(theirs["batches"]["quartiles"][1] - ours["batches"]["quartiles"][1]) < 5
     assert figures["verdicts"] == []  # nothing is judged without a GPU
 
 

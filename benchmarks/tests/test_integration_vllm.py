@@ -8,8 +8,7 @@ from typing import Any
 
 import integration_vllm
 import pytest
-from expecttest import assert_expected_inline
-from integration_vllm_report import Round, differences, judge
+from integration_vllm_report import Round, differences
 from prefix_cache_model import PrefixCacheModel, block_keys
 from vllm_server import make_prompts
 
@@ -25,47 +24,6 @@ def rounds_of(seconds: dict[str, float], ttft: dict[str, float]) -> list[Round]:
         for turn in (0, 1)
         for kind in ("cold", "warm", "alone")
     ]
-
-
-def judged(seconds: tuple[float, ...], ttft: tuple[float, ...]) -> str:
-    rounds = rounds_of(
-        dict(zip(ENGINES, seconds, strict=True)), dict(zip(ENGINES, ttft, strict=True))
-    )
-    return "\n".join(map(str, judge(rounds)[-3:]))
-
-
-def test_the_throughput_or_the_overhead_has_to_be_better():
-    assert_expected_inline(
-        judged((1, 3, 2, 2), (0.01, 0.03, 0.029, 0.02)),
-        """\
-met          alone, throughput over vLLM's own offloading: 1.50, at least 1
-met          alone, overhead of lossless over that of raw pages: 0.53, at most 0.88
-met          the better of cold and warm, throughput over vLLM's own offloading: 1.50, at least 1.15""",
-    )
-    assert_expected_inline(
-        judged((1, 1.05, 1, 1), (0.01, 0.03, 0.018, 0.018)),
-        """\
-met          alone, throughput over vLLM's own offloading: 1.05, at least 1
-MISSED       alone, overhead of lossless over that of raw pages: 1, at most 0.88
-met          alone, the best, share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
-    )
-    assert_expected_inline(
-        judged((1, 1, 1.25, 1), (0.01, 0.03, 0.03, 0.02)),
-        """\
-MISSED       alone, throughput over vLLM's own offloading: 0.80, at least 1
-met          alone, overhead of lossless over that of raw pages: 0.50, at most 0.88
-MISSED       the better of cold and warm, throughput over vLLM's own offloading: 0.80, at least 1.15""",
-    )
-
-
-def test_without_an_overhead_of_raw_pages_nothing_is_said_of_lossless_ones():
-    assert_expected_inline(
-        judged((1, 1, 1.25, 1), (0.01, 0.01, 0.01, 0.02)),
-        """\
-MISSED       alone, throughput over vLLM's own offloading: 0.80, at least 1
-not measured alone, overhead of lossless over that of raw pages: -, at most 0.88
-MISSED       the better of cold and warm, throughput over vLLM's own offloading: 0.80, at least 1.15""",
-    )
 
 
 def test_answers_that_are_not_those_of_plain_are_counted():
@@ -134,9 +92,9 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     written = json.loads(file.read_text())
     assert len(written["rounds"]) == 4 * 3 * 3
     raw, lossless = written["hits"]["raw"], written["hits"]["lossless"]
-    assert len(raw) == len(lossless) == 24
-    assert any(0 < found < 15 for found, _ in raw), "some prompts in part"
-    assert sum(found for found, _ in raw) < sum(found for found, _ in lossless)
+    assert raw["prompts"] == lossless["prompts"] == 24
+    assert 0 < raw["blocks"] < lossless["blocks"]
+    assert bool(raw["wrong"] + lossless["wrong"]) == bool(more)
     assert "blocks found on the host" in capsys.readouterr().out
     # Each engine is the first one of a turn in its turn, and all get the same prompts.
     names = [name for name, order in Server.served[2:] if not order.get("drop")]

@@ -6,7 +6,7 @@ import random
 
 from prefix_cache_model import PrefixCacheModel, block_keys
 
-from torch_kvswap import BlockManager
+from torch_kvswap.prefix import BlockManager
 
 
 def test_a_prompt_is_found_when_it_comes_again_and_a_shared_prefix_at_once():

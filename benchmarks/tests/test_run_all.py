@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -41,18 +40,6 @@ def test_all_run_and_a_missed_target_is_no_failure(
     assert said.count("missed: b") == len(run_all.SHARES)
 
 
-def test_only_the_named_ones_run_and_their_files_are_kept(folder: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "kept" / "here"
-    assert run_all.main(["--only", "copy_methods", "duplex", "--json", str(kept)]) == 0
-    assert {file.name for file in kept.iterdir()} == {"copy_methods.json", "duplex.json"}
-    assert len(json.loads((kept / "copy_methods.json").read_text())["verdicts"]) == 3
-
-
-def test_the_files_can_be_named_after_the_machine(folder: Path, tmp_path: Path) -> None:
-    run_all.main(["--only", "duplex", "--json", str(tmp_path), "--machine", "h200"])
-    assert (tmp_path / "duplex-h200.json").exists()
-
-
 def test_programs_share_the_seconds_that_their_starts_leave() -> None:
     assert sum(run_all.SHARES.values()) == pytest.approx(1)
     every = run_all.limits(list(run_all.SHARES), 420)
@@ -75,15 +62,3 @@ def test_a_benchmark_that_fails_does_not_keep_the_others_from_running(
     assert "out of memory" in err
     assert out.count("FAILED, or wrong bytes: see above") == 2
     assert "the table of copy_methods.py" in out
-
-
-def test_a_tiny_benchmark_of_the_checkout_runs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--only", "duplex", "--seconds", "11", "--json", str(tmp_path)]
-    assert run_all.main(arguments) == 0
-    figures = json.loads((tmp_path / "duplex.json").read_text())
-    assert (figures["benchmark"], figures["settings"]["time_limit"]) == ("duplex", 1)
-    out, err = capfd.readouterr()
-    assert "blocks and pages with wrong bytes: 0" in out
-    assert "duplex 100 %" in err

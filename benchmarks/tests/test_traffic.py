@@ -83,13 +83,13 @@ def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str
     pairs: list[Any] = []
     with OffloadHandler(blocks.layout, blocks.host) as handler:
 
-        def note(*, after: Any, copy_engines_only: bool, **ids: list[int]) -> Any:
-            assert (after, copy_engines_only) == ((), True)
+        def note(*, after: Any, copy_method: str, **ids: list[int]) -> Any:
+            assert (after, copy_method) == ((), "copy_engines")
             pairs.append([*zip(*ids.values(), strict=True)])
             return getattr(handler, direction)(**ids)
 
         spied = SimpleNamespace(store=note, load=note, poll=handler.poll)
-        way = HandlerWay(spied, blocks, direction, 8, copy_engines_only=True)
+        way = HandlerWay(spied, blocks, direction, 8, copy_method="copy_engines")
         beside(Idle(0.005), way)
     assert way.nbytes == 8 * 2048
     assert way.copy_methods == {"host"}
@@ -109,16 +109,9 @@ def test_a_transfer_that_fails_is_an_error() -> None:
 
     job = SimpleNamespace(query=lambda: True, synchronize=fail)
     handler = SimpleNamespace(store=lambda *_, **__: job)
-    ended = HandlerWay(handler, blocks, "store", 8, copy_engines_only=False).start()
+    ended = HandlerWay(handler, blocks, "store", 8, copy_method=None).start()
     with pytest.raises(TransferError, match="store 1 failed: lost"):
         ended()
-
-
-def test_a_copy_without_a_gpu_has_ended_when_it_began() -> None:
-    big = BigCopy(CPU, 64)
-    for way in (BigWay(big, "store", 64), ReferenceWay(Reference(big, CPU), "store", 64)):
-        assert way.start()()
-        assert beside(Idle(0.005), way)[1] > 0
 
 
 @pytest.mark.gpu

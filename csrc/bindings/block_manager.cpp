@@ -10,10 +10,11 @@
 
 #include "bindings/python.h"
 #include "check.h"
+#include "offload/clock.h"
 #include "prefix/manager.h"
 
-// The native part of torch_kvswap.BlockManager. A call with few keys is made with the GIL held; if
-// it would have to wait or take long, it is made again without the GIL (prefix/manager.h).
+// The native part of torch_kvswap.prefix.BlockManager. A call with few keys is made with the GIL
+// held; if it would have to wait or take long, it is made again without the GIL (prefix/manager.h).
 namespace kvswap::bindings {
 namespace {
 
@@ -88,7 +89,10 @@ class Digests {
   int64_t read(const std::string& name, nb::handle keys) {
     const size_t before = copied_.size();
     size_t count = 0;
-    if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
+    if (!own_ && PyList_CheckExact(keys.ptr()) && PyList_Size(keys.ptr()) == 1 &&
+        point_to(PyList_GetItem(keys.ptr(), 0))) {
+      count = 1;
+    } else if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
       count = (copied_.size() - before) / kDigestBytes;
     } else {
       copied_.resize(before);
@@ -109,6 +113,14 @@ class Digests {
     }
     total_ += count;
     return static_cast<int64_t>(count);
+  }
+
+  // Whether this is a digest, which is then not copied.
+  bool point_to(nb::handle key) {
+    if (!PyBytes_CheckExact(key.ptr()) || PyBytes_Size(key.ptr()) != kDigestBytes) return false;
+    bytes_ = reinterpret_cast<const uint8_t*>(PyBytes_AsString(key.ptr()));
+    held_ = nb::borrow(key);
+    return true;
   }
 
   bool own_ = false;  // several groups: their digests are copied into a row
@@ -161,6 +173,10 @@ class Split {
   nb::object made_;
 };
 
+nb::object as_range(const std::pair<size_t, size_t>& of) {
+  return nb::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(of.first, of.second);
+}
+
 // id: 0 if nothing is reserved.
 struct Reservation {
   int64_t id;
@@ -173,8 +189,7 @@ struct LoadReservation : Reservation {
 
   nb::any key_indices() const {
     nb::list several;
-    const nb::handle range = reinterpret_cast<PyObject*>(&PyRange_Type);
-    for (const auto& [first, end] : key_ranges) several.append(range(first, end));
+    for (const auto& of_group : key_ranges) several.append(as_range(of_group));
     return as_any(is_list ? nb::object(several) : nb::object(several[0]));
   }
 };
@@ -220,12 +235,25 @@ nb::bytes fold_keys(const nb::object& keys) {
   return nb::bytes(folded.data(), folded.size());
 }
 
+// Throws TypeError: `name` is something else than what it has to be.
+[[noreturn]] void fail_type(const char* name, nb::handle value, const char* advice) {
+  const nb::object text = nb::str("{} is {}; {}").format(name, python.kind_of(value), advice);
+  PyErr_SetObject(PyExc_TypeError, text.ptr());
+  throw nb::python_error();
+}
+
+bool read_switch(const char* name, nb::handle value) {
+  if (value.is(Py_False)) return false;
+  return value.is(Py_True) || nb::cast<bool>(python.read_switch(name, value));
+}
+
 class PyBlockManager {
  public:
-  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int policy,
-                 uint32_t store_threshold, int32_t events)
+  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int64_t max_units,
+                 int policy, uint32_t store_threshold, int32_t events)
       : is_list_(is_list),
         num_groups_(groups.size()),
+        max_units_(max_units),
         manager_(read_groups(groups),
                  {static_cast<prefix::EvictionPolicyKind>(policy), store_threshold, events}) {}
 
@@ -235,25 +263,39 @@ class PyBlockManager {
     without_gil([&] { manager.grow(pages.data()); });
   }
 
-  nb::any lookup(nb::handle keys, bool again) {
+  nb::object lookup(nb::handle keys, nb::handle again) {
+    const bool is_again = read_switch("again", again);
     const Digests digests = read(keys);
     const auto [found, ready, pending] =
-        busy([&](bool wait) { return manager_.lookup(digests.keys(), again, wait); });
-    // Lookup is a named tuple; its own constructor takes twice as long.
-    static const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
-    const nb::tuple arguments = nb::make_tuple(nb::make_tuple(found, ready, pending));
+        busy([&](bool wait) { return manager_.lookup(digests.keys(), is_again, wait); });
+    // Lookup is a named tuple; its own constructor takes four times as long.
     auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
-    return as_any(nb::steal(make(type, arguments.ptr(), nullptr)));
+    static const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+    nb::object made = nb::steal(allocate(type, 3));
+    if (!made.is_valid()) throw nb::python_error();
+    Py_ssize_t field = 0;
+    for (const int64_t length : {found, ready, pending}) {
+      PyObject* number = PyLong_FromLongLong(length);
+      if (number == nullptr || PyTuple_SetItem(made.ptr(), field++, number) != 0)
+        throw nb::python_error();
+    }
+    return made;
   }
 
-  // The blocks [first, end) of each group that a prefix of this many units needs.
-  Ranges needed_blocks(int64_t units) const { return manager_.needed_blocks(units); }
+  nb::object needed_blocks(nb::handle prefix) const {
+    nb::list needed;
+    for (const auto& of_group : manager_.needed_blocks(read_prefix(prefix)))
+      needed.append(as_range(of_group));
+    return is_list_ ? nb::object(needed) : nb::object(needed[0]);
+  }
 
-  std::optional<LoadReservation> prepare_load(nb::handle keys, std::optional<int64_t> prefix) {
+  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix) {
+    std::optional<int64_t> units;
+    if (!prefix.is_none()) units = read_prefix(prefix);
     Digests digests = read(keys);
     Ranges ranges;
-    if (prefix) {
-      ranges = manager_.needed_blocks(*prefix);
+    if (units) {
+      ranges = manager_.needed_blocks(*units);
       digests.cut(ranges);
     } else {
       for (size_t g = 0; g < num_groups_; ++g) ranges.emplace_back(0, digests.counts()[g]);
@@ -270,49 +312,38 @@ class PyBlockManager {
     return made;
   }
 
-  std::optional<StoreReservation> prepare_store(nb::handle keys, double now, bool keep) {
-    const Digests digests = read(keys);
-    prefix::Assigned of;
-    const auto stored = busy(
-        [&](bool wait) { return manager_.prepare_store(digests.keys(), now, keep, of, wait); });
-    if (!stored) return std::nullopt;
-    return StoreReservation{{stored->reservation},
-                            split(std::move(of.key_indices), of.counts.data()),
-                            split(std::move(of.pages), of.counts.data()),
-                            std::move(of.evicted),
-                            stored->lease};
-  }
+  std::optional<StoreReservation> prepare_store(nb::handle keys) { return reserve(keys, false); }
+  std::optional<StoreReservation> preempt(nb::handle keys) { return reserve(keys, true); }
 
-  // rejected: ascending positions of the reservation's pages; mostly (), which read_ids() would
-  // give to Python.
-  void end(const Reservation& reservation, bool succeeded, nb::handle rejected) {
-    alive();
-    if (reservation.id == 0) return;
-    std::vector<int64_t> positions;
-    const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
-    if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
-    busy([&](bool wait) { manager_.end(reservation.id, succeeded, positions, wait); });
-  }
+  void complete(nb::handle reservation, nb::handle rejected) { end(reservation, true, rejected); }
+  void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
 
   void touch(nb::handle keys) {
     const Digests digests = read(keys);
     busy([&](bool wait) { manager_.touch(digests.keys(), wait); });
   }
 
-  void order(nb::handle keys, bool renew) {
+  void order(nb::handle keys, nb::handle renew) {
+    const bool is_renewed = read_switch("renew", renew);
     const Digests digests = read(keys);
-    busy([&](bool wait) { manager_.order(digests.keys(), renew, wait); });
+    busy([&](bool wait) { manager_.order(digests.keys(), is_renewed, wait); });
   }
 
-  // 0 if a block is not cached.
-  int64_t lease(nb::handle keys, double now, double seconds) {
+  std::optional<int64_t> lease(nb::handle keys, nb::handle seconds) {
+    const auto time = nb::cast<double>(python.read_seconds("seconds", seconds));
+    if (time == 0) kvswap::fail<ValueError>("seconds is 0; a lease must last longer");
     const Digests digests = read(keys);
-    return busy([&](bool wait) { return manager_.lease(digests.keys(), now, seconds, wait); });
+    const int64_t lease =
+        busy([&](bool wait) { return manager_.lease(digests.keys(), now(), time, wait); });
+    return lease == 0 ? std::nullopt : std::optional(lease);
   }
 
-  bool release(int64_t lease) {
+  bool release(nb::handle lease) {
     alive();
-    return busy([&](bool wait) { return manager_.release(lease, wait); });
+    const int64_t number = nb::isinstance<StoreReservation>(lease)
+                               ? nb::inst_ptr<StoreReservation>(lease)->lease
+                               : nb::cast<int64_t>(python.read_int("lease", lease));
+    return busy([&](bool wait) { return manager_.release(number, wait); });
   }
 
   void reset() {
@@ -333,11 +364,11 @@ class PyBlockManager {
   }
 
   // As many numbers as BlockStats has fields.
-  nb::typed<nb::tuple, int, nb::ellipsis> stats(size_t group, double now) {
+  nb::typed<nb::tuple, int, nb::ellipsis> stats(size_t group) {
     prefix::BlockManager& manager = alive();
     uint64_t n[13];
     without_gil([&] {
-      manager.stats(group, now, [&](const prefix::Counters& of, const prefix::Pages& pages) {
+      manager.stats(group, now(), [&](const prefix::Counters& of, const prefix::Pages& pages) {
         const uint64_t numbers[] = {of.asked,           of.hits,
                                     of.pending,         of.stored,
                                     of.loaded,          pages.num_evicted(),
@@ -354,6 +385,36 @@ class PyBlockManager {
   }
 
  private:
+  std::optional<StoreReservation> reserve(nb::handle keys, bool keep) {
+    const Digests digests = read(keys);
+    prefix::Assigned of;
+    const auto stored = busy(
+        [&](bool wait) { return manager_.prepare_store(digests.keys(), now(), keep, of, wait); });
+    if (!stored) return std::nullopt;
+    return StoreReservation{{stored->reservation},
+                            split(std::move(of.key_indices), of.counts.data()),
+                            split(std::move(of.pages), of.counts.data()),
+                            std::move(of.evicted),
+                            stored->lease};
+  }
+
+  // rejected: mostly (), which read_ids() would give to Python.
+  void end(nb::handle reservation, bool succeeded, nb::handle rejected) {
+    alive();
+    if (!nb::isinstance<Reservation>(reservation))
+      fail_type("reservation", reservation, "pass what prepare_load() or prepare_store() returned");
+    const int64_t id = nb::inst_ptr<Reservation>(reservation)->id;
+    if (id == 0) return;
+    std::vector<int64_t> positions;
+    const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
+    if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
+    busy([&](bool wait) { manager_.end(id, succeeded, positions, wait); });
+  }
+
+  int64_t read_prefix(nb::handle prefix) const {
+    return nb::cast<int64_t>(python.read_int("prefix", prefix, 0, max_units_));
+  }
+
   static std::vector<prefix::GroupOptions> read_groups(nb::handle groups) {
     std::vector<prefix::GroupOptions> read;
     for (const auto& [num_pages, ratio, window] : items_of<GroupTuple>(groups))
@@ -377,6 +438,7 @@ class PyBlockManager {
   const ForkGuard process_{"block manager"};
   const bool is_list_;
   const size_t num_groups_;
+  const int64_t max_units_;  // of a prefix
   prefix::BlockManager manager_;
 };
 
@@ -428,21 +490,180 @@ Attributes:
                                "pages={0.pages!r}, lease={0.lease})"));
 
   nb::class_<PyBlockManager>(module, "BlockManager")
-      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int32_t>(), "groups"_a,
-           "is_list"_a, "policy"_a, "store_threshold"_a, "events"_a)
-      .def("grow", &PyBlockManager::grow, "num_ready_pages"_a)
-      .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), "again"_a)
-      .def("needed_blocks", &PyBlockManager::needed_blocks, "units"_a)
-      .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(), "prefix"_a.none())
-      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), "now"_a, "keep"_a)
-      .def("end", &PyBlockManager::end, "reservation"_a, "succeeded"_a, "rejected"_a.none())
-      .def("touch", &PyBlockManager::touch, "keys"_a.none())
-      .def("order", &PyBlockManager::order, "keys"_a.none(), "renew"_a)
-      .def("lease", &PyBlockManager::lease, "keys"_a.none(), "now"_a, "seconds"_a)
-      .def("release", &PyBlockManager::release, "lease"_a)
-      .def("reset", &PyBlockManager::reset)
-      .def("take_events", &PyBlockManager::take_events)
-      .def("stats", &PyBlockManager::stats, "group"_a, "now"_a);
+      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int32_t>(),
+           "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "events"_a)
+      .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
+      .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
+           "again"_a.none() = false,
+           nb::sig("def lookup(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, again: bool = "
+                   "False) -> torch_kvswap.prefix.manager.Lookup"),
+           R"(Finds the longest cached prefix.
+
+For sliding windows and states, only the blocks needed after the prefix must be cached. Does
+not count as a use for eviction; touch() and prepare_load() do.
+
+Args:
+    keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
+    again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
+      .def("needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
+           nb::sig("def needed_blocks(self, prefix: int) -> range | list[range]"),
+           R"(The blocks that must be on the GPU to go on after a prefix.
+
+prepare_load() with this prefix holds their pages. All other blocks of the prefix are those
+that a window or a state has left behind.
+
+Args:
+    prefix (int): length in units, such as `Lookup.ready`.
+
+Returns:
+    range | list[range]: positions among the keys; with several groups a list with one range
+        per group.)")
+      .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
+           "prefix"_a.none() = nb::none(),
+           nb::sig("def prepare_load(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], prefix: int | None "
+                   "= None) -> LoadReservation | None"),
+           R"(Holds the pages of ready blocks for a load.
+
+Args:
+    keys: keys of a prompt's blocks.
+    prefix (int | None): only the needed_blocks() of a prefix of this length, in units, such
+        as `Lookup.ready`. None is all keys.
+
+Returns:
+    LoadReservation | None: None, with nothing held, if a block is not ready.
+
+Raises:
+    ValueError: prefix is longer than the keys.)")
+      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(),
+           nb::sig("def prepare_store(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
+                   "StoreReservation | None"),
+           R"(Assigns pages to the keys that have none, evicting other blocks if needed.
+
+Until the store has ended, its blocks are pending, and cached blocks of these keys are not
+evicted.
+
+Args:
+    keys: keys of a prompt's blocks, in order.
+
+Returns:
+    StoreReservation | None: None, with nothing changed, if there is not enough room. Its
+        `evicted` lists those of its pages whose blocks were evicted for it, in that order,
+        of all groups one after another.
+
+Raises:
+    ValueError: a key occurs twice.)")
+      .def("preempt", &PyBlockManager::preempt, "keys"_a.none(),
+           nb::sig("def preempt(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
+                   "StoreReservation | None"),
+           R"(prepare_store() for a preempted request, whose blocks stay until release().
+
+Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
+
+Args:
+    keys: keys of all blocks of the request.
+
+Returns:
+    StoreReservation | None: None, with nothing changed, if there is not enough room.
+
+Raises:
+    ValueError: a key occurs twice.)")
+      .def(
+          "complete", &PyBlockManager::complete, "reservation"_a.none(),
+          "rejected"_a.none() = nb::tuple(),
+          nb::sig("def complete(self, reservation: Reservation, rejected: "
+                  "collections.abc.Sequence[int] = ()) -> None"),
+          R"(Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
+
+Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks are
+forgotten: a lookup finds the blocks in front of them only.
+
+Args:
+    reservation (Reservation): from prepare_load(), prepare_store() or preempt().
+    rejected (Sequence[int]): positions of pages with a block in `Result.rejected`, in
+        reservation.pages, those of all groups one after another; ascending.
+
+Raises:
+    TypeError: rejected is no list of integers.
+    ValueError: the reservation has already ended, or the positions do not ascend or are not
+        those of its pages. Nothing is changed then.)")
+      .def("fail", &PyBlockManager::fail, "reservation"_a.none(),
+           nb::sig("def fail(self, reservation: Reservation) -> None"),
+           R"(Ends a reservation whose copy failed, or a store that was cancelled or not submitted.
+
+Its blocks are forgotten, those of a failed load because their pages may be invalid.
+
+Args:
+    reservation (Reservation): from prepare_load(), prepare_store() or preempt().
+
+Raises:
+    ValueError: the reservation has already ended.)")
+      .def("touch", &PyBlockManager::touch, "keys"_a.none(),
+           nb::sig("def touch(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> None"),
+           R"(Counts a use of the blocks, such as a hit in the GPU cache.
+
+Ready blocks become the last to be evicted.
+
+Args:
+    keys: keys of the blocks.)")
+      .def("order", &PyBlockManager::order, "keys"_a.none(), nb::kw_only(),
+           "renew"_a.none() = false,
+           nb::sig("def order(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, renew: bool = "
+                   "False) -> None"),
+           R"(Orders the eviction of a prompt that was stored in several steps: its end goes first.
+
+Not needed if each store names all keys of the prompt so far. Does not count as a use, so
+"arc" does not treat the blocks as frequently used.
+
+Args:
+    keys: part of a prompt, in order. Each block is evicted before the block in front of it.
+        Blocks that are not cached are skipped. Reserved blocks take their position when the
+        reservation ends, unless prepare_load(), touch() or preempt() uses them before.
+    renew (bool): evict these blocks after all others. False keeps the position of the first
+        block, so that the blocks stored last are evicted first.)")
+      .def("lease", &PyBlockManager::lease, "keys"_a.none(), "seconds"_a.none(),
+           nb::sig("def lease(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], seconds: float) -> "
+                   "int | None"),
+           R"(Keeps ready or pending blocks from being evicted for some time, or until release().
+
+A load still needs its own prepare_load().
+
+Args:
+    keys: keys of the blocks.
+    seconds (float): more than 0; infinity lasts until release().
+
+Returns:
+    int | None: the lease; None if a block is not cached.
+
+Raises:
+    TypeError: seconds is not a number.
+    ValueError: seconds is 0, negative or NaN.)")
+      .def("release", &PyBlockManager::release, "lease"_a.none(),
+           nb::sig("def release(self, lease: int | StoreReservation) -> bool"),
+           R"(Ends a lease.
+
+Args:
+    lease (int | StoreReservation): from lease() or preempt().
+
+Returns:
+    bool: False if its blocks were not held any more. Blocks of a lease whose time is over
+        are held until the next store, lease() or stats().)")
+      .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"),
+           R"(Forgets all blocks and leases.
+
+Reserved pages become free when their reservations end. Needs the memory of a second manager
+for a moment.
+
+Raises:
+    MemoryError: nothing was changed.)")
+      .def("_take_events", &PyBlockManager::take_events)
+      .def("_stats", &PyBlockManager::stats, "group"_a);
 }
 
 }  // namespace kvswap::bindings

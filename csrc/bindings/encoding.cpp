@@ -5,9 +5,9 @@
 #include "encoding/codec.h"
 #include "encoding/slot_format.h"
 
-// Lossless encoding of blocks of bf16 values by the CPU, see docs/encoding.md. sizes: bytes of a
-// block in each slab; bases: where they are in host memory. width_eighths: bits of a slot for each
-// value, in eighths of a bit. The codec releases the GIL.
+// How slots keep blocks, and lossless encoding of bf16 values by the CPU, see docs/encoding.md.
+// sizes: bytes of a block in each slab; bases: where they are in host memory. width_eighths: bits
+// of a slot for each value, in eighths of a bit. The codec releases the GIL.
 namespace kvswap::bindings {
 namespace {
 
@@ -32,6 +32,19 @@ struct HostBlock {
 }  // namespace
 
 void bind_encoding(nb::module_& module) {
+  nb::class_<PyEncoding>(module, "Encoding", "How slots of host pages keep blocks of some sizes.")
+      .def_prop_ro("slot_bytes", [](const PyEncoding& of) { return of.encoding->slot_bytes(); });
+  module.def(
+      "raw_encoding",
+      [](nb::handle sizes) { return PyEncoding{make_raw_encoding(read_numbers<uint64_t>(sizes))}; },
+      "sizes"_a);
+  module.def(
+      "lossless_encoding",
+      [](nb::handle sizes, int width_eighths) {
+        return PyEncoding{make_lossless_encoding(read_numbers<uint64_t>(sizes), width_eighths)};
+      },
+      "sizes"_a, "width_eighths"_a);
+
   nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
       .def(
           "__init__",

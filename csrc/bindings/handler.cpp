@@ -135,10 +135,7 @@ class PyHandler {
     groups_ = std::move(groups);
   }
   ~PyHandler() {
-    if (!is_closed_ || !process_.is_current()) {
-      handler_.release();
-      reported_.release();  // the jobs are of that handler
-    }
+    if (!is_closed_ || !process_.is_current()) handler_.release();
   }
 
   void check_process() const { process_.check(); }
@@ -152,36 +149,73 @@ class PyHandler {
   }
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_block,
-              After after_kind, uintptr_t after, const PyGate* gate, bool copy_engines_only,
-              int64_t token);
+              nb::handle after, const PyGate* gate, bool without_kernels, int64_t token,
+              nb::handle computed_from);
 
-  // Moves results of jobs that have ended to `results`, and their tags from `kept` into them. Does
-  // so with the GIL held and all at once for each job, so that an exception loses none. pairs:
-  // appends tuples of a result and what else `kept` has of the job. False if none is left.
-  bool poll(nb::typed<nb::list, nb::any> results, nb::typed<nb::dict, int, nb::any> kept,
-            bool pairs) {
+  // The jobs that have not ended and use one of these blocks. job_type: torch_kvswap.Job. owner:
+  // the handler that the jobs name.
+  nb::typed<nb::list, nb::any> jobs_using(nb::handle gpu_block_ids, nb::any job_type, nb::any owner,
+                                          nb::typed<nb::dict, int, nb::any> kept) {
+    const BlockLists blocks = read_blocks(gpu_block_ids);
+    Handler& handler = alive();
+    nb::list found;
+    for (const JobRef& job : without_gil([&] { return handler.jobs_using(blocks); })) {
+      nb::object tag = nb::none();
+      const nb::int_ token(job->token);
+      if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
+      const nb::object made = job_type(job->channel, job->layer_groups, owner, tag);
+      nb::cast<PyJob&>(made).job = job;
+      found.append(made);
+    }
+    return found;
+  }
+
+  std::vector<int64_t> unreported_loads(nb::handle gpu_block_ids) {
+    const BlockLists blocks = read_blocks(gpu_block_ids);
+    Handler& handler = alive();
+    return without_gil([&] { return handler.unreported_loads(blocks); });
+  }
+
+  // A tuple of result and `reserved` for each of the first jobs that have ended and were not
+  // reported. Changes nothing: until report() the next call returns them again.
+  nb::typed<nb::list, nb::any> ended(nb::typed<nb::dict, int, nb::any> kept) {
     constexpr size_t kAtOnce = 256;  // for less than a millisecond
     Handler& handler = alive();
-    bool may_be_more = next_ < reported_->size();  // an exception has ended the last call
-    if (!may_be_more) {
-      *reported_ = without_gil([&] { return handler.report(kAtOnce); });
-      next_ = 0;
-      may_be_more = reported_->size() == kAtOnce;
-    }
-    for (; next_ < reported_->size(); (*reported_)[next_++] = {}) {
-      const Job& job = *(*reported_)[next_];
+    nb::list ended;
+    for (const JobRef& job : without_gil([&] { return handler.ended(kAtOnce); })) {
       nb::object tag = nb::none(), reserved = nb::none();
-      const nb::int_ token(job.token);
-      if (job.token != 0) {
-        const nb::tuple both = nb::cast<nb::tuple>(kept[token]);
+      if (job->token != 0) {
+        const nb::tuple both = nb::cast<nb::tuple>(kept[nb::int_(job->token)]);
         tag = both[0];
         reserved = both[1];
       }
-      const nb::object result = result_of(job, tag);
-      results.append(pairs ? nb::object(nb::make_tuple(result, reserved)) : result);
-      if (job.token != 0) nb::del(kept[token]);
+      ended.append(nb::make_tuple(result_of(*job, tag), reserved));
     }
-    return may_be_more;
+    return ended;
+  }
+
+  // Moves all items of `unreturned`, then the results of `ended`, to `results`; from now on these
+  // jobs are reported. All at once: if it raises, nothing has changed. Returns whether more have
+  // ended. ended: what the last call of ended() has returned.
+  bool report(nb::typed<nb::list, nb::any> ended, nb::typed<nb::list, nb::any> unreturned,
+              nb::typed<nb::list, nb::any> results, nb::typed<nb::dict, int, nb::any> kept) {
+    Handler& handler = alive();
+    const size_t count = ended.size();
+    std::vector<JobRef> jobs;
+    jobs.reserve(count);
+    nb::list reported;
+    for (const nb::handle result : unreturned) reported.append(result);
+    for (const nb::handle both : ended) reported.append(both[0]);
+    const auto end = static_cast<Py_ssize_t>(results.size());
+    if (PyList_SetSlice(results.ptr(), end, end, reported.ptr()) != 0) throw nb::python_error();
+    // From here on nothing fails.
+    PyList_SetSlice(unreturned.ptr(), 0, PY_SSIZE_T_MAX, nullptr);
+    if (count == 0) return false;
+    const bool more = without_gil([&] { return handler.report(count, jobs); });
+    for (const JobRef& job : jobs) {
+      if (job->token != 0) nb::del(kept[nb::int_(job->token)]);
+    }
+    return more;
   }
 
   bool wait_for_ended(std::optional<double> timeout) {
@@ -201,12 +235,7 @@ class PyHandler {
     Unended unended{};
     const int answer = wait_in_slices(
         timeout, [&](double s) { return handler.synchronize(list, !jobs, s, unended); });
-    bool are_done = answer == 1;
-    // An interrupted poll() has left some that the handler counts as reported.
-    for (size_t i = next_; !jobs && i < reported_->size(); ++i) {
-      are_done &= (*reported_)[i]->has_succeeded();
-    }
-    if (answer != 0) return as_any(nb::bool_(are_done));
+    if (answer != 0) return as_any(nb::bool_(answer == 1));
     const char* direction = direction_name(unended.first_channel);
     return as_any(nb::make_tuple(unended.count, direction, unended.first_id));
   }
@@ -215,15 +244,7 @@ class PyHandler {
   nb::typed<nb::list, nb::any> unreported_failures(nb::typed<nb::dict, int, nb::any> kept) {
     Handler& handler = alive();
     nb::list results;
-    // These first: another thread's poll() may move jobs here meanwhile, and then returns them.
-    std::vector<JobRef> failures;
-    for (size_t i = next_; i < reported_->size(); ++i) {
-      if (!(*reported_)[i]->has_succeeded()) failures.push_back((*reported_)[i]);
-    }
-    for (JobRef& job : without_gil([&] { return handler.unreported_failures(); })) {
-      failures.push_back(std::move(job));
-    }
-    for (const JobRef& job : failures) {
+    for (const JobRef& job : without_gil([&] { return handler.unreported_failures(); })) {
       const nb::int_ token(job->token);
       nb::object tag = nb::none();
       if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
@@ -323,6 +344,19 @@ class PyHandler {
     return read;
   }
 
+  BlockLists read_blocks(nb::handle gpu_block_ids) const {
+    BlockLists blocks(static_cast<size_t>(num_groups_));
+    if (!is_list_) {
+      read_ids("gpu_block_ids", gpu_block_ids, blocks[0]);
+      return blocks;
+    }
+    const auto split = split_ids("gpu_block_ids", gpu_block_ids, num_groups_);
+    for (size_t g = 0; g < blocks.size(); ++g) {
+      read_ids("gpu_block_ids[" + std::to_string(g) + "]", split[g], blocks[g], num_groups_);
+    }
+    return blocks;
+  }
+
   Handler& alive() const {
     process_.check();
     return *handler_;
@@ -351,10 +385,6 @@ class PyHandler {
   const int num_groups_;
   std::unique_ptr<Handler> handler_;
   nb::any groups_;
-  // Jobs that the handler has reported; no poll() has returned those from next_ on. Guarded by the
-  // GIL.
-  std::unique_ptr<std::vector<JobRef>> reported_ = std::make_unique<std::vector<JobRef>>();
-  size_t next_ = 0;
   std::atomic<bool> is_closed_{false};
 };
 
@@ -382,17 +412,21 @@ class PyGate {
 };
 
 void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids,
-                       nb::handle first_block, After after_kind, uintptr_t after,
-                       const PyGate* gate, bool copy_engines_only, int64_t token) {
+                       nb::handle first_block, nb::handle after, const PyGate* gate,
+                       bool without_kernels, int64_t token, nb::handle computed_from) {
   Request request;
   request.began = now();
   process_.check();
   request.channel = job.channel;
   request.layer_groups = job.layer_groups;
   request.is_grouped = is_list_;
-  request.copy_engines_only = copy_engines_only;
-  request.after_kind = after_kind;
-  request.after = reinterpret_cast<void*>(after);
+  request.without_kernels = without_kernels;
+  if (!after.is_none()) {
+    request.after.emplace();
+    for (const auto& [is_event, handle] : items_of<std::tuple<bool, uintptr_t>>(after)) {
+      request.after->push_back({is_event, reinterpret_cast<void*>(handle)});
+    }
+  }
   request.gate = gate == nullptr ? nullptr : gate->get();
   request.token = token;
   request.parts.resize(static_cast<size_t>(num_groups_));
@@ -421,6 +455,7 @@ void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids
     size_t g = 0;
     for (const nb::handle one : read) request.parts[g++].first_block = nb::cast<int64_t>(one);
   }
+  if (!computed_from.is_none()) request.computed_from = items_of<int64_t>(computed_from);
   JobRef submitted;
   in_context([&](Handler& of) { submitted = of.submit(request); });
   job.job = std::move(submitted);
@@ -438,17 +473,15 @@ PyType_Slot handler_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse
                                {0, nullptr}};
 
 void bind_layouts(nb::module_& module) {
+  module.def("layer_group_of", layer_group_of, "layer"_a, "layer_groups"_a, "num_layers"_a);
+
   nb::class_<PyReadyRange>(module, "ReadyRange")
       .def(
           "__init__",
-          [](PyReadyRange* self, int64_t first_page, int64_t end_page, int64_t chunk_blocks,
-             int64_t own_end) {
-            new (self) PyReadyRange{
-                std::make_shared<ReadyRange>(first_page, end_page, chunk_blocks, own_end)};
+          [](PyReadyRange* self, int64_t end_page, int64_t chunk_blocks) {
+            new (self) PyReadyRange{std::make_shared<ReadyRange>(end_page, chunk_blocks)};
           },
-          "first_page"_a, "end_page"_a, "chunk_blocks"_a, "own_end"_a)
-      .def_prop_ro("first_page", [](const PyReadyRange& of) { return of.range->first_page; })
-      .def_prop_ro("own_end", [](const PyReadyRange& of) { return of.range->own_end; })
+          "end_page"_a, "chunk_blocks"_a)
       .def_prop_ro("end_page", [](const PyReadyRange& of) { return of.range->end_page(); })
       .def_prop_ro("chunk_blocks",
                    [](const PyReadyRange& of) { return of.range->chunk_blocks().load(); })
@@ -471,7 +504,7 @@ void bind_layouts(nb::module_& module) {
           [](GroupLayout* self, nb::handle gpu_bases, nb::handle gpu_strides,
              nb::handle gpu_storages, nb::handle sizes, nb::handle host_bases,
              nb::handle host_strides, nb::handle layers, int64_t num_blocks, int64_t num_pages,
-             int64_t blocks_per_page, int block_space, int slot_space, int width_eighths,
+             int64_t blocks_per_page, int block_space, int slot_space, const PyEncoding& encoding,
              const PyReadyRange& ready_range) {
             new (self) GroupLayout{read_numbers<uint64_t>(gpu_bases),
                                    read_numbers<uint64_t>(gpu_strides),
@@ -485,12 +518,12 @@ void bind_layouts(nb::module_& module) {
                                    blocks_per_page,
                                    block_space,
                                    slot_space,
-                                   width_eighths,
+                                   encoding.encoding,
                                    ready_range.range};
           },
           nb::kw_only(), "gpu_bases"_a, "gpu_strides"_a, "gpu_storages"_a, "sizes"_a,
           "host_bases"_a, "host_strides"_a, "layers"_a, "num_blocks"_a, "num_pages"_a,
-          "blocks_per_page"_a, "block_space"_a, "slot_space"_a, "width_eighths"_a, "ready_range"_a)
+          "blocks_per_page"_a, "block_space"_a, "slot_space"_a, "encoding"_a, "ready_range"_a)
       .def_ro("block_space", &GroupLayout::block_space)
       .def_ro("slot_space", &GroupLayout::slot_space)
       .def_rw("number", &GroupLayout::number);
@@ -499,9 +532,9 @@ void bind_layouts(nb::module_& module) {
   nb::class_<CopyMethodOptions>(module, "CopyMethodOptions")
       .def(
           "__init__",
-          [](CopyMethodOptions* self, int copy_method, const char* setting, uint64_t staging_bytes,
-             nb::typed<nb::list, nb::any> costs) {
-            CopyMethodOptions options{copy_method, setting, staging_bytes, {}};
+          [](CopyMethodOptions* self, int copy_method, bool without_kernels, const char* setting,
+             uint64_t staging_bytes, nb::typed<nb::list, nb::any> costs) {
+            CopyMethodOptions options{copy_method, without_kernels, setting, staging_bytes, {}};
             for (size_t direction = 0; direction < 2; ++direction) {
               for (size_t method = 0; method < kCopyMethods; ++method) {
                 const nb::object from = costs[direction][method];
@@ -516,7 +549,7 @@ void bind_layouts(nb::module_& module) {
             }
             new (self) CopyMethodOptions(std::move(options));
           },
-          "copy_method"_a, "setting"_a, "staging_bytes"_a, "costs"_a)
+          "copy_method"_a, "without_kernels"_a, "setting"_a, "staging_bytes"_a, "costs"_a)
       .def_rw("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("setting", &CopyMethodOptions::copy_method_setting)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
@@ -529,11 +562,6 @@ void bind_handler(nb::module_& module) {
       .value("HOST", DeviceKind::kHost)
       .value("CUDA", DeviceKind::kCuda)
       .value("QUEUED", DeviceKind::kQueued);
-  nb::enum_<After>(module, "After")
-      .value("CURRENT", After::kCurrentStream)
-      .value("STREAM", After::kStream)
-      .value("EVENT", After::kEvent)
-      .value("NOTHING", After::kNothing);
   module.def("copy_methods", [] {
     std::vector<std::string> names;
     for (int method = 0; method < kCopyMethods; ++method) {
@@ -554,7 +582,20 @@ void bind_handler(nb::module_& module) {
       .def_ro("layer_groups", &PyJob::layer_groups)
       .def_ro("handler", &PyJob::handler)
       .def_ro("tag", &PyJob::tag)
-      .def_prop_ro("is_submitted", [](const PyJob& job) { return static_cast<bool>(job.job); });
+      .def_prop_ro("is_submitted", [](const PyJob& job) { return static_cast<bool>(job.job); })
+      // Two objects may stand for one job: jobs_using() makes new ones.
+      .def(
+          "__eq__",
+          [](const PyJob& one, nb::handle other) {
+            if (!nb::isinstance<PyJob>(other)) return false;
+            const PyJob& job = nb::cast<const PyJob&>(other);
+            return one.job ? one.job.get() == job.job.get() : &one == &job;
+          },
+          "other"_a.none())
+      .def("__hash__", [](const PyJob& job) {
+        const void* of = job.job ? static_cast<const void*>(job.job.get()) : &job;
+        return std::hash<const void*>()(of);
+      });
 
   nb::class_<PyHandler>(module, "Handler", nb::type_slots(handler_slots))
       .def(nb::init<nb::any, Layouts, bool, int64_t, DeviceKind, int, bool,
@@ -567,12 +608,16 @@ void bind_handler(nb::module_& module) {
       .def_prop_ro("is_current_process", &PyHandler::is_current_process)
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
-           "first_block"_a.none(), "after_kind"_a, "after"_a, "gate"_a.none(),
-           "copy_engines_only"_a, "token"_a)
-      .def("poll", &PyHandler::poll, "results"_a, "kept"_a, "pairs"_a)
+           "first_block"_a.none(), "after"_a.none(), "gate"_a.none(), "without_kernels"_a,
+           "token"_a, "computed_from"_a.none())
+      .def("ended", &PyHandler::ended, "kept"_a)
+      .def("report", &PyHandler::report, "ended"_a, "unreturned"_a, "results"_a, "kept"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())
       .def("synchronize", &PyHandler::synchronize, "jobs"_a.none(), "timeout"_a.none())
       .def("unreported_failures", &PyHandler::unreported_failures, "kept"_a)
+      .def("jobs_using", &PyHandler::jobs_using, "gpu_block_ids"_a.none(), "job_type"_a, "owner"_a,
+           "kept"_a)
+      .def("unreported_loads", &PyHandler::unreported_loads, "gpu_block_ids"_a.none())
       .def("result", &PyHandler::result, "job"_a)
       .def("state", &PyHandler::state, "job"_a)
       .def("query", &PyHandler::query, "job"_a)

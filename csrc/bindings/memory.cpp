@@ -1,13 +1,12 @@
 #include <nanobind/stl/tuple.h>
 
-#include <algorithm>
-
 #include "bindings/python.h"
 #include "cuda/driver.h"
 #include "device/device.h"
 #include "environment.h"
 #include "host_memory.h"
 #include "ops/cache_memory.h"
+#include "ops/library.h"
 
 // The driver, host memory, and the memory of caches. Calls of the driver and of the kernel that may
 // take long release the GIL.
@@ -36,12 +35,6 @@ int driver_version() {
   return version;
 }
 
-int batch_limit_of_driver() {
-  const cuda::Driver* driver = cuda::find_driver();
-  const size_t most = driver == nullptr ? ~size_t{0} : driver->max_batch;
-  return static_cast<int>(std::min(batch_is_on() ? batch_limit() : 0, most));
-}
-
 std::tuple<int, int, int> pci_address(int device) {
   int numbers[3];
   int* next = numbers;
@@ -56,16 +49,8 @@ std::tuple<int, int, int> pci_address(int device) {
 
 void bind_memory(nb::module_& module) {
   using ReleaseGil = nb::call_guard<WithoutGil>;
-  module.def(
-      "driver_name",
-      [] {
-        const cuda::Driver* driver = cuda::find_driver();
-        return driver != nullptr && driver->is_hip ? "HIP" : "CUDA";
-      },
-      "\"CUDA\", or \"HIP\" with a PyTorch for ROCm.");
   module.def("driver_version", driver_version, ReleaseGil(),
-             "13000 for 13.0; 0 without a driver. Does not initialise CUDA; HIP may initialise "
-             "itself.");
+             "13000 for 13.0; 0 without a driver. Does not initialise CUDA.");
   module.def(
       "driver_error", [] { return cuda::driver_error(); }, "Why there is no driver, or \"\".");
   module.def(
@@ -74,7 +59,7 @@ void bind_memory(nb::module_& module) {
         const cuda::Driver* driver = cuda::find_driver();
         return driver != nullptr && driver->copy_batch_async != nullptr;
       },
-      "Whether the driver has the batch call (CUDA 12.8 or newer, ROCm 7.1 or newer).");
+      "Whether the driver has the batch call (CUDA 12.8 or newer).");
   module.def(
       "driver_has_stream_words",
       [] {
@@ -86,8 +71,9 @@ void bind_memory(nb::module_& module) {
   module.def("kernel_version", kernel_version,
              "Of the CUDA runtime in the kernels, 13000 for 13.0; 0 without kernels. They need a "
              "driver of the same major version or newer.");
-  module.def("batch_limit", batch_limit_of_driver,
-             "Fragments in one batch call; 0 if KVSWAP_BATCH switches it off.");
+  module.def(
+      "batch_limit", [] { return batch_is_on() ? batch_limit() : 0; },
+      "Fragments in one batch call; 0 if KVSWAP_BATCH switches it off.");
 
   module.def(
       "register_host",
@@ -135,6 +121,8 @@ void bind_memory(nb::module_& module) {
                    {threads, collapse, several.data(), static_cast<int>(several.size())});
       },
       "address"_a, "nbytes"_a, "threads"_a, "collapse"_a, "cpus"_a);
+
+  module.def("register_cuda_ops", register_cuda_ops, "For a PyTorch with CUDA; once in a process.");
 
   // Both take what the op _watch_cache returns, and hold the GIL: no tensor changes meanwhile.
   module.def("cache_has_moved", cache_has_moved, "watched"_a);

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "encoding/encoding.h"
 #include "offload/clock.h"
 
 // What the bindings share. No native code calls Python, or waits for the GIL, with a lock of the
@@ -23,12 +25,13 @@ using namespace nanobind::literals;
 // Each module names its own with set_python(), when it is imported. Never freed: threads and
 // finalizers may still call when the interpreter ends.
 struct Python {
-  nb::handle read_ids;           // (name, ids, num_groups) -> array("q")
-  nb::handle split_ids;          // (name, ids, num_groups) -> list
-  nb::handle read_first_blocks;  // (first_block, num_groups) -> list
-  nb::handle read_digests;       // (name, keys) -> bytes
-  nb::handle make_error;         // (kind, message, rejected) -> TransferError
-  nb::handle empty, int64;       // NumPy's
+  nb::handle read_ids;                                      // (name, ids, num_groups) -> array("q")
+  nb::handle split_ids;                                     // (name, ids, num_groups) -> list
+  nb::handle read_first_blocks;                             // (first_block, num_groups) -> list
+  nb::handle read_digests;                                  // (name, keys) -> bytes
+  nb::handle kind_of, read_int, read_seconds, read_switch;  // of arguments.py
+  nb::handle make_error;    // (kind, message, rejected) -> TransferError
+  nb::handle empty, int64;  // NumPy's
   nb::handle Result, Lookup, DeviceLostError;
 };
 extern Python python;
@@ -120,6 +123,11 @@ std::vector<Number> read_numbers(nb::handle numbers) {
   read_ids("numbers", numbers, read);
   return {read.begin(), read.end()};
 }
+
+// How a pool keeps blocks. Shared with native groups, which must not need the GIL to let go of it.
+struct PyEncoding {
+  std::shared_ptr<const Encoding> encoding;
+};
 
 void bind_block_manager(nb::module_& module);
 void bind_encoding(nb::module_& module);

@@ -20,8 +20,8 @@ namespace {
   } catch (const std::runtime_error&) {
     // On a lost device every question fails; the first error is the one to report.
   }
-  fail(cuda::name_of(call), " failed at index ", fragment.index, ", from ", src, " to ", dst, ", ",
-       fragment.bytes, " bytes: ", cuda::describe(result));
+  fail(call, " failed at index ", fragment.index, ", from ", src, " to ", dst, ", ", fragment.bytes,
+       " bytes: ", cuda::describe(result));
 }
 
 void copy_one_by_one(const std::vector<Fragment>& fragments, cuda::Stream stream) {
@@ -75,7 +75,7 @@ struct BatchArguments {
 void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
                      const BatchOptions& options) {
   BatchArguments arguments;
-  const size_t limit = std::min(options.environment.batch_limit, cuda::driver().max_batch);
+  const size_t limit = options.environment.batch_limit;
   for (size_t first = 0, count; first < fragments.size(); first += count) {
     count = std::min(limit, fragments.size() - first);
     arguments.fill(&fragments[first], count, options.host_source_any_order);

@@ -37,7 +37,8 @@ struct CopyMethodCosts {
 };
 
 struct CopyMethodOptions {
-  int copy_method = -1;  // for all transfers; -1: the one predicted to be fastest
+  int copy_method = -1;          // for all transfers; -1: the one predicted to be fastest
+  bool without_kernels = false;  // kernels are not chosen
   // How the user has asked for it, for errors: copy_method='batch' or KVSWAP_COPY_METHOD='batch'.
   std::string copy_method_setting;
   uint64_t staging_bytes = 0;              // GPU memory

@@ -44,6 +44,36 @@ struct BlockCopy {
   bool src_on_host;
 };
 
+// Blocks of a group to copy, in some of its slabs, between a cache and host pages.
+struct PagedCopy {
+  const Slabs* gpu;
+  const Slabs* host;
+  SlabRange slabs;        // one or more
+  const int64_t* blocks;  // in `gpu`
+  const int64_t* slots;   // in `host`, the place of each block
+  size_t count;
+  bool to_host;
+  // Bytes of the same group that the transfer copies just before and after these. The sizes of
+  // staged pieces depend on them.
+  uint64_t before, after;
+  // If slots can be rejected: a zero for each block, which the copy overwrites for a rejected one.
+  uint8_t* states;
+
+  BlockCopy block_copy() const {
+    if (to_host) return {gpu, host, blocks, slots, count, false};
+    return {host, gpu, slots, blocks, count, true};
+  }
+  uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
+  // Bytes of block i between a place on the GPU and its slot.
+  Fragment fragment(size_t i, uint64_t on_gpu, uint64_t in_slot, uint64_t bytes) const {
+    const auto index = static_cast<int64_t>(i);
+    if (to_host) return {on_gpu, in_slot, bytes, index, false};
+    return {in_slot, on_gpu, bytes, index, true};
+  }
+  // Whether one driver copy may span the slots of block i and of the block before it.
+  bool can_merge(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
+};
+
 // Adds the fragments of these slabs, block after block. Merges neighbours.
 void add_fragments(FragmentList& fragments, const BlockCopy& copy, SlabRange slabs);
 

@@ -14,64 +14,21 @@ uint64_t round_up(uint64_t bytes) {
   return (bytes + kStagingAlignment - 1) / kStagingAlignment * kStagingAlignment;
 }
 
-// The slots of blocks [first, last), as far as they are packed, between the host pages and the
-// buffer.
-FragmentList slot_fragments(const PackedCopy& copy, uint64_t first, uint64_t last,
-                            uint64_t packed) {
-  const uint64_t size = copy.block_bytes(), metadata = copy.codec->format->metadata_bytes();
-  const uint64_t run = copy.codec->format->run_offset(copy.slabs);  // of tiles
-  FragmentList fragments((run == metadata ? 1 : 2) * (last - first));
-  for (uint64_t i = first; i < last; ++i, packed += size) {
-    const auto add = [&](uint64_t in_slot, uint64_t in_packed, uint64_t bytes, bool merge) {
-      const uint64_t page = copy.host_address(i) + in_slot, buffer = packed + in_packed;
-      const auto index = static_cast<int64_t>(i);
-      if (copy.to_host) {
-        fragments.add({buffer, page, bytes, index, false}, merge);
-      } else {
-        fragments.add({page, buffer, bytes, index, true}, merge);
-      }
-    };
-    add(0, 0, metadata, copy.can_merge(i));
-    add(run, metadata, size - metadata, true);
-  }
-  return fragments;
-}
-
-// The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
-void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
-                const cuda::StreamRef& stream, const BatchOptions& options) {
-  const uint64_t size = copy.block_bytes();
-  if (copy.codec) {
-    return copy_batch(slot_fragments(copy, begin / size, end / size, packed), stream, options);
-  }
-  FragmentList fragments(end / size - begin / size + 1);
-  for (uint64_t from = begin; from < end;) {
-    const uint64_t i = from / size, to = std::min(end, (i + 1) * size);
-    const uint64_t page = copy.host_address(i) + (from - i * size), buffer = packed + from - begin;
-    const auto index = static_cast<int64_t>(i);
-    if (copy.to_host) {
-      fragments.add({buffer, page, to - from, index, false}, copy.can_merge(i));
-    } else {
-      fragments.add({page, buffer, to - from, index, true}, copy.can_merge(i));
-    }
-    from = to;
-  }
-  copy_batch(fragments, stream, options);
-}
-
 }  // namespace
 
 StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
     : address_(begin), bytes_(bytes / (2 * kStagingAlignment) * (2 * kStagingAlignment)) {}
 
-uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t bytes,
-                             const StagedStreams& streams, const cuda::Kernels& kernels,
+uint64_t StagingBuffer::copy(const PagedCopy& copy, const PackTable& table, uint64_t begin,
+                             uint64_t bytes, const StagedStreams& streams,
                              const BatchOptions& options) {
   const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
   const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
   const cuda::Driver& driver = cuda::driver();
-  const uint64_t all = copy.bytes(), first_byte = begin;
-  const uint64_t unit = piece_unit(copy.block_bytes(), half(), copy.codec.has_value());
+  const Packing& packing = table.packing;
+  const uint64_t block_bytes = packing.packed_bytes(copy.slabs);
+  const uint64_t all = copy.count * block_bytes, first_byte = begin;
+  const uint64_t unit = piece_unit(block_bytes, half(), packing.is_divisible());
   while (begin < all && begin - first_byte < bytes) {
     const bool gives_all = bytes - (begin - first_byte) >= all - begin;
     const uint64_t room = room_for(unit);
@@ -83,9 +40,10 @@ uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t by
     const uint64_t packed = address_ + piece.begin;
     const auto move = [&](cuda::Stream stream) {
       if (stream == streams.kernels) {
-        pack(copy, begin, end, packed, kernels, stream);
+        table.pack(copy, begin, end, packed, stream);
       } else {
-        copy_pages(copy, begin, end, packed, {streams.device, stream}, options);
+        copy_batch(packing.page_fragments(copy, begin, end, packed), {streams.device, stream},
+                   options);
       }
     };
     move(first);

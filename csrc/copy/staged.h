@@ -3,7 +3,7 @@
 #include <deque>
 
 #include "copy/batch.h"
-#include "copy/pack.h"
+#include "copy/packing.h"
 #include "cuda/context.h"
 #include "event_pool.h"
 
@@ -29,9 +29,8 @@ class StagingBuffer {
   // Copies whole pieces from byte `begin` on, until they have `bytes` bytes or more. Returns where
   // they end. A load starts after the work in streams.copies so far and ends on streams.kernels, a
   // store the other way round.
-  uint64_t copy(const PackedCopy& copy, uint64_t begin, uint64_t bytes,
-                const StagedStreams& streams, const cuda::Kernels& kernels,
-                const BatchOptions& options);
+  uint64_t copy(const PagedCopy& copy, const PackTable& table, uint64_t begin, uint64_t bytes,
+                const StagedStreams& streams, const BatchOptions& options);
 
   // Makes a stream wait for all pieces so far.
   void order_before(cuda::Stream stream) const;

@@ -9,8 +9,8 @@ constexpr uint64_t kGrowth = 7;
 
 }  // namespace
 
-uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded) {
-  const bool is_whole = is_encoded || block_bytes <= std::min(max_bytes, kMaxUndividedBytes);
+uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_divisible) {
+  const bool is_whole = !is_divisible || block_bytes <= std::min(max_bytes, kMaxUndividedBytes);
   return is_whole ? block_bytes : kStagingAlignment;
 }
 

@@ -19,8 +19,8 @@ constexpr uint64_t kMaxUndividedBytes = 8 << 20;
 constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 
 // A piece has a multiple of this many bytes: of a whole block, or of kStagingAlignment if blocks
-// are divided. max_bytes: of a piece. Encoded blocks are never divided, and never larger than that.
-uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded);
+// are divided. max_bytes: of a piece. Blocks that are not divisible are never larger than that.
+uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_divisible);
 
 // The size of the next piece, after `done` bytes and with `left` bytes to go: a multiple of `unit`,
 // which may be more than is left. It has `max_bytes` at most, or one unit.

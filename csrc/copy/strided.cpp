@@ -40,9 +40,8 @@ void copy_strided(const BlockCopy& copy, const std::vector<SlabRun>& runs, cuda:
       fill(arguments.dst, dst, dst_distance, size, !copy.src_on_host);
       const cuda::Result result = cuda::driver().copy_strided_async(&arguments, stream);
       if (result == cuda::kSuccess) continue;
-      fail(cuda::name_of("cuMemcpy3DAsync"), " failed at block ", i, " of ", copy.count, ", from ",
-           hex(src), " to ", hex(dst), ", ", run.count, " slabs of ", size,
-           " bytes: ", cuda::describe(result));
+      fail("cuMemcpy3DAsync failed at block ", i, " of ", copy.count, ", from ", hex(src), " to ",
+           hex(dst), ", ", run.count, " slabs of ", size, " bytes: ", cuda::describe(result));
     }
   }
 }

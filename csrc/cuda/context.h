@@ -10,8 +10,7 @@ Context primary_context(int device);
 
 // Makes the primary context of `device` current, also in a thread that never used CUDA, and
 // restores the caller's context at the end. Does not change the current device of PyTorch or of the
-// CUDA runtime. In HIP it changes and restores the thread's current device. Within another guard
-// for the same device it costs nothing.
+// CUDA runtime. Within another guard for the same device it costs nothing.
 //
 // Puts the thread in relaxed capture mode: while another thread captures a CUDA graph in global
 // mode, our calls, which concern our own streams, would otherwise invalidate that graph.

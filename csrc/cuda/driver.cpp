@@ -5,9 +5,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <limits>
-
-#include "cuda/hip.h"
 
 namespace kvswap::cuda {
 namespace {
@@ -36,11 +33,6 @@ struct Lookup {
   }
 
   Lookup() {
-    if (has_hip()) {
-      error = find_hip(table);
-      return;
-    }
-    table.max_batch = std::numeric_limits<size_t>::max();
     void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
     if (library == nullptr) {
       error = "libcuda.so.1 cannot be loaded: no NVIDIA driver on this machine";
@@ -106,12 +98,6 @@ std::atomic<pid_t> process_that_used_cuda{0};
 
 // Called in the parent, right before a fork: the child could not find out later.
 void note_use_of_cuda() {
-  if (has_hip()) {
-    // To ask would initialise it. In a child of a process that used HIP, that process stays noted.
-    pid_t nobody = 0;
-    if (has_used_hip()) process_that_used_cuda.compare_exchange_strong(nobody, getpid());
-    return;
-  }
   if (dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD) == nullptr) return;
   if (asks_the_driver()) process_that_used_cuda.store(getpid());
 }
@@ -134,14 +120,10 @@ const std::string& driver_error() { return lookup().error; }
 
 bool is_initialised() {
   const pid_t parent = process_that_used_cuda.load();
-  const auto is_forked = [parent] { return parent != 0 && parent != getpid(); };
-  const Driver* table = find_driver();
-  // Nothing is known of what HIP does in such a child.
-  const bool may_ask = table != nullptr && !(table->is_hip && is_forked());
-  const bool initialised = may_ask && asks_the_driver();
-  KVSWAP_CHECK(initialised || !is_forked(), "process ", getpid(), " was forked from process ",
-               parent, ", which used CUDA, and cannot use CUDA itself; start it with the spawn ",
-               "method");
+  const bool initialised = asks_the_driver();
+  KVSWAP_CHECK(initialised || parent == 0 || parent == getpid(), "process ", getpid(),
+               " was forked from process ", parent,
+               ", which used CUDA, and cannot use CUDA itself; start it with the spawn method");
   return initialised;
 }
 
@@ -154,11 +136,6 @@ std::string describe(Result result) {
   }
   return std::string(name ? name : "CUDA error") + " (" + std::to_string(result) +
          "): " + (text ? text : "unknown to this driver");
-}
-
-const char* name_of(const char* cuda_name) {
-  const Driver* table = find_driver();
-  return table != nullptr && table->is_hip ? hip_name(cuda_name) : cuda_name;
 }
 
 }  // namespace kvswap::cuda

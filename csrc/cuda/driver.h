@@ -9,8 +9,7 @@
 // The CUDA driver, looked up at run time with prototypes of our own. No CUDA header is needed to
 // build this file and no CUDA library to load it, so one binary runs with any driver and without
 // one. tests/support/cuda_headers_check.cpp compares every declaration with the headers of several
-// CUDA releases. This is the only place that knows driver versions. With a PyTorch for ROCm, hip.h
-// puts the HIP runtime behind the same table.
+// CUDA releases. This is the only place that knows driver versions.
 namespace kvswap::cuda {
 
 using Result = int;
@@ -87,8 +86,6 @@ struct StridedCopy {
 };
 
 struct Driver {
-  bool is_hip;       // AMD's HIP runtime, in which some functions are null
-  size_t max_batch;  // copies in one call of copy_batch_async
   Result (*get_error_name)(Result, const char**);
   Result (*get_error_string)(Result, const char**);
   Result (*get_version)(int*);
@@ -124,19 +121,18 @@ struct Driver {
   Result (*register_host)(void*, size_t bytes, unsigned flags);
   Result (*unregister_host)(void*);
   Result (*get_device_attribute)(int*, int attribute, int device);
-  // Null where the driver is older than CUDA 11.7, and in HIP.
+  // Null where the driver is older than CUDA 11.7.
   Result (*wait_value)(Stream, Address, uint64_t value, unsigned flags);
   Result (*write_value)(Stream, Address, uint64_t value, unsigned flags);
-  // Null where the driver is older than CUDA 12.8, or HIP than ROCm 7.1. Its first signature, with
-  // the index of the failed copy, is asked for by version: CUDA 13 dropped that argument under the
-  // same name.
+  // Null where the driver is older than CUDA 12.8. Its first signature, with the index of the
+  // failed copy, is asked for by version: CUDA 13 dropped that argument under the same name.
   Result (*copy_batch_async)(Address* dsts, Address* srcs, size_t* sizes, size_t count,
                              CopyAttributes*, size_t* attribute_starts, size_t attribute_count,
                              size_t* failed_index, Stream);
 };
 
-// The driver, or null on a machine without one. Looks it up on the first call, PyTorch's HIP
-// runtime first; never initialises CUDA.
+// The driver, or null on a machine without one. Looks it up on the first call; never initialises
+// CUDA.
 const Driver* find_driver();
 
 // The same for calls that cannot do without: throws why there is none.
@@ -147,24 +143,21 @@ const std::string& driver_error();
 
 // Whether this process has initialised CUDA. Throws in a child that was forked from a process that
 // had: the driver answers there as if CUDA had never been used, and device addresses would pass for
-// host memory. HIP cannot be asked: where it has a device, this initialises it and returns true.
+// host memory.
 bool is_initialised();
 
 // "CUDA_ERROR_INVALID_VALUE (1): invalid argument".
 std::string describe(Result result);
 
-// The name of a function of the CUDA driver, or what has its place in HIP, if that is in use.
-const char* name_of(const char* cuda_name);
-
-// call: the name of the function in the CUDA driver.
+// call: the name of the driver's function.
 template <typename... Args>
 [[noreturn]] void fail_call(Result result, const char* call, const Args&... more) {
-  fail(name_of(call), more..., ": ", describe(result));
+  fail(call, more..., ": ", describe(result));
 }
 
 }  // namespace kvswap::cuda
 
-// After the call come the name of its function in the CUDA driver and more text.
+// After the call come the name of the driver's function and more text.
 #define KVSWAP_DRIVER_CHECK(call, ...)                       \
   do {                                                       \
     const ::kvswap::cuda::Result kvswap_result = (call);     \

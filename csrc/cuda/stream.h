@@ -5,8 +5,7 @@
 #include "check.h"
 #include "cuda/context.h"
 
-// The current stream of PyTorch; the only place that knows libtorch_cuda. In a PyTorch for ROCm,
-// libtorch_hip has its place and the same function.
+// The current stream of PyTorch; the only place that knows libtorch_cuda.
 namespace kvswap::cuda {
 
 // libtorch_cuda is not a library of ours: a strong reference would not load with a CPU-only PyTorch
@@ -15,10 +14,7 @@ namespace kvswap::cuda {
 inline StreamRef current_stream(int device) {
   using GetStream = int (*)(int32_t, void**);
   static const GetStream get_stream = [] {
-    const Driver* table = find_driver();
-    const bool is_hip = table != nullptr && table->is_hip;
-    void* library =
-        dlopen(is_hip ? "libtorch_hip.so" : "libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     return library == nullptr
                ? nullptr
                : reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));

@@ -1,42 +1,21 @@
 #include "device/cuda.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <new>
 
 #include "check.h"
 #include "copy/address_map.h"
 #include "copy/batch.h"
-#include "copy/pack.h"
 #include "copy/staged.h"
 #include "copy/strided.h"
 #include "cuda/context.h"
-#include "cuda/kernels.h"
 #include "cuda/stream.h"
+#include "kernels/kernels.h"
 
 namespace kvswap {
 namespace {
 
 cuda::StreamRef to_cuda(const StreamRef& stream) { return {stream.device, stream.handle}; }
-
-class CudaTable : public KernelTable {
- public:
-  CudaTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream) : slabs(gpu, host, stream) {}
-  void leak() noexcept override { slabs.leak(); }
-
-  SlabTable slabs;
-};
-
-// Of an encoded group.
-class CudaTileTable : public KernelTable {
- public:
-  CudaTileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream)
-      : tiles(format, gpu, stream) {}
-  void leak() noexcept override { tiles.leak(); }
-
-  TileTable tiles;
-};
 
 // Gives copies to the driver: to the channel's stream, and the packing of staged ones to a stream
 // of its own.
@@ -49,8 +28,6 @@ class CudaCopier : public Copier {
   }
 
   void use_staging(uint64_t begin, uint64_t bytes);
-  // Two times kCounterBytes: the channel's stream and that of the kernels may encode at once.
-  void use_counters(uint64_t counters) { counters_ = counters; }
   void start_after(const std::vector<Event>& events) override;
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t& bytes) override;
@@ -60,7 +37,6 @@ class CudaCopier : public Copier {
   size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
 
  private:
-  PackedCopy packed(const PartCopy& part) const;
   uint64_t stage(const PartCopy& part, const BatchOptions& options, uint64_t begin,
                  uint64_t& bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
@@ -72,28 +48,7 @@ class CudaCopier : public Copier {
   const Environment environment_;
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
-  uint64_t counters_ = 0;  // 0: never encodes
 };
-
-PackedCopy CudaCopier::packed(const PartCopy& part) const {
-  PackedCopy copy{part.gpu,   part.host,  nullptr,      part.slabs,  part.blocks,
-                  part.slots, part.count, part.to_host, part.before, part.after};
-  if (part.format == nullptr) {
-    copy.table = &static_cast<const CudaTable*>(part.table)->slabs;
-    return copy;
-  }
-  const TileTable* tiles = &static_cast<const CudaTileTable*>(part.table)->tiles;
-  const uint64_t counters = counters_ + (part.method == CopyMethod::kStaged ? kCounterBytes : 0);
-  copy.codec = CodecCopy{part.format,
-                         tiles,
-                         part.slabs,
-                         part.blocks,
-                         part.count,
-                         part.to_host,
-                         part.to_host ? counters : 0,
-                         reinterpret_cast<uint64_t>(part.states)};
-  return copy;
-}
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   kernels_ = cuda::create_stream();
@@ -131,7 +86,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
     if (part.method == CopyMethod::kStrided) {
       copy_strided(part.block_copy(), runs_among(*part.runs, part.slabs), copies_);
     } else if (part.method == CopyMethod::kKernel) {
-      copy_by_kernel(packed(part), cuda::kernels(device_), copies_);
+      part.table->copy_over_link(part, copies_);
     } else {
       add_fragments(fragments, part.block_copy(), part.slabs);
     }
@@ -146,11 +101,10 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
 // if there is none.
 uint64_t CudaCopier::stage(const PartCopy& part, const BatchOptions& options, uint64_t begin,
                            uint64_t& bytes) {
-  const PackedCopy copy = packed(part);
-  const uint64_t end = staging_->copy(copy, begin, bytes, {device_, copies_, kernels_},
-                                      cuda::kernels(device_), options);
+  const StagedStreams streams{device_, copies_, kernels_};
+  const uint64_t end = staging_->copy(part, *part.table, begin, bytes, streams, options);
   bytes -= std::min(bytes, end - begin);
-  return end < copy.bytes() ? end : 0;
+  return end < part.count * part.encoding->packed_bytes(part.slabs) ? end : 0;
 }
 
 void CudaCopier::send(FragmentList& fragments, const BatchOptions& options) {
@@ -165,13 +119,13 @@ void CudaCopier::order_after_unpacking() {
 }
 
 // The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
-// the driver blocks the submitting thread (H200). HIP's batch calls are loops of copies.
+// the driver blocks the submitting thread (H200).
 constexpr size_t kFragmentsPerEntry = 25;
 
 size_t CudaCopier::fragments_per_entry() const {
   const cuda::Driver& driver = cuda::driver();
   const bool has_batch = driver.copy_batch_async != nullptr && environment_.batch;
-  return has_batch && !driver.is_hip ? std::min(environment_.batch_limit, kFragmentsPerEntry) : 1;
+  return has_batch ? std::min(environment_.batch_limit, kFragmentsPerEntry) : 1;
 }
 
 bool CudaCopier::synchronize() noexcept {
@@ -183,7 +137,7 @@ bool CudaCopier::synchronize() noexcept {
   return alive;
 }
 
-class CudaDevice : public Device, public PackKernels, public StreamWords, public SlotCodec {
+class CudaDevice : public Device, public PackKernels, public StreamWords {
  public:
   using Device::Device;
 
@@ -257,30 +211,20 @@ class CudaDevice : public Device, public PackKernels, public StreamWords, public
   const std::vector<CopyMethod>& copy_methods() const override {
     static const std::vector<CopyMethod> methods{CopyMethod::kStrided, CopyMethod::kBatch,
                                                  CopyMethod::kStaged, CopyMethod::kKernel};
-    static const std::vector<CopyMethod> without_kernels{CopyMethod::kStrided, CopyMethod::kBatch};
-    return cuda::driver().is_hip ? without_kernels : methods;
+    return methods;
   }
   std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
                                       const Environment& environment) override {
     return std::make_unique<CudaCopier>(index(), copies, to_host, environment);
   }
-  PackKernels* pack_kernels() override { return cuda::driver().is_hip ? nullptr : this; }
+  PackKernels* pack_kernels() override { return this; }
   StreamWords* stream_words() override;
-  SlotCodec* slot_codec() override { return cuda::driver().is_hip ? nullptr : this; }
 
   void load_kernels() override { cuda::kernels(index()); }
-  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host,
-                                          const SlotFormat* format, int64_t num_blocks,
-                                          int64_t num_slots, Stream stream) override {
-    if (format != nullptr) {
-      KVSWAP_CHECK(cuda::kernels(index()).encode != nullptr, name(),
-                   " is older than Ampere, for which there are no kernels that encode; make the "
-                   "pool with encoding='raw'");
-      if (!has_kernel_ids(num_blocks, num_slots)) return nullptr;
-      return std::make_shared<CudaTileTable>(*format, gpu, stream);
-    }
-    if (!is_packed(host, num_blocks, num_slots)) return nullptr;
-    return std::make_shared<CudaTable>(gpu, host, stream);
+  std::shared_ptr<PackTable> make_table(const Encoding& encoding, const Slabs& gpu,
+                                        const Slabs& host, int64_t num_blocks, int64_t num_slots,
+                                        Stream stream) override {
+    return encoding.make_table(gpu, host, num_blocks, num_slots, index(), stream);
   }
   uint64_t allocate_staging(uint64_t bytes) override {
     cuda::Address address = 0;
@@ -292,14 +236,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords, public
   void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) override {
     static_cast<CudaCopier&>(copier).use_staging(begin, bytes);
   }
-
-  uint64_t allocate_counters(Stream stream) override;
-  void use_counters(Copier& copier, uint64_t counters) override {
-    static_cast<CudaCopier&>(copier).use_counters(counters);
-  }
-
-  uint8_t* allocate_states(size_t count) override;
-  void free_states(uint8_t* states, size_t count) noexcept override;
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
@@ -349,34 +285,6 @@ StreamWords* CudaDevice::stream_words() {
       driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
       "cuDeviceGetAttribute");
   return supported ? this : nullptr;
-}
-
-uint64_t CudaDevice::allocate_counters(Stream stream) {
-  const std::vector<uint8_t> zeros(2 * kCounterBytes);
-  return cuda::upload(zeros.data(), zeros.size(), stream, "the counters of escapes");
-}
-
-// Shared, because a fork would give this process other pages than those that the driver knows, once
-// it writes them.
-uint8_t* CudaDevice::allocate_states(size_t count) {
-  void* const memory =
-      mmap(nullptr, count, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  try {
-    register_host(memory, count);
-  } catch (...) {
-    munmap(memory, count);
-    throw;
-  }
-  return static_cast<uint8_t*>(memory);
-}
-
-void CudaDevice::free_states(uint8_t* states, size_t count) noexcept {
-  try {
-    unregister_host(states);
-    munmap(states, count);
-  } catch (const std::exception&) {  // the driver still has it
-  }
 }
 
 volatile uint64_t* CudaDevice::allocate_words(int count) {

@@ -8,7 +8,7 @@
 #include "copy/copy_method.h"
 #include "copy/fragment.h"
 #include "copy/slab_runs.h"
-#include "encoding/slot_format.h"
+#include "encoding/encoding.h"
 #include "environment.h"
 
 // What csrc/offload needs of a device: contexts, streams, events, what it knows of memory, and the
@@ -47,42 +47,16 @@ struct ContextState {
   alignas(void*) unsigned char bytes[16];
 };
 
-// A table in device memory that tells the kernels where the slabs of a group are.
-class KernelTable {
- public:
-  virtual ~KernelTable() = default;
-  // Leaves the memory allocated for ever: the device is lost, and may still read it.
-  virtual void leak() noexcept = 0;
-};
-
 // Blocks of one group that are copied by one method.
-struct PartCopy {
+struct PartCopy : PagedCopy {
   CopyMethod method;
-  bool to_host;
-  int64_t group_number;  // GroupLayout::number
-  const Slabs* gpu;
-  const Slabs* host;
-  const KernelTable* table;          // null where the kernels cannot be used
+  int64_t group_number;              // GroupLayout::number
+  const Encoding* encoding;          // of the slots; can use the method
+  const PackTable* table;            // null where the kernels cannot be used
   const std::vector<SlabRun>* runs;  // of all slabs of the group
-  SlabRange slabs;                   // those to copy; one or more
-  const int64_t* blocks;             // in `gpu`
-  const int64_t* slots;              // in `host`, the place of each block
-  size_t count;
-  // As in TransferPart.
-  uint64_t before, after;
   // The head or tail of a staged transfer, copied without staging. It does not wait until earlier
   // parts are unpacked.
   bool is_head_or_tail;
-  // Of an encoded group, whose blocks have all slabs in one slot of `host`: how they are encoded,
-  // and a zero for each block, to be overwritten with the SlotState of one that is refused. Null:
-  // copied as they are.
-  const SlotFormat* format;
-  uint8_t* states;
-
-  BlockCopy block_copy() const {
-    if (to_host) return {gpu, host, blocks, slots, count, false};
-    return {host, gpu, slots, blocks, count, true};
-  }
 };
 
 // Where the next copy of some parts begins: in this part, at this byte of its blocks.
@@ -145,35 +119,18 @@ class PackKernels {
  public:
   // Throws if they cannot be used. Called when a handler is made; may block.
   virtual void load_kernels() = 0;
-  // Null if the kernels cannot copy between these slabs. format: of encoded slots, or null. Blocks
-  // until the table is uploaded, on `stream`.
-  virtual std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host,
-                                                  const SlotFormat* format, int64_t num_blocks,
-                                                  int64_t num_slots, Stream stream) = 0;
+  // See Encoding::make_table(). Blocks until the table is uploaded, on `stream`.
+  virtual std::shared_ptr<PackTable> make_table(const Encoding& encoding, const Slabs& gpu,
+                                                const Slabs& host, int64_t num_blocks,
+                                                int64_t num_slots, Stream stream) = 0;
   // Device memory for staging buffers.
   virtual uint64_t allocate_staging(uint64_t bytes) = 0;
   virtual void free_staging(uint64_t address) noexcept = 0;
   // From now on a copier of this device can stage parts, in these bytes of that memory.
   virtual void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) = 0;
-  // Device memory with which a copier can encode, freed with free_staging(). Blocks until it is
-  // filled, on `stream`.
-  virtual uint64_t allocate_counters(Stream stream) = 0;
-  virtual void use_counters(Copier& copier, uint64_t counters) = 0;
 
  protected:
   ~PackKernels() = default;
-};
-
-// Encodes blocks into slots of host pages, and decodes them. Copiers of such a device copy parts
-// that have a format, by kStaged and kKernel if it has these methods.
-class SlotCodec {
- public:
-  // Zeros in memory that host and device write. Freed with free_states().
-  virtual uint8_t* allocate_states(size_t count) = 0;
-  virtual void free_states(uint8_t* states, size_t count) noexcept = 0;
-
- protected:
-  ~SlotCodec() = default;
 };
 
 // The allocation of each address, as a number: equal numbers are the same allocation. Fragments are
@@ -266,7 +223,6 @@ class Device {
   // What only some devices have; null for others. The object lives as long as the device.
   virtual PackKernels* pack_kernels() { return nullptr; }
   virtual StreamWords* stream_words() { return nullptr; }
-  virtual SlotCodec* slot_codec() { return nullptr; }
 
  private:
   const int index_;

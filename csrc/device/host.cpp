@@ -4,8 +4,6 @@
 
 #include "check.h"
 #include "copy/address_map.h"
-#include "copy/host.h"
-#include "encoding/codec.h"
 
 namespace kvswap {
 namespace {
@@ -16,36 +14,14 @@ class HostCopier : public Copier {
  public:
   Stream copy(const std::vector<PartCopy>& parts, Event, bool, CopyPosition& next,
               uint64_t&) override {
-    FragmentList fragments(0);
-    for (const PartCopy& part : parts) {
-      if (part.format != nullptr) {
-        encode_or_decode(part);
-      } else {
-        add_fragments(fragments, part.block_copy(), part.slabs);
-      }
-    }
-    copy_on_host(fragments);
+    for (const PartCopy& part : parts) part.encoding->copy_on_host(part);
     next.part = parts.size();
     return nullptr;
   }
   bool synchronize() noexcept override { return true; }
-
- private:
-  static void encode_or_decode(const PartCopy& part) {
-    const SlotFormat& format = *part.format;
-    const std::vector<SlotTile> tiles = tiles_in(*part.gpu, format.tiles());
-    const SlotTiles all{tiles.data(), format.tile_count(), format.max_escapes()};
-    for (size_t i = 0; i < part.count; ++i) {
-      auto* slot = reinterpret_cast<uint8_t*>(part.host->address(0, part.slots[i]));
-      const SlotState state = part.to_host ? encode_slot(all, part.blocks[i], slot)
-                                           : decode_slot(all, format.tiles_of(part.slabs), slot,
-                                                         /*skipped=*/0, part.blocks[i]);
-      if (state != SlotState::kGood) part.states[i] = static_cast<uint8_t>(state);
-    }
-  }
 };
 
-class HostDevice : public Device, public SlotCodec {
+class HostDevice : public Device {
  public:
   HostDevice() : Device(-1) {}
 
@@ -94,10 +70,6 @@ class HostDevice : public Device, public SlotCodec {
   std::unique_ptr<Copier> make_copier(Stream, bool, const Environment&) override {
     return std::make_unique<HostCopier>();
   }
-
-  SlotCodec* slot_codec() override { return this; }
-  uint8_t* allocate_states(size_t count) override { return new uint8_t[count](); }
-  void free_states(uint8_t* states, size_t) noexcept override { delete[] states; }
 
  private:
   [[noreturn]] static void refuse_registration() {

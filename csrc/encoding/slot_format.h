@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "copy/slabs.h"
-#include "encoding/slot.h"
+#include "kernels/slot.h"
 
 namespace kvswap {
 
@@ -44,6 +44,8 @@ class SlotFormat {
   uint64_t run_bytes(SlabRange slabs) const {
     return end_offset(first_tiles_[slabs.end]) - run_offset(slabs);
   }
+  // Of a slot with the metadata and the tiles of these slabs, and nothing else.
+  uint64_t packed_bytes(SlabRange slabs) const { return metadata_bytes_ + run_bytes(slabs); }
 
  private:
   // Where the tiles before number `tile` end.

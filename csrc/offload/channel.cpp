@@ -21,28 +21,6 @@ void sort_by_slot(TransferPart& part) {
   }
 }
 
-// An encoded tile has three quarters of its bytes. Of the GPU's, these are the last ones.
-void add_tiles(FragmentList& fragments, const PartCopy& part) {
-  const SlotFormat& format = *part.format;
-  const auto [begin, end] = format.tiles_of(part.slabs);
-  for (size_t i = 0; i < part.count; ++i) {
-    const uint64_t slot = part.host->address(0, part.slots[i]);
-    for (uint32_t number = begin; number < end; ++number) {
-      const SlotFormat::Tile& tile = format.tiles()[number];
-      const uint64_t bytes = encoded_bytes(tile.bytes);
-      const uint64_t on_gpu =
-          part.gpu->address(tile.slab, part.blocks[i]) + tile.offset_in_slab + (tile.bytes - bytes);
-      const uint64_t on_host = slot + tile.offset;
-      const auto index = static_cast<int64_t>(i);
-      if (part.to_host) {
-        fragments.add({on_gpu, on_host, bytes, index, false}, /*merge=*/false);
-      } else {
-        fragments.add({on_host, on_gpu, bytes, index, true}, /*merge=*/false);
-      }
-    }
-  }
-}
-
 }  // namespace
 
 Channel::Channel(int number, Device& device)
@@ -80,11 +58,25 @@ bool Channel::has_room_for(size_t entries) const {
   return running_.size() < kMaxRunning && entries_ + entries <= kMaxEntries;
 }
 
-// The caller may record the event again, or destroy it, before the job starts.
-StreamPoint* Channel::record_point_after(Event event) {
-  if (device_.has_happened(event)) return nullptr;
-  device_.wait_event(event_stream_, event, " for the event that the job starts after");
-  return record_point_on(event_stream_);
+// The caller may record an event again, or destroy it, before the job starts.
+StreamPoint* Channel::record_point_after(const std::vector<After>& after) {
+  if (after.size() == 1 && !after.front().is_event) return record_point_on(after.front().handle);
+  bool has_waited = false;
+  for (const auto& [is_event, handle] : after) {
+    StreamPoint* const point = is_event ? nullptr : record_point_on(handle);
+    const Event event = is_event ? static_cast<Event>(handle) : point ? point->event : nullptr;
+    if (is_event ? device_.has_happened(event) : point == nullptr) continue;
+    try {
+      device_.wait_event(event_stream_, event, " for what the job starts after");
+    } catch (...) {
+      release_point(point);
+      throw;
+    }
+    // A wait holds for the latest record before it, so the event may be recorded again.
+    release_point(point);
+    has_waited = true;
+  }
+  return has_waited ? record_point_on(event_stream_) : nullptr;
 }
 
 Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> parts,
@@ -109,7 +101,7 @@ Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> par
 void Channel::take_states(Transfer& transfer, const std::vector<Group>& groups) {
   size_t count = 0;
   const auto states_of = [&](const TransferPart& part) {
-    return groups[part.group].format == nullptr ? 0 : part.blocks.size();
+    return groups[part.group].can_reject() ? part.blocks.size() : 0;
   };
   for (const TransferPart& part : transfer.parts) count += states_of(part);
   if (count == 0) return;
@@ -186,22 +178,21 @@ void Channel::list_copies(const Transfer& transfer, int layer_group,
     const Group& group = groups[part.group];
     const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
     if (slabs.begin == slabs.end) continue;
-    part_copies_.push_back({part.method, number_ == kStores, group.number, &group.gpu, &group.host,
-                            group.table.get(), &group.runs, slabs, part.blocks.data(),
-                            part.slots.data(), part.blocks.size(), part.before, part.after,
-                            part.is_head_or_tail, group.format.get(), part.states});
+    part_copies_.push_back(
+        {{&group.gpu, &group.host, slabs, part.blocks.data(), part.slots.data(), part.blocks.size(),
+          number_ == kStores, part.before, part.after, part.states},
+         part.method,
+         group.number,
+         group.encoding.get(),
+         group.table.get(),
+         &group.runs,
+         part.is_head_or_tail});
   }
 }
 
 void Channel::check_addresses() const {
   FragmentList fragments(0);
-  for (const PartCopy& part : part_copies_) {
-    if (part.format != nullptr) {
-      add_tiles(fragments, part);
-    } else {
-      add_fragments(fragments, part.block_copy(), part.slabs);
-    }
-  }
+  for (const PartCopy& part : part_copies_) part.encoding->add_fragments(fragments, part);
   device_.check_addresses(fragments);
 }
 

@@ -42,31 +42,27 @@ class Channel {
   size_t fragments_per_entry() const { return copier_->fragments_per_entry(); }
   // Whether a transfer that takes this many entries may be submitted now.
   bool has_room_for(size_t entries) const;
-  // Whether there are states for this many blocks of encoded groups more. Else they must wait.
+  // Whether the ring has room for the states of `blocks` more blocks. If not, their job waits.
   bool has_states_for(size_t blocks) const { return states_.has_room(blocks); }
 
-  // Records what a job starts after: the work given to the stream so far, or the work that the
-  // event stands for now. Returns null if that has ended. The channel waits for all callers' events
+  // Records what a job starts after: the work given to the stream so far, or all of `after`.
+  // Returns null if that has ended. The channel waits for callers' events, and for several streams,
   // on one stream, in the order of these calls.
   StreamPoint* record_point_on(Stream stream) { return points_.record(stream); }
-  StreamPoint* record_point_after(Event event);
+  StreamPoint* record_point_after(const std::vector<After>& after);
   // See StreamPoints.
   void release_point(StreamPoint* point) noexcept { points_.release(point); }
   bool has_happened(const StreamPoint& point) const { return points_.has_happened(point); }
 
-  // The stream of the copies; null where the device has no streams.
+  // The stream that the channel copies on; null if the device has no streams.
   Stream stream() const { return stream_; }
 
-  // From now on transfers can be staged, in these bytes of the device's staging memory.
+  // Allows staged transfers, with `bytes` bytes of the device's staging memory from `begin` on.
   void use_staging(PackKernels& kernels, uint64_t begin, uint64_t bytes) {
     kernels.use_staging(*copier_, begin, bytes);
   }
 
-  // From now on transfers can encode with kernels.
-  void use_counters(PackKernels& kernels, uint64_t counters) {
-    kernels.use_counters(*copier_, counters);
-  }
-  // From now on blocks of encoded groups can be copied, with these SlotStates::kCount zeros.
+  // From now on blocks that can be rejected can be copied, with these SlotStates::kCount zeros.
   void use_states(uint8_t* states) { states_.use(states); }
 
   // A transfer of these parts without jobs, with its events. Throws, and takes nothing, when one
@@ -74,12 +70,12 @@ class Channel {
   Transfers make_transfer(int layer_groups, std::vector<TransferPart> parts,
                           const std::vector<Group>& groups);
 
-  // The transfer is in flight now.
+  // Notes that the transfer is in flight.
   void add_running(Transfers transfer) noexcept;
-  // The oldest transfer has ended.
+  // Notes that the oldest transfer has ended.
   void retire_first() noexcept;
-  // Gives back what a transfer has taken: the oldest one, which has ended, or the newest one, which
-  // has failed. Its events only when no other thread holds it.
+  // Returns the resources of the oldest transfer, which has ended, or of the newest, which has
+  // failed. Its events are returned only when no other thread holds the transfer.
   void retire(Transfers transfer) noexcept;
 
   // Makes the stream wait for the events, records the transfer's start, submits its copies, and
@@ -118,7 +114,7 @@ class Channel {
   const int number_;
   Device& device_;
   const Environment environment_;
-  Stream stream_ = nullptr;        // of the copies
+  Stream stream_ = nullptr;        // the channel copies on it
   Stream event_stream_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
   std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory

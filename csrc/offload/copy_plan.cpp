@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <optional>
 
 #include "check.h"
-#include "copy/pack_arguments.h"
 #include "copy/staged_piece.h"
+#include "kernels/pack_arguments.h"
 #include "offload/clock.h"
 
 namespace kvswap {
@@ -52,10 +54,20 @@ bool is_by_kernels(CopyMethod method) {
   return method == CopyMethod::kStaged || method == CopyMethod::kKernel;
 }
 
+std::vector<CopyMethod> usable(const std::vector<CopyMethod>& available, const Encoding& encoding,
+                               bool without_kernels) {
+  std::vector<CopyMethod> methods;
+  std::copy_if(available.begin(), available.end(), std::back_inserter(methods),
+               [&](CopyMethod method) {
+                 return encoding.can_use(method) && !(without_kernels && is_by_kernels(method));
+               });
+  return methods;
+}
+
 // A piece, a quarter of the memory at most, has whole slots.
 uint64_t least_staging_bytes(const Group& group) {
   constexpr uint64_t kUnit = 2 * kStagingAlignment;
-  const uint64_t slot = group.format == nullptr ? 0 : group.format->slot_bytes();
+  const uint64_t slot = group.encoding->is_divisible() ? 0 : group.encoding->slot_bytes();
   return std::max(CopyPlanner::kMinStagingBytes, 4 * ((slot + kUnit - 1) / kUnit * kUnit));
 }
 
@@ -93,12 +105,12 @@ MethodChooser::MethodChooser(const CopyMethodOptions& options,
                              const std::vector<CopyMethod>& available,
                              const std::vector<Group>& groups)
     : forced_(options.copy_method),
-      available_(available),
       max_piece_bytes_(std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes) / 4) {
   for (const Group& group : groups) {
     GroupCosts& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
-    fitted.is_encoded = group.format != nullptr;
+    fitted.is_divisible = group.encoding->is_divisible();
+    fitted.methods = usable(available, *group.encoding, options.without_kernels);
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     fitted.slabs = group.gpu.count();
     fitted.runs = group.runs.size();
@@ -152,7 +164,7 @@ double MethodChooser::block_bytes(const GroupCopy& copy) const {
 size_t MethodChooser::full_pieces(const GroupCopy& copy) const {
   const GroupCosts& group = groups_[copy.group];
   const auto block = static_cast<uint64_t>(std::ceil(block_bytes(copy)));
-  const uint64_t unit = piece_unit(block, max_piece_bytes_, group.is_encoded);
+  const uint64_t unit = piece_unit(block, max_piece_bytes_, group.is_divisible);
   const uint64_t units = std::max(max_piece_bytes_ / unit, uint64_t{1});
   const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
   return static_cast<size_t>(bytes / static_cast<double>(units * unit));
@@ -174,40 +186,24 @@ size_t MethodChooser::copies(CopyMethod method, const GroupCopy& copy) const {
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   const GroupCosts& group = groups_[copy.group];
-  if (group.is_encoded) return choose_encoding(copy);
   if (group.host_is_pageable) return CopyMethod::kBatch;
   const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
   // Expedited loads have no staging buffer, in which they would wait behind other loads.
   const bool is_expedited = copy.channel == kExpedited;
   const bool may_stage = copy.may_launch && copy.may_stage && !is_expedited;
-  CopyMethod best = available_.front();
+  std::optional<CopyMethod> best;
   double least = std::numeric_limits<double>::infinity();
-  for (const CopyMethod method : available_) {
+  for (const CopyMethod method : group.methods) {
     if (method == CopyMethod::kStaged && !may_stage) continue;
     if (method == CopyMethod::kKernel && !copy.may_launch) continue;
     if (forces(method)) return method;
-    if (method == CopyMethod::kKernel && !is_expedited && bytes > kMaxKernelBytes) continue;
-    const double predicted = seconds(method, copy);
-    if (predicted >= least) continue;
+    const bool is_large = method == CopyMethod::kKernel && !is_expedited && bytes > kMaxKernelBytes;
+    const double predicted = is_large ? least : seconds(method, copy);
+    if (best && predicted >= least) continue;
     least = predicted;
     best = method;
   }
-  return best;
-}
-
-// Only kernels encode and decode on a GPU. Both methods launch them, so other kernels that keep the
-// GPU busy do not change the choice.
-CopyMethod MethodChooser::choose_encoding(const GroupCopy& copy) const {
-  const auto is_available = [&](CopyMethod method) {
-    return std::find(available_.begin(), available_.end(), method) != available_.end();
-  };
-  if (!is_available(CopyMethod::kKernel)) return available_.front();
-  const bool may_stage = copy.may_stage && copy.channel != kExpedited;
-  if (!may_stage || forces(CopyMethod::kKernel)) return CopyMethod::kKernel;
-  const double bytes = static_cast<double>(copy.blocks) * groups_[copy.group].block_bytes;
-  if (forces(CopyMethod::kStaged) || bytes > kMaxKernelBytes) return CopyMethod::kStaged;
-  const bool is_faster = seconds(CopyMethod::kKernel, copy) < seconds(CopyMethod::kStaged, copy);
-  return is_faster ? CopyMethod::kKernel : CopyMethod::kStaged;
+  return best.value();  // only kernel methods are left out, and check_encoding() needs another
 }
 
 bool MethodChooser::may_choose(CopyMethod method) const {
@@ -231,14 +227,13 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
       chooser_(options, device.copy_methods(), groups),
       stream_(channels[kStores]->stream()) {
   check_forced_method();
-  bool has_encoded = false;
-  for (const Group& group : groups_) {
-    if (group.format == nullptr) continue;
-    check_encoded(group);
-    has_encoded = true;
+  const Group* demanding = nullptr;  // needs more than copies without kernels
+  for (size_t number = 0; number < groups_.size(); ++number) {
+    check_encoding(number);
+    if (groups_[number].can_reject()) demanding = &groups_[number];
   }
   try {
-    if (has_encoded) set_up_states(channels);
+    if (demanding != nullptr) set_up_states(channels);
     set_up(channels);
   } catch (const std::bad_alloc&) {
     close();
@@ -248,7 +243,10 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     has_kernels_ = false;
     slower_copies_ = std::string("kernels would speed up some transfers, but are not available: ") +
                      error.what() + "; the copy engines do all transfers";
-    if (has_encoded) fail<ValueError>("encoding='lossless' cannot be had: ", error.what());
+    if (demanding != nullptr) {
+      fail<ValueError>("encoding='", demanding->encoding->name(),
+                       "' cannot be had: ", error.what());
+    }
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
       fail<ValueError>(options_.copy_method_setting, " cannot be had: ", error.what());
@@ -258,7 +256,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
 
 void CopyPlanner::check_forced_method() const {
   if (options_.copy_method < 0) return;
-  std::string choices = "auto";
+  std::string choices = "auto, copy_engines";
   for (const CopyMethod method : device_.copy_methods()) {
     if (method == static_cast<CopyMethod>(options_.copy_method)) return;
     // The method of host memory cannot be asked for.
@@ -268,36 +266,47 @@ void CopyPlanner::check_forced_method() const {
                    "; it can be ", choices);
 }
 
-void CopyPlanner::check_encoded(const Group& group) const {
-  if (device_.slot_codec() == nullptr) {
-    fail<ValueError>("host pages with encoding='lossless' cannot be used with ", device_.name(),
+void CopyPlanner::check_encoding(size_t number) const {
+  const Group& group = groups_[number];
+  const Encoding& encoding = *group.encoding;
+  const bool needs_kernels = !encoding.can_use(CopyMethod::kBatch);
+  const auto methods = usable(device_.copy_methods(), encoding, /*without_kernels=*/false);
+  if (methods.empty()) {
+    fail<ValueError>("host pages with encoding='", encoding.name(), "' cannot be used with ",
+                     device_.name(),
                      ": this library has no kernels for it; make the pool with encoding='raw'");
   }
-  if (group.host_is_pageable) {
-    fail<ValueError>(
-        "host pages with encoding='lossless' must be pinned, because kernels read and write them; "
-        "pin the pool, or make it with encoding='raw'");
+  if (group.host_is_pageable && needs_kernels) {
+    fail<ValueError>("host pages with encoding='", encoding.name(),
+                     "' must be pinned, because kernels read and write them; pin the pool, or make "
+                     "it with encoding='raw'");
   }
-  if (device_.pack_kernels() == nullptr) return;
-  for (const CopyMethod method : {CopyMethod::kStrided, CopyMethod::kBatch}) {
-    if (!chooser_.forces(method)) continue;
-    fail<ValueError>(options_.copy_method_setting,
-                     " cannot encode host pages with encoding='lossless'; pass "
-                     "copy_method='auto', 'staged' or 'kernel', or make the pool with "
-                     "encoding='raw'");
+  std::string choices = "auto";
+  bool is_possible = options_.copy_method < 0 && !(options_.without_kernels && needs_kernels);
+  for (const CopyMethod method : methods) {
+    is_possible |= chooser_.forces(method);
+    choices += std::string(", ") + copy_method_name(method);
   }
+  if (!is_possible) {
+    fail<ValueError>(options_.copy_method_setting, " cannot encode host pages with encoding='",
+                     encoding.name(), "'; pass one of ", choices,
+                     ", or make the pool with encoding='raw'");
+  }
+  const bool stages =
+      std::find(methods.begin(), methods.end(), CopyMethod::kStaged) != methods.end();
   const uint64_t least = least_staging_bytes(group);
-  if (options_.staging_bytes < least && !chooser_.forces(CopyMethod::kKernel)) {
+  if (stages && !encoding.is_divisible() && options_.staging_bytes < least &&
+      !chooser_.forces(CopyMethod::kKernel)) {
     fail<ValueError>("staging_bytes=", options_.staging_bytes, " is too little for slots of ",
-                     group.format->slot_bytes(), " bytes with encoding='lossless'; give it ", least,
-                     " or more");
+                     encoding.slot_bytes(), " bytes with encoding='", encoding.name(),
+                     "'; give it ", least, " or more");
   }
 }
 
 void CopyPlanner::set_up_states(const Channels& channels) {
-  states_ = device_.slot_codec()->allocate_states(kChannels * SlotStates::kCount);
+  states_.emplace(device_, kChannels * SlotStates::kCount);
   for (int channel = 0; channel < kChannels; ++channel) {
-    channels[channel]->use_states(states_ + channel * SlotStates::kCount);
+    channels[channel]->use_states(states_->states() + channel * SlotStates::kCount);
   }
 }
 
@@ -313,9 +322,6 @@ void CopyPlanner::set_up(const Channels& channels) {
     const bool forced =
         chooser_.forces(CopyMethod::kStaged) || chooser_.forces(CopyMethod::kKernel);
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
-    if (group.format == nullptr || counters_ != 0) continue;
-    counters_ = kernels->allocate_counters(stream_);
-    channels[kStores]->use_counters(*kernels, counters_);
   }
   if (!stages) return;
   KVSWAP_CHECK(options_.staging_bytes >= kMinStagingBytes, "staging_bytes=", options_.staging_bytes,
@@ -352,10 +358,8 @@ void CopyPlanner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable) continue;
-    group.table = device_.pack_kernels()->make_table(group.gpu, group.host, group.format.get(),
+    group.table = device_.pack_kernels()->make_table(*group.encoding, group.gpu, group.host,
                                                      group.num_blocks, slots, stream_);
-    KVSWAP_CHECK(group.table != nullptr || group.format == nullptr,
-                 "the kernels know blocks and slots up to number 2^31 - 1");
   }
 }
 
@@ -366,7 +370,7 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
-  const bool may_launch = groups_[group].table != nullptr && !job.work->copy_engines_only;
+  const bool may_launch = groups_[group].table != nullptr && !job.work->without_kernels;
   return chooser_.choose(
       {group, job.channel, blocks, job.layer_groups, may_launch, staging_ != 0, is_crowded});
 }
@@ -392,8 +396,9 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
   double predicted = kMinCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
-    const bool is_encoded = groups_[part.group].format != nullptr;  // only kernels can copy it
-    launched |= is_by_kernels(part.method) && !is_encoded;
+    const std::vector<CopyMethod>& methods = chooser_.methods(part.group);
+    const bool had_choice = !std::all_of(methods.begin(), methods.end(), is_by_kernels);
+    launched |= is_by_kernels(part.method) && had_choice;
     const int channel = transfer.jobs.front().channel;
     MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size()};
     crowded.is_crowded = true;
@@ -434,7 +439,8 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
 
 // As many blocks as the link copies in the time that it takes to launch a kernel.
 size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
-  if (groups_[group].format != nullptr || groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
+  const bool is_few = groups_[group].runs.size() <= kMaxUnstagedRuns;
+  if (!is_few || !groups_[group].encoding->can_use(CopyMethod::kStrided)) return 0;
   const auto seconds = [&](size_t blocks) {
     return chooser_.seconds(CopyMethod::kStrided, {group, channel, blocks});
   };
@@ -467,20 +473,15 @@ void CopyPlanner::leak() noexcept {
   for (Group& group : groups_) {
     if (group.table != nullptr) group.table->leak();
   }
-  staging_ = counters_ = 0;
-  states_ = nullptr;
+  staging_ = 0;
+  if (states_) states_->leak();
 }
 
 void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
-  for (uint64_t* memory : {&staging_, &counters_}) {
-    if (*memory != 0) device_.pack_kernels()->free_staging(*memory);
-    *memory = 0;
-  }
-  if (states_ != nullptr) {
-    device_.slot_codec()->free_states(states_, kChannels * SlotStates::kCount);
-  }
-  states_ = nullptr;
+  if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
+  staging_ = 0;
+  states_.reset();
 }
 
 }  // namespace kvswap

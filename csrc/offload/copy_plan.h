@@ -2,6 +2,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,18 +10,20 @@
 #include "copy/copy_method.h"
 #include "offload/channel.h"
 #include "offload/group.h"
+#include "offload/state_memory.h"
 
 namespace kvswap {
 
 // Chooses the copy method of a group's blocks: of those available, the one predicted to be fastest.
 class MethodChooser {
  public:
-  // available: the device's methods; the first one is chosen if none has costs.
+  // available: the device's copy methods. The options may exclude kernels. If no method that is
+  // left has costs, the first one is chosen.
   MethodChooser(const CopyMethodOptions& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
-  // The blocks of one group in a transfer. layer_groups: the transfer copies its layers in so many
-  // groups, one after another.
+  // The blocks of one group in a transfer, which copies its layers in `layer_groups` parts, one
+  // after another.
   struct GroupCopy {
     int group, channel;
     size_t blocks;
@@ -45,17 +48,19 @@ class MethodChooser {
 
   // Whether this copy method would be chosen for some number of blocks.
   bool may_choose(CopyMethod method) const;
+  // What the group can be copied by.
+  const std::vector<CopyMethod>& methods(size_t group) const { return groups_[group].methods; }
   // Whether the caller has asked for this copy method.
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
-  CopyMethod choose_encoding(const GroupCopy& copy) const;
   // In each layer group. What is staged there passes through the buffer by itself.
   double block_bytes(const GroupCopy& copy) const;
 
   // What it takes to copy blocks of a group.
   struct GroupCosts {
-    bool host_is_pageable, is_encoded;
+    bool host_is_pageable, is_divisible;
+    std::vector<CopyMethod> methods;  // of the device and of the group's encoding
     double block_bytes;
     size_t slabs, runs;
     int64_t first_layer, last_layer;
@@ -64,7 +69,6 @@ class MethodChooser {
   };
 
   int forced_;
-  std::vector<CopyMethod> available_;
   uint64_t max_piece_bytes_;  // of a staged copy
   int64_t num_layers_ = 0;    // of the model, in all groups together
   std::vector<GroupCosts> groups_;
@@ -79,8 +83,9 @@ class CopyPlanner {
   using Channels = std::array<Channel*, kChannels>;
 
   // Gives the groups their tables and the channels their staging buffers, if some transfer would
-  // use them, and what they need for encoded groups. Throws ValueError when the device does not
-  // have the forced copy method, or when that is not available, or when it cannot encode a group.
+  // use them, and slot states if some group can reject blocks. Throws ValueError when the device
+  // does not have the forced copy method, or when that is not available, or when the encoding of a
+  // group has no method there.
   CopyPlanner(std::vector<Group>& groups, Device& device, const CopyMethodOptions& options,
               const Channels& channels);
   ~CopyPlanner() { close(); }
@@ -113,7 +118,7 @@ class CopyPlanner {
 
  private:
   void check_forced_method() const;
-  void check_encoded(const Group& group) const;
+  void check_encoding(size_t number) const;
   void set_up(const Channels& channels);
   void allocate_staging(PackKernels& kernels);
   void set_up_states(const Channels& channels);
@@ -131,8 +136,8 @@ class CopyPlanner {
   double crowded_until_ = 0;  // until then other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
-  uint64_t staging_ = 0, counters_ = 0;
-  uint8_t* states_ = nullptr;  // SlotStates::kCount for each channel; null: no group is encoded
+  uint64_t staging_ = 0;
+  std::optional<StateMemory> states_;  // none if no group can reject blocks
 };
 
 }  // namespace kvswap

@@ -7,7 +7,7 @@
 
 #include "copy/slab_runs.h"
 #include "device/device.h"
-#include "encoding/slot_format.h"
+#include "encoding/encoding.h"
 #include "offload/ready_range.h"
 
 namespace kvswap {
@@ -24,10 +24,7 @@ struct GroupLayout {
   std::vector<int64_t> layers;
   int64_t num_blocks, num_pages, blocks_per_page;
   int block_space, slot_space;
-  // 0: a slot of a host page has the bytes of its block, slab after slab. Otherwise it has them
-  // encoded (csrc/encoding), with width_eighths / 8 bits for each value. All host_bases are then
-  // the address of the first slot, and host_strides are the distance of slots.
-  int width_eighths;
+  std::shared_ptr<const Encoding> encoding;  // of the slots of host pages
   std::shared_ptr<const ReadyRange> ready_range;
   int64_t number = 0;  // in commands of a queued device
 };
@@ -45,13 +42,13 @@ struct Group {
   int block_space = 0, slot_space = 0;
   std::shared_ptr<const ReadyRange> ready_range;  // of the pool
   bool host_is_pageable = false;
-  uint64_t block_bytes = 0;  // in all slabs
-  // How the slots of host pages are encoded, with so many bits for each value; null: not at all.
-  // The host's slabs all begin with the first slot then.
-  std::shared_ptr<const SlotFormat> format;
-  int encoding_width_eighths = 0;
-  std::vector<SlabRun> runs;           // of slabs at equal distances
-  std::shared_ptr<KernelTable> table;  // for the kernels; null if they cannot be used
+  uint64_t block_bytes = 0;                  // in all slabs
+  std::shared_ptr<const Encoding> encoding;  // of the slots of host pages
+  std::vector<SlabRun> runs;                 // of slabs at equal distances
+  std::shared_ptr<PackTable> table;          // for the kernels; null if they cannot be used
+
+  // Whether a copy can end without some of its blocks, as slot states say.
+  bool can_reject() const { return encoding->rejection(/*is_store=*/true) != nullptr; }
 
   // The slabs in a layer group, if the model's `num_layers` layers are divided into `layer_groups`.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
@@ -64,11 +61,11 @@ struct Group {
     return {first_of(layer_group), first_of(layer_group + 1)};
   }
 
-  // What a block of a transfer with so many layer groups takes of the link.
+  // Bytes that a block moves over the link when its layers are copied in `layer_groups` parts.
   uint64_t link_bytes(int layer_groups, int64_t num_layers) const;
 };
 
-// Whether some host pages are not pinned. The driver's call returns only when those are copied.
+// Whether some host pages are pageable. The driver copies those before its call returns.
 inline bool any_is_pageable(const std::vector<Group>& groups) {
   for (const Group& group : groups) {
     if (group.host_is_pageable) return true;
@@ -76,8 +73,8 @@ inline bool any_is_pageable(const std::vector<Group>& groups) {
   return false;
 }
 
-// Converts what Python says of a group, and asks the device for the allocations. Throws if the
-// cache is not in its memory.
+// Converts Python's description of a group, and asks the device for the allocations. Throws if the
+// cache is not in the device's memory.
 Group read_group(const GroupLayout& layout, Device& device);
 
 }  // namespace kvswap

@@ -46,27 +46,25 @@ void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
 }
 
 void Handler::refuse_captures(const Request& request) const {
-  if (request.after_kind <= After::kStream) {
-    refuse_capture(stream_of(request), "the stream that the job would start after");
+  constexpr const char* kNoun = "the stream that the job would start after";
+  if (!request.after) {
+    refuse_capture(device().current_stream(), kNoun);
+  } else {
+    for (const After& after : *request.after) {
+      if (!after.is_event) refuse_capture({device().index(), after.handle}, kNoun);
+    }
   }
   if (request.gate != nullptr) {
     refuse_capture(device().current_stream(), "the stream on which the gate is to be closed");
   }
 }
 
-StreamRef Handler::stream_of(const Request& request) const {
-  const bool is_given = request.after_kind == After::kStream;
-  return is_given ? StreamRef{device().index(), request.after} : device().current_stream();
-}
-
-// Sets what the job starts after. Returns why it could not, or an empty reason.
 Reason Handler::set_start(const Lock& lock, Job& job, const Request& request) {
-  if (request.after_kind == After::kNothing) return {};
   try {
-    if (request.after_kind == After::kEvent) {
-      scheduler_.start_after_event(lock, job, request.after);
+    if (request.after) {
+      scheduler_.start_after(lock, job, *request.after);
     } else {
-      scheduler_.start_after_stream(lock, job, stream_of(request).handle);
+      scheduler_.start_after_stream(lock, job, device().current_stream().handle);
     }
     return {};
   } catch (const std::bad_alloc&) {
@@ -88,15 +86,21 @@ void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
   job.work->gate = &gate;
 }
 
-std::vector<JobRef> Handler::report(size_t most) {
+std::vector<JobRef> Handler::ended(size_t most) {
   const Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
   const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
   const size_t count = std::min(most, unreported.size());
-  std::vector<JobRef> reported;
-  reported.reserve(count);
+  std::vector<JobRef> ended;
+  ended.reserve(count);
+  for (auto job = unreported.begin(); ended.size() < count; ++job) ended.emplace_back(&*job);
+  return ended;
+}
+
+bool Handler::report(size_t count, std::vector<JobRef>& reported) noexcept {
+  const Lock lock = scheduler_.lock();
   while (reported.size() < count) reported.push_back(scheduler_.report_first(lock));
-  return reported;
+  return !scheduler_.jobs(lock).unreported().empty();
 }
 
 std::vector<JobRef> Handler::unreported_failures() {
@@ -106,6 +110,17 @@ std::vector<JobRef> Handler::unreported_failures() {
     if (!job.has_succeeded()) failures.emplace_back(&job);
   }
   return failures;
+}
+
+std::vector<JobRef> Handler::jobs_using(const BlockLists& blocks) {
+  const Lock lock = scheduler_.lock();
+  scheduler_.advance(lock);
+  return scheduler_.jobs(lock).unended_at(blocks);
+}
+
+std::vector<int64_t> Handler::unreported_loads(const BlockLists& blocks) {
+  const Lock lock = scheduler_.lock();
+  return scheduler_.jobs(lock).unreported_loads(blocks);
 }
 
 bool Handler::is_over(const Job& job) {

@@ -31,10 +31,18 @@ class Handler {
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const Request& request);
 
-  // Takes jobs that have ended and were not reported, at most `most`. The caller reports them.
-  std::vector<JobRef> report(size_t most);
+  // The first jobs that have ended and were not reported, at most `most`. Asks the device.
+  std::vector<JobRef> ended(size_t most);
+  // The caller has reported the first `count` jobs of ended(). Moves them to `reported`, which is
+  // empty and has memory for them. Returns whether more have ended.
+  bool report(size_t count, std::vector<JobRef>& reported) noexcept;
   // The jobs that failed or were cancelled and were not reported.
   std::vector<JobRef> unreported_failures();
+  // The jobs that have not ended and read or write one of these GPU blocks, in order of submission.
+  // Asks the device.
+  std::vector<JobRef> jobs_using(const BlockLists& blocks);
+  // The numbers of the latest load into each block, ascending, without loads that were reported.
+  std::vector<int64_t> unreported_loads(const BlockLists& blocks);
   // Whether the job is known to have ended; does not ask the device. Then it never changes again.
   bool is_over(const Job& job);
   // What is known of the state of a job, and whether cancel() was called for it.
@@ -72,8 +80,7 @@ class Handler {
  private:
   void refuse_capture(const StreamRef& stream, const char* noun) const;
   void refuse_captures(const Request& request) const;
-  // The stream whose work the job starts after.
-  StreamRef stream_of(const Request& request) const;
+  // Sets what the job starts after. Returns why it could not, or an empty reason.
   Reason set_start(const Lock& lock, Job& job, const Request& request);
   void close_gate(const Lock& lock, Job& job, Gate& gate);
   // Waits for the end of the job, for about a millisecond at most; submits it if it is queued and

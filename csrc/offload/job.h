@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,7 +29,7 @@ struct Job;
 // Smaller than a shared_ptr, because a queue may hold many jobs.
 class JobRef {
  public:
-  JobRef() = default;  // to no job
+  JobRef() = default;  // null
   explicit JobRef(Job* job);
   JobRef(const JobRef& other) : JobRef(other.job_) {}
   JobRef(JobRef&& other) noexcept : job_(std::exchange(other.job_, nullptr)) {}
@@ -57,10 +58,13 @@ class JobRef {
   Job* job_ = nullptr;
 };
 
-// A job that writes what another one reads.
+// A job that writes what another one reads, or what the blocks of the other one were computed from.
 struct JobSource {
+  // A position behind all others: the source writes no block of the job itself.
+  static constexpr size_t kComputedFrom = std::numeric_limits<size_t>::max();
+
   JobRef job;
-  size_t position;  // of the first block that it writes, in the list of the job that reads
+  size_t position;  // in the reading job's list of blocks: the first one that `job` writes
 };
 
 // What a job copies in one group: `count` blocks. In Work::ids they follow those of earlier parts.
@@ -80,10 +84,10 @@ struct Work {
   bool was_queued = false;          // true from when it enters the queue of its channel
   bool submission_started = false;  // it has left the queue, and may be on the device
   bool was_cancelled = false;       // cancel() was called
-  bool copy_engines_only = false;   // no kernels copy
+  bool without_kernels = false;     // no kernels copy
   bool is_staged = false;           // in all groups, as planned
   bool is_grouped = false;          // the caller has passed a list of ids for each group
-  uint32_t encoded_blocks = 0;      // in groups whose slots are encoded
+  uint32_t encoded_blocks = 0;      // in groups that can reject blocks
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
@@ -92,6 +96,9 @@ struct Work {
   // The latest jobs that must not overlap with this one, because they share a block or a slot.
   JobNumbers runs_after = kNoJobs;
   std::vector<JobSource> sources;
+  // The blocks of a store were computed from blocks that these loads write. A load that is not
+  // reported yet is a source, too.
+  std::vector<int64_t> computed_from;
 
   std::shared_ptr<Transfer> transfer;  // while the state is kRunning
   double submitted_at = 0.0;
@@ -117,8 +124,8 @@ struct Job {
   State state = State::kQueued;
   CopyMethod copy_method = CopyMethod::kHost;
   Reason error;  // of a job that has failed
-  // Of a job that has failed because blocks of encoded groups were rejected: where they are in its
-  // list of blocks. Its other blocks were copied.
+  // Of a job that has failed because blocks were rejected: where they are in its list of blocks.
+  // Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;
   std::unique_ptr<Work> work;  // null once it has ended
   Job* next = nullptr;         // in the queue, or in its transfer

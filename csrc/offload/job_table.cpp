@@ -4,12 +4,13 @@
 #include <string>
 #include <utility>
 
+#include "check.h"
 #include "offload/argument_names.h"
 
 namespace kvswap {
 namespace {
 
-// Of the error of a source, in the error of a job.
+// Characters of a source's error that the error of a job repeats.
 constexpr size_t kMaxSourceError = 1000;
 
 // The error of a source. A long chain of jobs that failed one after another loses those in the
@@ -19,6 +20,11 @@ std::string error_of(const Job& source) {
   if (text.size() <= kMaxSourceError) return text;
   const size_t cut = text.rfind(": ", text.size() - kMaxSourceError);
   return cut == std::string::npos ? text : "..." + text.substr(cut);
+}
+
+// Of a job that was not done.
+std::string how_it_ended(const Job& job) {
+  return job.state == State::kCancelled ? " was cancelled" : " failed: " + error_of(job);
 }
 
 bool has_ended_without_success(const Job& job) { return job.has_ended() && !job.has_succeeded(); }
@@ -62,6 +68,63 @@ void JobTable::for_each(const Work& work, const Visit& visit) noexcept {
   }
 }
 
+template <typename Visit>
+void JobTable::for_each(const BlockLists& blocks, const Visit& visit) const {
+  for (size_t group = 0; group < blocks.size(); ++group) {
+    const int space = block_space_[group];
+    const std::vector<JobNumbers>& latest = latest_at_block_[space];
+    for (const int64_t block : blocks[group]) {
+      if (block == -1) continue;
+      if (block < 0 || block >= static_cast<int64_t>(latest.size())) {
+        fail<IndexError>("GPU block ", block, " does not exist; there are ",
+                         count_of(latest.size(), "GPU block"), ", 0 to ", latest.size() - 1);
+      }
+      visit(space, block, latest[block]);
+    }
+  }
+}
+
+std::vector<JobRef> JobTable::unended_at(const BlockLists& blocks) const {
+  // Most blocks are not being copied, which their latest jobs show. Of the others the latest job
+  // may have ended, as failed, before an earlier one.
+  std::vector<std::pair<int, int64_t>> wanted;  // space and block
+  for_each(blocks, [&](int space, int64_t block, const JobNumbers& latest) {
+    if (*std::max_element(latest.begin(), latest.end()) >= first_unended_) {
+      wanted.emplace_back(space, block);
+    }
+  });
+  std::sort(wanted.begin(), wanted.end());
+  const auto uses_one = [&](const Work& work) {
+    const int64_t* block = work.blocks();
+    for (const JobPart& part : work.parts) {
+      const int space = block_space_[part.group];
+      for (size_t i = 0; i < part.count; ++i, ++block) {
+        if (std::binary_search(wanted.begin(), wanted.end(), std::make_pair(space, *block))) {
+          return true;
+        }
+      }
+    }
+    return false;
+  };
+  std::vector<JobRef> found;
+  for (int64_t id = first_unended_; !wanted.empty() && id < next_id_; ++id) {
+    Job* job = find(id);
+    if (job != nullptr && !job->has_ended() && uses_one(*job->work)) found.emplace_back(job);
+  }
+  return found;
+}
+
+std::vector<int64_t> JobTable::unreported_loads(const BlockLists& blocks) const {
+  std::vector<int64_t> loads;
+  for_each(blocks, [&](int, int64_t, const JobNumbers& latest) {
+    const int64_t load = latest_load(latest);
+    if (find(load) != nullptr && (loads.empty() || loads.back() != load)) loads.push_back(load);
+  });
+  std::sort(loads.begin(), loads.end());
+  loads.erase(std::unique(loads.begin(), loads.end()), loads.end());
+  return loads;
+}
+
 // The part with the work's i-th block. i: less than work.count(); then counted within the part.
 const JobPart& JobTable::part_of(const Work& work, size_t& i) {
   auto part = work.parts.begin();
@@ -91,6 +154,12 @@ std::string JobTable::source_name(const Job& job, size_t i) const {
 // Why a job fails whose i-th block `source` was to write.
 Reason JobTable::because_of(const Job& source, const Job& job, size_t i) const noexcept {
   const auto text = [&] {
+    if (i == JobSource::kComputedFrom) {
+      const std::string problem =
+          "its blocks were computed from what " + source.name() +
+          " should have loaded; when poll() has reported that load, compute them again: ";
+      return problem + source.name() + how_it_ended(source);
+    }
     const char* remedy = " must be stored again: ";
     if (job.channel == kStores) {
       remedy = " must be loaded again, or computed once poll() has reported the load: ";
@@ -99,9 +168,7 @@ Reason JobTable::because_of(const Job& source, const Job& job, size_t i) const n
       remedy =
           " is of a load that rejected blocks; when poll() has reported it, store the others: ";
     }
-    const std::string problem = source_name(job, i) + remedy + source.name();
-    if (source.state == State::kCancelled) return problem + " was cancelled";
-    return problem + " failed: " + error_of(source);
+    return source_name(job, i) + remedy + source.name() + how_it_ended(source);
   };
   return Reason(text, "a job that writes what this one reads has failed; out of host memory",
                 Reason::Kind::kSourceFailed);
@@ -112,8 +179,7 @@ int64_t JobTable::latest_store(const Work& work, size_t i) const noexcept {
 }
 
 int64_t JobTable::latest_load(const Work& work, size_t i) const noexcept {
-  const JobNumbers& latest = latest_at_block_[block_space_[group_of(work, i)]][work.blocks()[i]];
-  return std::max(latest[kLoads], latest[kExpedited]);
+  return latest_load(latest_at_block_[block_space_[group_of(work, i)]][work.blocks()[i]]);
 }
 
 int64_t JobTable::slot_number(const Work& work, size_t i) const noexcept {
@@ -143,6 +209,11 @@ void JobTable::find_overlaps(Work& work, int channel) noexcept {
       if (!both_load) latest[other] = std::max(latest[other], at_slot[other]);
     }
   });
+  for (const int64_t number : work.computed_from) {
+    if (const Job* load = find(number)) {
+      latest[load->channel] = std::max(latest[load->channel], number);
+    }
+  }
   work.runs_after = latest;
 }
 
@@ -165,6 +236,14 @@ Reason JobTable::find_sources(Job& job) const {
     if (source == nullptr) continue;
     if (!source->has_ended()) sources.emplace_back(number, i);
     if (is_store && has_ended_without_success(*source)) failure = because_of(*source, job, i);
+  }
+  for (const int64_t number : work.computed_from) {
+    const Job* load = find(number);
+    if (load == nullptr) continue;  // it was reported
+    if (!load->has_ended()) sources.emplace_back(number, JobSource::kComputedFrom);
+    if (failure.empty() && has_ended_without_success(*load)) {
+      failure = because_of(*load, job, JobSource::kComputedFrom);
+    }
   }
   // Each source once, with its first position. A load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -8,6 +9,7 @@
 #include "offload/group.h"
 #include "offload/job.h"
 #include "offload/metrics.h"
+#include "offload/request.h"
 
 namespace kvswap {
 
@@ -23,7 +25,9 @@ namespace kvswap {
 // or was cancelled. A slot that a failed store should have written stays invalid until it is stored
 // again. But a store that only rejected some blocks fails no load: it has marked their slots, and a
 // load of such a slot rejects that block. A GPU block is invalid only until the failed load was
-// reported: from then on the caller knows, and may write the block by other means.
+// reported: from then on the caller knows, and may write the block by other means. A store may name
+// further loads, into blocks that its own were computed from: it runs, ends and fails as if it read
+// those blocks.
 //
 // Only prepare() and make_block_records() allocate, so nothing after them fails for lack of memory.
 //
@@ -46,6 +50,13 @@ class JobTable {
   Reason source_failure(const Job& job) const noexcept;
   // Ends a job. To be called once for each. error: why it failed.
   void finish(Job& job, State state, const Reason& error) noexcept;
+
+  // Who uses GPU blocks. blocks: one list for each group; -1 is no block.
+
+  // The jobs that have not ended and read or write one of the blocks, in order of their numbers.
+  std::vector<JobRef> unended_at(const BlockLists& blocks) const;
+  // The numbers of the latest load into each block, ascending, without loads that were reported.
+  std::vector<int64_t> unreported_loads(const BlockLists& blocks) const;
 
   // Reports.
 
@@ -83,6 +94,9 @@ class JobTable {
   void rebind(BlockRecords blocks) noexcept;
 
  private:
+  // Calls visit(space, block, latest) for each of the blocks. Throws IndexError if there is none.
+  template <typename Visit>
+  void for_each(const BlockLists& blocks, const Visit& visit) const;
   // Calls visit(at_block, at_slot) with the latest jobs at each GPU block and slot of the work.
   template <typename Visit>
   void for_each(const Work& work, const Visit& visit) noexcept;
@@ -100,6 +114,9 @@ class JobTable {
 
   // The job with this number; null when it was reported.
   Job* find(int64_t id) const;
+  static int64_t latest_load(const JobNumbers& latest) {
+    return std::max(latest[kLoads], latest[kExpedited]);
+  }
   void find_overlaps(Work& work, int channel) noexcept;
   Reason find_sources(Job& job) const;
   void invalidate_slots(Job& job) noexcept;

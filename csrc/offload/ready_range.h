@@ -10,18 +10,11 @@ namespace kvswap {
 // publish() adds pages, from any thread.
 class ReadyRange {
  public:
-  ReadyRange(int64_t first_page, int64_t end_page, int64_t chunk_blocks, int64_t own_end)
-      : first_page(first_page),
-        own_end(own_end),
-        chunk_blocks_(chunk_blocks),
-        end_page_(end_page) {}
+  ReadyRange(int64_t end_page, int64_t chunk_blocks)
+      : chunk_blocks_(chunk_blocks), end_page_(end_page) {}
 
-  const int64_t first_page;
-  // This process has the pages before own_end; those from end_page() on are not ready yet.
-  const int64_t own_end;
-
-  // The end of the pages that are ready. Each submission reads it first, and then sees these pages
-  // registered and their chunk_blocks().
+  // The end of the pages that are ready, which begin with page 0. Each submission reads it first,
+  // and then sees these pages registered and their chunk_blocks().
   int64_t end_page() const { return end_page_.load(std::memory_order_acquire); }
   // Blocks registered in one piece, counted from the first page of the pool on. No driver copy may
   // span two pieces. Gets smaller only.
@@ -36,9 +29,8 @@ class ReadyRange {
   std::atomic<int64_t> chunk_blocks_, end_page_;
 };
 
-// Throws IndexError, with this name of the argument, if this process cannot use the page now: the
-// pool has no such page, another process has it, or it is not pinned yet. num_pages: of the pool,
-// in all processes.
+// Throws IndexError, with this name of the argument, if the page cannot be used now: the pool, of
+// num_pages, has no such page, or it is not pinned yet.
 void check_page(const std::string& name, int64_t page, int64_t num_pages, const ReadyRange& range);
 
 }  // namespace kvswap

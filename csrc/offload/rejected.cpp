@@ -65,28 +65,19 @@ std::unique_ptr<const std::vector<int64_t>> positions_in(
 
 Reason rejection(const Job& job, const std::vector<int64_t>& positions,
                  const std::vector<Group>& groups) noexcept {
-  const bool is_store = job.channel == kStores, is_one = positions.size() == 1;
+  const Encoding& encoding = *group_at(job, positions.front(), groups).encoding;
+  const Rejection& why = *encoding.rejection(job.channel == kStores);
   const auto text = [&] {
     std::ostringstream text;
     const size_t count = job.work->count();
-    text << positions.size() << " of " << count << (count == 1 ? " block " : " blocks ");
-    if (is_store) {
-      const Group& group = group_at(job, positions.front(), groups);
-      text << (is_one ? "does not fit into a slot of " : "do not fit into slots of ")
-           << group.encoding_width_eighths / 8.0 << " bits a value ";
-      list(text, positions);
-    } else {
-      text << (is_one ? "is not in its host page " : "are not in their host pages ");
-      list(text, positions);
-      text << (is_one ? ": its store was rejected, or nothing was stored there"
-                      : ": their stores were rejected, or nothing was stored there");
-    }
+    const bool is_one = positions.size() == 1;
+    text << positions.size() << " of " << count << (count == 1 ? " block " : " blocks ")
+         << (is_one ? why.one : why.several) << " ";
+    list(text, positions);
+    text << (is_one ? why.one_cause : why.several_cause);
     return text.str();
   };
-  return Reason(text,
-                is_store ? "some blocks do not fit into their slots"
-                         : "some blocks are not in their host pages",
-                Reason::Kind::kRejected);
+  return Reason(text, why.brief, Reason::Kind::kRejected);
 }
 
 }  // namespace kvswap

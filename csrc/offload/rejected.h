@@ -8,7 +8,7 @@
 #include "offload/job.h"
 #include "offload/transfer.h"
 
-// Blocks of encoded groups that a transfer did not copy: their slot states say so.
+// Blocks that a transfer did not copy: their slot states say so.
 namespace kvswap {
 
 // A rejected block, by what it would have written: a slot of a store, a block of a load. A transfer

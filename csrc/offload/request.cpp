@@ -8,56 +8,36 @@
 namespace kvswap {
 namespace {
 
-[[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun,
-                            const char* advice = "") {
+[[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun) {
   const std::string there = count_of(limit, noun);
   if (limit == 1) fail<IndexError>(name, " is ", id, "; there is ", there, ", 0");
-  fail<IndexError>(name, " is ", id, "; there are ", there, ", 0 to ", limit - 1, advice);
-}
-
-// Tensors of the shape [2, num_blocks, ...] have two blocks if the caller forgets block_dim.
-const char* block_advice(int64_t id, int64_t num_blocks) {
-  if (id < 0 || num_blocks != 2) return "";
-  return "; if these 2 are keys and values, pass PagedLayout the block_dim of the dimension that "
-         "counts blocks";
+  fail<IndexError>(name, " is ", id, "; there are ", there, ", 0 to ", limit - 1);
 }
 
 void check_blocks(const std::string& list, const int64_t* ids, int64_t count, int64_t num_blocks) {
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= num_blocks) {
-      refuse_id(item_of(list, i), ids[i], num_blocks, "GPU block",
-                block_advice(ids[i], num_blocks));
+      refuse_id(item_of(list, i), ids[i], num_blocks, "GPU block");
     }
   }
 }
 
-// "page 4", or "pages 4 to 7".
-std::string pages_text(int64_t first, int64_t end) {
-  if (end - first == 1) return "page " + std::to_string(first);
-  return "pages " + std::to_string(first) + " to " + std::to_string(end - 1);
-}
-
 [[noreturn]] void refuse_page(const std::string& name, int64_t page, int64_t num_pages,
-                              const ReadyRange& range, int64_t end) {
+                              int64_t end) {
   if (page < 0 || page >= num_pages) refuse_id(name, page, num_pages, "host page");
-  const int64_t first = range.first_page;
-  if (page < first || page >= range.own_end) {
-    fail<IndexError>(name, " is ", page, ", which another rank has; this one has ",
-                     pages_text(first, range.own_end));
-  }
-  const std::string ready =
-      first == end ? "no page is" : pages_text(first, end) + (end - first == 1 ? " is" : " are");
+  const std::string ready = end == 0   ? "no page is"
+                            : end == 1 ? "page 0 is"
+                                       : "pages 0 to " + std::to_string(end - 1) + " are";
   fail<IndexError>(name, " is ", page, ", which is not pinned yet: ", ready,
-                   "; HostPool.wait_ready(pages=", page - first + 1, ") waits for it");
+                   "; HostPool.wait_ready(pages=", page + 1, ") waits for it");
 }
 
-// The driver cannot copy pages that are not pinned yet, or are pinned by another process only.
+// The driver cannot copy pages that are not pinned yet.
 void check_pages(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
-  const ReadyRange& range = *group.ready_range;
-  const int64_t first = range.first_page, end = range.end_page();
+  const int64_t end = group.ready_range->end_page();
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < first || ids[i] >= end) {
-      refuse_page(item_of(list, i), ids[i], group.num_pages, range, end);
+    if (ids[i] < 0 || ids[i] >= end) {
+      refuse_page(item_of(list, i), ids[i], group.num_pages, end);
     }
   }
 }
@@ -66,7 +46,7 @@ void check_pages(const std::string& list, const int64_t* ids, int64_t count, con
 
 void check_page(const std::string& name, int64_t page, int64_t num_pages, const ReadyRange& range) {
   const int64_t end = range.end_page();
-  if (page < range.first_page || page >= end) refuse_page(name, page, num_pages, range, end);
+  if (page < 0 || page >= end) refuse_page(name, page, num_pages, end);
 }
 
 RequestReader::RequestReader(const std::vector<Group>& groups) {
@@ -87,8 +67,9 @@ JobRef RequestReader::read(const Request& request, const std::vector<Group>& gro
   job->token = request.token;
   job->channel = request.channel;
   job->layer_groups = request.layer_groups;
-  work.copy_engines_only = request.copy_engines_only;
+  work.without_kernels = request.without_kernels;
   work.is_grouped = request.is_grouped;
+  work.computed_from = request.computed_from;
   ++requests_;
   size_t total = 0;
   for (const Request::Part& part : request.parts) total += part.blocks.size();
@@ -136,24 +117,26 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
   } else {
     refuse_duplicates(block_seen_[group.block_space], block_list, blocks, num_blocks);
   }
-  if (group.format != nullptr) add_encoded(*job.work, page_list, num_blocks);
+  check_encoding(*job.work, group, page_list, num_blocks);
   job.work->parts.push_back({names.group, static_cast<size_t>(num_blocks)});
   job.work->ids.insert(job.work->ids.end(), blocks, blocks + num_blocks);
   job.nbytes += group.block_bytes * num_blocks;
 }
 
-void RequestReader::add_encoded(Work& work, const std::string& page_list, int64_t num_blocks) {
-  if (work.copy_engines_only) {
-    fail<ValueError>("copy_engines_only=True: the host pages of ", page_list,
-                     " have encoding='lossless', and copy engines cannot encode or decode blocks; "
-                     "leave it out, or use a pool with encoding='raw'");
+void RequestReader::check_encoding(Work& work, const Group& group, const std::string& page_list,
+                                   int64_t num_blocks) {
+  if (work.without_kernels && !group.encoding->can_use(CopyMethod::kBatch)) {
+    fail<ValueError>("copy_method='copy_engines': the host pages of ", page_list,
+                     " have encoding='", group.encoding->name(),
+                     "', and copy engines cannot encode or decode blocks; leave it out, or use a "
+                     "pool with encoding='raw'");
   }
+  if (!group.can_reject()) return;
   const uint64_t blocks = work.encoded_blocks + static_cast<uint64_t>(num_blocks);
   if (blocks > SlotStates::kCount) {
-    fail<ValueError>("the job has ", blocks,
-                     " blocks for host pages with encoding='lossless'; a "
-                     "job can have ",
-                     SlotStates::kCount, "; submit several jobs");
+    fail<ValueError>("the job has ", blocks, " blocks for host pages with encoding='",
+                     group.encoding->name(), "'; a job can have ", SlotStates::kCount,
+                     "; submit several jobs");
   }
   work.encoded_blocks = static_cast<uint32_t>(blocks);
 }

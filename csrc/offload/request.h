@@ -1,16 +1,18 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "offload/argument_names.h"
 #include "offload/group.h"
 #include "offload/job.h"
+#include "offload/stream_point.h"
 
 namespace kvswap {
 
-// What a job starts after.
-enum class After { kCurrentStream, kStream, kEvent, kNothing };
+// GPU blocks, one list for each group of the handler. -1 is no block.
+using BlockLists = std::vector<std::vector<int64_t>>;
 
 // What a caller asks a handler for.
 struct Request {
@@ -22,13 +24,15 @@ struct Request {
 
   int channel;  // ChannelNumber
   int layer_groups = 1;
-  bool is_grouped = false;         // errors name the group of an id
-  bool copy_engines_only = false;  // no kernels copy; not for encoded groups
-  After after_kind = After::kCurrentStream;
-  void* after = nullptr;  // a stream or an event
+  bool is_grouped = false;       // errors name the group of an id
+  bool without_kernels = false;  // no kernels copy
+  // What the job starts after: all of these, or the current stream.
+  std::optional<std::vector<After>> after;
   Gate* gate = nullptr;
-  int64_t token = 0;        // of the caller, who finds it in the job
-  double began;             // when the caller called, as now() counts
+  int64_t token = 0;  // of the caller, who finds it in the job
+  double began;       // when the caller called, as now() counts
+  // Loads, by number, whose blocks the job's blocks were computed from; see Work::computed_from.
+  std::vector<int64_t> computed_from;
   std::vector<Part> parts;  // one for each group
 };
 
@@ -45,7 +49,8 @@ class RequestReader {
  private:
   void add_part(Job& job, const Group& group, const ArgumentNames& names,
                 const Request::Part& part);
-  static void add_encoded(Work& work, const std::string& page_list, int64_t num_blocks);
+  static void check_encoding(Work& work, const Group& group, const std::string& page_list,
+                             int64_t num_blocks);
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
                          int64_t count);
 

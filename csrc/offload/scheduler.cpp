@@ -15,7 +15,7 @@
 namespace kvswap {
 namespace {
 
-// Of the workers, as ps and profilers show them: 15 characters at most.
+// Names of the worker threads in ps and profilers: 15 characters at most.
 constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", "kvswap-expedite"};
 
 // The thread that calls store() or load() submits a job itself if that takes no longer. 64 blocks
@@ -34,7 +34,7 @@ constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 using Seconds = std::chrono::duration<double>;
 constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 
-// The copy method that a result names: that of the first part which is no unstaged head or tail.
+// The copy method in a Result: that of the first part, not counting an unstaged head or tail.
 CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   for (const TransferPart& part : transfer.parts) {
     if (!part.is_head_or_tail) return part.method;
@@ -104,8 +104,8 @@ void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
   job.work->after = queue_of(job).channel.record_point_on(stream);
 }
 
-void Scheduler::start_after_event(const Lock&, Job& job, Event event) {
-  job.work->after = queue_of(job).channel.record_point_after(event);
+void Scheduler::start_after(const Lock&, Job& job, const std::vector<After>& after) {
+  job.work->after = queue_of(job).channel.record_point_after(after);
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
@@ -308,7 +308,7 @@ bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
   return true;
 }
 
-// The copies are with the device.
+// The driver has accepted the copies.
 void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
   const std::shared_ptr<Transfer>& transfer = made.front();
   table_.record_transfer(queue.channel.number());
@@ -389,7 +389,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
       submit_jobs(lock, queue, take_jobs(queue, flush_until_));
       pause = kShortPause;
     } else {
-      // Another thread may have to submit something first, or the device to end something.
+      // The job waits until another thread submits an earlier job, or the device ends one.
       progress_.wait_for(lock, pause);
       pause = std::min(2 * pause, kLongPause);
     }
@@ -432,7 +432,7 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
   for (const Job* job : {&first, static_cast<const Job*>(&next)}) {
     if (job->layer_groups > 1 || job->work->gate != nullptr) return false;
   }
-  if (work.copy_engines_only != first.work->copy_engines_only) return false;
+  if (work.without_kernels != first.work->without_kernels) return false;
   // Nothing may be written twice in one copy.
   if (work.runs_after[queue.channel.number()] >= first.id) return false;
   if (!all_before_are_submitted(queue, work)) return false;

@@ -5,15 +5,14 @@
 
 namespace kvswap {
 
-// A ring of slot states: a byte for each block of an encoded group that a channel has in flight.
-// Copies write a SlotState into it for a block that is refused, and nothing for the others. The
-// channel reads it when the transfer has ended. A transfer's states are contiguous. They are zero
-// when it begins.
+// A ring of slot states: a byte for each block that a channel has in flight and that its group can
+// reject. Copies overwrite the byte of a rejected block, and leave the others. The channel reads it
+// when the transfer has ended. A transfer's states are contiguous. They are zero when it begins.
 //
 // Not thread safe: the scheduler's lock guards it. Copies write only states that are taken.
 class SlotStates {
  public:
-  // The most blocks of encoded groups in one transfer, and in all that are in flight.
+  // The most such blocks in one transfer, and in all that are in flight.
   static constexpr size_t kCount = 1 << 20;
 
   // The states of a transfer, counted from the ring's first use on.
@@ -24,11 +23,11 @@ class SlotStates {
     size_t count() const { return end - begin; }
   };
 
-  // states: kCount zeros, the caller's.
+  // states: kCount zeros, which the caller owns.
   void use(uint8_t* states) { states_ = states; }
 
   bool has_room(size_t count) const { return next(count).end - oldest_ <= kCount; }
-  // Call it only if there is room.
+  // Takes the next `count` states. Requires has_room(count).
   Range take(size_t count);
   uint8_t* at(const Range& range) const { return states_ + range.begin % kCount; }
   // Gives back, as zeros, the range that was taken first or last.

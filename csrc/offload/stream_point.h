@@ -9,6 +9,13 @@
 
 namespace kvswap {
 
+// What a job starts after: the work that a stream of the channel's device was given so far, or the
+// work that an event stands for now.
+struct After {
+  bool is_event;
+  void* handle;
+};
+
 // An event recorded on a stream. Jobs start after the work that the stream was given before it.
 struct StreamPoint {
   Event event = nullptr;

@@ -21,7 +21,7 @@ struct TransferPart {
   // The head or tail of a staged transfer, which is copied without staging, to keep the link busy
   // while a kernel packs or unpacks.
   bool is_head_or_tail = false;
-  uint8_t* states = nullptr;  // of an encoded group: a SlotState for each block
+  uint8_t* states = nullptr;  // one for each block, if the group can reject blocks
 };
 
 // The copies of one job, or of several small ones that were joined: they start and end together. A
@@ -46,7 +46,7 @@ struct Transfer {
   bool is_enqueued() const { return layer_group == layer_groups(); }
 };
 
-// A transfer is made as a list of its own, and spliced to where it belongs, which cannot fail.
+// A new transfer is the only item of its list. Splicing moves it to another list and cannot fail.
 using Transfers = std::list<std::shared_ptr<Transfer>>;
 
 }  // namespace kvswap

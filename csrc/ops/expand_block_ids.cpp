@@ -1,4 +1,4 @@
-#include "ops/expand_block_ids.h"
+#include "kernels/expand_block_ids.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -8,8 +8,8 @@
 
 #include "check.h"
 #include "cuda/context.h"
-#include "cuda/kernels.h"
 #include "cuda/stream.h"
+#include "kernels/kernels.h"
 #include "ops/ops.h"
 #include "ops/tensor_check.h"
 

@@ -1,13 +1,17 @@
+#include "ops/library.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include "ops/ops.h"
 
 // The index of the native code. Every op takes the same function on both keys: it looks at its
 // tensors itself, and a CUDA tensor where a CPU one belongs gets an error that says so. On other
-// devices the kernels are those of torch_kvswap/generic_ops.py.
+// devices the kernels are those of torch_kvswap/devices/generic_ops.py.
 namespace {
 
-void register_ops(torch::stable::detail::StableLibrary& m) {
+using torch::stable::detail::StableLibrary;
+
+void register_ops(StableLibrary& m) {
   m.impl("swap_blocks", TORCH_BOX(&kvswap::swap_blocks));
   m.impl("swap_kv_blocks", TORCH_BOX(&kvswap::swap_kv_blocks));
   m.impl("swap_blocks_batch", TORCH_BOX(&kvswap::swap_blocks_batch));
@@ -32,11 +36,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
   m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
-STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }
 // On every device: they read no tensor's memory.
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CompositeExplicitAutograd, m) {
   m.impl("_watch_cache", TORCH_BOX(&kvswap::watch_cache));
   m.impl("_check_swap_blocks", TORCH_BOX(&kvswap::check_swap_blocks));
   m.impl("_check_swap_kv_blocks", TORCH_BOX(&kvswap::check_swap_kv_blocks));
   m.impl("_check_expand_block_ids", TORCH_BOX(&kvswap::check_expand_block_ids));
+}
+
+void kvswap::register_cuda_ops() {
+  static StableLibrary library(StableLibrary::Kind::IMPL, "torch_kvswap", "CUDA", __FILE__,
+                               __LINE__);
+  register_ops(library);
 }

@@ -26,8 +26,8 @@ Tensor expand_block_ids(const Tensor& block_ids, int64_t block_size_factor, int6
 void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
                           std::optional<int64_t> count, const Tensor& out);
 
-// The checks of these ops alone, for the kernels in torch_kvswap/generic_ops.py. The last one
-// returns how many ids there will be.
+// The checks of these ops alone, for the kernels in torch_kvswap/devices/generic_ops.py. The last
+// one returns how many ids there will be.
 void check_swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
                        const Tensor& block_mapping);
 

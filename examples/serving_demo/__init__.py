@@ -1,1 +1,1 @@
-"""A small engine that swaps requests through torch_kvswap, and compares every token."""
+"""A small model served with a KV cache that is too small: how an engine uses torch_kvswap."""

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over a paged KV cache.
+"""A small decoder-only transformer over a paged KV cache; nothing here knows of torch_kvswap.
 
 RMSNorm, rotary embedding, grouped queries, float32, greedy decoding of bytes. The cache may have
 another type.
@@ -16,22 +16,15 @@ from math import sqrt
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import linear, rms_norm, silu
 
 from torch_kvswap import allocate_layers
 
-VOCAB = 256
-LAYERS = 4
-HEADS = 8
-KV_HEADS = 2
-HEAD_DIM = 64
-DIM = HEADS * HEAD_DIM // 2
-HIDDEN = 2 * DIM
+VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 8, 2, 64
+DIM = HIDDEN = 256
 # With scores of deviation 1, attention would average over hundreds of keys, and no single key would
 # matter. With this deviation a query attends to a few keys, wherever they are.
 SCORE_DEVIATION = 4.0
-# Mean square of silu(a) * b for unit normal a and b.
-GATED_MEAN_SQUARE = 0.36
 
 
 @contextmanager
@@ -52,10 +45,8 @@ def same_bits_every_time() -> Iterator[None]:
 class Layer:
     """Weights of one layer; matrices are [outputs, inputs]."""
 
-    attention_norm: Tensor
     qkv: Tensor
     out: Tensor
-    mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
@@ -63,7 +54,8 @@ class Layer:
 class Model:
     """A model with seeded weights, equal on every device.
 
-    Works on the calling thread's current stream.
+    Works on the calling thread's current stream. A block table is int64 [max_blocks] on the device;
+    a cache is what new_cache() returns.
 
     Args:
         block_size (int): tokens per block.
@@ -81,10 +73,8 @@ class Model:
         device: torch.device,
         cache_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.cache_dtype = cache_dtype
-        self.block_size = block_size
-        self.max_blocks = max_blocks
-        self.device = device
+        self.block_size, self.max_blocks = block_size, max_blocks
+        self.device, self.cache_dtype = device, cache_dtype
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, gain: float = 1.0) -> Tensor:
@@ -94,18 +84,11 @@ class Model:
         def layer() -> Layer:
             qkv = normal((HEADS + 2 * KV_HEADS) * HEAD_DIM, DIM)
             qkv[: HEADS * HEAD_DIM] *= SCORE_DEVIATION
-            return Layer(
-                attention_norm=torch.ones(DIM, device=device),
-                qkv=qkv,
-                out=normal(DIM, HEADS * HEAD_DIM, gain=2.0),
-                mlp_norm=torch.ones(DIM, device=device),
-                gate_up=normal(2 * HIDDEN, DIM),
-                down=normal(DIM, HIDDEN, gain=GATED_MEAN_SQUARE**-0.5),
-            )
+            out = normal(DIM, HEADS * HEAD_DIM, gain=2.0)
+            return Layer(qkv, out, normal(2 * HIDDEN, DIM), normal(DIM, HIDDEN, gain=1.7))
 
-        self.embedding = normal(VOCAB, DIM, gain=DIM**0.5)
+        self.embedding = normal(VOCAB, DIM, gain=sqrt(DIM))
         self.layers = [layer() for _ in range(LAYERS)]
-        self.norm = torch.ones(DIM, device=device)
         self.head = normal(VOCAB, DIM)
         self.positions = torch.arange(max_blocks * block_size, device=device)
         frequencies = 10_000.0 ** -(torch.arange(HEAD_DIM // 2, device=device) * 2 / HEAD_DIM)
@@ -113,51 +96,33 @@ class Model:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def new_cache(self, num_blocks: int) -> list[Tensor]:
-        """A zeroed cache: per layer [2, num_blocks, block_size, KV_HEADS, HEAD_DIM].
-
-        Index 0 of the first dimension is K, index 1 is V.
-        """
+        """A zeroed cache: per layer [2 (K, V), num_blocks, block_size, KV_HEADS, HEAD_DIM]."""
         shape = (2, num_blocks, self.block_size, KV_HEADS, HEAD_DIM)
         return allocate_layers(shape, len(self.layers), dtype=self.cache_dtype, device=self.device)
 
-    def padded(self, blocks: list[int]) -> list[int]:
-        """The block table of a request, padded to max_blocks entries with its last block."""
-        return blocks + blocks[-1:] * (self.max_blocks - len(blocks))
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-tokens // self.block_size)
+
+    def table(self, blocks: list[int]) -> Tensor:
+        """The block table of a request, padded with its last block."""
+        padded = blocks + blocks[-1:] * (self.max_blocks - len(blocks))
+        return torch.tensor(padded, device=self.device)
 
     def prefill(self, prompt: bytes, cache: list[Tensor], table: Tensor, cached: int = 0) -> Tensor:
-        """Computes a prompt.
+        """Computes a prompt, and returns the first new token, int64 [1].
 
-        Writes its keys and values to its blocks. The rest of the last block is filled with padding,
-        which decode() overwrites before it is read.
-
-        Args:
-            prompt (bytes): the tokens.
-            cache (list[Tensor]): from new_cache().
-            table (Tensor): int64 [max_blocks] on the device, the blocks of the request.
-            cached (int): tokens at the front that are in the cache already, in full blocks, fewer
-                than the prompt has.
-
-        Returns:
-            Tensor: int64 [1], the first new token.
+        The first `cached` tokens, full blocks, are in the cache already. The rest of the last block
+        is filled with padding, which decode() overwrites before it is read.
         """
-        padded = prompt.ljust(-(-len(prompt) // self.block_size) * self.block_size, b"\0")
+        padded = prompt.ljust(self.blocks_for(len(prompt)) * self.block_size, b"\0")
         tokens = torch.tensor(list(padded), device=self.device)
         for start in range(cached, len(prompt), self.block_size):
             logits = self.forward(tokens[start : start + self.block_size], start, cache, table)
         return logits[len(prompt) - start - 1].argmax(-1, keepdim=True)
 
     def decode(self, token: Tensor, position: int, cache: list[Tensor], table: Tensor) -> Tensor:
-        """Computes the next token.
-
-        Args:
-            token (Tensor): int64 [1], the last token.
-            position (int): position of `token`.
-            cache (list[Tensor]): from new_cache().
-            table (Tensor): int64 [max_blocks] on the device, the blocks of the request.
-
-        Returns:
-            Tensor: int64 [1].
-        """
+        """The token, int64 [1], that follows `token`, int64 [1], at this position."""
         return self.forward(token, position, cache, table)[0].argmax(-1, keepdim=True)
 
     def generate(self, prompt: bytes, new_tokens: int) -> list[int]:
@@ -171,39 +136,28 @@ class Model:
         return generated
 
     def forward(self, tokens: Tensor, start: int, cache: list[Tensor], table: Tensor) -> Tensor:
-        """Computes the logits of tokens at positions start, start + 1, ...
+        """The logits, float32 [T, VOCAB], of tokens, int64 [T], at positions start, start + 1, ...
 
         Writes their keys and values to the blocks of `table`, which must already hold the positions
         before `start`. Positions behind the tokens are masked, and may hold any finite values.
-
-        Args:
-            tokens (Tensor): int64 [T].
-            start (int): position of the first token.
-            cache (list[Tensor]): from new_cache().
-            table (Tensor): int64 [max_blocks] on the device, the blocks of the request.
-
-        Returns:
-            Tensor: float32 [T, VOCAB].
         """
         positions = self.positions[start : start + len(tokens)]
         blocks, slots = table[positions // self.block_size], positions % self.block_size
         unseen = self.positions > positions[:, None]
         x = self.embedding[tokens]
         for layer, kv_cache in zip(self.layers, cache, strict=True):
-            y = functional.rms_norm(x, (DIM,), layer.attention_norm)
-            q, k, v = self._queries_keys_values(layer, y, start)
+            q, k, v = self._queries_keys_values(layer, rms_norm(x, (DIM,)), start)
             kv_cache[:, blocks, slots] = torch.stack((k, v)).to(kv_cache.dtype)
             keys, values = kv_cache.index_select(1, table).flatten(1, 2).float()
-            x = x + functional.linear(attention(q, keys, values, unseen), layer.out)
-            y = functional.rms_norm(x, (DIM,), layer.mlp_norm)
-            gate, up = functional.linear(y, layer.gate_up).chunk(2, -1)
-            x = x + functional.linear(functional.silu(gate) * up, layer.down)
-        return functional.linear(functional.rms_norm(x, (DIM,), self.norm), self.head)
+            x = x + linear(attention(q, keys, values, unseen), layer.out)
+            gate, up = linear(rms_norm(x, (DIM,)), layer.gate_up).chunk(2, -1)
+            x = x + linear(silu(gate) * up, layer.down)
+        return linear(rms_norm(x, (DIM,)), self.head)
 
     def _queries_keys_values(
         self, layer: Layer, x: Tensor, start: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = functional.linear(x, layer.qkv).view(len(x), -1, HEAD_DIM)
+        heads = linear(x, layer.qkv).view(len(x), -1, HEAD_DIM)
         cos, sin = self.cos[start : start + len(x)], self.sin[start : start + len(x)]
         a, b = heads[:, : HEADS + KV_HEADS].chunk(2, -1)
         rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -211,16 +165,12 @@ class Model:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
-    """Attention with grouped queries.
+    """Attention with grouped queries, [T, HEADS * HEAD_DIM].
 
     Args:
         queries (Tensor): [T, HEADS, HEAD_DIM].
-        keys (Tensor): [C, KV_HEADS, HEAD_DIM].
-        values (Tensor): [C, KV_HEADS, HEAD_DIM].
+        keys, values (Tensor): [C, KV_HEADS, HEAD_DIM].
         unseen (Tensor): bool [T, C], true where a query must not look.
-
-    Returns:
-        Tensor: [T, HEADS * HEAD_DIM].
     """
     n, group = len(queries), HEADS // KV_HEADS  # `group` query heads share a KV head
     q = queries.view(n, KV_HEADS, group, HEAD_DIM).permute(1, 2, 0, 3)

@@ -20,16 +20,9 @@ from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE
 from queued_devices import DEVICE, Rows, current, on_queued_device, queue_of
 
-from torch_kvswap import (
-    AFTER_NOTHING,
-    HostPool,
-    OffloadHandler,
-    PagedLayout,
-    TransferError,
-    register_device_backend,
-    swap_blocks_batch,
-)
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError, swap_blocks_batch
 from torch_kvswap.devices import backend as backends
+from torch_kvswap.devices import register_device_backend
 
 
 def error_text(*call: Any, **options: Any) -> str:
@@ -177,7 +170,7 @@ def test_a_batch_waits_for_the_kernels_on_the_current_stream(
     rows = Rows()
     with accelerator.hold(current()):
         rows.write(3, 100)
-        store = rows.store(3, 0, **({} if waits else {"after": AFTER_NOTHING}))
+        store = rows.store(3, 0, **({} if waits else {"after": ()}))
         if not waits:
             store.synchronize(PATIENCE)
     store.synchronize(PATIENCE)
@@ -234,7 +227,7 @@ def test_a_method_that_the_device_lacks_is_refused(accelerator: Accelerator) -> 
     ]
     assert lacking == [
         f"ValueError: copy_method='{method}' is no copy method of fakeaccel:0; it can be auto, "
-        "generic"
+        "copy_engines, generic"
         for method in ("batch", "strided", "staged", "kernel")
     ]
     assert error_text(rows.handler.gate) == (
@@ -312,14 +305,14 @@ def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
     assert progress == [(3, 3)]
     assert not pool.pages.any()
     assert not HostPool(rows.layout, 3, pinned=False).is_pinned
-    shared = error_text(HostPool.create_shared, rows.layout, 4, world=2, pinned=True)
+    shared = error_text(HostPool.create_shared, rows.layout, 4, pinned=True)
     assert shared.startswith("ValueError: the memory of a shared pool cannot be pinned")
     assert [
         error_text(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
         for name, value in (("huge_pages", True), ("numa_node", 0))
     ] == ["ValueError: huge_pages=True", "ValueError: numa_node"]
     with logged() as messages:
-        assert not HostPool.create_shared(rows.layout, 4, world=2).is_pinned
+        assert not HostPool.create_shared(rows.layout, 4).is_pinned
     assert len(messages) == 1
 
 
@@ -328,7 +321,7 @@ def test_a_backend_pins_memory_also_of_shared_pools(accelerator: Accelerator) ->
     backend = PinningBackend(accelerator)
     register_device_backend(DEVICE_TYPE, backend)
     layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=DEVICE)])
-    pool = HostPool.create_shared(layout, 2048, world=1)
+    pool = HostPool.create_shared(layout, 2048)
     assert pool.is_pinned
     assert backend.pinned == {pool.pages.data_ptr(): pool.nbytes}
     with OffloadHandler(layout, pool) as handler:

@@ -12,7 +12,7 @@ from fuzz_cache import MismatchError
 from fuzz_devices import Accelerated
 from queued_devices import on_queued_device
 
-from torch_kvswap import register_device_backend
+from torch_kvswap.devices import register_device_backend
 
 
 @pytest.mark.parametrize("method", ["generic", "batch"])

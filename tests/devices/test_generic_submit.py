@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fake_accelerator import needs_compiler
 from fake_accelerator.tests import environment
 from generic_submit import Cell, table
@@ -24,6 +25,7 @@ def cells_of(file: Path) -> list[Cell]:
     ]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_it_times_stores_and_loads_beside_bare_torch(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"

@@ -6,7 +6,8 @@ from error_text import message_of
 from fake_accelerator import DEVICE_TYPE, on_fake_accelerator
 from torch.library import opcheck
 
-from torch_kvswap import generic_ops, ops
+from torch_kvswap import ops
+from torch_kvswap.devices import generic_ops
 
 OPS = torch.ops.torch_kvswap
 FIRST, SECOND = f"{DEVICE_TYPE}:0", f"{DEVICE_TYPE}:1"

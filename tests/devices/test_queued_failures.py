@@ -23,7 +23,7 @@ from patience import PATIENCE, in_time
 from processes import in_child
 from queued_devices import DEVICE, PAGES, Rows, current, on_queued_device, queue_of, run_on_device
 
-from torch_kvswap import AFTER_NOTHING, DeviceLostError, OffloadHandler, TransferError
+from torch_kvswap import DeviceLostError, OffloadHandler, TransferError
 from torch_kvswap.layout import PagedLayout
 
 
@@ -44,7 +44,7 @@ def test_a_copy_that_fails_ends_its_job_and_the_next_one_works(
     ids = {"gpu_block_ids": [3, 4], "page_ids": [0, 2]}  # two runs of pages, behind the ids
     accelerator.fail("copy", nth)
     first = rows.handler.store(**ids)
-    second = rows.handler.store(**ids, after=AFTER_NOTHING)
+    second = rows.handler.store(**ids, after=())
     with pytest.raises(TransferError):
         rows.handler.synchronize(timeout=PATIENCE)
     states = [job.result.state for job in (first, second) if job.result]
@@ -158,7 +158,7 @@ def test_no_stream_can_wait_for_copies_without_an_event(accelerator: Accelerator
     rows = Rows()
     with accelerator.hold_copies():
         accelerator.fail("record", 2)  # behind the start
-        load = rows.load(0, 3, after=AFTER_NOTHING)
+        load = rows.load(0, 3, after=())
         text = error_text(load.wait)
     assert text.startswith("RuntimeError: the stream cannot wait:")
     with pytest.raises(TransferError):
@@ -180,7 +180,7 @@ def test_all_jobs_of_a_lost_device_end(accelerator: Accelerator, how: str) -> No
             accelerator.fail("query", times=1 << 30)
         else:
             accelerator.fail("copy", when_it_runs=True)
-            jobs.append(rows.store(4, 4, after=AFTER_NOTHING))
+            jobs.append(rows.store(4, 4, after=()))
     began = time.monotonic()
     with pytest.raises(DeviceLostError):
         rows.handler.synchronize(timeout=PATIENCE)
@@ -193,7 +193,7 @@ def test_all_jobs_of_a_lost_device_end(accelerator: Accelerator, how: str) -> No
     with pytest.raises(DeviceLostError):
         rows.store(0, 0)
     with pytest.raises(DeviceLostError):
-        rows.store(0, 0, after=AFTER_NOTHING)
+        rows.store(0, 0, after=())
     rows.handler.close()
     assert time.monotonic() - began < PATIENCE
     assert len(rows.handler.poll()) == len(jobs)
@@ -217,7 +217,7 @@ def test_calls_on_a_device_that_was_lost_while_idle_say_so(
         with pytest.raises(DeviceLostError, match=f"^the device is lost: {DEVICE}: .*new process"):
             call(0, 0, after=points[after])
     with pytest.raises(DeviceLostError):
-        rows.store(0, 0, after=AFTER_NOTHING)
+        rows.store(0, 0, after=())
     with pytest.raises(DeviceLostError):
         ended.wait()
     assert repr(rows.handler).endswith("device lost)")
@@ -279,7 +279,7 @@ def test_a_call_on_a_lost_device_waits_for_the_thread_that_carries_out_commands(
 
     queue._carry_out = stop_and_carry_out  # type: ignore[method-assign]
     queue._callers_stream = ask  # type: ignore[method-assign]
-    copying = threading.Thread(target=rows.store, args=(3, 0), kwargs={"after": AFTER_NOTHING})
+    copying = threading.Thread(target=rows.store, args=(3, 0), kwargs={"after": ()})
     copying.start()
     assert begun.wait(PATIENCE)
     accelerator.lose()
@@ -553,7 +553,7 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
             for turn in range(10000):
                 try:
                     rows.set_page(5, turn)
-                    jobs.append(rows.store(3, 0, after=AFTER_NOTHING))
+                    jobs.append(rows.store(3, 0, after=()))
                     begun.set()
                 except KeyboardInterrupt:
                     interrupted += 1
@@ -586,7 +586,7 @@ def test_an_exception_of_a_signal_handler_loses_no_device(accelerator: Accelerat
 
     queue._carry_out = once  # type: ignore[method-assign]
     with pytest.raises(TimeoutError, match="the alarm"):
-        rows.store(3, 0, after=AFTER_NOTHING, tag="mine")
+        rows.store(3, 0, after=(), tag="mine")
     results: list[Any] = []
     assert in_time(lambda: bool(results.extend(rows.handler.poll()) or results))
     assert [(result.state, result.tag) for result in results] == [("done", "mine")]
@@ -677,7 +677,7 @@ def test_a_forked_process_may_not_use_the_handler_or_the_device(accelerator: Acc
     rows.store(3, 0)
 
     def use() -> bool:
-        text = error_text(rows.store, 3, 0, after=AFTER_NOTHING)
+        text = error_text(rows.store, 3, 0, after=())
         other = error_text(OffloadHandler, rows.layout, rows.pool)
         return "belongs to process" in text and "process" in other
 

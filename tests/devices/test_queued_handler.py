@@ -15,7 +15,7 @@ from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_o
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_kvswap import AFTER_NOTHING, HostPool, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 
 def let_it_run(rows: Rows) -> None:
@@ -116,7 +116,7 @@ def test_a_store_waits_for_the_kernels_on_the_current_stream(
     rows = Rows()
     with accelerator.hold(current()):
         rows.write(3, 100)
-        store = rows.store(3, 0, **({} if waits else {"after": AFTER_NOTHING}))
+        store = rows.store(3, 0, **({} if waits else {"after": ()}))
         let_it_run(rows)
         if not waits:
             store.synchronize(PATIENCE)
@@ -134,7 +134,7 @@ def test_a_load_waits_for_the_kernels_on_the_current_stream(
     seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
     with accelerator.hold(current()):
         seen.copy_(rows.tensors[0][3])
-        load = rows.load(0, 3, **({} if waits else {"after": AFTER_NOTHING}))
+        load = rows.load(0, 3, **({} if waits else {"after": ()}))
         let_it_run(rows)
         if not waits:
             load.synchronize(PATIENCE)
@@ -162,6 +162,28 @@ def test_a_job_starts_after_the_stream_or_event_that_is_named(
             store.synchronize(PATIENCE)
     store.synchronize(PATIENCE)
     assert rows.page(0) == ({3} if kind == "earlier event" else {100})
+    stream.synchronize()  # before the cache is freed
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+@pytest.mark.parametrize("kind", ["stream", "event"])
+@on_queued_device
+def test_a_job_starts_after_all_streams_and_events_of_a_tuple(
+    accelerator: Accelerator, kind: str, names_it: bool
+) -> None:
+    rows, stream, idle = Rows(), torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    event, early = torch.Event(DEVICE), torch.Event(DEVICE)
+    early.record(stream)
+    with accelerator.hold(stream):
+        rows.write(3, 100, stream)
+        event.record(stream)
+        last = (stream if kind == "stream" else event,) if names_it else ()
+        store = rows.store(3, 0, after=(early, *last, idle))
+        let_it_run(rows)
+        if not names_it:
+            store.synchronize(PATIENCE)
+    store.synchronize(PATIENCE)
+    assert rows.page(0) == ({100} if names_it else {3})
     stream.synchronize()  # before the cache is freed
 
 
@@ -225,7 +247,7 @@ def test_a_channel_runs_its_jobs_in_the_order_of_submission(accelerator: Acceler
     with accelerator.hold(current()):
         rows.write(3, 100)
         first = rows.store(3, 0)
-        second = rows.store(4, 1, after=AFTER_NOTHING)
+        second = rows.store(4, 1, after=())
         let_it_run(rows)
         assert not second.query()
     second.synchronize(PATIENCE)
@@ -241,7 +263,7 @@ def test_a_load_waits_for_the_store_of_its_page(accelerator: Accelerator, shares
     with accelerator.hold(current()):
         rows.write(3, 100)
         rows.store(3, 0)
-        load = rows.load(0 if shares else 1, 5, after=AFTER_NOTHING)
+        load = rows.load(0 if shares else 1, 5, after=())
         let_it_run(rows)
         if not shares:
             load.synchronize(PATIENCE)
@@ -256,7 +278,7 @@ def test_an_expedited_load_overtakes_another_load(accelerator: Accelerator) -> N
     rows = Rows()
     with accelerator.hold(current()):
         slow = rows.load(0, 3)
-        fast = rows.load(1, 4, after=AFTER_NOTHING, expedited=True)
+        fast = rows.load(1, 4, after=(), expedited=True)
         fast.synchronize(PATIENCE)
         assert not slow.query()
     slow.synchronize(PATIENCE)
@@ -295,18 +317,22 @@ def test_a_handler_of_another_device_than_the_current_one_uses_its_own(
 
 @on_queued_device
 def test_what_is_no_stream_is_refused_with_what_can_be_passed(accelerator: Accelerator) -> None:
-    rows = Rows()
+    rows, stream = Rows(), torch.Stream(device=DEVICE)
     with rows.handler as handler:
         job = handler.store(gpu_block_ids=[0], page_ids=[0])
         errors = [
             error_text(job.wait, 1),
             error_text(handler.store, gpu_block_ids=[0], page_ids=[0], after="x"),
+            error_text(handler.store, gpu_block_ids=[0], page_ids=[0], after=(stream, 7)),
+            error_text(handler.store, gpu_block_ids=[0], page_ids=[0], after=(None,)),
         ]
         job.synchronize(PATIENCE)
     assert [" ".join(error.split()) for error in errors] == [
         "TypeError: stream must be None (the current stream) or a torch.Stream, not an int",
         "TypeError: after= must be None (the current stream), a torch.Stream, a torch.Event or "
-        "AFTER_NOTHING, not a str",
+        "a tuple of streams and events, not a str",
+        "TypeError: after[1] must be a torch.Stream or a torch.Event, not an int",
+        "TypeError: after[0] must be a torch.Stream or a torch.Event, not None",
     ]
 
 

@@ -121,5 +121,7 @@ def test_narrow_slots_are_recommended_for_the_cache_of_a_model(
 ) -> None:
     model, tokens = model_and_prompt
     layout = kvs.PagedLayout(paged(keys_and_values(model, tokens).past_key_values), block_dim=1)
-    advice = kvs.recommend_encoding(layout, sample_block_ids=range(PROMPT_TOKENS // BLOCK_TOKENS))
+    advice = kvs.encoding.recommend_encoding(
+        layout, sample_block_ids=range(PROMPT_TOKENS // BLOCK_TOKENS)
+    )
     assert (advice.encoding, advice.bits_per_value) == ("lossless", 12.125)

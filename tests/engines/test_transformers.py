@@ -29,9 +29,9 @@ from continuous_batching import (
     tokens,
 )
 
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.integrations import transformers as integration
 from torch_kvswap.integrations.transformers import swap
+from torch_kvswap.offload.handler import OffloadHandler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*paged.*prefix:FutureWarning")
 
@@ -195,9 +195,9 @@ def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
 def test_an_encoding_that_there_is_not_is_refused_when_it_is_enabled():
     with pytest.raises(ValueError, match="encoding is 'zstd'; it can be raw or lossless"):
         integration.enable(encoding="zstd")  # type: ignore[arg-type]
-    said = "copy_engines_only=True is not possible with encoding='lossless', because kernels"
+    said = "copy_method='copy_engines' is not possible with encoding='lossless', because "
     with pytest.raises(ValueError, match=said):
-        integration.enable(encoding="lossless", copy_engines_only=True)
+        integration.enable(encoding="lossless", copy_method="copy_engines")
 
 
 def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():
@@ -205,10 +205,10 @@ def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():
         integration.enable(staging_bytes="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^staging_bytes is -1; it must be 0 to "):
         integration.enable(staging_bytes=-1)
-    with pytest.raises(ValueError, match=r"^copy_method='stage'; expected one of auto, batch"):
+    with pytest.raises(
+        ValueError, match=r"^copy_method='stage'; expected one of auto, copy_engines, batch"
+    ):
         integration.enable(copy_method="stage")
-    with pytest.raises(TypeError, match=r"^copy_engines_only is 'no'; it must be True or False$"):
-        integration.enable(copy_engines_only="no")  # type: ignore[arg-type]
 
 
 @needs_transformers
@@ -356,11 +356,11 @@ def test_tokens_are_the_same_on_a_gpu(kind, asynchronous):
 
 @needs_transformers
 @pytest.mark.gpu
-@pytest.mark.parametrize("copy_engines_only", [False, True])
+@pytest.mark.parametrize("copy_method", ["auto", "copy_engines"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, copy_engines_only):
+def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, copy_method):
     net = model(kind, "cuda", torch.bfloat16)
-    with first_parts_of(4096), ours(copy_engines_only=copy_engines_only) as seen:
+    with first_parts_of(4096), ours(copy_method=copy_method) as seen:
         tokens(net, prompts(), config(small(kind), use_async_batching=True))
     assert seen.back > 0
     assert seen.wrong == 0

@@ -263,7 +263,7 @@ def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
 @contextlib.contextmanager
 def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
     """The next job of this direction fails in the driver. What it yields has the job then."""
-    from torch_kvswap.handler import OffloadHandler
+    from torch_kvswap.offload.handler import OffloadHandler
 
     submit = getattr(OffloadHandler, direction)
     failed: list[Any] = []
@@ -287,7 +287,7 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
 @needs_transformers
 @simulated
 def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
-    from torch_kvswap.handler import OffloadHandler
+    from torch_kvswap.offload.handler import OffloadHandler
 
     with late(driver) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))

@@ -10,18 +10,18 @@ from unittest import mock
 import pytest
 import torch
 from continuous_batching import first_parts_of
+from simulated_driver import Driver, place, simulated
 
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.integrations.transformers import swap as swap_module
 from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import (
-    UNITS_PER_QUESTION,
     UNREPORTED_JOBS,
-    Options,
     Swap,
+    SwapOptions,
 )
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job, OffloadHandler
 
 
 def ids(*numbers: int) -> list[int]:
@@ -31,7 +31,7 @@ def ids(*numbers: int) -> list[int]:
 def make(pages: int = 6, first_part_bytes: int = 32 << 20) -> tuple[torch.Tensor, Swap]:
     blocks = torch.arange(20 * 64).view(20, 64)
     with first_parts_of(first_part_bytes):
-        return blocks, Swap(PagedLayout([blocks]), pages, None, Options())
+        return blocks, Swap(PagedLayout([blocks]), pages, None, SwapOptions())
 
 
 def test_what_was_stored_comes_back_to_other_blocks():
@@ -47,7 +47,7 @@ def test_what_was_stored_comes_back_to_other_blocks():
 
 def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
     blocks = torch.randn(20, 2048).to(torch.bfloat16)
-    layout, options = PagedLayout([blocks]), Options(encoding="lossless", bits_per_value=12.5)
+    layout, options = PagedLayout([blocks]), SwapOptions(encoding="lossless", bits_per_value=12.5)
     swap = Swap(layout, 6, None, options)
     assert swap.pool.page_bytes == options.page_bytes(layout) == 3200
     before = blocks.clone()
@@ -58,12 +58,12 @@ def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
 
 def test_the_handler_has_the_options():
     made = mock.Mock(wraps=OffloadHandler)
-    options = Options("auto", 3 << 20, copy_engines_only=True)
+    options = SwapOptions("copy_engines", 3 << 20)
     with mock.patch.object(swap_module, "OffloadHandler", made):
         Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, options)
-        Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, Options())
+        Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, SwapOptions())
     assert [call.kwargs for call in made.mock_calls] == [
-        {"copy_method": "auto", "staging_bytes": 3 << 20, "submit_thread": True},
+        {"copy_method": "copy_engines", "staging_bytes": 3 << 20, "submit_thread": True},
         {"copy_method": None, "staging_bytes": DEFAULT_STAGING_BYTES, "submit_thread": True},
     ]
 
@@ -197,55 +197,57 @@ def unwanted() -> Iterator[int]:
     yield
 
 
-def test_a_batch_is_looked_at_only_while_a_store_runs():
-    _, swap = make()
+def make_late(driver: Driver) -> Swap:
+    """Its copies run when the driver is told to."""
+    driver.set_mode("manual")
+    layout = place(driver, PagedLayout([torch.arange(20 * 64).view(20, 64)]))
+    return Swap(layout, 6, None, SwapOptions())
+
+
+@simulated
+def test_a_batch_is_looked_at_only_while_a_store_runs(driver: Driver) -> None:
+    swap = make_late(driver)
     swap.guard(unwanted())
     stored = swap.store([ids(1, 2)])
     with pytest.raises(AssertionError, match="nobody needs this"):
         swap.guard(unwanted())
-    swap.collect()  # on the CPU it has ended
+    driver.set_mode("immediate")
+    swap.handler.synchronize()
     swap.guard(unwanted())
+    driver.set_mode("manual")
     swap.load(stored, [ids(3, 4)])
     swap.guard(unwanted())
+    driver.set_mode("immediate")
+    swap.reset()
 
 
-def test_the_device_is_asked_for_stores_each_time_after_so_many_units_of_batches():
-    _, swap = make()
-    some = range(100, 100 + UNITS_PER_QUESTION // 2)
+@simulated
+def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes(driver: Driver) -> None:
+    swap = make_late(driver)
     swap.store([ids(1, 2)])
-    with mock.patch.object(Job, "query", return_value=False) as asked:
-        for expected in (0, 0, 1, 1, 2):
-            swap.guard(some)
-            assert asked.call_count == expected
-        swap.guard(some)
-        swap.store([ids(3)])  # to ask for its end at once would be in vain
-        swap.guard(some)
-        assert asked.call_count == 2
-    swap.guard(some)
-    swap.guard(unwanted())  # asked once more: both have ended
+    swap.store([ids(3)])
+    assert waits_of(swap, ids(4, 5)) == []
+    assert waits_of(swap, ids(4, 3)) == [1]
+    assert waits_of(swap, ids(3)) == []  # the stream waits already
+    assert waits_of(swap, None) == [0]
+    driver.set_mode("immediate")
+    swap.reset()
 
 
-def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes():
-    _, swap = make()
-    with mock.patch.object(Job, "query", return_value=False):
-        swap.store([ids(1, 2)])
-        swap.store([ids(3)])
-        assert waits_of(swap, ids(4, 5)) == []
-        assert waits_of(swap, ids(4, 3)) == [1]
-        assert waits_of(swap, ids(3)) == []  # the stream waits already
-        assert waits_of(swap, None) == [0]
-
-
-def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away():
-    _, swap = make()
+@simulated
+def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away(driver: Driver) -> None:
+    swap = make_late(driver)
+    driver.set_mode("immediate")
     stored = swap.store([ids(1, 2)])
     swap.reset()
+    driver.set_mode("manual")
     load = swap.load(stored, [ids(3, 4)])
-    with mock.patch.object(Job, "query", return_value=False):
-        assert waits_of(swap, ids(3)) == waits_of(swap, None) == []
-        load.is_exposed = True
-        assert waits_of(swap, ids(5)) == []
-        assert waits_of(swap, ids(3)) == [load.job.id]
+    assert waits_of(swap, ids(3)) == waits_of(swap, None) == []
+    load.is_exposed = True
+    assert waits_of(swap, ids(5)) == []
+    assert waits_of(swap, ids(3)) == [load.job.id]
+    driver.set_mode("immediate")
+    swap.reset()
 
 
 def test_only_what_nobody_wants_any_more_is_cancelled():
@@ -307,6 +309,6 @@ def test_the_host_waits_for_a_job_and_a_guard_has_the_stream_wait_for_it():
         mock.patch.object(Job, "query", return_value=False),
         mock.patch.object(Job, "wait") as waited,
     ):
-        swap.guard([3])
+        swap.guard(None)
     waited.assert_called_once_with(None)
     assert job.query()

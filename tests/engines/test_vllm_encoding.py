@@ -15,8 +15,8 @@ from bf16_blocks import KINDS, make_block, random_bits
 from gpu_cache import keep_busy
 from vllm_contract import KVSwapWorker, base, common, worker_module
 
-from torch_kvswap.handler import BlocksRejectedError
-from torch_kvswap.integrations.vllm.options import Options
+from torch_kvswap.integrations.vllm.options import SpecOptions
+from torch_kvswap.results import BlocksRejectedError
 
 BLOCKS, PAGES = 16, 6
 SIZES = [4096, 2048]
@@ -35,7 +35,7 @@ class Encoded:
                 [Record(tensor_idx=at, page_size_bytes=size) for at, size in enumerate(SIZES)]
             ],
         )
-        options = Options(1, encoding="lossless", bits_per_value=width)
+        options = SpecOptions(1, encoding="lossless", bits_per_value=width)
         self.worker: Any = KVSwapWorker(canonical, PAGES, chunk, options)
         self.number = 0
 

@@ -8,11 +8,11 @@ import re
 import pytest
 from processes import run_script
 
-from torch_kvswap.integrations.vllm.options import Options, read_options
+from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 
 
 def test_what_is_not_said_has_a_default():
-    assert read_options({"cpu_bytes_to_use": 10}) == Options(
+    assert read_options({"cpu_bytes_to_use": 10}) == SpecOptions(
         cpu_bytes_to_use=10,
         eviction_policy="lru",
         store_threshold=1,
@@ -55,7 +55,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "backpressure": {},
     }
     read = read_options(ours | of_vllm)
-    assert read == Options(7, "arc", 2, "vllm", "strided", 0, "lossless", 12.5, True, 9)
+    assert read == SpecOptions(7, "arc", 2, "vllm", "strided", 0, "lossless", 12.5, True, 9)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -85,7 +85,7 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
         ({"cpu_bytes_to_use": 1, "manager": "ours"}, "must be torch_kvswap or vllm"),
         (
             {"cpu_bytes_to_use": 1, "copy_method": "stage"},
-            "copy_method is 'stage'; it must be auto or batch or strided or staged or kernel",
+            "copy_method is 'stage'; it must be auto or copy_engines or batch or strided",
         ),
         ({"cpu_bytes_to_use": 1, "copy_method": 3}, "copy_method is 3; it must be auto or"),
         ({"cpu_bytes_to_use": 1, "encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),

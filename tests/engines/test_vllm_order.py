@@ -16,7 +16,7 @@ from simulated_driver import Driver, place, simulated
 from vllm_contract import KVSwapWorker, base, common, worker_module
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.options import Options
+from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.layout import PagedLayout
 
 BLOCK, PAGE = 3, 5
@@ -41,7 +41,7 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
         mock.patch.object(worker_module, "group_layouts", return_value=[layout]),
         mock.patch.object(worker_module, "HostPool", pageable),
     ):
-        worker = KVSwapWorker(None, 16, 1, Options(1))
+        worker = KVSwapWorker(None, 16, 1, SpecOptions(1))
     worker._pool.pages.random_(256)
     try:
         yield worker, cache
@@ -131,7 +131,7 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
         mock.patch.object(worker_module, "HostPool", slowly),
         mock.patch.object(HostPool, "wait_ready", wait),
     ):
-        worker = KVSwapWorker(None, 96, 1, Options(1, pin_in_background=True))
+        worker = KVSwapWorker(None, 96, 1, SpecOptions(1, pin_in_background=True))
         assert not worker._pool.is_ready
         for number, (page, block) in enumerate(((95, 0), (0, 1))):
             gpu = base.GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
@@ -140,3 +140,14 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
         assert asked == [(None, 96)], "afterwards all are pinned"
         assert torch.equal(worker._pool.pages[[95, 0], 0], cache)
         worker.shutdown()
+
+
+@simulated
+def test_the_log_says_that_blocks_are_moved(driver: Driver) -> None:
+    """For users who ask whether the connector is in use: nothing else says so."""
+    with mock.patch.object(worker_module._log, "info") as info, worker_of(driver):
+        ((text, pool), _) = info.call_args
+    assert text % pool == (
+        "torch_kvswap moves the KV-cache blocks of vLLM: HostPool(num_pages=16, "
+        "blocks_per_page=1, page_bytes=64, device=cuda:0, closed)"
+    )

@@ -4,10 +4,12 @@ copies.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_script
+from patience import PATIENCE
 from vllm_engine import (
     HAS_REPLICAS,
     SPEC,
@@ -95,10 +97,20 @@ def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
     """What two processes print behind "said ". They run at once, given their rank and a store."""
 
     def run(rank: int) -> list[str]:
-        output = run_script(
-            script, str(rank), f"file://{tmp_path}/store", folder=Path(__file__).parent
+        # Not run_script(), which runs one script after the other: these wait for each other.
+        done = subprocess.run(
+            [
+                *(sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}"),
+                *(str(rank), f"file://{tmp_path}/store"),
+            ],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=3 * PATIENCE,
         )
-        return [line[5:] for line in output.splitlines() if line.startswith("said")]
+        assert done.returncode == 0, done.stderr
+        return [line[5:] for line in done.stdout.splitlines() if line.startswith("said")]
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(run, range(2)))

@@ -16,8 +16,8 @@ from patience import PATIENCE
 from torch import Tensor
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
 
-from torch_kvswap.handler import TransferError
-from torch_kvswap.integrations.vllm.options import Options
+from torch_kvswap.integrations.vllm.options import SpecOptions
+from torch_kvswap.results import TransferError
 
 PAGES = 16
 GROUPS = {  # of layers, as (tensor, bytes used), and the bytes of the rows of each tensor
@@ -48,7 +48,7 @@ class CheckedWorker:
         self.groups, self.rows = layers
         self.caches = caches(self.groups, self.rows, device)
         self.chunk = chunk
-        self.worker = KVSwapWorker(self.caches, PAGES, chunk, Options(1, **options))
+        self.worker = KVSwapWorker(self.caches, PAGES, chunk, SpecOptions(1, **options))
         self.worker._pool.pages.random_(256)
         self.expected = [one.tensor.cpu().clone() for one in self.caches.tensors]
         self.pages = self.worker._pool.pages.clone()

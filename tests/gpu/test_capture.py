@@ -11,8 +11,8 @@ from gpu_cache import NEW, OLD, GpuCache, ended, only
 from patience import PATIENCE, in_time
 from processes import run_script
 
-from torch_kvswap.handler import TransferError
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.results import TransferError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 

@@ -18,7 +18,7 @@ from patience import PATIENCE
 from processes import run_script
 
 from torch_kvswap import ops
-from torch_kvswap.handler import Gate
+from torch_kvswap.offload.gate import Gate
 
 pytestmark = pytest.mark.gpu
 

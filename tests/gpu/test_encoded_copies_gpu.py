@@ -8,7 +8,7 @@ from encoded_cache import EncodedCache
 from encoded_fuzz import Fuzz
 from gpu_cache import Hold
 
-from torch_kvswap.handler import BlocksRejectedError
+from torch_kvswap.results import BlocksRejectedError
 
 pytestmark = pytest.mark.gpu
 

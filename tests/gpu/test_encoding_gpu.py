@@ -25,7 +25,7 @@ from simulated_driver import Driver, place, simulated
 from slot_model import OVERFLOW, SlotModel
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.handler import BlocksRejectedError
+from torch_kvswap.results import BlocksRejectedError
 
 # Bytes of a block in each slab. Teams of one, two, four and eight warps have a tile.
 SIZES = {

@@ -11,7 +11,7 @@ import torch
 from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
 from patience import PATIENCE, in_time
 
-from torch_kvswap.handler import Job
+from torch_kvswap.offload.handler import Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 

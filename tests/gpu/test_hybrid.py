@@ -11,9 +11,10 @@ from gpu_cache import Hold, only
 from patience import PATIENCE
 from torch import Tensor
 
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
+from torch_kvswap.reference import ReferenceHandler
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -24,7 +25,8 @@ def device(request: pytest.FixtureRequest) -> str:
 class Hybrid:
     """Full attention (K and V split, 2 blocks a page), sliding window (MLA), and Mamba states.
 
-    Random bytes everywhere; `expected` and `pages` follow what a handler is asked for.
+    Random bytes everywhere; a reference handler for each group, with a cache and a pool of its own
+    on the CPU, does what a handler of all groups is asked for.
     """
 
     def __init__(self, device: str, seed: int = 0) -> None:
@@ -39,53 +41,37 @@ class Hybrid:
             (0, 3, 4, [noise(6, 24), noise(6, 10)]),
             (0, 1, 3, [noise(4, 333)]),  # a state of odd size for each request
         ]
-        self.block_dims = [dim for dim, _, _, _ in groups]
-        self.expected = [tensors for _, _, _, tensors in groups]
-        self.tensors = [[t.to(device, copy=True) for t in tensors] for tensors in self.expected]
-        self.layouts = [
-            PagedLayout(tensors, dim)
-            for tensors, dim in zip(self.tensors, self.block_dims, strict=True)
-        ]
-        self.hosts = [
-            HostPool(layout, num_pages, per_page)
-            for layout, (_, per_page, num_pages, _) in zip(self.layouts, groups, strict=True)
-        ]
-        for host in self.hosts:
-            host.pages.copy_(noise(*host.pages.shape))
-        self.pages = [host.pages.clone() for host in self.hosts]
+        self.layouts, self.hosts, self.references = [], list[HostPool](), list[ReferenceHandler]()
+        for block_dim, per_page, num_pages, tensors in groups:
+            expected = PagedLayout(tensors, block_dim)
+            pages = HostPool(expected, num_pages, per_page)
+            pages.pages.copy_(noise(*pages.pages.shape))
+            self.references.append(ReferenceHandler(expected, pages))
+            layout = PagedLayout([t.to(device, copy=True) for t in tensors], block_dim)
+            self.layouts.append(layout)
+            self.hosts.append(HostPool(layout, num_pages, per_page))
+            self.hosts[-1].pages.copy_(pages.pages)
         self.handler = OffloadHandler(self.layouts, self.hosts)
 
     def store(
         self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0
     ) -> None:
-        for slot, block in self._moves(group, blocks, pages, first):
-            slot.copy_(torch.cat([view.flatten() for view in self._slabs(group, block)]))
+        reference = self.references[group]
+        reference.store(gpu_block_ids=blocks, page_ids=pages, first_block=first).synchronize()
 
     def load(self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0) -> None:
-        for slot, block in self._moves(group, blocks, pages, first):
-            views = self._slabs(group, block)
-            for view, part in zip(views, slot.split([v.numel() for v in views]), strict=True):
-                view.copy_(part.view(view.shape))
-
-    def _moves(
-        self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int
-    ) -> Iterator[tuple[Tensor, int]]:
-        per_page = self.hosts[group].blocks_per_page
-        for j, block in enumerate(blocks):
-            page, slot = divmod(first + j, per_page)
-            yield self.pages[group][pages[page], slot], block
-
-    def _slabs(self, group: int, block: int) -> list[Tensor]:
-        if self.block_dims[group] == 0:
-            return [tensor[block] for tensor in self.expected[group]]
-        return [tensor[half, block] for tensor in self.expected[group] for half in (0, 1)]
+        reference = self.references[group]
+        reference.load(page_ids=pages, gpu_block_ids=blocks, first_block=first).synchronize()
 
     def check(self) -> None:
         self.handler.synchronize()
-        for host, pages in zip(self.hosts, self.pages, strict=True):
-            assert torch.equal(host.pages, pages)
-        for tensors, expected in zip(self.tensors, self.expected, strict=True):
-            for mine, theirs in zip(tensors, expected, strict=True):
+        for host, reference in zip(self.hosts, self.references, strict=True):
+            assert torch.equal(host.pages, reference.host.pages)
+        self.check_blocks()
+
+    def check_blocks(self) -> None:
+        for layout, reference in zip(self.layouts, self.references, strict=True):
+            for mine, theirs in zip(layout.tensors, reference.gpu.tensors, strict=True):
                 assert torch.equal(mine.cpu(), theirs)
 
     def __enter__(self) -> Hybrid:
@@ -165,7 +151,7 @@ def test_a_job_without_any_block_ends_like_all_others(hybrid: Hybrid) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_jobs_of_all_groups_do_what_plain_indexing_does(device: str, seed: int) -> None:
+def test_random_jobs_of_all_groups_do_what_the_reference_does(device: str, seed: int) -> None:
     rng = random.Random(seed)
     with Hybrid(device, seed) as hybrid:
         for _ in range(15):
@@ -205,9 +191,7 @@ def test_all_layers_of_all_groups_are_there_when_the_last_of_them_is_waited_for(
         hybrid.load(group, targets[group], pages[group])
     if hybrid.layouts[0].device.type == "cuda":
         torch.cuda.current_stream().synchronize()
-    for tensors, expected in zip(hybrid.tensors, hybrid.expected, strict=True):
-        for mine, theirs in zip(tensors, expected, strict=True):
-            assert torch.equal(mine.cpu(), theirs)
+    hybrid.check_blocks()
     hybrid.check()
 
 

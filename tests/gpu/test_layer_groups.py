@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_cache import NEW, OLD, GpuCache, Hold, only
 
-from torch_kvswap.handler import Job
+from torch_kvswap.offload.handler import Job
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,8 @@ from caller_submits import CallerSubmits
 from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
 from patience import PATIENCE
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.results import TransferError
 
 pytestmark = pytest.mark.gpu
 

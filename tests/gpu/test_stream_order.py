@@ -11,7 +11,7 @@ from drained import drain
 from gpu_cache import NEW, OLD, ROW, GpuCache, only
 from processes import run_script
 
-from torch_kvswap.handler import Job, OffloadHandler
+from torch_kvswap.offload.handler import Job, OffloadHandler
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,10 @@ from simulated_cache import (
     run_until,
     states,
 )
-from simulated_driver import DEVICE, Driver, pool, simulated, simulated_on_both
+from simulated_driver import DEVICE, Driver, pool, simulated
 
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
 
 # Behind what a transfer starts
 
@@ -68,7 +68,7 @@ record event 4 on stores
         assert states(sim.finish()) == ["done", "done"]
 
 
-@simulated_on_both
+@simulated
 def test_a_transfer_starts_behind_the_stream_that_it_is_given(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.held(SIDE), sim.held(CURRENT)
@@ -87,7 +87,7 @@ record event 3 on loads
         assert states(sim.finish()) == ["done"]
 
 
-@simulated_on_both
+@simulated
 def test_a_transfer_starts_behind_the_event_that_it_is_given(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -134,7 +134,7 @@ def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
 
 @pytest.mark.parametrize("handle", [0, 1, 2], ids=["legacy", "legacy by name", "per thread"])
 @pytest.mark.parametrize("given", [True, False], ids=["given", "current"])
-@simulated_on_both
+@simulated
 def test_the_default_streams_are_waited_for_like_others(
     driver: Driver, handle: int, given: bool
 ) -> None:
@@ -151,7 +151,7 @@ def test_the_default_streams_are_waited_for_like_others(
 
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
 @pytest.mark.parametrize("change", ["records it again", "destroys it", "frees its stream"])
-@simulated_on_both
+@simulated
 def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
     driver: Driver, change: str, queued: bool
 ) -> None:
@@ -175,6 +175,28 @@ def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
         assert states(sim.finish())[-1] == "done"  # although the second recording is held up
         assert sim.holds(2, sim.block(1))
         sim.release(later)
+
+
+@pytest.mark.parametrize("named", [("stream", "event"), ("stream",), ("event",), ()])
+@pytest.mark.parametrize("last", ["stream", "event"])
+@simulated
+def test_a_transfer_starts_after_all_streams_and_events_of_a_tuple(
+    driver: Driver, named: tuple[str, ...], last: str
+) -> None:
+    """The control leaves out the one that ends last."""
+    with SimulatedCache(driver) as sim:
+        streams = {"stream": driver.cuda.create_stream(), "event": SIDE}
+        holds = {name: sim.held(stream) for name, stream in streams.items()}
+        points = {"stream": Stream(streams["stream"]), "event": sim.event(SIDE)}
+        job = sim.store(1, 2, after=tuple(points[name] for name in named))
+        for name in streams:
+            if name != last:
+                sim.release(holds[name])
+        driver.run()
+        assert job.query() == (last not in named)
+        sim.release(holds[last])
+        assert states(sim.finish()) == ["done"]
+        assert sim.holds(2, sim.block(1))
 
 
 @simulated
@@ -220,7 +242,7 @@ def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) ->
         assert divided == pytest.approx(0.003)
 
 
-@simulated_on_both
+@simulated
 def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
     driver: Driver,
 ) -> None:
@@ -295,7 +317,7 @@ def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None
 # Transfers of different channels: who waits for whom
 
 
-@simulated_on_both
+@simulated
 def test_a_load_waits_for_the_store_that_fills_its_page(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held()
@@ -321,7 +343,7 @@ record event 9 on loads
 
 @pytest.mark.parametrize("between", [0, 3])
 @pytest.mark.parametrize("pair", SHARE)
-@simulated_on_both
+@simulated
 def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     driver: Driver, pair: str, between: int
 ) -> None:
@@ -345,7 +367,7 @@ def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     ("first", "second"),
     [(a, b) for a in CHANNELS for b in CHANNELS if a != b],
 )
-@simulated_on_both
+@simulated
 def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, second: str) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.hold_up(first, block=1, page=2)
@@ -438,7 +460,7 @@ def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: 
         assert work(1000) == few
 
 
-@simulated_on_both
+@simulated
 def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
     before = driver.live("streams"), driver.live("events")
     with SimulatedCache(driver) as sim:

@@ -16,7 +16,8 @@ from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernel
 from simulated_driver import Driver, on_device, pool, simulated
 
 from torch_kvswap import HostPool, OffloadHandler
-from torch_kvswap.handler import Job, TransferError
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.results import TransferError
 
 BLOCKS = 1024  # more than the calling thread submits
 ALL = list(range(BLOCKS))

@@ -29,11 +29,12 @@ from simulated_cache import (
     needs_kernels,
     run_until,
 )
-from simulated_driver import DEVICE, Driver, place, run, simulated, simulated_on_hip, without_cuda
+from simulated_driver import DEVICE, Driver, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.copy_method import CopyMethodCosts
-from torch_kvswap.handler import BlocksRejectedError, DeviceLostError, Job, Result
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.results import BlocksRejectedError, DeviceLostError, Result
 
 METHODS = ("staged", "kernel")
 FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
@@ -766,7 +767,7 @@ def what_lives(driver: Driver) -> tuple[int, ...]:
 # What is refused.
 
 
-@pytest.mark.parametrize("method", ["strided", "batch"])
+@pytest.mark.parametrize("method", ["copy_engines", "strided", "batch"])
 @pytest.mark.parametrize("given", ["argument", "environment"])
 @needs_kernels
 @simulated
@@ -778,8 +779,8 @@ def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str, giv
             EncodedCache(driver, copy_method=argument)
     assert str(refusal.value) == (
         f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{method}' cannot encode host "
-        "pages with encoding='lossless'; pass copy_method='auto', 'staged' or 'kernel', or make "
-        "the pool with encoding='raw'"
+        "pages with encoding='lossless'; pass one of auto, staged, kernel, or make the pool with "
+        "encoding='raw'"
     )
 
 
@@ -885,13 +886,3 @@ def test_slabs_that_the_kernels_cannot_read_are_refused_by_number(
         "the cache so, or make the pool with encoding='raw'"
     )
     assert (driver.live("streams"), driver.live("allocations")) == (0, 0)
-
-
-@simulated_on_hip
-def test_a_gpu_for_which_there_are_no_kernels_is_refused(driver: Driver) -> None:
-    with pytest.raises(ValueError, match="lossless") as refusal:
-        EncodedCache(driver)
-    assert str(refusal.value) == (
-        "host pages with encoding='lossless' cannot be used with CUDA device 0: this library has "
-        "no kernels for it; make the pool with encoding='raw'"
-    )

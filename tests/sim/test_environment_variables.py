@@ -9,9 +9,9 @@ import torch
 from expecttest import assert_expected_inline
 from simulated_driver import DEVICE, Driver, cache, pool, simulated
 
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
 
 
 def store_apart(driver: Driver, handler: OffloadHandler) -> list[str]:

@@ -12,7 +12,7 @@ from corrupting_handler import CorruptingHandler
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Device, Simulated
-from simulated_driver import Driver, simulated_on_both
+from simulated_driver import Driver, simulated
 
 
 def several(seed: int) -> Options:
@@ -34,17 +34,17 @@ def test_random_jobs_of_several_threads_on_the_cpu_leave_the_bytes_of_the_model(
 
 
 @pytest.mark.parametrize("mode", ["immediate", "manual", "threaded"])
-@simulated_on_both
+@simulated
 def test_random_jobs_on_the_simulated_driver_leave_the_bytes_of_the_model(
     driver: Driver, mode: str
 ) -> None:
     counts = fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed), 8)
     assert counts["done"] > 0
     assert counts["compared"] > 0
-    assert (counts["replays"] > 0) == (not driver.is_hip)  # which has no gates
+    assert counts["replays"] > 0
 
 
-@simulated_on_both
+@simulated
 def test_random_jobs_of_several_threads_on_the_simulated_driver_leave_the_bytes_of_the_model(
     driver: Driver,
 ) -> None:
@@ -91,7 +91,7 @@ def test_as_a_control_swapped_ids_are_found() -> None:
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-@simulated_on_both
+@simulated
 def test_as_a_control_mistakes_are_found_on_the_simulated_driver(
     driver: Driver, mode: str, mistake: str
 ) -> None:

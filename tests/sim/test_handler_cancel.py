@@ -14,7 +14,7 @@ IN_FLIGHT = 64
 @pytest.mark.parametrize("cancels", [True, False])
 @simulated
 def test_a_store_behind_a_cancelled_one_still_waits_for_the_load_into_its_block(driver, cancels):
-    from torch_kvswap.handler import OffloadHandler
+    from torch_kvswap.offload.handler import OffloadHandler
 
     driver.set_mode("manual")
     driver.set_stream(0, 42)

@@ -12,7 +12,8 @@ from simulated_cache import rest, threads
 from simulated_driver import Driver, cache, simulated
 from simulated_driver.handles import Stream
 
-from torch_kvswap.handler import Gate, Job, OffloadHandler
+from torch_kvswap.offload.gate import Gate
+from torch_kvswap.offload.handler import Job, OffloadHandler
 
 
 def make(driver: Driver) -> OffloadHandler:

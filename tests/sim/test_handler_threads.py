@@ -18,7 +18,7 @@ from simulated_driver.handles import Stream
 from transfer_model import Cell, Flight, Model
 
 if TYPE_CHECKING:
-    from torch_kvswap.handler import Job
+    from torch_kvswap.offload.handler import Job
 
 THREADS, OWN, SHARED = 5, 6, 3  # blocks, and as many pages
 LAYERS, ROW, VERSIONS = 2, 32, 1 << 14
@@ -31,8 +31,8 @@ class World:
     """A handler, and who has been told what."""
 
     def __init__(self, driver: Driver, seed: int) -> None:
-        from torch_kvswap.handler import OffloadHandler
         from torch_kvswap.layout import PagedLayout
+        from torch_kvswap.offload.handler import OffloadHandler
 
         self.driver = driver
         driver.set_mode("threaded", seed)
@@ -147,7 +147,7 @@ class Caller:
             )
 
     def overwrite(self) -> None:
-        from torch_kvswap.handler import TransferError
+        from torch_kvswap.results import TransferError
 
         block, version = self.rng.randrange(OWN), next(self.versions)
         for flight in self.model.users[block]:
@@ -168,7 +168,7 @@ class Caller:
             flight.cancelled |= self.handler.cancel(flight.job)
 
     def wait(self) -> None:
-        from torch_kvswap.handler import TransferError
+        from torch_kvswap.results import TransferError
 
         jobs = [flight.job for flight in list(self.model.flights.values())[-3:]]
         with suppress(TransferError, TimeoutError):

@@ -30,7 +30,7 @@ from simulated_cache import (
 )
 from simulated_driver import Driver, simulated
 
-from torch_kvswap.handler import Job
+from torch_kvswap.offload.handler import Job
 
 PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream

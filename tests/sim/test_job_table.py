@@ -9,7 +9,8 @@ from drained import drain
 from simulated_cache import SIDE, SimulatedCache, Stream, run_until
 from simulated_driver import Driver, cache, simulated
 
-from torch_kvswap.handler import Job, OffloadHandler, SourceFailedError, TransferError
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.results import SourceFailedError, TransferError
 
 
 def state(job: Job) -> str:
@@ -357,3 +358,95 @@ def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
         sim.finish()
         assert state(well) == "done"
         assert error(load) == invalid_page(culprit, stores[culprit], at=culprit)
+
+
+# Which jobs use a block
+
+
+def using(sim: SimulatedCache, *blocks: int) -> list[Job]:
+    return sim.handler.jobs_using(blocks)
+
+
+@simulated
+def test_jobs_that_use_a_block_are_those_that_have_not_ended(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        store, load = sim.submit("store", [1, 2], [1, 2]), sim.submit("load", [3, 4], [3, 4])
+        overtaking = sim.submit("expedited", [4], [5])
+        assert using(sim, 0, -1) == []
+        assert using(sim, 2) == [store]
+        assert using(sim, 4) == [load, overtaking]
+        assert using(sim, 4, 1, 1) == [store, load, overtaking]
+        (found,) = using(sim, 1)
+        assert found is not store
+        assert (found.id, found.direction, found.nbytes) == (0, "store", store.nbytes)
+        assert hash(found) == hash(store)
+        assert found not in (load, None, 0)
+        sim.finish()
+        assert using(sim, *range(8)) == []
+        assert found.result == store.result
+
+
+@simulated
+def test_a_job_of_a_block_has_the_tag_of_its_submission(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        sim.handler.store(gpu_block_ids=[1], page_ids=[1], tag="mine")
+        sim.handler.store(gpu_block_ids=[2], page_ids=[2])
+        assert [job.tag for job in using(sim, 1, 2)] == ["mine", None]
+        sim.finish()
+
+
+@simulated
+def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block(
+    driver: Driver,
+) -> None:
+    """It can have failed before the earlier one has ended, and be reported before it."""
+    with SimulatedCache(driver) as sim:
+        sim.fill("store", 15, 15)
+        pairs = ([1, 2], [2, 3], [3, 4])
+        jobs = [sim.submit("store", blocks, [2 * i, 2 * i + 1]) for i, blocks in enumerate(pairs)]
+        assert [using(sim, block) for block in range(5)] == [
+            [],
+            jobs[:1],
+            jobs[:2],
+            jobs[1:],
+            jobs[2:],
+        ]
+        for number, of_2, of_3 in ((1, jobs[:1], jobs[2:]), (2, jobs[:1], [])):
+            assert sim.handler.cancel(jobs[number])
+            assert [using(sim, 2), using(sim, 3)] == [of_2, of_3]
+            sim.handler.poll()
+            assert [using(sim, 2), using(sim, 3)] == [of_2, of_3]
+        sim.finish()
+        assert using(sim, 2, 3) == []
+
+
+@simulated
+def test_a_store_that_was_refused_does_not_hide_an_earlier_one(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        store = sim.store(1, 1)
+        with pytest.raises(IndexError):
+            sim.handler.store(gpu_block_ids=[1], page_ids=[99])
+        assert using(sim, 1) == [store]
+        sim.finish()
+
+
+@simulated
+def test_jobs_of_a_block_that_does_not_exist_are_refused(driver: Driver) -> None:
+    with SimulatedCache(driver, blocks=16) as sim:
+        for block in (16, -2):
+            with pytest.raises(IndexError, match=f"GPU block {block} does not exist; there are 16"):
+                using(sim, 1, block)
+
+
+@simulated
+def test_groups_with_the_same_memory_share_the_jobs_of_a_block(driver: Driver) -> None:
+    driver.set_mode("manual")
+    (gpu, host), (other_gpu, other_host) = cache(driver), cache(driver)
+    hosts = [host, other_host, cache(driver)[1]]
+    with OffloadHandler([gpu, other_gpu, gpu], hosts) as handler:
+        store = handler.store(gpu_block_ids=[[1], [2], []], page_ids=[[0], [0], []])
+        asked = [handler.jobs_using(blocks) for blocks in ([[1], [], []], [[], [], [1]])]
+        assert asked == [[store], [store]]
+        assert handler.jobs_using([[2], [1], [2]]) == []
+        driver.set_mode("immediate")
+        drain(handler)

@@ -28,8 +28,8 @@ from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import Gate
 from torch_kvswap.host_pool import system
+from torch_kvswap.offload.gate import Gate
 
 MIB = 1 << 20
 
@@ -245,7 +245,9 @@ def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which
     (view if which == "view that is closed" else pool).close()
     streams = driver.live("streams")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_kvswap.handler.NativeHandler", lambda *_: pytest.fail("it was taken"))
+        patch.setattr(
+            "torch_kvswap.offload.handler.NativeHandler", lambda *_: pytest.fail("it was taken")
+        )
         said = error_text(OffloadHandler, layout, pool if which == "pool" else view)
     assert said == "RuntimeError: the host pool is closed; make a new one"
     assert driver.live("streams") == streams
@@ -260,7 +262,7 @@ def test_a_handler_that_cannot_be_made_leaves_no_streams(driver: Driver) -> None
         raise RuntimeError("torch knows no such device")
 
     with pytest.MonkeyPatch.context() as patch, HostPool(layout, 8) as pool:
-        patch.setattr("torch_kvswap.handler.warn_of_unified_memory", fail)
+        patch.setattr("torch_kvswap.offload.handler.warn_of_unified_memory", fail)
         assert "no such device" in error_text(OffloadHandler, layout, pool)
     gc.collect()
     assert driver.live("streams") == streams
@@ -292,7 +294,7 @@ def test_what_owns_native_memory_is_not_copied(
     owner: str, duplicate: Callable[[Any], object]
 ) -> None:
     layout = make_layout()
-    handler = OffloadHandler(layout, HostPool.create_shared(layout, 8, world=2))
+    handler = OffloadHandler(layout, HostPool.create_shared(layout, 8))
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         duplicate(OWNERS[owner](handler))
     handler.synchronize()

@@ -25,9 +25,10 @@ from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream, needs_kernels
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.prefix.manager import BlockManager
+from torch_kvswap.results import TransferError
 
 LIBRARY = native.__file__.encode()
 # What a call may raise because of that, and whom a test may make fail besides.

@@ -28,9 +28,10 @@ from simulated_cache import (
     thread_names,
     threads,
 )
-from simulated_driver import DEVICE, Driver, simulated, simulated_on_both
+from simulated_driver import DEVICE, Driver, simulated
 
-from torch_kvswap.handler import Job, TransferError
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.results import TransferError
 
 BLOCKS = 1024
 OTHER = 44  # a third stream of the caller
@@ -328,7 +329,7 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
 
 
 @pytest.mark.parametrize("seed", range(8))
-@simulated_on_both
+@simulated
 def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
     driver: Driver, seed: int
 ) -> None:
@@ -426,7 +427,7 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
         assert sim.holds(1, sim.block(1))
 
 
-@simulated_on_both
+@simulated
 def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.set_mode("threaded")
@@ -480,7 +481,7 @@ def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
         assert sim.is_right(without=[job])
 
 
-@simulated_on_both
+@simulated
 def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, job = sim.hold_up("store", 1, 2)

@@ -17,7 +17,7 @@ class SlabEntry(Structure):
 
 
 class PackArguments(Structure):
-    """Of csrc/copy/pack_arguments.h."""
+    """Of csrc/kernels/pack_arguments.h."""
 
     _fields_ = [
         *((name, c_uint64) for name in ("slabs", "packed", "packed_stride")),
@@ -35,7 +35,7 @@ class SlotTile(Structure):
 
 
 class CodecArguments(Structure):
-    """Of csrc/encoding/slot.h."""
+    """Of csrc/kernels/slot.h."""
 
     _fields_ = [
         *((name, c_uint64) for name in ("tiles", "packed", "packed_stride")),

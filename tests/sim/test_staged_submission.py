@@ -25,7 +25,8 @@ from torch import Tensor
 
 from torch_kvswap import DeviceLostError, OffloadHandler, SourceFailedError, TransferError
 from torch_kvswap.copy_method import CopyMethodCosts, Costs
-from torch_kvswap.handler import Gate, Job
+from torch_kvswap.offload.gate import Gate
+from torch_kvswap.offload.handler import Job
 
 BLOCKS = 64  # of 256 KiB, more than the calling thread submits
 ALL = list(range(BLOCKS))
@@ -856,7 +857,7 @@ def blocks_of(sim: Staged) -> Tensor:
 @needs_kernels
 @simulated
 def test_random_begun_jobs_do_what_they_do_one_after_another(driver: Driver, wrong: str) -> None:
-    check_begun_jobs(driver, wrong, scenarios=2 if wrong != "nothing" else 3)
+    check_begun_jobs(driver, wrong, scenarios=2 if wrong != "nothing" else 1)
 
 
 @pytest.mark.slow

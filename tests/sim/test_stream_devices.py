@@ -9,9 +9,9 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from simulated_cache import CURRENT, SimulatedCache, Stream
-from simulated_driver import DEVICE, Driver, run, simulated, simulated_on_both, without_cuda
+from simulated_driver import DEVICE, Driver, run, simulated, without_cuda
 
-from torch_kvswap.handler import Job
+from torch_kvswap.offload.handler import Job
 
 DEFAULT = {"null": 0, "legacy": 1, "per-thread": 2}
 STREAMS = pytest.mark.parametrize("name", [*DEFAULT, "created"])
@@ -45,7 +45,7 @@ WAITS: dict[str, Callable[[Job, Stream], None]] = {
 
 @STREAMS
 @pytest.mark.parametrize("wait", WAITS)
-@simulated_on_both
+@simulated
 def test_a_stream_of_another_gpu_waits_for_a_load(driver: Driver, name: str, wait: str) -> None:
     with SimulatedCache(driver) as sim:
         stream = stream_of(driver, 1, name)
@@ -98,7 +98,7 @@ def test_a_wait_on_the_handlers_own_gpu_changes_the_context_once(driver: Driver)
 
 
 @pytest.mark.parametrize("name", DEFAULT)
-@simulated_on_both
+@simulated
 def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
     driver: Driver, name: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
 
 @pytest.mark.parametrize("state", ["queued", "running", "ended", "ended and reported"])
 @pytest.mark.parametrize("gpu", [0, 1])
-@simulated_on_both
+@simulated
 def test_a_capturing_stream_is_refused_whether_or_not_the_job_has_ended(
     driver: Driver, state: str, gpu: int
 ) -> None:

@@ -235,7 +235,7 @@ def test_layers_that_were_allocated_one_after_another_arrive_from_one_copy_or_fr
     with OffloadHandler(layout, host) as handler:
         for direction in ("store", "load"):
             move = getattr(handler, direction)
-            job = move(gpu_block_ids=[1, 4], page_ids=[2, 0], copy_engines_only=True)
+            job = move(gpu_block_ids=[1, 4], page_ids=[2, 0], copy_method="copy_engines")
             handler.synchronize(job)
             assert job.result is not None
             assert not is_one_run or job.result.copy_method == "strided"

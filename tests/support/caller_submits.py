@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch_kvswap.copy_method import CopyMethodCosts, Costs
-from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.offload.handler import OffloadHandler
 
 
 class CallerSubmits(OffloadHandler):

@@ -147,11 +147,11 @@ def first_parts_of(nbytes: int) -> Any:
 def ours(**options: Any) -> Iterator[Seen]:
     """Enabled, and watched: what a request has in its blocks is compared when it comes back."""
     from torch_kvswap.integrations import transformers as integration
-    from torch_kvswap.integrations.transformers import manager as transformers_manager
     from torch_kvswap.integrations.transformers import parked as transformers_parked
+    from torch_kvswap.integrations.transformers import swap_manager
 
     seen = Seen()
-    made = transformers_manager.SwapManager.__init__
+    made = swap_manager.SwapManager.__init__
     park = transformers_parked.ParkedRequests.park
     activate = transformers_parked.ParkedRequests._activate
 
@@ -187,7 +187,7 @@ def ours(**options: Any) -> Iterator[Seen]:
         activate(self, parked)
 
     with (
-        mock.patch.object(transformers_manager.SwapManager, "__init__", watched_init),
+        mock.patch.object(swap_manager.SwapManager, "__init__", watched_init),
         mock.patch.object(transformers_parked.ParkedRequests, "park", watched_park),
         mock.patch.object(transformers_parked.ParkedRequests, "_activate", watched_activate),
         integration.enable(**options),

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job, OffloadHandler
 
 if TYPE_CHECKING:
     from simulated_driver import Driver

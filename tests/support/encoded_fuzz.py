@@ -17,7 +17,8 @@ from encoded_cache import EncodedCache
 from logged import logged
 from torch import Tensor
 
-from torch_kvswap.handler import Job, Result
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.results import Result
 
 if TYPE_CHECKING:
     from simulated_driver import Driver

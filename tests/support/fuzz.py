@@ -291,7 +291,9 @@ class Session:
             self._wait(stream, other) for other in before - {stream}
         ):
             return []
-        options: dict[str, Any] = {"copy_engines_only": self.rng.random() < 0.2}
+        options: dict[str, Any] = {}
+        if self.rng.random() < 0.2:
+            options["copy_method"] = "copy_engines"
         if kind == "load":
             options["expedited"] = self.rng.random() < 0.3
             if gate is not None:

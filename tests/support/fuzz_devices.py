@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_kvswap._native.loader import native
 
 if TYPE_CHECKING:
-    from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
+    from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, PrefixCache
 
 HAS_KERNELS = bool(native.kernel_version())
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -136,7 +136,7 @@ class Device:
         """The device goes on by itself, for a call that waits until jobs have ended."""
         yield
 
-    def wait_for(self, handler: OffloadHandler, jobs: list[Job] | None) -> None:
+    def wait_for(self, handler: OffloadHandler | PrefixCache, jobs: list[Job] | None) -> None:
         """Until the jobs, or all of them, have ended, well or not."""
         from torch_kvswap import TransferError
 
@@ -154,6 +154,7 @@ class Simulated(Device):
     name = "simulated"
     large_shapes = ((64, 576), (64, 8, 128), (48, 8, 128))
     block_bytes = 1 << 18
+    has_gates = True
 
     def __init__(self, driver: Driver, mode: str, seed: int, alone: bool = True) -> None:
         self.driver, self.mode, self.alone = driver, mode, alone
@@ -162,9 +163,8 @@ class Simulated(Device):
             "auto",
             "batch",
             "strided",
-            *(["staged", "kernel"] if HAS_KERNELS and not driver.is_hip else []),
+            *(["staged", "kernel"] if HAS_KERNELS else []),
         ]
-        self.has_gates = not driver.is_hip
         driver.reset()
         driver.set_mode(mode, seed)
         driver.set_stream(0, 42)
@@ -304,7 +304,7 @@ class Simulated(Device):
         happened = sum(calls[name] >= at for name in calls for at in self.planned[name])
         return happened, any(calls[name] < max(self.planned[name]) for name in calls)
 
-    def wait_for(self, handler: OffloadHandler, jobs: list[Job] | None) -> None:
+    def wait_for(self, handler: OffloadHandler | PrefixCache, jobs: list[Job] | None) -> None:
         from torch_kvswap import TransferError
 
         def ended() -> bool:
@@ -421,7 +421,7 @@ class Accelerated(Device):
         self.release()
         yield
 
-    def wait_for(self, handler: OffloadHandler, jobs: list[Job] | None) -> None:
+    def wait_for(self, handler: OffloadHandler | PrefixCache, jobs: list[Job] | None) -> None:
         self.release()
         super().wait_for(handler, jobs)
 

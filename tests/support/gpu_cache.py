@@ -12,9 +12,10 @@ import torch
 from patience import PATIENCE, SCALE
 from torch import Tensor
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.results import TransferError
 
 OLD, NEW = 17, 42
 ROW = 1 << 16

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from patience import PATIENCE
 from torch import Tensor
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.handler import Result
+from torch_kvswap.results import Result
 
 GUARD = 64  # bytes before and behind a tensor
 NUM_BLOCKS = 9
@@ -99,8 +100,13 @@ class Cache:
         return views
 
 
-def check_round_trip(name: str, blocks_per_page: int, device: str = "cpu") -> list[Result]:
+def check_round_trip(
+    name: str, blocks_per_page: int, device: str = "cpu", make: Any = OffloadHandler
+) -> list[Result]:
     """Stores blocks and loads them into other blocks; checks all bytes of cache and pages.
+
+    Args:
+        make: the class of the handler.
 
     Returns:
         list[Result]: of the store and the load.
@@ -112,7 +118,7 @@ def check_round_trip(name: str, blocks_per_page: int, device: str = "cpu") -> li
     blocks, targets = [7, 0, 3], [1, 8, 2]
     page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
     first = 0 if blocks_per_page == 1 else 2
-    with OffloadHandler(cache.layout, host) as handler:
+    with make(cache.layout, host) as handler:
         store = handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
         store.synchronize(PATIENCE)
         load = handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
@@ -122,7 +128,7 @@ def check_round_trip(name: str, blocks_per_page: int, device: str = "cpu") -> li
             expected.store(block, pages[page_ids[page], slot])
             expected.load(pages[page_ids[page], slot], target)
         assert torch.equal(host.pages, pages)
-        results = handler.poll()
+        results: list[Result] = handler.poll()
     assert cache.same_bytes(expected)
     assert not cache.same_bytes(Cache(name, 0))
     return results

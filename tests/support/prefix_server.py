@@ -1,4 +1,4 @@
-"""A server whose cache is full of prompts, which an engine stores and finds again."""
+"""A server whose cache is full of prompts, which a prefix cache stores and finds again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from drained import drain
 from torch import Tensor
 
-from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
 
 HASHER = PrefixHasher("m", "bfloat16", 4)
@@ -31,8 +31,8 @@ class PrefixServer:
         shape = gpu_pages * per_page, DIGEST_BYTES + 1
         self.tensor = torch.zeros(shape, dtype=torch.uint8, device=device)
         layout = PagedLayout([self.tensor])
-        self.handler = OffloadHandler(layout, HostPool(layout, pages, per_page))
-        self.engine = OffloadEngine(self.handler, **options)
+        self.memory = layout, HostPool(layout, pages, per_page)
+        self.prefixes = PrefixCache(*self.memory, **options)
         self.gpu: OrderedDict[bytes, list[int]] = OrderedDict()  # key to blocks
         self.free = list(range(gpu_pages * per_page))
         self.per_page, self.jobs = per_page, 0
@@ -41,7 +41,7 @@ class PrefixServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.handler.close()
+        self.prefixes.close()
 
     def bytes_of(self, keys: list[bytes]) -> Tensor:
         rows = [[*key, place] for key in keys for place in range(self.per_page)]
@@ -53,7 +53,7 @@ class PrefixServer:
     def take(self, count: int) -> list[int]:
         """Blocks for so many pages, those of others if none are free."""
         leaving = list(self.gpu)[: max(count - len(self.free) // self.per_page, 0)]
-        jobs = self.engine.evict(self.blocks_of(leaving))
+        jobs = self.prefixes.evict(self.blocks_of(leaving))
         for job in jobs:
             job.wait()  # before the blocks are overwritten
         self.jobs += len(jobs)
@@ -76,27 +76,27 @@ class PrefixServer:
         taken = self.take(len(absent))
         for i, key in enumerate(absent):
             self.gpu[key] = taken[i * self.per_page : (i + 1) * self.per_page]
-        ready = max(self.engine.lookup(keys).ready, here)
+        ready = max(self.prefixes.lookup(keys).ready, here)
         loaded = split[here:ready]
         if loaded:
-            job = self.engine.load(loaded, self.blocks_of(loaded))
+            job = self.prefixes.load(loaded, self.blocks_of(loaded))
             assert job is not None
             job.wait()
             found = self.tensor[self.blocks_of(loaded)]
             assert torch.equal(found.cpu(), self.bytes_of(loaded))
         new = split[ready:]
         self.tensor[self.blocks_of(new)] = self.bytes_of(new).to(self.tensor.device)
-        self.engine.store(keys, self.blocks_of(split))
+        self.prefixes.store(keys, self.blocks_of(split))
         return len(loaded)
 
     def collect(self) -> None:
-        """All jobs have ended, and the engine knows."""
-        drain(self.handler)
-        self.engine.poll()
+        """All jobs have ended, and the prefix cache knows."""
+        drain(self.prefixes)
+        self.prefixes.poll()
 
     def forget_gpu(self) -> None:
         """What a scheduler does when it drops its cache."""
-        self.engine.evict(self.blocks_of(self.gpu))
+        self.prefixes.evict(self.blocks_of(self.gpu))
         self.collect()
         self.free += self.blocks_of(self.gpu)
         self.gpu.clear()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from patience import PATIENCE
 
 
@@ -48,20 +49,15 @@ def live_fork() -> Iterator[None]:
         os.close(read_end)
 
 
+@functools.cache
+def _fork_server() -> ForkServer:
+    return ForkServer("fork_server", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
 def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
     """Runs a script in another process, with the module search path of this one, and returns what it
     printed. The script can also import the modules of `folder`."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return _fork_server().run(textwrap.dedent(script), os.environ, arguments, folder)
 
 
 @contextmanager

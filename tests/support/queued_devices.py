@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fake_accelerator import DEVICE_TYPE, Accelerator, on_fake_accelerator
 from fake_accelerator.tests import environment
-from patience import PATIENCE
+from processes import run_script
 
 if TYPE_CHECKING:
     from torch_kvswap.devices.queue import DeviceQueue
-    from torch_kvswap.handler import Job, OffloadHandler
+    from torch_kvswap.offload.handler import Job, OffloadHandler
 
 DEVICE = f"{DEVICE_TYPE}:0"
 BLOCKS, PAGES, ROW = 8, 6, 32
@@ -94,22 +92,9 @@ class Rows:
 
 def run_on_device(script: str, *arguments: str) -> str:
     """Runs a script in a process of its own, with `accelerator`; returns what it printed."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, fake_accelerator\naccelerator = fake_accelerator.load()\n"
-            + textwrap.dedent(script),
-            *arguments,
-        ],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,  # as of a test in a worker
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
-    return done.stdout
+    environment()  # builds the accelerator, which takes longer than a script may
+    prepared = "import fake_accelerator\naccelerator = fake_accelerator.load()\n"
+    return run_script(prepared + textwrap.dedent(script), *arguments)
 
 
 def queue_of(handler: OffloadHandler) -> DeviceQueue:

@@ -19,9 +19,10 @@ from simulated_driver import Driver, place, pool
 from torch import Tensor
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.metrics import ChannelMetrics
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.offload.metrics import ChannelMetrics
+from torch_kvswap.results import Result, TransferError
 
 needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
 CURRENT, SIDE = 42, 43  # streams of the caller

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_kvswap.handler import Job, Result
+    from torch_kvswap.offload.handler import Job
+    from torch_kvswap.results import Result
 
 
 @dataclass(eq=False)

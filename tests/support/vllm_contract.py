@@ -138,7 +138,7 @@ def _load(*names: str) -> list[Any]:
 base, common, manager_module, worker_module = _load(
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.cpu.common",
-    _OURS + "manager",
+    _OURS + "scheduler_side",
     _OURS + "worker",
 )
 KVSwapManager, KVSwapWorker = manager_module.KVSwapManager, worker_module.KVSwapWorker

@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # vLLM's own are not ours to mend
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
     from torch_kvswap.integrations.vllm import KVSwapOffloadingSpec
-    from torch_kvswap.integrations.vllm.manager import KVSwapManager
+    from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
     from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 
 __all__ = ["CPULoadStoreSpec", "KVSwapManager", "KVSwapOffloadingSpec", "KVSwapWorker", "base"]

@@ -124,29 +124,13 @@ class Workers:
         The worker loads the test's module from its file. The other arguments are pickled.
         """
 
-        return runs_in(body, lambda arguments: self)
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            failure = self.call(body.__module__, body.__name__, arguments)
+            if failure is not None:
+                pytest.fail(failure, pytrace=False)
 
-
-def runs_in(
-    body: Callable[..., None], choose: Callable[[dict[str, Any]], Workers], *more: str
-) -> Callable[..., None]:
-    """The test that runs `body` as :meth:`Workers.runs` does, in a worker that depends on arguments.
-
-    Args:
-        body (Callable): the test; its first argument is the worker's device.
-        choose (Callable): returns the workers, and removes from the arguments those that the body
-            does not take.
-        more (str): the names of these arguments.
-    """
-
-    @functools.wraps(body)
-    def test(**arguments: Any) -> None:
-        failure = choose(arguments).call(body.__module__, body.__name__, arguments)
-        if failure is not None:
-            pytest.fail(failure, pytrace=False)
-
-    signature = inspect.signature(body)
-    parameters = list(signature.parameters.values())[1:]
-    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more]
-    test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return test
+        signature = inspect.signature(body)
+        parameters = list(signature.parameters.values())[1:]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test

@@ -11,8 +11,8 @@ import torch
 from error_text import error_text
 from torch import Tensor
 
-from torch_kvswap.groups import AddressGuard
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.groups import AddressGuard
 
 
 def make_layout(tensors: int = 3) -> PagedLayout:

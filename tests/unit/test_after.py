@@ -8,25 +8,25 @@ from expecttest import assert_expected_inline
 from simulated_cache import Event, Stream
 from simulated_driver import without_cuda
 
-from torch_kvswap._native.loader import native
-from torch_kvswap._native.streams import resolve_after, resolve_waiting
+from torch_kvswap.offload.streams import resolve_after, resolve_waiting
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @without_cuda
 def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
-    assert resolve_after(Stream(42), CUDA) == (native.After.STREAM, 42)
-    assert resolve_after(Stream(0), CUDA) == (native.After.STREAM, 0)
-    assert resolve_after(Event(7), CUDA) == (native.After.EVENT, 7)
+    assert resolve_after(Stream(42), CUDA) == ([(False, 42)],)
+    assert resolve_after(Stream(0), CUDA) == ([(False, 0)],)
+    assert resolve_after(Event(7), CUDA) == ([(True, 7)],)
+    assert resolve_after((Stream(42), Event(7)), CUDA) == ([(False, 42), (True, 7)],)
     assert resolve_waiting(Stream(42), CUDA) == (42, 0)
     assert resolve_waiting(Stream(0, index=1), CUDA) == (0, 1)
 
 
 def test_nothing_and_the_current_stream_are_looked_up_by_the_driver_itself() -> None:
     for device in (CUDA, CPU):
-        assert resolve_after(None, device) == (native.After.CURRENT, 0)
-        assert resolve_after((), device) == (native.After.NOTHING, 0)
+        assert resolve_after(None, device) == (None,)
+        assert resolve_after((), device) == ([],)
     assert resolve_waiting(None, CUDA) == (0, -1)
 
 
@@ -37,7 +37,11 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
         lambda: resolve_after(Stream(42, index=1), CUDA),
         lambda: resolve_after(42, CUDA),
         lambda: resolve_after([], CUDA),
-        lambda: resolve_after((Stream(42),), CUDA),
+        lambda: resolve_after((Stream(42), None), CUDA),
+        lambda: resolve_after((Stream(42), (Event(7),)), CUDA),
+        lambda: resolve_after((Event(7), Event(0)), CUDA),
+        lambda: resolve_after((Event(7), Stream(42, index=1)), CUDA),
+        lambda: resolve_after((Stream(42),), CPU),
         lambda: resolve_after(Stream(42), CPU),
         lambda: resolve_after(Event(7), CPU),
         lambda: resolve_after(42, CPU),
@@ -54,18 +58,24 @@ ValueError: after= is an event that was never recorded, so the transfer would wa
 nothing; record it behind the work it stands for, or pass that stream
 ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
 that stream and pass the event
-TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
-torch.cuda.Event or AFTER_NOTHING, not an int
-TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
-torch.cuda.Event or AFTER_NOTHING, not a list
-TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
-torch.cuda.Event or AFTER_NOTHING, not a tuple
+TypeError: after= must be None (the current stream), a torch.cuda.Stream or a
+torch.cuda.Event, or a tuple of them, not an int
+TypeError: after= must be None (the current stream), a torch.cuda.Stream or a
+torch.cuda.Event, or a tuple of them, not a list
+TypeError: after[1] must be a torch.cuda.Stream or a torch.cuda.Event, not None
+TypeError: after[1] must be a torch.cuda.Stream or a torch.cuda.Event, not a tuple
+ValueError: after[1] is an event that was never recorded, so the transfer would wait for
+nothing; record it behind the work it stands for, or pass that stream
+ValueError: after[1] is a stream of cuda:1, the transfer is on cuda:0; record an event
+on that stream and pass the event
+TypeError: after[0] is a Stream, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call
-and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
+and cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: after= is an Event, but transfers of a cache on the CPU run inside the call
-and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
+and cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: after= is an int, but transfers of a cache on the CPU run inside the call and
-cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
+cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: stream is an int; pass a torch.cuda.Stream or None
 TypeError: stream is an Event; pass a torch.cuda.Stream or None
 TypeError: stream is a Stream; pass a torch.cuda.Stream or None

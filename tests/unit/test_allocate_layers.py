@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from simulated_driver import DEVICE, Driver, simulated
 
 import torch_kvswap as kvs
-from torch_kvswap.groups import AddressGuard
+from torch_kvswap.offload.groups import AddressGuard
 
 SHAPES = [(5, 3), (2, 5, 4, 8), (7, 512), (1,)]
 
@@ -141,15 +141,15 @@ def test_a_block_of_all_layers_is_one_strided_copy_on_a_gpu() -> None:
     expected = [layer.clone() for layer in layers]
     gpu = kvs.PagedLayout(layers)
     with kvs.HostPool(gpu, num_pages=4) as host, kvs.OffloadHandler(gpu, host) as handler:
-        for one in (True, False):
-            options = {"copy_engines_only": one}
+        for copy_method in ("copy_engines", None):
+            options = {"copy_method": copy_method}
             store = handler.store(gpu_block_ids=[3, 9], page_ids=[1, 0], **options)
             handler.synchronize(store)
             load = handler.load(page_ids=[1, 0], gpu_block_ids=[20, 11], **options)
             handler.synchronize(load)
             for job in (store, load):
                 assert job.result is not None
-                assert not one or job.result.copy_method == "strided"
+                assert copy_method is None or job.result.copy_method == "strided"
     for layer, wanted in zip(layers, expected, strict=True):
         wanted[[20, 11]] = wanted[[3, 9]]
         assert torch.equal(layer, wanted)

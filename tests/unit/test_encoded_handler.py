@@ -9,7 +9,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.handler import BlocksRejectedError
+from torch_kvswap.results import BlocksRejectedError
 
 
 def outcome(cache: EncodedCache) -> tuple[str, tuple[int, ...]]:
@@ -173,13 +173,13 @@ def test_metrics_and_results_count_blocks_and_bytes_on_the_link() -> None:
 def test_copy_engines_cannot_encode() -> None:
     with EncodedCache(encodings=("raw", "lossless"), layers=1) as cache:
         assert_expected_inline(
-            error_text(cache.store, [[1], [2]], [[1], [2]], copy_engines_only=True),
+            error_text(cache.store, [[1], [2]], [[1], [2]], copy_method="copy_engines"),
             """\
-ValueError: copy_engines_only=True: the host pages of page_ids[1] have
+ValueError: copy_method='copy_engines': the host pages of page_ids[1] have
 encoding='lossless', and copy engines cannot encode or decode blocks; leave it out, or
 use a pool with encoding='raw'""",
         )
-        cache.store([[1], []], [[1], []], copy_engines_only=True)
+        cache.store([[1], []], [[1], []], copy_method="copy_engines")
         assert outcome(cache) == ("done", ())
 
 

@@ -17,7 +17,7 @@ from logged import logged
 from slot_model import SlotModel
 
 from torch_kvswap import BlocksRejectedError, HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.host_pool.encoding import WIDTHS
+from torch_kvswap.encoding.slot import WIDTHS
 
 SLOT_BYTES = SlotModel(SIZES, 12.5).slot_bytes
 

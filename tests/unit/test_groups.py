@@ -8,10 +8,10 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 
 from torch_kvswap.devices.queue import queue_of
-from torch_kvswap.groups import Groups
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.groups import Groups
+from torch_kvswap.offload.handler import OffloadHandler
 
 
 def layout(*sizes: int, blocks: int = 4) -> PagedLayout:

@@ -22,11 +22,13 @@ from processes import in_child, run_script
 from simulated_driver import Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
-import torch_kvswap.handler
+import torch_kvswap.results
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.reference import ReferenceHandler
+from torch_kvswap.results import TransferError, error_of
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -123,22 +125,27 @@ def test_a_printed_handler_says_that_its_device_is_lost(driver: Driver) -> None:
 # Bytes
 
 
+HANDLERS = pytest.mark.parametrize("make", [OffloadHandler, ReferenceHandler])
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
+@HANDLERS
 def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
-    name: str, blocks_per_page: int, device: str
+    make: Any, name: str, blocks_per_page: int, device: str
 ) -> None:
-    check_round_trip(name, blocks_per_page, device)
+    check_round_trip(name, blocks_per_page, device, make)
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_jobs_do_what_plain_indexing_does(seed: int, device: str) -> None:
+@HANDLERS
+def test_random_jobs_do_what_plain_indexing_does(make: Any, seed: int, device: str) -> None:
     rng = random.Random(seed)
     name = rng.choice(list(LAYOUTS))
     cache, expected = Cache(name, seed, device), Cache(name, seed)
     host = HostPool(cache.layout, num_pages=rng.randint(3, 6), blocks_per_page=rng.randint(1, 4))
     pages = host.pages.clone()
-    handler = OffloadHandler(cache.layout, host)
+    handler = make(cache.layout, host)
     for _ in range(rng.randint(1, 20)):
         first = rng.randrange(host.blocks_per_page)
         most = min(NUM_BLOCKS, host.num_pages * host.blocks_per_page - first)
@@ -865,36 +872,42 @@ def test_a_poll_that_is_interrupted_hides_no_failure_from_synchronize(
         with pytest.raises(KeyboardInterrupt):
             handler.poll()
     finally:
-        native.set_python(make_error=torch_kvswap.handler._make_error)
+        native.set_python(make_error=torch_kvswap.results._make_error)
     with pytest.raises(TransferError, match="load 0 failed"):
         handler.synchronize()
     assert [result.state for result in handler.poll()] == ["failed"]
 
 
-def test_a_poll_does_not_write_into_what_another_one_has_returned(
+def test_synchronize_still_raises_for_a_failed_job_whose_poll_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handler, taken = make_handler(), []
+    bits = torch.randint(-(2**15), 2**15, (4, 4096), dtype=torch.int16)
+    layout = PagedLayout([bits.view(torch.bfloat16)])
+    handler = OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
     handler.store(gpu_block_ids=[0], page_ids=[0])
-    poll = handler._native.poll
+    report = handler._native.report
 
-    def poll_late(*arguments: Any) -> bool:
-        """As if another thread's poll(), which has left the lock, returned now."""
-        if not taken:
-            results, handler._ended = handler._ended, []
-            taken.append(results)
-        return bool(poll(*arguments))
+    def report_and_interrupt(*arguments: Any) -> bool:
+        report(*arguments)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(handler._native, "poll", poll_late)
-    assert [result.job_id for result in handler.poll()] == [0]
-    assert taken == [[]]
+    monkeypatch.setattr(handler._native, "report", report_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        handler.poll()
+    monkeypatch.undo()
+    with pytest.raises(TransferError, match="store 0 failed"):
+        handler.synchronize()
+    assert [result.state for result in handler.poll()] == ["failed"]
+    handler.synchronize()
+    assert handler.poll() == []
 
 
 @pytest.mark.parametrize("call", ["handler.poll()", "manager.stats()", "manager.lookup(keys)"])
 def test_a_thread_that_is_in_a_call_when_python_ends_does_not_end_the_process(call: str) -> None:
     script = f"""
     import threading, torch
-    from torch_kvswap import BlockManager, HostPool, OffloadHandler, PagedLayout
+    from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+    from torch_kvswap.prefix import BlockManager
     layout, manager, keys = PagedLayout([torch.zeros(4, 6)]), BlockManager(4), bytes(32 * 200_000)
     handler, calls = OffloadHandler(layout, HostPool(layout, 4)), threading.Semaphore(0)
     def run():

@@ -1,4 +1,4 @@
-"""Ctrl-C and other asynchronous exceptions in calls of a handler and of an engine."""
+"""Ctrl-C and other asynchronous exceptions in calls of a handler and of a prefix cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from interrupts import Interrupted, Interrupter
 from processes import run_script
 
-from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
-from torch_kvswap._native.handler import NativeHandler
-from torch_kvswap.handler import Job
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.offload.native import NativeHandler
 
 BLOCKS = 8
 
@@ -157,34 +157,34 @@ def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
     assert outcomes.count(True) > 1
 
 
-def make_engine() -> tuple[OffloadEngine, OffloadHandler]:
-    handler = make_handler()
-    return OffloadEngine(handler), handler
+def make_prefix_cache(**options: Any) -> PrefixCache:
+    layout = make_layout()
+    return PrefixCache(layout, HostPool(layout, BLOCKS), **options)
 
 
-def test_an_interrupted_store_of_an_engine_ends_the_reservation_of_its_job() -> None:
+def test_an_interrupted_store_of_a_prefix_cache_ends_the_reservation_of_its_job() -> None:
     """With a job or without one: the submission knows. What the manager has assigned before that
-    is not known to the engine yet, see docs/ordering.md."""
+    is not known to the prefix cache yet, see docs/ordering.md."""
     interrupter, outcomes = Interrupter(), []
     for at in count(1):
-        engine, handler = make_engine()
-        submitted = handler.metrics().stores.submitted
+        prefixes = make_prefix_cache()
+        submitted = prefixes.metrics().stores.submitted
         try:
-            interrupter.call(at, partial(engine.store, [b"a" * 32], [1], tag=at))
+            interrupter.call(at, partial(prefixes.store, [b"a" * 32], [1], tag=at))
         except Interrupted:
             interrupted = True
         else:
             interrupted = False
-        handler.synchronize()
-        submitted = handler.metrics().stores.submitted - submitted
-        results = engine.poll()
+        prefixes.synchronize()
+        submitted = prefixes.metrics().stores.submitted - submitted
+        results = prefixes.poll()
         assert [(result.ok, result.tag) for result in results] == [(True, at)] * submitted
         if submitted:
-            assert engine.manager.stats().filling_pages == 0
-            assert engine.lookup([b"a" * 32]).ready == 1
-        assert handler._kept == {}
+            assert prefixes.manager.stats().filling_pages == 0
+            assert prefixes.lookup([b"a" * 32]).ready == 1
+        assert prefixes._handler._kept == {}
         outcomes.append(submitted)
-        handler.close()
+        prefixes.close()
         if not interrupted:
             break
     assert outcomes == sorted(outcomes)
@@ -192,56 +192,60 @@ def test_an_interrupted_store_of_an_engine_ends_the_reservation_of_its_job() -> 
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])
-def test_an_interrupted_poll_of_an_engine_ends_each_reservation_once(
+def test_an_interrupted_poll_of_a_prefix_cache_ends_each_reservation_once(
     monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     interrupter, interrupts = Interrupter(), 0
-    native_poll = NativeHandler.poll
+    native_ended = NativeHandler.ended
 
-    def poll(handler: NativeHandler, pairs: list[Any], *arguments: Any) -> bool:
-        more = native_poll(handler, pairs, *arguments)
-        pairs[:] = [(replace(result, state=state), reserved) for result, reserved in pairs]
-        return more
+    def ended(handler: NativeHandler, kept: dict[int, Any]) -> list[Any]:
+        pairs = native_ended(handler, kept)
+        return [(replace(result, state=state), reserved) for result, reserved in pairs]
 
-    monkeypatch.setattr(NativeHandler, "poll", poll)
+    monkeypatch.setattr(NativeHandler, "ended", ended)
     keys = [bytes([number]) * 32 for number in range(4)]
     for at in count(1):
-        engine, handler = make_engine()
+        prefixes = make_prefix_cache()
         for number, key in enumerate(keys):
-            engine.store([key], [number], tag=number)
-        assert engine.manager.stats().filling_pages == len(keys)
+            prefixes.store([key], [number], tag=number)
+        assert prefixes.manager.stats().filling_pages == len(keys)
         try:
-            results = interrupter.call(at, engine.poll)
+            results = interrupter.call(at, prefixes.poll)
         except Interrupted:
             interrupts += 1
-            results = engine.poll()
+            results = prefixes.poll()
             interrupted = True
         else:
             interrupted = False
         assert [result.tag for result in results] == [0, 1, 2, 3]
-        stats = engine.manager.stats()
+        stats = prefixes.manager.stats()
         assert stats.filling_pages == 0
         ended = (stats.stored, stats.failed)
         assert ended == ((4, 0) if state == "done" else (0, 4))
-        handler.close()
+        prefixes.close()
         if not interrupted:
             break
     assert interrupts > 20
 
 
-@pytest.mark.parametrize("what", ["handler", "engine", "pool"])
+@pytest.mark.parametrize("what", ["handler", "prefix cache", "pool"])
 def test_a_cache_can_be_used_whatever_interrupts_the_drop_of_its_last_user(what: str) -> None:
     layout, interrupter = make_layout(), Interrupter()
     for at in count(1):
         dropped: list[object] = [HostPool(layout, BLOCKS)]
-        if what != "pool":
+        if what == "handler":
             handler = OffloadHandler(layout, dropped.pop())  # type: ignore[arg-type]
             handler.store(gpu_block_ids=[1], page_ids=[2])
-            dropped.append(OffloadEngine(handler) if what == "engine" else handler)
+            dropped.append(handler)
             del handler
+        if what == "prefix cache":
+            prefixes = PrefixCache(layout, dropped.pop())  # type: ignore[arg-type]
+            prefixes.store([b"a" * 32], [1])
+            dropped.append(prefixes)
+            del prefixes
         is_interrupted = interrupter.drop(at, dropped.clear)
-        with HostPool(layout, BLOCKS) as pool, OffloadHandler(layout, pool) as another:
-            check_that_it_works(OffloadEngine(another))
+        with HostPool(layout, BLOCKS) as pool, PrefixCache(layout, pool) as another:
+            check_that_it_works(another)
         if not is_interrupted:
             break
     assert at > 3
@@ -272,57 +276,56 @@ def test_the_memory_of_a_handler_that_was_not_waited_for_at_exit_is_never_freed(
     assert printed == ("" if is_interrupted else "freed")
 
 
-CALLS: dict[str, Callable[[OffloadEngine], object]] = {
-    "store": lambda engine: engine.store([b"a" * 32, b"b" * 32], [0, 1]),
-    "load": lambda engine: engine.load([b"a" * 32], [2]),
-    "evict": lambda engine: engine.evict([0, 1]),
-    "preempt": lambda engine: engine.preempt([b"c" * 32], [3]),
-    "poll": lambda engine: engine.poll(),
+CALLS: dict[str, Callable[[PrefixCache], object]] = {
+    "store": lambda prefixes: prefixes.store([b"a" * 32, b"b" * 32], [0, 1]),
+    "load": lambda prefixes: prefixes.load([b"a" * 32], [2]),
+    "evict": lambda prefixes: prefixes.evict([0, 1]),
+    "preempt": lambda prefixes: prefixes.preempt([b"c" * 32], [3]),
+    "poll": lambda prefixes: prefixes.poll(),
 }
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("when", ["first", "after another", "after rebind"])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_engine_works_after_any_interrupted_call(call: str, when: str, policy: str) -> None:
+def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str, policy: str) -> None:
     interrupter = Interrupter()
     for at in count(1):
-        handler = make_handler()
-        engine = OffloadEngine(handler, store_policy=policy)  # type: ignore[arg-type]
+        prefixes = make_prefix_cache(store_policy=policy)
         if when != "first":
-            engine.store([b"a" * 32], [0])
-            engine.evict([0])
-            engine.poll()
+            prefixes.store([b"a" * 32], [0])
+            prefixes.evict([0])
+            prefixes.poll()
         if when == "after rebind":
-            handler.rebind(make_layout(2 * BLOCKS))
+            prefixes.rebind(make_layout(2 * BLOCKS))
         try:
-            interrupter.call(at, partial(CALLS[call], engine))
+            interrupter.call(at, partial(CALLS[call], prefixes))
         except Interrupted:
             interrupted = True
         else:
             interrupted = False
-        check_that_it_works(engine)
-        handler.close()
+        check_that_it_works(prefixes)
+        prefixes.close()
         if not interrupted:
             break
     assert at > 3
 
 
-def check_that_it_works(engine: OffloadEngine) -> None:
+def check_that_it_works(prefixes: PrefixCache) -> None:
     """Stores the last block, loads it into the first one, and preempts it."""
-    (rows,) = engine.handler.layouts[0].tensors
+    (rows,) = prefixes.layouts[0].tensors
     last = len(rows) - 1
-    assert all(result.ok for result in engine.poll())
-    engine.store([b"z" * 32], [last])
-    engine.evict([last])
-    assert [result.ok for result in engine.poll()] == [True]
-    assert engine.load([b"z" * 32], [0]) is not None
-    assert [result.ok for result in engine.poll()] == [True]
+    assert all(result.ok for result in prefixes.poll())
+    prefixes.store([b"z" * 32], [last])
+    prefixes.evict([last])
+    assert [result.ok for result in prefixes.poll()] == [True]
+    assert prefixes.load([b"z" * 32], [0]) is not None
+    assert [result.ok for result in prefixes.poll()] == [True]
     assert rows[0].eq(last).all()
-    preempted = engine.preempt([b"z" * 32], [last])
+    preempted = prefixes.preempt([b"z" * 32], [last])
     assert preempted is not None
     assert preempted.jobs == []
-    assert engine.release(preempted)
+    assert prefixes.release(preempted)
 
 
 def test_a_rejected_submission_keeps_nothing() -> None:

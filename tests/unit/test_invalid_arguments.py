@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,16 @@ import torch
 from error_text import error_text
 
 from torch_kvswap import (
-    BlockManager,
     HostPool,
     OffloadHandler,
     PagedLayout,
-    PoolHandle,
     expand_block_ids,
     swap_blocks,
     swap_blocks_batch,
     swap_kv_blocks,
 )
+from torch_kvswap.host_pool import PoolHandle
+from torch_kvswap.prefix import BlockManager
 
 INTEGER = "it must be an integer"
 WRONG_INTEGERS: list[tuple[Any, type[Exception]]] = [
@@ -72,24 +73,20 @@ def test_a_wrong_integer_is_refused_by_a_pool(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes", "rank", "world"])
+@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes"])
 def test_a_wrong_integer_is_refused_by_a_shared_pool(
     name: str, value: Any, error: type[Exception]
 ) -> None:
-    given = {"num_pages": 4, "world": 2, name: value}
+    given = {"num_pages": 4, name: value}
     create = HostPool.create_shared
     is_refused(name, error, lambda **options: create(make_layout(), **options), **given)
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-@pytest.mark.parametrize("name", ["chunk_bytes", "rank"])
-def test_a_wrong_integer_is_refused_by_an_attached_pool(
-    name: str, value: Any, error: type[Exception]
-) -> None:
-    handle = HostPool.create_shared(make_layout(), 4, world=2).share()
-    given = {"rank": 1, name: value}
-    attach = HostPool.attach
-    is_refused(name, error, lambda **options: attach(make_layout(), handle, **options), **given)
+def test_a_wrong_integer_is_refused_by_an_attached_pool(value: Any, error: type[Exception]) -> None:
+    handle = HostPool.create_shared(make_layout(), 4).share()
+    attach = lambda: HostPool.attach(make_layout(), handle, chunk_bytes=value)  # noqa: E731
+    is_refused("chunk_bytes", error, attach)
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
@@ -107,7 +104,8 @@ def test_a_pool_of_more_bytes_than_can_be_addressed_is_refused() -> None:
 def test_a_block_dimension_that_is_no_integer_is_refused(
     value: Any, error: type[Exception]
 ) -> None:
-    is_refused("block_dim", error, lambda: PagedLayout([torch.zeros(4, 4)], value))
+    if value is not None:
+        is_refused("block_dim", error, lambda: PagedLayout([torch.zeros(4, 4)], value))
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
@@ -181,12 +179,12 @@ def make_pool(**options: Any) -> None:
 
 
 def make_shared_pool(**options: Any) -> None:
-    HostPool.create_shared(make_layout(), 4, world=2, **options)
+    HostPool.create_shared(make_layout(), 4, **options)
 
 
 def attach_pool(**options: Any) -> None:
-    handle = HostPool.create_shared(make_layout(), 4, world=2).share()
-    HostPool.attach(make_layout(), handle, rank=1, **options)
+    handle = HostPool.create_shared(make_layout(), 4).share()
+    HostPool.attach(make_layout(), handle, **options)
 
 
 def make_handler(**options: Any) -> None:
@@ -215,11 +213,8 @@ def lookup(**options: Any) -> None:
 SWITCHES = [
     (make_pool, "pin_in_background"),
     (make_shared_pool, "pin_in_background"),
-    (make_shared_pool, "replicated"),
     (attach_pool, "pin_in_background"),
     (make_handler, "submit_thread"),
-    (store, "copy_engines_only"),
-    (load, "copy_engines_only"),
     (load, "expedited"),
     (lookup, "again"),
     (order, "renew"),
@@ -244,14 +239,26 @@ def test_bools_of_numpy_are_options(call_and_name: tuple[Callable[..., None], st
 def test_an_option_is_true_as_a_bool_of_numpy(handler: OffloadHandler) -> None:
     handler.load(page_ids=[0], gpu_block_ids=[0], expedited=np.True_)  # type: ignore[arg-type]
     handler.load(page_ids=[0], gpu_block_ids=[0], expedited=np.False_)  # type: ignore[arg-type]
-    handler.load(page_ids=[0], gpu_block_ids=[0], copy_engines_only=np.True_)  # type: ignore[arg-type]
     metrics = handler.metrics()
-    assert (metrics.expedited.submitted, metrics.loads.submitted) == (1, 2)
+    assert (metrics.expedited.submitted, metrics.loads.submitted) == (1, 1)
+
+
+@pytest.mark.parametrize("call", [store, load])
+def test_a_job_has_the_copy_method_of_its_handler_or_copy_engines(
+    call: Callable[..., None],
+) -> None:
+    call(copy_method="copy_engines")
+    call(copy_method=None)
+    for value in ("staged", "auto", "", True, 0, []):
+        assert error_text(call, copy_method=value).replace("\n", " ") == (
+            f"ValueError: copy_method={value!r}; for one job it can be copy_engines or None (as "
+            "the handler); pass other methods to OffloadHandler"
+        )
 
 
 def test_a_closed_handler_says_so_before_it_looks_at_an_option(handler: OffloadHandler) -> None:
     handler.close()
-    for name in ("expedited", "copy_engines_only"):
+    for name in ("expedited", "copy_method"):
         with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
             handler.load(page_ids=[0], gpu_block_ids=[0], **{name: "no"})  # type: ignore[arg-type]
 
@@ -331,8 +338,8 @@ def test_what_is_no_gate_is_refused(handler: OffloadHandler) -> None:
 
 
 def test_what_is_no_stream_or_event_is_refused_as_after(handler: OffloadHandler) -> None:
-    for after in ("x", 0, [], (1,)):
-        with pytest.raises(TypeError, match=r"^after= "):
+    for after, name in (("x", "after= "), (0, "after= "), ([], "after= "), ((1,), "after[0] ")):
+        with pytest.raises(TypeError, match=f"^{re.escape(name)}"):
             handler.store(gpu_block_ids=[0], page_ids=[0], after=after)  # type: ignore[arg-type]
 
 
@@ -381,25 +388,25 @@ def test_what_is_no_layout_no_handle_and_no_function_is_refused_by_a_pool() -> N
         with pytest.raises(TypeError, match=r"PagedLayout"):
             HostPool(layout, 4).view_for(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
-        HostPool.attach(layout, "x", rank=0)  # type: ignore[arg-type]
+        HostPool.attach(layout, "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^on_progress is a str; it must be callable"):
         HostPool(layout, 4, on_progress="x")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["fd", "num_pages", "blocks_per_page", "page_bytes", "world"])
+@pytest.mark.parametrize("name", ["fd", "num_pages", "blocks_per_page", "page_bytes"])
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 def test_a_wrong_integer_is_refused_by_a_handle(
     name: str, value: Any, error: type[Exception]
 ) -> None:
-    numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1, "world": 1}
-    given = {**numbers, "replicated": False, "huge_pages": True, "slab_sizes": [1], name: value}
+    numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1}
+    given = {**numbers, "huge_pages": True, "slab_sizes": [1], name: value}
     is_refused(name, error, lambda: PoolHandle(**given))
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 def test_a_wrong_slab_size_is_refused_by_a_handle(value: Any, error: type[Exception]) -> None:
     sizes = [1, value]
-    is_refused("slab_sizes", error, lambda: PoolHandle(0, 1, 1, 1, 1, False, True, sizes))
+    is_refused("slab_sizes", error, lambda: PoolHandle(0, 1, 1, 1, True, sizes))
 
 
 def test_what_has_no_blocks_is_refused_by_a_layout() -> None:

@@ -12,8 +12,6 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 
@@ -29,6 +27,19 @@ def test_k_and_v_split_makes_two_slabs_of_a_tensor() -> None:
     for slab in range(2):
         for block in range(5):
             assert block_bytes_of(layout, slab, block) == cache[slab, block].data_ptr()
+
+
+def test_two_blocks_or_keys_and_values_must_be_said() -> None:
+    cache = torch.zeros(2, 9, 4, 3)
+    assert_expected_inline(
+        error_text(PagedLayout, [cache]),
+        """\
+ValueError: tensors[0] has shape [2, 9, 4, 3], which can be keys and values of 9 blocks,
+or 2 blocks; pass block_dim=1 or block_dim=0""",
+    )
+    assert PagedLayout([cache], 0).num_blocks == 2
+    assert PagedLayout([cache], 1).num_blocks == 9
+    assert PagedLayout([torch.zeros(2, 576)]).num_blocks == 2  # rows
 
 
 def test_blocks_first_makes_one_slab_of_a_tensor_whatever_follows() -> None:
@@ -154,18 +165,6 @@ def test_tensors_without_memory_are_refused() -> None:
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, meta) is on meta,
 where tensors have no memory; pass tensors of a device or of the CPU""",
     )
-
-
-def test_where_two_blocks_may_be_keys_and_values_the_error_asks_for_block_dim() -> None:
-    cache = torch.zeros(2, 9, 4)
-    layout = PagedLayout([cache])  # block_dim=1 was forgotten
-    with OffloadHandler(layout, HostPool(layout, 1)) as handler:
-        assert_expected_inline(
-            error_text(handler.store, gpu_block_ids=[8], page_ids=[0]),
-            """\
-IndexError: gpu_block_ids[0] is 8; there are 2 GPU blocks, 0 to 1; if these 2 are keys
-and values, pass PagedLayout the block_dim of the dimension that counts blocks""",
-        )
 
 
 def test_different_numbers_of_blocks_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.metrics import (
+from torch_kvswap.offload.metrics import (
     BOUNDS,
     ChannelMetrics,
     Histogram,

@@ -11,7 +11,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 
-from torch_kvswap.nvtx import Ranges
+from torch_kvswap.offload.nvtx import Ranges
 
 
 class Profiler:

@@ -8,37 +8,34 @@ import time
 
 import pytest
 import torch
-from engine_bytes import make
 from error_text import error_text
 from patience import PATIENCE
+from prefix_bytes import make
 from simulated_driver import Driver, cache, simulated
 
-from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache
 
 
 @simulated
 @pytest.mark.parametrize("timeout", [PATIENCE, None])
-@pytest.mark.parametrize("with_engine", [False, True])
+@pytest.mark.parametrize("kind", [OffloadHandler, PrefixCache])
 def test_it_returns_when_a_job_has_ended(
-    driver: Driver, timeout: float | None, with_engine: bool
+    driver: Driver, timeout: float | None, kind: type[OffloadHandler | PrefixCache]
 ) -> None:
     driver.set_mode("manual")
-    gpu, host = cache(driver)
-    with OffloadHandler(gpu, host) as handler:
-        engine = OffloadEngine(handler) if with_engine else None
-        if engine is None:
-            handler.store(gpu_block_ids=[1], page_ids=[1])
+    with kind(*cache(driver)) as calls:
+        if isinstance(calls, PrefixCache):
+            calls.store(["a"], [1])
         else:
-            engine.store(["a"], [1])
-        poll = handler.poll if engine is None else engine.poll
-        assert poll(0.02) == []
+            calls.store(gpu_block_ids=[1], page_ids=[1])
+        assert calls.poll(0.02) == []
         results: list[object] = []
-        waiting = threading.Thread(target=lambda: results.extend(poll(timeout)))
+        waiting = threading.Thread(target=lambda: results.extend(calls.poll(timeout)))
         waiting.start()
         driver.run()
         waiting.join(PATIENCE)
         assert len(results) == 1
-        assert engine is None or engine.lookup(["a"]).ready == 1
+        assert not isinstance(calls, PrefixCache) or calls.lookup(["a"]).ready == 1
         driver.set_mode("immediate")
 
 
@@ -93,14 +90,14 @@ def test_a_signal_handler_runs_while_it_waits(driver: Driver) -> None:
 
 
 def test_a_wrong_timeout_is_refused_also_if_there_is_a_result() -> None:
-    engine, _ = make()
-    with engine.handler:
-        engine.store(["a"], [1])
-        assert [error_text(engine.poll, value) for value in (-1, "1", float("nan"))] == [
+    prefixes, _ = make()
+    with prefixes:
+        prefixes.store(["a"], [1])
+        assert [error_text(prefixes.poll, value) for value in (-1, "1", float("nan"))] == [
             "ValueError: timeout is -1.0; it must be 0 seconds or more",
             "TypeError: timeout is a str; it must be a number of seconds",
             "ValueError: timeout is nan; it must be 0 seconds or more",
         ]
         began = time.monotonic()
-        assert len(engine.poll(PATIENCE)) == 1
+        assert len(prefixes.poll(PATIENCE)) == 1
         assert time.monotonic() - began < PATIENCE

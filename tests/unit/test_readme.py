@@ -44,13 +44,13 @@ def test_the_examples_of_the_prefixes_run_without_a_gpu():
     code, _, _, _, lazy = examples_of("prefixes.md")
     names = {}
     exec(on_the_cpu(code, ("num_pages=400", "num_pages=8")), names)
-    assert names["engine"].lookup(names["keys"]).ready == 6
-    names["handler"].close()
-    with kvs.OffloadHandler(names["gpu"], kvs.HostPool(names["gpu"], 8)) as handler:
-        engine = kvs.OffloadEngine(handler, store_policy="lazy")
-        exec(lazy, {"engine": engine, "keys": names["keys"]})
-        engine.poll()
-        assert engine.lookup(names["keys"]).ready == 6
+    assert names["prefixes"].lookup(names["keys"]).ready == 6
+    names["prefixes"].close()
+    host = kvs.HostPool(names["gpu"], 8)
+    with kvs.PrefixCache(names["gpu"], host, store_policy="lazy") as prefixes:
+        exec(lazy, {"prefixes": prefixes, "keys": names["keys"]})
+        prefixes.poll()
+        assert prefixes.lookup(names["keys"]).ready == 6
 
 
 def test_the_example_of_the_encoding_runs_without_a_gpu(capsys):
@@ -72,25 +72,25 @@ def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypa
     rows = torch.arange(18)[:, None].repeat(1, 5)
     gpu = kvs.PagedLayout([rows])
     hasher = kvs.PrefixHasher("my-model", "bfloat16", block_tokens=16)
-    with kvs.OffloadHandler(gpu, kvs.HostPool(gpu, num_pages=7)) as handler:
-        engine = kvs.OffloadEngine(handler)
-        names = {"engine": engine, "hasher": hasher, "tokens": list(range(100))}
+    with kvs.PrefixCache(gpu, kvs.HostPool(gpu, num_pages=7)) as prefixes:
+        names = {"prefixes": prefixes, "hasher": hasher, "tokens": list(range(100))}
         exec(preempt, names)
-        assert engine.preempt(["other"], [0]) is None
+        assert prefixes.preempt(["other"], [0]) is None
         if becomes == "pending":
-            monkeypatch.setattr(engine, "poll", lambda: [])
+            monkeypatch.setattr(prefixes, "poll", lambda: [])
         if becomes == "lost":
-            engine.manager.reset()
+            prefixes.manager.reset()
         exec(resume, names)
-        assert (names["job"] is not None) == (becomes == "loaded")
+        assert names["resumed"].state == becomes
+        assert (names["resumed"].job is not None) == (becomes == "loaded")
         first = 4 if becomes == "loaded" else 11
         assert rows[11:, 0].tolist() == list(range(first, first + 7))
-        assert engine.release(names["held"]) == (becomes == "pending")
+        assert prefixes.release(names["held"]) == (becomes == "pending")
 
 
 def test_the_example_of_a_hybrid_model_loads_of_a_window_only_what_it_needs(capsys):
     code = on_the_cpu(examples_of("prefixes.md")[3], ("(8, 128)", "(1, 4)"))
-    start = code.index("with kvs.OffloadHandler")
+    start = code.index("with kvs.PrefixCache")
     names = {"kvs": kvs, "torch": torch}
     exec(code[:start], names)
     for cache in names["full"] + names["window"]:
@@ -101,11 +101,12 @@ def test_the_example_of_a_hybrid_model_loads_of_a_window_only_what_it_needs(caps
         assert cache[0, 29:43, 0, 0, 0].tolist() == [29, *range(4, 16), 42]
     for cache in names["window"]:
         assert cache[0, [0, 49, 50, 51, 52], 0, 0, 0].tolist() == [0, 49, 24, 25, 52]
-    engine = names["engine"]
-    assert [result.nbytes for result in engine.poll()][1:] == [
+    prefixes = names["prefixes"]
+    assert [result.nbytes for result in prefixes.poll()][1:] == [
         3 * names["layouts"][0].block_bytes + names["layouts"][1].block_bytes
     ]
-    assert engine.lookup([hasher.keys(names["tokens"]) for hasher in names["hashers"]]).ready == 7
+    keys = [hasher.keys(names["tokens"]) for hasher in names["hashers"]]
+    assert prefixes.manager.lookup(keys).ready == 7
 
 
 @pytest.fixture
@@ -191,7 +192,3 @@ def test_the_size_of_a_pool_in_the_docs_is_that_of_its_pages():
     names = {"kvs": kvs, "layout": layout}
     exec(size.replace("64 << 30", "64 << 20"), names)
     assert (names["num_pages"], names["pool"].nbytes) == (32, 64 << 20)
-
-
-def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 150

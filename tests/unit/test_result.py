@@ -13,7 +13,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.handler import (
+from torch_kvswap.results import (
     BlocksRejectedError,
     DeviceLostError,
     Result,

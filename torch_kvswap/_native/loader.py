@@ -43,7 +43,7 @@ def load() -> ModuleType:
             version = ".".join(map(str, sys.version_info[:2]))
             raise ImportError(
                 f"torch_kvswap's native library is missing: {FOLDER} has none for Python "
-                f"{version}{others}. Build it {_BUILD}."
+                f"{version}{others}. {_installed_elsewhere()}Build it {_BUILD}."
             ) from error
         raise ImportError(
             f"torch {torch.__version__} cannot load torch_kvswap's native library {error.path}: "
@@ -57,6 +57,17 @@ def load() -> ModuleType:
             f"different releases. Build it again {_BUILD}."
         )
     return native
+
+
+def _installed_elsewhere() -> str:
+    """What to do if this source tree hides an installation with a native library."""
+    for folder in map(Path, sys.path):
+        if any((folder / FOLDER.name).glob("_C.*so")):
+            return (
+                f"torch_kvswap is installed in {folder}, and this source tree hides it: start "
+                "Python in another folder. Or: "
+            )
+    return ""
 
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import torch
 from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.copy_method import CopyMethodCosts, cache_files, write_costs
+from torch_kvswap.devices.backend import is_native
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 
@@ -32,6 +33,9 @@ def main(arguments: list[str]) -> int:
         return _forget()
     if not torch.cuda.is_available():
         print("there is no GPU to measure", file=sys.stderr)
+        return 2
+    if not is_native("cuda"):
+        print("PyTorch copies on AMD's GPUs: there is nothing to measure", file=sys.stderr)
         return 2
     gpus = torch.cuda.device_count()
     if not 0 <= options.device < gpus:

@@ -1,7 +1,6 @@
 """Report what this installation can do on this machine.
 
-Does not initialise CUDA, so it does not disturb other processes. With a PyTorch for ROCm, it
-initialises HIP.
+Does not initialise CUDA, so it does not disturb other processes.
 """
 
 from __future__ import annotations
@@ -13,34 +12,27 @@ import torch
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import read_costs
+from torch_kvswap.devices.backend import is_native
 from torch_kvswap.devices.capabilities import capabilities
+from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.encoding import WIDTHS
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
 
 
-def _release(version: int, name: str = "CUDA") -> str:
+def _release(version: int) -> str:
     """A version number as text: 12080 is "CUDA 12.8"."""
-    return f"{name} {version // 1000}.{version % 1000 // 10}"
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def _driver() -> str:
     version = native.driver_version()
     if not version:
         return f"none: {native.driver_error()}"
-    if _is_hip():
-        return f"{_release(version, 'HIP')}, not tried on AMD's hardware yet (docs/hip.md)"
     return _release(version)
 
 
-def _is_hip() -> bool:
-    return native.driver_name() == "HIP"
-
-
 def _kernels() -> str:
-    if _is_hip():
-        return f"none: they are for NVIDIA's GPUs, {_MISSING}"
     runtime, driver = native.kernel_version(), native.driver_version()
     if not runtime:
         return f"none: built without nvcc, {_MISSING}"
@@ -56,16 +48,14 @@ def _scattered_copies() -> str:
     if not native.driver_version():
         return "no driver: host memory only"
     if not native.driver_has_batch():
-        oldest = "ROCm 7.1" if _is_hip() else "CUDA 12.8"
-        return f"one call per fragment: the driver is older than {oldest}"
+        return "one call per fragment: the driver is older than CUDA 12.8"
     try:
         limit = native.batch_limit()
     except (RuntimeError, ValueError) as error:
         return f"none: {error}"
     if limit == 0:
         return "one call per fragment: KVSWAP_BATCH=0"
-    call = "hipMemcpyBatchAsync" if _is_hip() else "cuMemcpyBatchAsync"
-    return f"{call}, {limit} fragments a call"
+    return f"cuMemcpyBatchAsync, {limit} fragments a call"
 
 
 def _copy_method_costs() -> str:
@@ -105,11 +95,11 @@ def _encodings() -> str:
 
 def _devices() -> dict[str, str]:
     """What each type of device has that this process may use."""
-    types = ["cuda"] if native.driver_version() else []
+    types = {"cuda"} if is_native("cuda") and native.driver_version() else set()
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type != "cuda":
-        types.append(accelerator.type)
-    return {f"device {kind}": str(capabilities(kind)) for kind in types}
+    if accelerator is not None:
+        types.add(accelerator.type)
+    return {f"device {kind}": str(capabilities(kind)) for kind in sorted(types)}
 
 
 def report() -> dict[str, str]:

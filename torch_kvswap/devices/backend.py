@@ -13,7 +13,14 @@ from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.log import log
 
 ENTRY_POINTS = "torch_kvswap.device_backends"
-_WITHOUT_BACKEND = ("cpu", "cuda")  # the library drives them itself
+
+
+def is_native(device_type: str) -> bool:
+    """Whether the library drives devices of this type itself: the CPU, and CUDA's GPUs.
+
+    All others are driven through torch, also "cuda" in a PyTorch for ROCm: those are AMD's GPUs.
+    """
+    return device_type == "cpu" or (device_type == "cuda" and torch.version.hip is None)
 
 
 @runtime_checkable
@@ -54,7 +61,7 @@ class DeviceBackend(Protocol):
         ...
 
 
-_lock = threading.RLock()  # of loading; re-entrant, because what is loaded may ask for a backend
+_lock = threading.RLock()  # guards loading; re-entrant: what is loaded may ask for a backend
 _registered: dict[str, DeviceBackend] = {}
 _entry_points_read: set[str] = set()
 
@@ -72,7 +79,8 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
     Raises:
         TypeError: backend has no copy_batch(), or device_type is not a str.
         RuntimeError: torch does not know the device type.
-        ValueError: the device type is "cpu" or "cuda", has a backend already, or names one device.
+        ValueError: torch_kvswap drives devices of this type itself, the type has a backend already,
+            or device_type names one device.
     """
     if not isinstance(backend, DeviceBackend):
         raise TypeError(
@@ -86,15 +94,15 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
             f"device_type is {device_type!r}, but a backend is for all devices of a type; pass "
             f"{known!r}"
         )
-    if device_type in _WITHOUT_BACKEND:
+    if is_native(device_type):
         raise ValueError(f"{device_type!r} needs no backend: torch_kvswap drives it itself")
     if _registered.setdefault(device_type, backend) is not backend:  # atomic
         raise ValueError(f"{device_type!r} has a backend already; register one, once")
 
 
 def find_device_backend(device_type: str) -> DeviceBackend | None:
-    """The backend of a device type, registered or from an entry point; None if there is none."""
-    if device_type in _WITHOUT_BACKEND:
+    """The backend of a device type, registered or from an entry point, or None."""
+    if is_native(device_type):
         return None
     with _lock:  # a thread that asks while another one loads the backend waits for it
         if device_type not in _registered and device_type not in _entry_points_read:

@@ -18,8 +18,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class GroupTensors:
     """The tensors of a paged cache and its host slots, as words of one size.
 
-    A word has as many bytes, 8 at most, as divide all sizes and distances. The methods work on the
-    current stream and do not wait for it.
+    A word has the largest number of bytes, at most 8, that divides all sizes and distances. The
+    methods work on the current stream and do not wait for it.
 
     Args:
         tensors (Sequence[Tensor]): the tensors of the cache; dimension `block_dim` counts blocks.
@@ -52,7 +52,7 @@ class GroupTensors:
         self._offsets = [0, *np.cumsum(widths).tolist()]
 
     def slot_bytes_of(self, first_slab: int, last_slab: int) -> int:
-        """Bytes of a block in these slabs, which are all slabs of some tensors."""
+        """Bytes of a block in these slabs, which cover whole tensors."""
         first, last = self._tensors_of(first_slab, last_slab)
         return int(self._offsets[last] - self._offsets[first]) * self._word_bytes
 
@@ -94,7 +94,7 @@ class GroupTensors:
         return words.view(count, width)
 
     def _places(self, first: int, last: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The part of the rows that belongs to each tensor, in the shape of its blocks; and it."""
+        """Yields each tensor's part of the rows, in the shape of its blocks, and the tensor."""
         for number in range(first, last):
             view = self._views[number]
             begin, end = (self._offsets[number + i] - self._offsets[first] for i in range(2))
@@ -105,7 +105,7 @@ class GroupTensors:
     def _runs(
         self, first: int, last: int, slots: Int64Array, rows: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Host memory in one piece, and its part of the rows; adjacent slots together."""
+        """Yields contiguous host memory and its part of the rows. Adjacent slots are one piece."""
         begin, end = self._offsets[first], self._offsets[last]
         is_whole = end - begin == self._host.shape[1]
         starts = np.flatnonzero(np.diff(slots) != 1) + 1 if is_whole else range(1, len(slots))
@@ -116,7 +116,7 @@ class GroupTensors:
 
 
 def alignment(tensor: Tensor, block_dim: int) -> int:
-    """Bytes that divide the addresses, distances and sizes of the tensor's blocks."""
+    """The largest number of bytes that divides the blocks' addresses, distances and sizes."""
     strides = [tensor.stride(d) for d in range(block_dim + 1) if tensor.shape[d] > 1]
     numel = math.prod(tensor.shape[block_dim + 1 :])
     elements = math.gcd(tensor.storage_offset(), numel, *strides)
@@ -128,7 +128,7 @@ def as_words(tensor: Tensor, block_dim: int, word: torch.dtype) -> Tensor:
     numel = math.prod(tensor.shape[block_dim + 1 :])
     shape = [*tensor.shape[: block_dim + 1], numel]
     strides = [
-        tensor.stride(d) if tensor.shape[d] > 1 else numel  # any, but divisible
+        tensor.stride(d) if tensor.shape[d] > 1 else numel  # unused; numel keeps it divisible
         for d in range(block_dim + 1)
     ]
     blocks = tensor.detach().as_strided(shape, [*strides, 1], tensor.storage_offset())

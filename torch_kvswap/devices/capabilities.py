@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.devices.backend import can_pin, find_device_backend
+from torch_kvswap.devices.backend import can_pin, find_device_backend, is_native
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def capabilities(device_type: str) -> Capabilities:
     """
     if device_type == "cpu":
         return Capabilities(False, False, False, False, False)
-    if device_type == "cuda":
+    if is_native(device_type):
         return Capabilities(
             batched_copies=native.driver_has_batch() and _has_batch_calls(),
             strided_copies=True,
@@ -66,9 +66,8 @@ def capabilities(device_type: str) -> Capabilities:
 
 
 def _has_kernels() -> bool:
-    """Whether the library has kernels that the driver of torch's "cuda" devices can load."""
-    is_cuda = native.driver_name() == "CUDA"  # the other one is HIP
-    return is_cuda and 0 < native.kernel_version() // 1000 <= native.driver_version() // 1000
+    """Whether the library has kernels that the CUDA driver can load."""
+    return 0 < native.kernel_version() // 1000 <= native.driver_version() // 1000
 
 
 def _has_batch_calls() -> bool:

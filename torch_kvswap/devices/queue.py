@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.arguments import Int64Array, kind_of
-from torch_kvswap._native.errors import DeviceLostError
 from torch_kvswap._native.kept import keep
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
 from torch_kvswap.devices.blocks import GroupTensors
+from torch_kvswap.results import DeviceLostError
 
 _Kind = native.CommandKind
 
@@ -36,7 +36,7 @@ _FOREVER = float("inf")
 
 
 class Point:
-    """An event that a job starts after, for the native side. To be kept until it is submitted."""
+    """An event that a job starts after. The caller keeps it until the job is submitted."""
 
     __slots__ = ("_commands", "handle")
 
@@ -81,17 +81,17 @@ class _Stream:
 
     def __init__(self, stream: torch.Stream) -> None:
         self.stream = stream
-        self.records: deque[_Record] = deque()  # that have not been reported
-        self.error: str | None = None  # of a wait; the next record takes it over
+        self.records: deque[_Record] = deque()  # not reported yet
+        self.error: str | None = None  # why a wait failed; the next record takes it over
         self.transfer: _Record | None = None  # the start of the copies so far
-        self.buffers: list[tuple[Tensor, Tensor]] = []  # of these copies
+        self.buffers: list[tuple[Tensor, Tensor]] = []  # their memory
         self.staging: Tensor | None = None
         self.timed: torch.Event | None = None  # the last one, and its time
         self.seconds = 0.0
 
 
 class Waiting:
-    """A stream of the caller that is to wait for a job.
+    """A stream of the caller that must wait for a job.
 
     Attributes:
         is_done: the stream was told to wait, or cannot be, or the device is lost.
@@ -115,7 +115,7 @@ class DeviceQueue:
 
     Args:
         device (torch.device): an accelerator with torch.Stream and torch.Event.
-        index (int): of the native device.
+        index (int): index of the native device.
 
     Attributes:
         backend (DeviceBackend | None): what its vendor has added.
@@ -154,12 +154,12 @@ class DeviceQueue:
 
     # Callers' streams.
 
-    def resolve_after(self, after: object) -> tuple[native.After, int, Point | None]:
+    def resolve_after(self, after: object) -> tuple[list[tuple[bool, int]], Point | None]:
         """Converts an `after` argument: records an event on the caller's stream.
 
         Returns:
-            tuple[native.After, int, Point | None]: kind, handle, and what must be kept until the
-                job was submitted.
+            tuple[list[tuple[bool, int]], Point | None]: True and the handle of an event, or nothing
+                to wait for; and what must be kept until the job was submitted.
 
         Raises:
             TypeError: after is neither a stream nor an event of torch.
@@ -168,23 +168,31 @@ class DeviceQueue:
             RuntimeError: the device refuses a call.
         """
         self.check()
-        if isinstance(after, tuple) and not after:
-            return native.After.NOTHING, 0, None
         try:
             event = self._event_after(after)
         except Exception as error:
             self.raise_if_dead(error)
             raise
         if event is None:
-            return native.After.NOTHING, 0, None
+            return [], None
         point = Point(self, event)
-        return native.After.EVENT, point.handle, point
+        return [(True, point.handle)], point
 
     def _event_after(self, after: object) -> torch.Event | None:
         """An event for what `after` stands for; None if that has happened."""
+        if isinstance(after, tuple):
+            named = [self._point_of(item, f"after[{i}]") for i, item in enumerate(after)]
+            events = [event for event in named if event is not None]
+            return self._after_all(events) if len(events) > 1 else next(iter(events), None)
+        return self._point_of(after, "after=")
+
+    def _point_of(self, after: object, name: str) -> torch.Event | None:
+        """An event for a stream or event; None if that has happened. name: of it, in errors."""
         if isinstance(after, torch.Event):
-            return self._copy_event(after)
-        stream = self._stream_of(after, "after=")
+            return self._copy_event(after, name)
+        if after is None and name != "after=":
+            raise TypeError(f"{name} must be a torch.Stream or a torch.Event, not None")
+        stream = self._stream_of(after, name)
         if stream.query():
             return None
         event = self._new_event()
@@ -195,15 +203,12 @@ class DeviceQueue:
         if stream is None:
             return torch.accelerator.current_stream(self.device)
         if not isinstance(stream, torch.Stream):
-            raise TypeError(
-                f"{name} must be None (the current stream)"
-                + (
-                    ", a torch.Stream, a torch.Event or AFTER_NOTHING"
-                    if name == "after="
-                    else " or a torch.Stream"
-                )
-                + f", not {kind_of(stream)}"
-            )
+            expected = {
+                "stream": "None (the current stream) or a torch.Stream",
+                "after=": "None (the current stream), a torch.Stream, a torch.Event or a tuple of "
+                "streams and events",
+            }.get(name, "a torch.Stream or a torch.Event")
+            raise TypeError(f"{name} must be {expected}, not {kind_of(stream)}")
         if stream.device != self.device:
             raise ValueError(
                 f"{name} is a stream of {stream.device}, the cache is on {self.device}; record an "
@@ -211,26 +216,38 @@ class DeviceQueue:
             )
         return stream
 
-    def _copy_event(self, after: torch.Event) -> torch.Event:
+    def _copy_event(self, after: torch.Event, name: str) -> torch.Event:
         """An event for the same point: the caller may record the given one again at any time."""
-        if after.device.type != self.device.type:
-            raise ValueError(f"after= is an event of {after.device}, the cache is on {self.device}")
-        if not after.event_id:  # created when first recorded
+        # An event is created when it is first recorded. The vendor's own class, such as
+        # torch.cuda.Event, keeps its event elsewhere than torch.Event: it has no event_id then, but
+        # a device once it is recorded.
+        vendors = getattr(torch.get_device_module(self.device), "Event", torch.Event)
+        is_vendors = vendors is not torch.Event and isinstance(after, vendors)
+        if not is_vendors and after.device.type != self.device.type:
+            raise ValueError(f"{name} is an event of {after.device}, the cache is on {self.device}")
+        if not (after.device if is_vendors else after.event_id):
             raise ValueError(
-                "after= is an event that was never recorded, so the transfer would wait for "
+                f"{name} is an event that was never recorded, so the transfer would wait for "
                 "nothing; record it behind the work it stands for, or pass that stream"
             )
+        return self._after_all([after])
+
+    def _after_all(self, events: list[torch.Event]) -> torch.Event:
+        """An event that happens after all of these."""
         with self._callers_lock:
             stream = self._callers_stream()
-            stream.wait_event(after)
-            event = self._new_event()
-            event.record(stream)
-        return event
+            for event in events:
+                event.wait(stream)
+            last = self._new_event()
+            last.record(stream)
+        return last
 
     def _callers_stream(self) -> torch.Stream:
         """The stream that waits for the callers' events. The caller holds _callers_lock."""
         if self._callers is None:
-            self._callers = torch.Stream(device=self.device)
+            # Events of the vendor's own class only take streams of its own class.
+            module = torch.get_device_module(self.device)
+            self._callers = getattr(module, "Stream", torch.Stream)(device=self.device)
         return self._callers
 
     def make_waiting(self, stream: object) -> tuple[int, Waiting]:
@@ -261,7 +278,7 @@ class DeviceQueue:
         return not self.commands.is_empty
 
     def forget(self, token: int) -> None:
-        """No command uses this token any more."""
+        """Drops a token that no command uses any more."""
         self._waiting.pop(token, None)
 
     # Carrying out commands.
@@ -379,7 +396,7 @@ class DeviceQueue:
 
     def _record(self, command: native.Command, stream: _Stream) -> None:
         if stream.records and stream.records[-1].is_of(command):
-            return  # Ctrl-C came right after
+            return  # recorded already: Ctrl-C came between the record and commands.done()
         error = stream.error
         event: torch.Event | None = None
         try:
@@ -392,7 +409,8 @@ class DeviceQueue:
         record.is_timed = command.timed and self.is_timed
         record.transfer = stream.transfer
         record.buffers = stream.buffers
-        # Nothing is called in these lines, so that Ctrl-C comes before or after.
+        # CPython raises KeyboardInterrupt only at calls and loop ends. There is none in the next
+        # three lines, so they cannot be torn apart.
         self.records[command.event] = record
         stream.records += (record,)
         stream.error, stream.buffers = None, []
@@ -449,7 +467,7 @@ class DeviceQueue:
     def _copy_blocks(self, command: native.Command, stream: _Stream) -> None:
         group = self.groups[command.group]
         blocks, slots = command.numbers(0), command.numbers(1)
-        if not (slots[1:] > slots[:-1]).all():  # adjacent slots in order are copied at once
+        if not (slots[1:] > slots[:-1]).all():  # sorted, so that one copy takes adjacent slots
             order = np.argsort(slots)
             blocks, slots = blocks[order], slots[order]
         ids = self._send_ids(blocks, stream)
@@ -488,7 +506,7 @@ class DeviceQueue:
 
     def _report(self) -> None:
         """Tells the native side which events have happened."""
-        for stream in list(self._streams.values()):  # a lost device has none any more
+        for stream in list(self._streams.values()):
             while stream.records and self.lost is None:
                 record = stream.records[0]
                 try:
@@ -642,7 +660,7 @@ def _measures_time(device: torch.device) -> bool:
 
 
 def _is_plain_thread() -> bool:
-    """Whether torch's operations do what they say in this thread: no mode of torch changes them."""
+    """Whether no mode of torch changes what its operations do in this thread."""
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
 
 

@@ -6,7 +6,7 @@ from torch_kvswap._native.log import warn_once
 
 
 def has_unified_memory(device: torch.device) -> bool:
-    """Whether the device has no memory of its own, as Apple's and integrated GPUs."""
+    """Whether the device shares the host's memory, as Apple's and integrated GPUs do."""
     if device.type == "cuda" and torch.cuda.is_available():
         return bool(torch.cuda.get_device_properties(device).is_integrated)
     return device.type == "mps"

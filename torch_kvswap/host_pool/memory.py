@@ -15,14 +15,14 @@ from torch import Tensor
 from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.devices.backend import can_pin, find_device_backend
+from torch_kvswap.devices.backend import can_pin, find_device_backend, is_native
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.shape import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.host_pool.system import check_room
 
 MAX_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
-_ALIGNMENT = 2 << 20  # of transparent huge pages, in bytes
+_ALIGNMENT = 2 << 20  # bytes of a transparent huge page
 _MAX_THREADS = 16  # assumed to saturate memory bandwidth; benchmarks/host_memory.py measures it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -81,21 +81,19 @@ class Mapping:
         if self.fd is not None:
             self._close_file()
 
-    def place(self, device: torch.device, numa_node: int | None, own: range) -> None:
-        """Makes these bytes come from a NUMA node when they are first touched, while it has memory.
+    def place(self, device: torch.device, numa_node: int | None) -> None:
+        """Places the pages on a NUMA node when they are first touched, while it has memory.
 
         Args:
             device (torch.device): the device that pins the memory.
             numa_node (int | None): the node; None is that of a CUDA GPU, and any node for others.
-            own (range): the bytes.
         """
         node = numa_node
-        if node is None and device.type == "cuda":
+        if node is None and device.type == "cuda" and is_native("cuda"):
             node = _node_of(device)
         if node is None:
             return
-        address = self.address + own.start
-        if not native.bind_host(address, len(own), node):
+        if not native.bind_host(self.address, self.nbytes, node):
             # Containers forbid binding. But a page comes from the node of the CPU that touches it.
             self._cpus = system.cpus_of(node)
 
@@ -142,7 +140,7 @@ class TorchMemory:
     """
 
     fd: int | None = None
-    huge_bytes = 0  # not known
+    huge_bytes = 0  # torch does not report it
 
     def __init__(self, nbytes: int, page_bytes: int | None = None) -> None:
         check_room(nbytes, reserved=False, page_bytes=page_bytes)
@@ -232,7 +230,7 @@ class Registration:
         self._device = device
         self._backend: Any = find_device_backend(device.type)
         self._process = ForkGuard()
-        self._bytes: dict[int, int] = {}  # by address
+        self._bytes: dict[int, int] = {}  # key: address
 
     def add(self, first: int, last: int) -> str | None:
         """Registers the bytes from `first` to `last` in one call.
@@ -301,9 +299,11 @@ def _problem_of(call: Callable[..., object], *arguments: object) -> str | None:
 
 
 def pins_with_torch(device: torch.device) -> bool:
-    """Whether memory for this device is pinned by torch, which allocates it: neither CUDA's driver
-    nor a backend of the device registers memory that exists."""
-    return device.type not in ("cpu", "cuda") and not can_pin(find_device_backend(device.type))
+    """Whether torch allocates and pins host memory for this device.
+
+    True where neither CUDA's driver nor a backend of the device can register existing memory.
+    """
+    return not is_native(device.type) and not can_pin(find_device_backend(device.type))
 
 
 def is_pinned(address: int, device: torch.device | None = None) -> bool:

@@ -18,8 +18,8 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
+from torch_kvswap.encoding.slot import RAW, Encoding
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
 from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
@@ -47,7 +47,7 @@ class PinningOptions(NamedTuple):
 
 
 class Pinning:
-    """Touches and registers a process's pages, and publishes in `ready_range` which are ready.
+    """Touches and registers the pages, and publishes in `ready_range` which are ready.
 
     start() pins. If the driver refuses a chunk, it is tried again in halves. If the driver still
     refuses, start() unregisters everything, and raises RuntimeError if `pinned` is True; otherwise
@@ -87,9 +87,11 @@ class Pinning:
         Raises:
             RuntimeError: the driver refuses, and `pinned` is True.
         """
-        shape, own = self._shape, self._shape.local_pages
-        self._chunk = min(shape.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
-        self._publish(own.start)
+        shape = self._shape
+        self._chunk = min(
+            shape.chunk_of(options.chunk_bytes), 1 << (shape.num_pages - 1).bit_length()
+        )
+        self._publish(0)
         chunks = self._chunks(options.on_progress)
         try:
             next(chunks)
@@ -173,10 +175,10 @@ class Pinning:
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
-        own, begin = self._shape.local_pages, self._shape.local_pages.start
+        begin, all_pages = 0, self._shape.num_pages
         touching = self._touch(begin, self._end_of(begin))
         try:
-            while begin < own.stop and not self._stopping:
+            while begin < all_pages and not self._stopping:
                 end = self._end_of(begin)
                 touching.finish()
                 # Touch the next chunk while the driver registers this one.
@@ -186,7 +188,7 @@ class Pinning:
                     self._publish(begin)
                     self._changed.notify_all()
                 if on_progress is not None:
-                    on_progress(begin - own.start, len(own))
+                    on_progress(begin, all_pages)
                 yield
         finally:
             touching.join()
@@ -201,7 +203,7 @@ class Pinning:
 
     def _end_of(self, begin: int) -> int:
         """The end of the chunk that contains page `begin`."""
-        return min(begin - begin % self._chunk + self._chunk, self._shape.local_pages.stop)
+        return min(begin - begin % self._chunk + self._chunk, self._shape.num_pages)
 
     def _bytes_of(self, begin: int, end: int) -> tuple[int, int]:
         """The first byte of page `begin` and of page `end`."""
@@ -239,7 +241,7 @@ class Pinning:
         except BaseException as error:  # also SystemExit, or wait() would wait forever
             self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
         finally:
-            if self._is_closed:  # by a close() that did not wait for this thread
+            if self._is_closed:  # close() did not wait for this thread
                 self.registration.remove()
 
     def _fail(self, error: BaseException) -> None:
@@ -253,22 +255,21 @@ class Pinning:
         )
 
     def _state(self) -> str:
-        own, end = self._shape.local_pages, self._ready_range.end_page
-        return f"{end - own.start} of {len(own)} host pages are pinned"
+        return f"{self._ready_range.end_page} of {self._shape.num_pages} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = bytes_text(len(self._shape.local_bytes))
+        nbytes = bytes_text(self._shape.nbytes)
         return (
             f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
             f"{self._advice()}, or pass pinned=False for pageable memory"
         )
 
     def _advice(self) -> str:
-        return system.advice(len(self._shape.local_bytes))
+        return system.advice(self._shape.nbytes)
 
     def _degrade(self, error: Exception) -> None:
         """Makes all pages usable as pageable memory, and logs a warning."""
-        self._publish(self._shape.local_pages.stop, ONE_CHUNK)
+        self._publish(self._shape.num_pages, ONE_CHUNK)
         log.warning(
             "%s. The pages are pageable now: the driver copies them through its own buffers and "
             "blocks the submitting thread, and kernels cannot access them",
@@ -345,8 +346,8 @@ def read_pinning(
                 )
     elif pinned is False and encoding is not RAW:
         raise ValueError(
-            f"encoding='lossless' needs pinned pages for {layout.device}, because kernels encode "
-            "and decode them; leave pinned=False out"
+            f"encoding={encoding.name!r} needs pinned pages for {layout.device}, because kernels "
+            "encode and decode them; leave pinned=False out"
         )
     nodes = system.numa_nodes()
     if numa_node is not None and nodes and numa_node not in nodes:

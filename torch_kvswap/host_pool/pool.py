@@ -20,12 +20,11 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap.host_pool.encoding import (
+from torch_kvswap.encoding.slot import (
     RAW,
     SLOT_ALIGNMENT,
     Encoding,
     EncodingName,
-    decode_block,
     read_encoding,
 )
 from torch_kvswap.host_pool.memory import (
@@ -73,12 +72,11 @@ class _Memory:
     ) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
-        # Of the largest blocks, for which the pool was made.
+        # The sizes of the layout that the pool was made for. Views may have smaller blocks.
         self.slab_sizes, self.encoding = layout.sizes, encoding
         self.pages: Tensor | None = shape.view(mapping.tensor)
-        own = shape.local_pages.start, shape.local_pages.stop
         # The native side reads it at each submission.
-        self._ready_range = native.ReadyRange(*own, ONE_CHUNK, shape.local_pages.stop)
+        self._ready_range = native.ReadyRange(shape.num_pages, ONE_CHUNK)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -149,12 +147,11 @@ class HostPool(NotCopyable):
 
     Attributes:
         device (torch.device): the device of the cache.
-        num_pages (int): pages of the pool, in all processes.
+        num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
         slot_bytes (int): bytes per block, encoded or raw.
         page_bytes (int): bytes per page.
         nbytes (int): bytes of all pages.
-        local_pages (range): the pages that this process pins and can use.
         encoding (str): "raw" or "lossless".
         bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
         layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. The slabs
@@ -200,9 +197,6 @@ class HostPool(NotCopyable):
         num_pages: int,
         blocks_per_page: int = 1,
         *,
-        world: int,
-        rank: int = 0,
-        replicated: bool = False,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
         pinned: bool | None = None,
@@ -214,31 +208,27 @@ class HostPool(NotCopyable):
     ) -> HostPool:
         """Makes a pool that other processes of this machine can attach() to.
 
-        Each process pins and uses only its part of the pages, `local_pages`.
+        Each process pins and uses all pages. The caller must make sure that no process reads or
+        writes a page while another one writes it. Processes that share nothing need no shared pool:
+        each makes its own.
 
         Args:
             layout, num_pages, blocks_per_page, encoding, bits_per_value, pinned, pin_in_background,
-                on_progress, huge_pages, numa_node, chunk_bytes: see HostPool. num_pages is at least
-                `world` unless replicated.
-            world (int): processes that share the pages, including this one.
-            rank (int): this process, 0 to world - 1.
-            replicated (bool): every process pins and uses all pages. The caller must make sure that
-                no process reads a page while another one writes it.
+                on_progress, huge_pages, numa_node, chunk_bytes: see HostPool.
 
         Raises:
             TypeError, ValueError, RuntimeError, OSError: see HostPool.
         """
         kept = read_encoding(encoding, bits_per_value)
-        shape = PoolShape(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
+        shape = PoolShape(layout, num_pages, blocks_per_page, kept)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
         _check_shared_pinning(layout.device, pinning)
         mapping = map_new(shape.nbytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
-        sharing = shape.world, shape.replicated, huge_pages is not False
         pool = cls.__new__(cls)
-        pool._open(layout, shape, mapping, kept, pinning, sharing)
+        pool._open(layout, shape, mapping, kept, pinning, huge_pages is not False)
         return pool
 
     @classmethod
@@ -247,53 +237,38 @@ class HostPool(NotCopyable):
         layout: PagedLayout,
         handle: PoolHandle,
         *,
-        rank: int,
         pinned: bool | None = None,
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
-        numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> HostPool:
-        """Makes a pool on the memory of another process's pool.
+        """Makes a pool on the memory of another process's pool, which has placed the pages.
 
         Args:
-            layout (PagedLayout): this process's cache, with the page size of the handle and, if the
-                pool is replicated, its slab sizes. The encoding is that of the handle.
+            layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
+                handle. The encoding is that of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
-            rank (int): this process, 0 to world - 1; each process has its own.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
-            numa_node (int | None): see HostPool. Must be None for a replicated pool: the process
-                that made the pool has placed the pages.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
-            ValueError: the handle has another page size, a replicated pool has other slab sizes,
-                the layout's blocks cannot be encoded as the handle says, or an argument is out of
-                range.
+            ValueError: the handle has another page size or other slab sizes, the layout's blocks
+                cannot be encoded as the handle says, or an argument is out of range.
             RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
         check_handle(handle)
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
-        sizes = handle.num_pages, handle.blocks_per_page
-        shape = PoolShape(layout, *sizes, rank, handle.world, handle.replicated, kept)
-        handle.check(shape, layout)
+        shape = PoolShape(layout, handle.num_pages, handle.blocks_per_page, kept)
+        handle._check(shape, layout)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
-        )
-        if shape.replicated:
-            if numa_node is not None:
-                raise ValueError(
-                    f"numa_node is {numa_node}, but the process that made the replicated pool has "
-                    "placed its pages; leave it out, or give it to create_shared()"
-                )
-            pinning = pinning._replace(places=False)
+            layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes
+        )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
         mapping = map_handle(handle, shape.nbytes)
-        sharing = shape.world, shape.replicated, handle.huge_pages
         pool = cls.__new__(cls)
-        pool._open(layout, shape, mapping, kept, pinning, sharing)
+        pool._open(layout, shape, mapping, kept, pinning, handle.huge_pages)
         return pool
 
     @staticmethod
@@ -325,7 +300,7 @@ class HostPool(NotCopyable):
         mapping: Mapping | TorchMemory,
         encoding: Encoding,
         pinning: PinningOptions,
-        sharing: tuple[int, bool, bool] | None,
+        shares_huge_pages: bool | None,
     ) -> None:
         """Initializes a pool of any kind.
 
@@ -335,15 +310,14 @@ class HostPool(NotCopyable):
             mapping (Mapping | TorchMemory): the memory.
             encoding (Encoding): how blocks are kept.
             pinning (PinningOptions): the pinning options.
-            sharing (tuple[int, bool, bool] | None): world, replicated and huge_pages of a
-                PoolHandle; None for a pool of one process.
+            shares_huge_pages (bool | None): huge_pages of a PoolHandle; None for a pool of one
+                process.
         """
         self.device = layout.device
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
         self.slot_bytes = shape.slot_bytes
         self.page_bytes, self.nbytes = shape.page_bytes, shape.nbytes
-        self.local_pages = shape.local_pages
-        self._sharing = sharing
+        self._shares_huge_pages = shares_huge_pages
         self._shape = shape
         self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
@@ -353,7 +327,7 @@ class HostPool(NotCopyable):
                 pinning.on_progress(shape.num_pages, shape.num_pages)
         elif is_registered and pinning.pinned is not False:
             if pinning.places:
-                mapping.place(layout.device, pinning.numa_node, shape.local_bytes)
+                mapping.place(layout.device, pinning.numa_node)
             self._memory.make_pinning(shape, layout.device).start(pinning)
 
     def _keep(self, layout: PagedLayout, encoding: Encoding) -> None:
@@ -363,8 +337,8 @@ class HostPool(NotCopyable):
         self.layout = self._shape.slabs(self._memory.mapping.tensor, layout, encoding)
 
     def __repr__(self) -> str:
-        pages = len(self.local_pages)
         is_open = self._memory.pages is not None
+        ready = f"{self._ready_range.end_page} of {self.num_pages} pages ready"
         encoding = (
             ""
             if self._encoding is RAW
@@ -373,7 +347,7 @@ class HostPool(NotCopyable):
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
             f"page_bytes={self.page_bytes}, {encoding}device={self.device}, "
-            f"{f'{self._count_ready_pages()} of {pages} pages ready' if is_open else 'closed'})"
+            f"{ready if is_open else 'closed'})"
         )
 
     def share(self) -> PoolHandle:
@@ -388,14 +362,14 @@ class HostPool(NotCopyable):
         """
         self._memory.check_open()
         fd = self._memory.mapping.fd
-        if self._sharing is None or fd is None:
+        if self._shares_huge_pages is None or fd is None:
             raise ValueError(
                 "this pool belongs to one process; make it with HostPool.create_shared()"
             )
-        numbers = self.num_pages, self.blocks_per_page, self.page_bytes
+        shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        return PoolHandle(os.dup(fd), *numbers, *self._sharing, sizes, *encoding)
+        return PoolHandle(os.dup(fd), *shape, sizes, *encoding)
 
     def view_for(
         self,
@@ -468,15 +442,14 @@ class HostPool(NotCopyable):
         Jobs do not order this access: wait for them on the host first.
 
         Args:
-            page (int): one of local_pages.
+            page (int): 0 to num_pages - 1.
             slot (int): 0 to blocks_per_page - 1.
 
         Returns:
             Tensor: uint8, the slabs of the block in a row.
 
         Raises:
-            IndexError: the pool has no such page or slot, or its page is not ready or of another
-                rank.
+            IndexError: the pool has no such page or slot, or its page is not ready.
             ValueError: the slot holds no encoded block: none was stored, or its store rejected it.
             RuntimeError: the pool is closed.
         """
@@ -485,10 +458,7 @@ class HostPool(NotCopyable):
         self._ready_range.check(page, self.num_pages)
         if not 0 <= slot < self.blocks_per_page:
             raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
-        memory = pages[page, slot]
-        if self._encoding is RAW:
-            return memory[: self.layout.block_bytes].clone()
-        block = decode_block(self.layout.sizes, self._encoding.width_eighths, memory)
+        block = self._encoding.block_in(pages[page, slot], self.layout.sizes)
         if block is None:
             raise ValueError(
                 f"slot {slot} of page {page} holds no encoded block: its store was rejected, or "
@@ -501,63 +471,59 @@ class HostPool(NotCopyable):
         """The pages that can be used now, as the native side reads them; shared by all views."""
         return self._memory._ready_range
 
-    def _count_ready_pages(self) -> int:
-        """num_ready_pages, also of a closed pool."""
-        return self._ready_range.end_page - self._ready_range.first_page
-
     @property
     def num_ready_pages(self) -> int:
-        """How many of local_pages, from the front, can be used now.
+        """How many pages, from the front, can be used now.
 
         Raises RuntimeError if the pool is closed.
         """
         self._memory.check_open()
-        return self._count_ready_pages()
+        return self._ready_range.end_page
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of local_pages can be used now.
+        """Whether all pages can be used now.
 
         Raises RuntimeError if the pool is closed.
         """
-        return self.num_ready_pages == len(self.local_pages)
+        return self.num_ready_pages == self.num_pages
 
     def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
-        """Blocks until the first pages of local_pages can be used. Any thread may wait.
+        """Blocks until the first pages can be used. Any thread may wait.
 
         Args:
             timeout (float | None): seconds; None waits forever.
-            pages (int | None): number of pages; None is all of local_pages.
+            pages (int | None): number of pages; None is all of them.
 
         Returns:
             bool: False if the timeout passed first.
 
         Raises:
-            ValueError: `pages` is more than local_pages has, or a number is negative.
+            ValueError: `pages` is more than the pool has, or a number is negative.
             RuntimeError: pinning has stopped, because the driver refused, or the pool is closed.
         """
         self._memory.process.check("host pool")
-        own = self.local_pages
-        wanted = len(own) if pages is None else read_int("pages", pages, 0, len(own))
+        all_pages = self.num_pages
+        wanted = all_pages if pages is None else read_int("pages", pages, 0, all_pages)
         timeout = read_timeout("timeout", timeout)
         pinning = self._memory.pinning
-        in_time = pinning is None or pinning.wait(own.start + wanted, timeout)
+        in_time = pinning is None or pinning.wait(wanted, timeout)
         if in_time:
             self._memory.check_open()
         return in_time
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver reports all of local_pages as pinned. False if the pool is closed."""
+        """Whether the driver reports all pages as pinned. False if the pool is closed."""
         memory = self._memory
         memory.process.check("host pool")
-        if memory.pages is None or self._count_ready_pages() < len(self.local_pages):
+        if memory.pages is None or self._ready_range.end_page < self.num_pages:
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_known()
         if isinstance(memory.mapping, TorchMemory):
             return memory.mapping.tensor.is_pinned()
-        return is_pinned(memory.pages[self.local_pages.start].data_ptr())
+        return is_pinned(memory.pages.data_ptr())
 
     @property
     def huge_bytes(self) -> int:
@@ -568,11 +534,7 @@ class HostPool(NotCopyable):
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
 
-    def check_open(self) -> None:
-        """Raises RuntimeError if the pool is closed, or in a forked child."""
-        self._memory.check_open()
-
-    def check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
+    def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
 
         Args:

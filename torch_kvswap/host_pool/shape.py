@@ -1,4 +1,4 @@
-"""The shape of a host pool: number and size of its pages, and the share of each process."""
+"""The shape of a host pool: number and size of its pages."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import os
 import numpy as np
 from torch import Tensor
 
-from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int, read_switch
-from torch_kvswap.host_pool.encoding import RAW, Encoding
+from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
+from torch_kvswap.encoding.slot import RAW, Encoding
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class PoolShape:
-    """The shape of a host pool, as this process sees it.
+    """The shape of a host pool.
 
     Args:
         layout (PagedLayout): the cache whose blocks the pages hold.
         num_pages (int): number of pages.
         blocks_per_page (int): blocks per page.
-        rank (int): this process.
-        world (int): processes that share the pool.
-        replicated (bool): every process uses all pages.
         encoding (Encoding): how blocks are kept.
 
     Attributes:
@@ -33,10 +30,6 @@ class PoolShape:
         slot_bytes (int): bytes per block.
         page_bytes (int): bytes per page.
         nbytes (int): bytes of all pages.
-        world (int): processes that share the pool.
-        replicated (bool): every process uses all pages.
-        local_pages (range): the pages that this process uses.
-        local_bytes (range): their bytes in the memory.
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
@@ -48,37 +41,21 @@ class PoolShape:
         layout: PagedLayout,
         num_pages: int,
         blocks_per_page: int,
-        rank: int = 0,
-        world: int = 1,
-        replicated: bool = False,
         encoding: Encoding = RAW,
     ) -> None:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
-        world = read_int("world", world, 1)
-        rank = read_int("rank", rank, 0, world - 1)
-        replicated = read_switch("replicated", replicated)
         self.slot_bytes = encoding.slot_bytes(layout)
         if (nbytes := num_pages * blocks_per_page * self.slot_bytes) > INT64_MAX:
             raise ValueError(
                 f"num_pages={num_pages} with blocks_per_page={blocks_per_page} need {nbytes} "
                 "bytes, more than can be addressed; ask for fewer pages"
             )
-        if num_pages < world and not replicated:
-            raise ValueError(
-                f"num_pages={num_pages} for world={world}: each process needs at least one page"
-            )
         self.num_pages = num_pages
         self.blocks_per_page = blocks_per_page
         self.page_bytes = blocks_per_page * self.slot_bytes
         self.nbytes = nbytes
-        self.world, self.replicated = world, replicated
-        first, last = rank * num_pages // world, (rank + 1) * num_pages // world
-        if replicated:
-            first, last = 0, num_pages
-        self.local_pages = range(first, last)
-        self.local_bytes = range(first * self.page_bytes, last * self.page_bytes)
 
     def chunk_of(self, nbytes: int) -> int:
         """The number of pages, a power of two, that fit in `nbytes`.

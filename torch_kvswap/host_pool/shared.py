@@ -19,14 +19,14 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
-from torch_kvswap.host_pool.encoding import EncodingName, encoding_of, read_encoding
+from torch_kvswap.encoding.slot import EncodingName, encoding_of, read_encoding
 from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
-# The last number is that of the slabs, whose sizes follow.
-_NUMBERS = struct.Struct("=8q")
+# The last number counts the slabs, whose sizes follow.
+_NUMBERS = struct.Struct("=6q")
 _READ_BYTES = 1 << 16
-# What to do if a pool cannot hold the blocks of a layout with which a process attaches to it.
+# What the error advises if the blocks of the attaching layout do not fit into the pool.
 ATTACH_ADVICE = "attach with a layout of the cache that the pool was made for"
 
 
@@ -42,8 +42,6 @@ class PoolHandle(NotCopyable):
         num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
         page_bytes (int): bytes per page.
-        world (int): processes that share the pool.
-        replicated (bool): whether every process uses all pages.
         huge_pages (bool): whether the kernel may use transparent huge pages.
         slab_sizes (np.ndarray): int64 [slabs], bytes of a block in each slab of the cache that the
             pool was made for.
@@ -59,8 +57,6 @@ class PoolHandle(NotCopyable):
         num_pages: int,
         blocks_per_page: int,
         page_bytes: int,
-        world: int,
-        replicated: bool,
         huge_pages: bool,
         slab_sizes: Sequence[int] | Int64Array,
         encoding: EncodingName = "raw",
@@ -69,8 +65,7 @@ class PoolHandle(NotCopyable):
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
-        self.world = read_int("world", world, 1)
-        self.replicated, self.huge_pages = bool(replicated), bool(huge_pages)
+        self.huge_pages = bool(huge_pages)
         sizes = [read_int(f"slab_sizes[{i}]", size, 1) for i, size in enumerate(slab_sizes)]
         self.slab_sizes: Int64Array = np.array(sizes, np.int64)
         self._encoding = read_encoding(encoding, bits_per_value)
@@ -81,8 +76,8 @@ class PoolHandle(NotCopyable):
     def __repr__(self) -> str:
         return (
             f"PoolHandle(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
-            f"page_bytes={self.page_bytes}, world={self.world}, replicated={self.replicated}, "
-            f"encoding={self.encoding!r}, {f'fd={self._fd}' if self.close.alive else 'closed'})"
+            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}, "
+            f"{f'fd={self._fd}' if self.close.alive else 'closed'})"
         )
 
     @property
@@ -108,10 +103,9 @@ class PoolHandle(NotCopyable):
             RuntimeError: the handle is closed.
         """
         _check_connection(connection)
-        shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        sharing = self.world, self.replicated, self.huge_pages
+        shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
         kept = self._encoding.width_eighths, len(self.slab_sizes)
-        message = _NUMBERS.pack(*shape, *sharing, *kept) + self.slab_sizes.tobytes()
+        message = _NUMBERS.pack(*shape, *kept) + self.slab_sizes.tobytes()
         sent = socket.send_fds(connection, [message], [self.fd])
         if sent < len(message):  # sending nothing fails if the other end has closed already
             connection.sendall(message[sent:])
@@ -153,12 +147,11 @@ class PoolHandle(NotCopyable):
                 os.close(fd)
             raise
 
-    def check(self, shape: PoolShape, layout: PagedLayout) -> None:
+    def _check(self, shape: PoolShape, layout: PagedLayout) -> None:
         """Checks that a pool of this shape can attach to the handle.
 
-        If it is replicated, processes read each other's blocks, so their slabs must be the same.
-        The file must also be large enough and sealed against shrinking: an access beyond its end
-        would kill the process.
+        Processes read each other's blocks, so their slabs must be the same. The file must also be
+        large enough and sealed against shrinking: an access beyond its end would kill the process.
 
         Args:
             shape (PoolShape): the shape of the pool.
@@ -174,8 +167,7 @@ class PoolHandle(NotCopyable):
                 f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
                 f"{shape.page_bytes}; {ATTACH_ADVICE}"
             )
-        if self.replicated:
-            layout.check_same_blocks(self.slab_sizes, ATTACH_ADVICE)
+        layout._check_same_blocks(self.slab_sizes, ATTACH_ADVICE)
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

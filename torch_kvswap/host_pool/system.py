@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_kvswap._native.arguments import bytes_text, count_of
 
-ROOT = Path("/")  # the folder of proc and sys; tests use their own
+ROOT = Path("/")  # contains proc and sys; tests use another folder
 _COLLAPSE = 25  # MADV_COLLAPSE, which Python does not name
 
 
@@ -73,7 +73,7 @@ def collapses_pages() -> bool:
     """Whether the kernel makes huge pages out of small ones on request: from Linux 6.1 on."""
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
         try:
-            memory.madvise(_COLLAPSE, 0, 0)  # of no bytes: only asks whether it can
+            memory.madvise(_COLLAPSE, 0, 0)  # 0 bytes: asks whether the kernel can
         except OSError:
             return False
     return True
@@ -83,11 +83,6 @@ def memlock_limit() -> int | None:
     """Bytes that this process may lock; None if unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def is_wsl() -> bool:
-    """Whether this is the Windows Subsystem for Linux."""
-    return "microsoft" in _read("proc/version").lower()
 
 
 def numa_node_of(pci_address: str) -> int | None:
@@ -224,7 +219,7 @@ def _check_huge_pages(nbytes: int, page_bytes: int | None) -> None:
 
 
 def _smaller_pool(room: int, page_bytes: int | None) -> str:
-    """The advice to ask for what fits into this many bytes, and "or"; "" if nothing does."""
+    """Advice to ask for a pool that fits into `room` bytes, ending with "or"; "" without room."""
     if room <= 0:
         return ""
     if page_bytes is None:
@@ -236,13 +231,10 @@ def _smaller_pool(room: int, page_bytes: int | None) -> str:
 
 def advice(nbytes: int) -> str:
     """What the user can do if the driver does not pin this many bytes."""
-    ways = []
     limit = memlock_limit()
-    if limit is not None and limit < nbytes:
-        ways.append(
-            f"raise the limit on locked memory, {bytes_text(limit)} (ulimit -l unlimited; in a "
-            "container --ulimit memlock=-1)"
-        )
-    if is_wsl():
-        ways.append("under WSL allow the guest more memory (.wslconfig): part of it can be pinned")
-    return ", ".join([*ways, "ask for fewer pages"])
+    if limit is None or limit >= nbytes:
+        return "ask for fewer pages"
+    return (
+        f"raise the limit on locked memory, {bytes_text(limit)} (ulimit -l unlimited; in a "
+        "container --ulimit memlock=-1), ask for fewer pages"
+    )

@@ -1,1 +1,33 @@
-"""Prefix caching: which blocks of prompts are on which host pages."""
+"""Prefix caching: which blocks of prompts are on which host pages.
+
+Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
+submit transfers themselves, with what it takes and returns; what `preempt()` and `resume()` return
+(`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, keys of
+`DIGEST_BYTES` each).
+"""
+
+from torch_kvswap.prefix.cache import Preempted, Resumed
+from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, MultiModalItem
+from torch_kvswap.prefix.manager import (
+    BlockEvent,
+    BlockManager,
+    BlockStats,
+    LoadReservation,
+    Lookup,
+    StoreReservation,
+)
+
+__all__ = [
+    "DIGEST_BYTES",
+    "BlockEvent",
+    "BlockGroup",
+    "BlockManager",
+    "BlockStats",
+    "LoadReservation",
+    "Lookup",
+    "MultiModalItem",
+    "Preempted",
+    "Resumed",
+    "StoreReservation",
+]

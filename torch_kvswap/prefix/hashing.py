@@ -132,7 +132,7 @@ class PrefixHasher:
     Args:
         model (str): the model; add its revision if it can change.
         dtype (str): dtype of the cached values, e.g. "bfloat16".
-        block_tokens (int): tokens per key; for an OffloadEngine, those of the blocks_per_page GPU
+        block_tokens (int): tokens per key; for a PrefixCache, those of the blocks_per_page GPU
             blocks of a page.
         adapter (Hashable): the LoRA adapter; None for none.
         salt (str | bytes | None): separates tenants: prompts with different salts never share a
@@ -215,26 +215,26 @@ class PrefixHasher:
             content, multi_modal_items, reusable_blocks(len(content) // 4, self.block_tokens)
         )
 
-    def partial_key(
+    def request_keys(
         self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
     ) -> bytes:
-        """The key of the last, partly filled block, such as of a preempted request.
+        """The keys of all blocks of a request, also of a partly filled last one: for preempt().
 
-        The key covers the number of tokens, so it differs from the key of any full block.
+        The key of a partly filled block covers its number of tokens, so it differs from the key of
+        any full block.
 
         Args:
             tokens, multi_modal_items: see keys().
 
         Returns:
-            bytes: DIGEST_BYTES, or b"" if the last block is full.
+            bytes: DIGEST_BYTES per block, one digest after another; those of keys() come first.
 
         Raises:
             TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
-        num_tokens = len(content) // 4
-        full, blocks = num_tokens // self.block_tokens, -(-num_tokens // self.block_tokens)
-        return self._digests(content, multi_modal_items, blocks)[full * DIGEST_BYTES :]
+        blocks = -(-(len(content) // 4) // self.block_tokens)
+        return self._digests(content, multi_modal_items, blocks)
 
     def _digests(
         self, content: bytes, multi_modal_items: Sequence[MultiModalItem], blocks: int

@@ -14,10 +14,12 @@ class Chain(NamedTuple):
     Attributes:
         keys (bytes): their digests, for prepare_store().
         gpu_block_ids (list[int]): their GPU blocks.
+        loads (tuple[int, ...]): loads that the blocks were computed from; see record().
     """
 
     keys: bytes
     gpu_block_ids: list[int]
+    loads: tuple[int, ...] = ()
 
 
 class LazyStorePolicy:
@@ -38,13 +40,18 @@ class LazyStorePolicy:
         self._parent: dict[bytes, bytes | None] = {}  # previous key, for each key on the GPU
         self._blocks: dict[bytes, list[int]] = {}  # GPU blocks, for each key on the GPU
         self._key: dict[int, bytes] = {}  # the key that a GPU block was last computed for
+        self._loads: dict[bytes, tuple[int, ...]] = {}  # from record(), for keys with loads
 
-    def record(self, keys: bytes, gpu_block_ids: Sequence[int]) -> None:
+    def record(
+        self, keys: bytes, gpu_block_ids: Sequence[int], loads: tuple[int, ...] = ()
+    ) -> None:
         """Records that a request's first blocks were computed and have these keys.
 
         Args:
             keys (bytes): distinct digests from the first block of the prompt on, one per page.
             gpu_block_ids: their GPU blocks.
+            loads (tuple[int, ...]): ids of loads into blocks of the prompt that are not reported
+                yet.
         """
         parent = None
         for place in range(len(keys) // DIGEST_BYTES):
@@ -55,6 +62,9 @@ class LazyStorePolicy:
                 self._key[block] = key
             # If a page has two copies on the GPU, keep the newer one, which leaves later.
             self._blocks[key], self._parent[key] = blocks, parent
+            self._loads.pop(key, None)
+            if loads:
+                self._loads[key] = loads
             parent = key
 
     def chains_of(self, gpu_block_ids: Iterable[int]) -> list[Chain]:
@@ -70,7 +80,11 @@ class LazyStorePolicy:
                 parent = self._parent[parent]
         chains = [self._chain_to(key) for key in keys if key not in inner]
         return [
-            Chain(b"".join(chain), [block for key in chain for block in self._blocks[key]])
+            Chain(
+                b"".join(chain),
+                [block for key in chain for block in self._blocks[key]],
+                tuple({load: None for key in chain for load in self._loads.get(key, ())}),
+            )
             for chain in chains
         ]
 
@@ -78,6 +92,12 @@ class LazyStorePolicy:
         """Records that these GPU blocks have left."""
         for block in gpu_block_ids:
             self._forget(block)
+
+    def forget_computed_from(self, load: int) -> None:
+        """Forgets the blocks that were computed from a load that has failed."""
+        for key in [key for key, loads in self._loads.items() if load in loads]:
+            for block in self._blocks[key]:
+                self._forget(block)
 
     def _chain_to(self, key: bytes) -> list[bytes]:
         """The keys from the first page of the prompt to this one.
@@ -96,3 +116,4 @@ class LazyStorePolicy:
         key = self._key.pop(block, None)
         if key is not None and block in self._blocks.get(key, ()):
             del self._blocks[key], self._parent[key]
+            self._loads.pop(key, None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
 
@@ -24,11 +23,10 @@ from torch_kvswap.prefix.groups import (
     read_ready_pages,
     unit_tokens,
 )
-from torch_kvswap.prefix.hashing import Keys
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
 EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
-POLICIES = ("lru", "arc")  # by number
+POLICIES = ("lru", "arc")  # index: native number
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
@@ -72,7 +70,13 @@ class Lookup(NamedTuple):
     pending: int
 
 
-native.set_python(Lookup=Lookup)
+native.set_python(
+    Lookup=Lookup,
+    kind_of=kind_of,
+    read_int=read_int,
+    read_seconds=read_seconds,
+    read_switch=read_switch,
+)
 Reservation = LoadReservation | StoreReservation
 
 
@@ -145,7 +149,7 @@ __all__ = [
 ]
 
 
-class BlockManager(NotCopyable):
+class BlockManager(NotCopyable, native.BlockManager):
     """Keeps track of which prefix blocks are on which host pages. Copies nothing.
 
     A caller that copies blocks reserves pages first (prepare_load(), prepare_store()), and reports
@@ -171,11 +175,10 @@ class BlockManager(NotCopyable):
         num_ready_pages (int | Sequence[int] | None): pages of each group, from the first one on,
             that can be used already; None is all. grow() adds more.
         eviction_policy (str): "lru" or "arc".
-        store_threshold (int): from 2 on, a block is stored once so many lookups have asked for it.
-            As many keys as there are pages are counted, those that were looked up last.
+        store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
+            it. As many keys as there are pages are counted, those that were looked up last.
         events (bool | Collection[str]): record events for events(): all, none, or these kinds.
             "cleared" and "lost" are always recorded with any other kind.
-        clock (Callable[[], float]): monotonic seconds, 0 or more.
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -194,7 +197,6 @@ class BlockManager(NotCopyable):
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool | Collection[EventKind] = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
@@ -203,18 +205,18 @@ class BlockManager(NotCopyable):
                 f"eviction_policy is {eviction_policy!r}; it can be {' or '.join(POLICIES)}"
             )
         threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
-        if not callable(clock):
-            raise TypeError(f"clock is {kind_of(clock)}; pass a function that returns seconds")
         ready = read_ready_pages(self.groups, num_ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)
-        self._clock = clock
         native_groups = [
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
         policy, kinds = POLICIES.index(eviction_policy), event_bits(events)
-        self._native = native.BlockManager(native_groups, self._is_list, policy, threshold, kinds)
-        self._native.grow(ready)
+        most = INT64_MAX // self.unit_tokens
+        native.BlockManager.__init__(
+            self, native_groups, self._is_list, most, policy, threshold, kinds
+        )
+        self._grow(ready)
 
     def __repr__(self) -> str:
         pages = [group.num_pages for group in self.groups]
@@ -240,203 +242,12 @@ class BlockManager(NotCopyable):
             TypeError: num_ready_pages is not a number or a list of numbers.
             ValueError: a group does not have this many pages.
         """
-        self._native.grow(read_ready_pages(self.groups, num_ready_pages))
-
-    def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
-        """Finds the longest cached prefix.
-
-        For sliding windows and states, only the blocks needed after the prefix must be cached. Does
-        not count as a use for eviction; touch() and prepare_load() do.
-
-        Args:
-            keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
-            again (bool): repeats an earlier lookup; not counted for store_threshold or stats().
-        """
-        if again is not False and again is not True:
-            again = read_switch("again", again)
-        found: Lookup = self._native.lookup(keys, again)
-        return found
-
-    def needed_blocks(self, prefix: int) -> range | list[range]:
-        """The blocks that must be on the GPU to go on after a prefix.
-
-        prepare_load() with this prefix holds their pages. All other blocks of the prefix are those
-        that a window or a state has left behind.
-
-        Args:
-            prefix (int): length in units, such as `Lookup.ready`.
-
-        Returns:
-            range | list[range]: positions among the keys; with several groups a list with one range
-                per group.
-        """
-        prefix = read_int("prefix", prefix, 0, INT64_MAX // self.unit_tokens)
-        needed = [range(*blocks) for blocks in self._native.needed_blocks(prefix)]
-        return needed if self._is_list else needed[0]
-
-    def prepare_load(
-        self, keys: Keys | Sequence[Keys], prefix: int | None = None
-    ) -> LoadReservation | None:
-        """Holds the pages of ready blocks for a load.
-
-        Args:
-            keys: keys of a prompt's blocks.
-            prefix (int | None): only the needed_blocks() of a prefix of this length, in units, such
-                as `Lookup.ready`. None is all keys.
-
-        Returns:
-            LoadReservation | None: None, with nothing held, if a block is not ready.
-
-        Raises:
-            ValueError: prefix is longer than the keys.
-        """
-        if prefix is not None:
-            prefix = read_int("prefix", prefix, 0, INT64_MAX // self.unit_tokens)
-        return self._native.prepare_load(keys, prefix)
-
-    def prepare_store(self, keys: Keys | Sequence[Keys]) -> StoreReservation | None:
-        """Assigns pages to the keys that have none, evicting other blocks if needed.
-
-        Until the store has ended, its blocks are pending, and cached blocks of these keys are not
-        evicted.
-
-        Args:
-            keys: keys of a prompt's blocks, in order.
-
-        Returns:
-            StoreReservation | None: None, with nothing changed, if there is not enough room. Its
-                `evicted` lists those of its pages whose blocks were evicted for it, in that order,
-                of all groups one after another.
-
-        Raises:
-            ValueError: a key occurs twice.
-        """
-        return self._native.prepare_store(keys, self._now(), False)
-
-    def preempt(self, keys: Keys | Sequence[Keys]) -> StoreReservation | None:
-        """prepare_store() for a preempted request, whose blocks stay until release().
-
-        Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
-
-        Args:
-            keys: keys of all blocks of the request.
-
-        Returns:
-            StoreReservation | None: None, with nothing changed, if there is not enough room.
-
-        Raises:
-            ValueError: a key occurs twice.
-        """
-        return self._native.prepare_store(keys, self._now(), True)
-
-    def complete(self, reservation: Reservation, rejected: Sequence[int] = ()) -> None:
-        """Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
-
-        Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks are
-        forgotten: a lookup finds the blocks in front of them only.
-
-        Args:
-            reservation (Reservation): from prepare_load(), prepare_store() or preempt().
-            rejected (Sequence[int]): positions of pages with a block in `Result.rejected`, in
-                reservation.pages, those of all groups one after another; ascending.
-
-        Raises:
-            TypeError: rejected is no list of integers.
-            ValueError: the reservation has already ended, or the positions do not ascend or are not
-                those of its pages. Nothing is changed then.
-        """
-        self._end(reservation, True, rejected)
-
-    def fail(self, reservation: Reservation) -> None:
-        """Ends a reservation whose copy failed, or a store that was cancelled or not submitted.
-
-        Its blocks are forgotten, those of a failed load because their pages may be invalid.
-
-        Args:
-            reservation (Reservation): from prepare_load(), prepare_store() or preempt().
-
-        Raises:
-            ValueError: the reservation has already ended.
-        """
-        self._end(reservation, False)
-
-    def touch(self, keys: Keys | Sequence[Keys]) -> None:
-        """Counts a use of the blocks, such as a hit in the GPU cache.
-
-        Ready blocks become the last to be evicted.
-
-        Args:
-            keys: keys of the blocks.
-        """
-        self._native.touch(keys)
-
-    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
-        """Orders the eviction of a prompt that was stored in several steps: its end goes first.
-
-        Not needed if each store names all keys of the prompt so far. Does not count as a use, so
-        "arc" does not treat the blocks as frequently used.
-
-        Args:
-            keys: part of a prompt, in order. Each block is evicted before the block in front of it.
-                Blocks that are not cached are skipped. Reserved blocks take their position when the
-                reservation ends, unless prepare_load(), touch() or preempt() uses them before.
-            renew (bool): evict these blocks after all others. False keeps the position of the first
-                block, so that the blocks stored last are evicted first.
-        """
-        if renew is not False and renew is not True:
-            renew = read_switch("renew", renew)
-        self._native.order(keys, renew)
-
-    def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
-        """Keeps ready or pending blocks from being evicted for some time, or until release().
-
-        A load still needs its own prepare_load().
-
-        Args:
-            keys: keys of the blocks.
-            seconds (float): more than 0; infinity lasts until release().
-
-        Returns:
-            int | None: the lease; None if a block is not cached.
-
-        Raises:
-            TypeError: seconds is not a number.
-            ValueError: seconds is 0, negative or NaN.
-        """
-        seconds = read_seconds("seconds", seconds)
-        if seconds == 0:
-            raise ValueError("seconds is 0; a lease must last longer")
-        return self._native.lease(keys, self._now(), seconds) or None
-
-    def release(self, lease: int | StoreReservation) -> bool:
-        """Ends a lease.
-
-        Args:
-            lease (int | StoreReservation): from lease() or preempt().
-
-        Returns:
-            bool: False if its blocks were not held any more. Blocks of a lease whose time is over
-                are held until the next store, lease() or stats().
-        """
-        return self._native.release(
-            lease.lease if isinstance(lease, StoreReservation) else read_int("lease", lease)
-        )
-
-    def reset(self) -> None:
-        """Forgets all blocks and leases.
-
-        Reserved pages become free when their reservations end. Needs the memory of a second manager
-        for a moment.
-
-        Raises:
-            MemoryError: nothing was changed.
-        """
-        self._native.reset()
+        self._grow(read_ready_pages(self.groups, num_ready_pages))
 
     def events(self) -> list[BlockEvent]:
         """Takes the events since the last call, in order."""
         taken: list[BlockEvent] = []
-        while some := self._native.take_events():
+        while some := self._take_events():
             taken += (BlockEvent(EVENT_KINDS[kind], group, key) for kind, group, key in some)
         return taken
 
@@ -450,16 +261,4 @@ class BlockManager(NotCopyable):
             ValueError: there is no such group.
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
-        return BlockStats(*self._native.stats(group, self._now()))
-
-    def _now(self) -> float:
-        now = self._clock()
-        return now if type(now) is float and now >= 0 else read_seconds("clock()", now)
-
-    def _end(self, reservation: Reservation, succeeded: bool, rejected: Sequence[int] = ()) -> None:
-        if not isinstance(reservation, native.Reservation):
-            raise TypeError(
-                f"reservation is {kind_of(reservation)}; pass what prepare_load() or "
-                "prepare_store() returned"
-            )
-        self._native.end(reservation, succeeded, rejected)
+        return BlockStats(*self._stats(group))

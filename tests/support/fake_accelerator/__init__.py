@@ -8,13 +8,14 @@ docs/fake_accelerator.md says what it models.
 
 from fake_accelerator.accelerator import DEVICE_TYPE, Accelerator, Counters, Hold, load
 from fake_accelerator.library import build
-from fake_accelerator.tests import needs_compiler, on_fake_accelerator
+from fake_accelerator.tests import as_rocm, needs_compiler, on_fake_accelerator
 
 __all__ = [
     "DEVICE_TYPE",
     "Accelerator",
     "Counters",
     "Hold",
+    "as_rocm",
     "build",
     "load",
     "needs_compiler",

@@ -219,6 +219,19 @@ class Accelerator:
         return result
 
 
+def load_as_rocm() -> Accelerator:
+    """Makes the accelerator the "cuda" devices of this process, as in a PyTorch for ROCm, for good.
+
+    The library must have been loaded before torch, which asks once whether there is CUDA. Streams and
+    events of torch.cuda, of which a PyTorch without CUDA has none, are those of torch.
+    """
+    torch.cuda._lazy_init = lambda: None  # type: ignore[method-assign]
+    torch.cuda.Stream, torch.cuda.Event = torch.Stream, torch.Event  # type: ignore[misc, assignment]
+    controls = ctypes.CDLL(str(build("CUDA")))
+    atexit.register(controls.accelerator_stop)
+    return Accelerator(controls)
+
+
 @cache
 def load() -> Accelerator:
     """Makes the accelerator the one of this process, for good."""

@@ -1,4 +1,4 @@
-"""The decorator of tests that run on the fake accelerator."""
+"""The decorators of tests that run on the fake accelerator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from workers import Workers
 
 from fake_accelerator.library import build
@@ -32,6 +33,14 @@ def environment() -> dict[str, str]:
 workers = Workers("fake_accelerator.worker", environment)
 
 
+def _environment_as_rocm() -> dict[str, str]:
+    libraries = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", build("CUDA")
+    return {**environment(), "FAKE_ROCM": "1", "LD_PRELOAD": " ".join(map(str, libraries))}
+
+
+workers_as_rocm = Workers("fake_accelerator.worker", _environment_as_rocm)
+
+
 def on_fake_accelerator(body: Callable[..., None]) -> Callable[..., None]:
     """Decorates a test whose first argument is an :class:`Accelerator`, in its first state.
 
@@ -40,3 +49,13 @@ def on_fake_accelerator(body: Callable[..., None]) -> Callable[..., None]:
     :meth:`Accelerator.take_error`.
     """
     return needs_compiler(workers.runs(body))
+
+
+def as_rocm(body: Callable[..., None]) -> Callable[..., None]:
+    """As :func:`on_fake_accelerator`, where the accelerator is torch's "cuda" and torch.version.hip is
+    set, as in a PyTorch for ROCm. Needs a PyTorch without CUDA."""
+    without_cuda = pytest.mark.skipif(
+        torch.version.cuda is not None or torch.version.hip is not None,
+        reason="PyTorch has its own cuda devices",
+    )
+    return without_cuda(needs_compiler(workers_as_rocm.runs(body)))

@@ -1,4 +1,4 @@
-"""A CUDA driver, or a HIP runtime, in host memory, whose work runs when the test wants it.
+"""A CUDA driver in host memory, whose work runs when the test wants it.
 
 Loading it replaces the driver for the whole process. Tests therefore run on it in other processes,
 with a PyTorch without CUDA: a :func:`simulated` test in a process that many tests share, :func:`run`
@@ -9,7 +9,7 @@ from simulated_driver.driver import DEVICE, HOST, Driver
 from simulated_driver.libraries import build
 from simulated_driver.paged import cache, on_device, place, pool
 from simulated_driver.program import error_of, run
-from simulated_driver.simulated import simulated, simulated_on_both, simulated_on_hip, without_cuda
+from simulated_driver.simulated import simulated, without_cuda
 
 __all__ = [
     "DEVICE",
@@ -23,7 +23,5 @@ __all__ = [
     "pool",
     "run",
     "simulated",
-    "simulated_on_both",
-    "simulated_on_hip",
     "without_cuda",
 ]

@@ -16,12 +16,6 @@ from simulated_driver.cuda import Cuda
 
 HOST, DEVICE = 1, 2
 MODES = ("immediate", "manual", "threaded")
-# The libraries that stand in for those of a driver and of PyTorch.
-FACES = {
-    "cuda": ("libcuda.so.1", "libtorch_cuda.so"),
-    "hip": ("libamdhip64.so", "libtorch_hip.so"),
-    "hip 7.0": ("libamdhip64_7_0.so", "libtorch_hip.so"),
-}
 RESULTS = {
     "simulated_function": ctypes.c_void_p,
     "simulated_run_stream": ctypes.c_int,
@@ -33,15 +27,6 @@ RESULTS = {
     "simulated_pending": ctypes.c_char_p,
     "simulated_violations": ctypes.c_char_p,
     "simulated_take_log": ctypes.c_char_p,
-}
-
-
-HIP_NAMES = {
-    "cuCtxPushCurrent": "hipSetDevice",
-    "cuEventCreate": "hipEventCreateWithFlags",
-    "cuMemcpy3DAsync": "hipMemcpy2DAsync",
-    "cuMemHostRegister": "hipHostRegister",
-    "cuMemHostUnregister": "hipHostUnregister",
 }
 
 
@@ -57,9 +42,8 @@ class Driver:
     """
 
     def __init__(self) -> None:
-        self.is_hip = os.environ.get("SIMULATED_FACE", "cuda") != "cuda"
-        *_, torch_cuda = [_load(name) for name in FACES[os.environ.get("SIMULATED_FACE", "cuda")]]
-        self.library, self.torch_cuda = _load("libsimulation.so"), torch_cuda
+        _load("libcuda.so.1")
+        self.library, self.torch_cuda = _load("libsimulation.so"), _load("libtorch_cuda.so")
         for name, result in RESULTS.items():
             getattr(self.library, name).restype = result
         self.cuda = Cuda(self.library)
@@ -174,12 +158,6 @@ class Driver:
     def lose(self, code: int = 700) -> None:
         """From now on all but destroying fails; what is pending is dropped."""
         self.library.simulated_lose(code)
-
-    def name_in_errors(self, name: str) -> str:
-        """What an error calls a function, which the methods of this class know by CUDA's name."""
-        if not self.is_hip:
-            return name
-        return HIP_NAMES.get(name, name.replace("cu", "hip", 1))
 
     def calls(self, name: str) -> int:
         self._check(name)

@@ -15,23 +15,11 @@ ROOT = HERE.parents[2]
 CODEC = ROOT / "csrc" / "encoding" / "codec.cpp"  # stands in for the kernels that do the same
 # Files in the order in which they are made, with their folders of sources and options of their own.
 # The libraries that a file is linked with are beside it.
-_ON_SIMULATION = ["-L{made}", "-l:libsimulation.so", "-Wl,-rpath,$ORIGIN"]
-_HIP = [*_ON_SIMULATION, f"-Wl,--version-script={HERE / 'libamdhip64' / 'libamdhip64.map'}"]
 SOURCES = {
     "libsimulation.so": ("simulation", [str(CODEC)]),
     "liballocations.so": ("liballocations", []),
     "libtorch_cuda.so": ("libtorch_cuda", []),
-    "libcuda.so.1": ("libcuda", _ON_SIMULATION),
-    "libamdhip64.so": ("libamdhip64", _HIP),
-    "libamdhip64_7_0.so": (
-        "libamdhip64",
-        [*_ON_SIMULATION, "-DSIMULATED_BEFORE_ROCM_7_1", "-Wl,-soname,libamdhip64.so"],
-    ),
-    # PyTorch for ROCm has it under another name, linked with HIP.
-    "libtorch_hip.so": (
-        "libtorch_cuda",
-        ["-L{made}", "-Wl,--no-as-needed,-rpath,$ORIGIN", "-l:libamdhip64.so"],
-    ),
+    "libcuda.so.1": ("libcuda", ["-L{made}", "-l:libsimulation.so", "-Wl,-rpath,$ORIGIN"]),
 }
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 COMMAND += [f"-I{ROOT / 'csrc'}"]
@@ -43,7 +31,7 @@ def build() -> Path:
     """The folder of the libraries of the simulated driver, made by the first that asks."""
     folders = {folder for folder, _ in SOURCES.values()}
     files = sorted(path for folder in folders for path in (HERE / folder).iterdir())
-    files += [*CODEC.parent.glob("*.h"), CODEC, ROOT / "csrc" / "copy" / "pack_arguments.h"]
+    files += [*CODEC.parent.glob("*.h"), CODEC, *(ROOT / "csrc" / "kernels").glob("*.h")]
     return build_once("simulated-driver", files, f"{COMMAND} {SOURCES}", _compile)
 
 

@@ -4,17 +4,15 @@ loaded.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
-from multiprocessing import Pipe
 from pathlib import Path
+
+from fork_server import ForkServer
 
 from simulated_driver.driver import Driver
 from simulated_driver.libraries import build
@@ -29,37 +27,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "SIMULATED_DRIVER": str(build()), **more}
 
 
-class ForkServer:
-    """A process that has loaded PyTorch and the simulated driver, and forks to run a program.
+@functools.cache
+def fork_server(preload: str) -> ForkServer:
+    """A process with the simulated driver.
 
     Args:
         preload (str): shared libraries that are in it from its beginning on.
-        face (str): which driver is simulated.
     """
-
-    def __init__(self, preload: str, face: str) -> None:
-        self._requests, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "simulated_driver.fork_server", str(theirs.fileno())],
-            env=environment(LD_PRELOAD=preload, SIMULATED_FACE=face),
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        atexit.register(self._close)
-
-    def run(self, program: str, environment: dict[str, str]) -> str:
-        """What the program prints. It has this environment when it loads torch_kvswap."""
-        self._requests.send((program, environment))
-        status, output, errors = self._requests.recv()
-        assert status == 0, f"the program ended with status {status}\n{errors}"
-        return output
-
-    def _close(self) -> None:
-        self._requests.close()
-        self._process.wait()
-
-
-fork_server = functools.cache(ForkServer)
+    return ForkServer("simulated_driver.fork_server", environment(LD_PRELOAD=preload))
 
 
 def run(body: Callable[[Driver], None], **more: str) -> str:
@@ -68,15 +43,14 @@ def run(body: Callable[[Driver], None], **more: str) -> str:
     Args:
         body (Callable): it sees the names of this package and `ops`, and nothing else of its module.
             It can import the modules of its folder.
-        more (str): variables of its environment. SIMULATED_FACE is a key of `driver.FACES`.
+        more (str): variables of its environment.
     """
     source = textwrap.dedent(inspect.getsource(body))
     folder = str(Path(inspect.getfile(body)).parent)
     program = f"import sys\nsys.path.insert(0, {folder!r})\nfrom torch_kvswap import ops\n"
     program += f"{source}\n{body.__name__}(driver)"
     variables = environment(**more)
-    preload, face = variables.get("LD_PRELOAD", ""), variables.get("SIMULATED_FACE", "cuda")
-    return fork_server(preload, face).run(program, variables)
+    return fork_server(variables.get("LD_PRELOAD", "")).run(program, variables)
 
 
 def error_of(call: Callable[[], None]) -> str:

@@ -1,4 +1,4 @@
-"""The decorators of tests that run on the simulated driver."""
+"""The decorator of tests that run on the simulated driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from workers import Workers, runs_in
+from workers import Workers
 
 from simulated_driver.program import environment
 
@@ -16,13 +16,7 @@ without_cuda = pytest.mark.skipif(
 )
 
 
-def _workers(**variables: str) -> Workers:
-    return Workers(
-        "simulated_driver.worker", lambda: environment(PYTHONDONTWRITEBYTECODE="1", **variables)
-    )
-
-
-workers, workers_on_hip = _workers(), _workers(SIMULATED_FACE="hip")
+workers = Workers("simulated_driver.worker", lambda: environment(PYTHONDONTWRITEBYTECODE="1"))
 
 
 def simulated(body: Callable[..., None]) -> Callable[..., None]:
@@ -32,15 +26,3 @@ def simulated(body: Callable[..., None]) -> Callable[..., None]:
     pickled.
     """
     return without_cuda(workers.runs(body))
-
-
-def simulated_on_hip(body: Callable[..., None]) -> Callable[..., None]:
-    """As :func:`simulated`, with HIP's functions instead of those of CUDA's driver."""
-    return without_cuda(workers_on_hip.runs(body))
-
-
-def simulated_on_both(body: Callable[..., None]) -> Callable[..., None]:
-    """As :func:`simulated`, once with the functions of CUDA's driver and once with HIP's."""
-    of = {"CUDA": workers, "HIP": workers_on_hip}
-    test = runs_in(body, lambda arguments: of[arguments.pop("runtime")], "runtime")
-    return without_cuda(pytest.mark.parametrize("runtime", of)(test))

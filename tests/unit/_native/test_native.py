@@ -1,6 +1,10 @@
 """The native module: its errors, and what it reports about the driver."""
 
 import hashlib
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +158,22 @@ def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch,
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     with pytest.raises(ImportError, match="and its Python files are of different releases"):
         loader.load()
+
+
+def test_a_source_tree_that_hides_an_installation_says_so(tmp_path: Path) -> None:
+    tree, installed = tmp_path / "checkout", tmp_path / "site-packages"
+    without = shutil.ignore_patterns("_C.*so", "__pycache__")
+    shutil.copytree(loader.FOLDER, tree / "torch_kvswap", ignore=without)
+    command = [sys.executable, "-m", "torch_kvswap", "doctor"]
+    paths = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+
+    def error() -> str:
+        variables = {**os.environ, "PYTHONPATH": paths}
+        done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
+        return done.stderr.splitlines()[-1]
+
+    hint = f"torch_kvswap is installed in {installed}, and this source tree hides it: start Python "
+    assert "native library is missing" in error()
+    assert hint not in error()  # the control: nothing is installed
+    shutil.copytree(loader.FOLDER, installed / "torch_kvswap")
+    assert hint in error()

@@ -14,10 +14,10 @@ from patience import PATIENCE, in_time
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import copy_method_options
-from torch_kvswap.groups import Groups
-from torch_kvswap.handler import EXPEDITED, LOADS, STORES
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.groups import Groups
+from torch_kvswap.offload.handler import EXPEDITED, LOADS, STORES
 
 indices = itertools.count(1 << 20)  # which no real device has
 KIND = native.CommandKind
@@ -43,8 +43,7 @@ class Queue:
 
     def submit(self, channel: int, block: int, page: int) -> native.Job:
         job = native.Job(channel, 1, None, None)
-        start = native.After.NOTHING, 0
-        self.handler.submit(job, [block], [page], 0, *start, None, False, 0)
+        self.handler.submit(job, [block], [page], 0, [], None, False, 0, None)
         return job
 
     def carry_out(self, most: int = EVERYTHING) -> list[str]:

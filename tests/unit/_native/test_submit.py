@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
 
 BLOCKS = 6
 

@@ -85,7 +85,6 @@ def test_doctor_says_why_blocks_are_encoded_on_the_cpu_only(
     ):
         monkeypatch.setattr(native, "kernel_version", lambda version=kernels: version)
         monkeypatch.setattr(native, "driver_version", lambda version=runs: version)
-        monkeypatch.setattr(native, "driver_name", lambda: "CUDA")
         monkeypatch.setattr(native, "driver_has_batch", lambda: False)
         monkeypatch.setattr(native, "driver_has_stream_words", lambda: False)
         assert doctor.report()["encodings"] == prefix + said

@@ -254,7 +254,7 @@ def test_a_block_may_begin_at_an_odd_address() -> None:
 
 
 def chosen_lowest(values: Values) -> int:
-    """The lowest exponent of a tile, as csrc/encoding/slot.h and codec.cpp say."""
+    """The lowest exponent of a tile, as csrc/kernels/slot.h and codec.cpp say."""
     vectors = values.reshape(-1, 4, 2)  # of 16 bytes
     number = np.arange(len(vectors))
     exponents = vectors[number, ((number >> 3) + (number >> 5)) % 4].ravel() >> 7 & 0xFF

@@ -16,7 +16,8 @@ from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
 from slot_model import SlotModel
 
-from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PoolHandle
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap.host_pool import PoolHandle
 
 WIDTHS = (12.125, 12.5)
 
@@ -104,7 +105,7 @@ def test_an_encoding_that_there_is_not_is_refused(
     layout = Bf16Cache().layout
     for make in (
         lambda: HostPool(layout, 1, **options),  # type: ignore[arg-type]
-        lambda: HostPool.create_shared(layout, 1, world=1, **options),  # type: ignore[arg-type]
+        lambda: HostPool.create_shared(layout, 1, **options),  # type: ignore[arg-type]
         lambda: HostPool.page_bytes_of(layout, **options),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
@@ -187,7 +188,7 @@ view""",
 @simulated
 def test_pageable_slots_of_a_gpu_are_refused(driver: Driver) -> None:
     layout = place(driver, Bf16Cache().layout)
-    for make in (HostPool, lambda *args, **more: HostPool.create_shared(*args, world=1, **more)):
+    for make in (HostPool, HostPool.create_shared):
         assert_expected_inline(
             error_text(make, layout, 1, encoding="lossless", pinned=False),
             """\
@@ -297,11 +298,11 @@ def through_a_socket(handle: PoolHandle) -> PoolHandle:
 def test_a_handle_has_the_encoding_and_what_one_process_stores_another_loads(width: float) -> None:
     cache, other = Bf16Cache(), Bf16Cache()
     cache.fill(3, "outlier channels")
-    options = {"world": 2, "replicated": True, "encoding": "lossless", "bits_per_value": width}
+    options = {"encoding": "lossless", "bits_per_value": width}
     with HostPool.create_shared(cache.layout, 4, 2, **options) as pool:  # type: ignore[arg-type]
         handle = through_a_socket(pool.share())
         assert (handle.encoding, handle.bits_per_value) == ("lossless", width)
-        with HostPool.attach(other.layout, handle, rank=1) as attached:
+        with HostPool.attach(other.layout, handle) as attached:
             assert (attached.encoding, attached.bits_per_value) == ("lossless", width)
             here, there = OffloadHandler(cache.layout, pool), OffloadHandler(other.layout, attached)
             here.store(gpu_block_ids=[3], page_ids=[2], first_block=1).synchronize()
@@ -311,23 +312,23 @@ def test_a_handle_has_the_encoding_and_what_one_process_stores_another_loads(wid
 
 def test_the_handle_of_a_view_is_that_of_its_pool() -> None:
     cache = Bf16Cache()
-    pool = HostPool.create_shared(cache.layout, 4, world=2, encoding="lossless")
+    pool = HostPool.create_shared(cache.layout, 4, encoding="lossless")
     handle = pool.view_for(layout_of(torch.uint8, 100), encoding="raw").share()
     assert (handle.encoding, handle.bits_per_value) == ("lossless", 12.125)
 
 
 def test_a_process_with_another_cache_cannot_attach() -> None:
-    handle = HostPool.create_shared(Bf16Cache().layout, 4, world=2, encoding="lossless").share()
+    handle = HostPool.create_shared(Bf16Cache().layout, 4, encoding="lossless").share()
     other = layout_of(torch.float16, BLOCK_BYTES // 2)
     assert_expected_inline(
-        error_text(HostPool.attach, other, handle, rank=1),
+        error_text(HostPool.attach, other, handle),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
 torch.float16; attach with a layout of the cache that the pool was made for""",
     )
     small = layout_of(torch.bfloat16, 1024)
     assert_expected_inline(
-        error_text(HostPool.attach, small, handle, rank=1),
+        error_text(HostPool.attach, small, handle),
         """\
 ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
 12.125 bits a value has 1552; attach with a layout of the cache that the pool was made
@@ -336,10 +337,10 @@ for""",
 
 
 def test_a_handle_with_an_unknown_width_is_refused_at_the_socket() -> None:
-    handle = HostPool.create_shared(Bf16Cache().layout, 4, world=2).share()
+    handle = HostPool.create_shared(Bf16Cache().layout, 4).share()
     here, there = socket.socketpair()
     with here, there:
-        numbers = torch.tensor([4, 1, BLOCK_BYTES, 2, 0, 1, 99, 1, BLOCK_BYTES]).numpy().tobytes()
+        numbers = torch.tensor([4, 1, BLOCK_BYTES, 1, 99, 1, BLOCK_BYTES]).numpy().tobytes()
         socket.send_fds(here, [numbers], [handle.fd])
         assert_expected_inline(
             error_text(PoolHandle.receive, there),

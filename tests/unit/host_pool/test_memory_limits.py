@@ -151,8 +151,3 @@ def test_the_advice_names_the_limit_on_locked_memory_only_if_it_is_too_low(
     assert system.advice(65536) == "ask for fewer pages"
     monkeypatch.setattr(system, "memlock_limit", lambda: None)
     assert system.advice(1 << 40) == "ask for fewer pages"
-
-
-def test_under_wsl_the_advice_is_about_wsl(tree: Path) -> None:
-    write(tree, "proc/version", "Linux version 5.15.90.1-microsoft-standard-WSL2\n")
-    assert ".wslconfig" in system.advice(1)

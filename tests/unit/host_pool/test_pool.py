@@ -22,12 +22,12 @@ from simulated_driver import HOST, Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Registration
 from torch_kvswap.host_pool.pinning import ONE_CHUNK
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
 
 
 def make_layout(row_bytes: int = 656, device: str = "cpu") -> PagedLayout:
@@ -159,8 +159,7 @@ def test_an_option_that_is_neither_true_nor_false_nor_none_is_refused(
     name: str, value: object
 ) -> None:
     expected = f"TypeError: {name} is {value!r}; it must be True, False or None"
-    shared = functools.partial(HostPool.create_shared, world=2)
-    for make in (HostPool, shared):
+    for make in (HostPool, HostPool.create_shared):
         assert error_text(make, make_layout(), 2, **{name: value}) == expected
 
 
@@ -170,10 +169,10 @@ def test_what_is_no_layout_is_refused() -> None:
         error_text(HostPool, tensors, 1),
         """TypeError: a host pool is made from a PagedLayout, not a list""",
     )
-    handle = HostPool.create_shared(make_layout(), 2, world=2).share()
+    handle = HostPool.create_shared(make_layout(), 2).share()
     for refused in (
-        error_text(HostPool.create_shared, tensors, 2, world=2),
-        error_text(HostPool.attach, tensors, handle, rank=1),
+        error_text(HostPool.create_shared, tensors, 2),
+        error_text(HostPool.attach, tensors, handle),
         error_text(HostPool.page_bytes_of, tensors),
         error_text(HostPool(make_layout(), 1).view_for, tensors),
     ):
@@ -295,7 +294,7 @@ def test_a_handler_that_does_not_close_keeps_the_memory_and_no_other_handler_ope
     with pytest.raises(RuntimeError, match="the device is lost"):
         pool.close()
     assert sorted(closed) == sorted(map(id, handlers))
-    pool.check_open()
+    assert not pool.pages.any()  # it is open
 
 
 def test_the_pool_does_not_keep_its_handlers() -> None:
@@ -450,7 +449,7 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
     [
         HostPool,
         functools.partial(HostPool, huge_pages=False),
-        functools.partial(HostPool.create_shared, world=2, replicated=True),
+        HostPool.create_shared,
     ],
 )
 def test_every_kind_of_memory_is_pinned_and_copied(make: Callable[..., HostPool]) -> None:

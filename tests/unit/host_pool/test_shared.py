@@ -1,4 +1,4 @@
-"""Processes share a pool: each pins its part, and nothing is left when they end."""
+"""Processes share a pool: each pins it, and nothing is left when they end."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from expecttest import assert_expected_inline
 from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
-from torch_kvswap import PoolHandle
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_pool import memory
+from torch_kvswap.host_pool import PoolHandle, memory
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
 
 BLOCK = 4096
 
@@ -45,13 +44,13 @@ def through_a_socket(handle: PoolHandle) -> PoolHandle:
 
 
 def test_a_handle_goes_through_a_socket() -> None:
-    pool = HostPool.create_shared(layout(), 6, blocks_per_page=2, world=3)
+    pool = HostPool.create_shared(layout(), 6, blocks_per_page=2)
     handle = through_a_socket(pool.share())
     assert (handle.num_pages, handle.blocks_per_page, handle.page_bytes) == (6, 2, 2 * BLOCK)
-    assert (handle.world, handle.replicated, handle.huge_pages) == (3, False, True)
+    assert handle.huge_pages
     assert not os.get_inheritable(handle.fd)
-    other = HostPool.attach(layout(), handle, rank=1)
-    assert (other.local_pages, other.num_pages) == (range(2, 4), 6)
+    other = HostPool.attach(layout(), handle)
+    assert (other.num_pages, other.num_ready_pages) == (6, 6)
     pool.pages[5, 1].fill_(9)
     assert other.pages[5, 1].eq(9).all()
     assert other.pages.data_ptr() != pool.pages.data_ptr()
@@ -62,7 +61,7 @@ def open_files() -> int:
 
 
 def test_a_closed_handle_sends_no_other_file() -> None:
-    pool = HostPool.create_shared(layout(), 4, world=2)
+    pool = HostPool.create_shared(layout(), 4)
     handle = pool.share()
     number = handle.fd
     handle.close()
@@ -72,7 +71,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
         here.setblocking(False)
         for use in (
             lambda: handle.send(there),
-            lambda: HostPool.attach(layout(), handle, rank=1),
+            lambda: HostPool.attach(layout(), handle),
             lambda: handle.fd,
         ):
             assert error_text(use).startswith(
@@ -95,7 +94,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
 def test_a_handle_that_does_not_come_leaves_no_file(
     sent: int, ends: bool, error: type[Exception]
 ) -> None:
-    handle = HostPool.create_shared(layout(), 4, world=2).share()
+    handle = HostPool.create_shared(layout(), 4).share()
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(0.05)
@@ -115,7 +114,7 @@ def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
             there.close()
             return sent
 
-    handle = HostPool.create_shared(layout(), 4, world=2).share()
+    handle = HostPool.create_shared(layout(), 4).share()
     here, there = socket.socketpair()
     with Connection(fileno=here.detach()) as connection:
         handle.send(connection)
@@ -123,7 +122,7 @@ def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
 
 def test_a_closed_pool_has_no_file() -> None:
     before = open_files()
-    pool = HostPool.create_shared(layout(), 4, world=2)
+    pool = HostPool.create_shared(layout(), 4)
     pool.share().close()
     assert open_files() == before + 1
     pool.close()
@@ -131,47 +130,23 @@ def test_a_closed_pool_has_no_file() -> None:
 
 
 def test_the_memory_stays_while_one_process_has_it() -> None:
-    pool = HostPool.create_shared(layout(), 4, world=2)
+    pool = HostPool.create_shared(layout(), 4)
     pool.pages.fill_(5)
     handle = pool.share()
     pool.close()
-    other = HostPool.attach(layout(), handle, rank=1)
+    other = HostPool.attach(layout(), handle)
     handle.close()
     del pool, handle
     gc.collect()
     assert other.pages.eq(5).all()
 
 
-def test_a_rank_uses_its_own_pages_only() -> None:
-    cache = layout()
-    pool = HostPool.create_shared(cache, 8, rank=1, world=4)
-    assert (pool.local_pages, pool.num_ready_pages) == (range(2, 4), 2)
-    with OffloadHandler(cache, pool) as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3]))
-        assert_expected_inline(
-            error_text(handler.store, gpu_block_ids=[0], page_ids=[4]),
-            """IndexError: page_ids[0] is 4, which another rank has; this one has pages 2 to 3""",
-        )
-        assert_expected_inline(
-            error_text(handler.load, gpu_block_ids=[0], page_ids=[1]),
-            """IndexError: page_ids[0] is 1, which another rank has; this one has pages 2 to 3""",
-        )
-    for page in (1, 4, 8, -1):
-        with pytest.raises(IndexError, match=f"^page is {page}"):
-            pool.read_block(page)
-    assert_expected_inline(
-        error_text(pool.read_block, 0),
-        """IndexError: page is 0, which another rank has; this one has pages 2 to 3""",
-    )
-
-
-def test_replicated_pages_are_used_by_all() -> None:
+def test_pages_are_used_by_all_processes() -> None:
     cache = layout()
     cache.tensors[0].copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, BLOCK))
-    pool = HostPool.create_shared(cache, 4, world=2, replicated=True)
+    pool = HostPool.create_shared(cache, 4)
     mine = layout()
-    other = HostPool.attach(mine, pool.share(), rank=1)
-    assert other.local_pages == range(4)
+    other = HostPool.attach(mine, pool.share())
     with OffloadHandler(cache, pool) as handler:
         handler.synchronize(handler.store(gpu_block_ids=[7], page_ids=[0]))
     with OffloadHandler(mine, other) as handler:
@@ -180,61 +155,28 @@ def test_replicated_pages_are_used_by_all() -> None:
 
 
 @simulated
-def test_each_rank_pins_its_part(driver: Driver) -> None:
-    caches = [place(driver, layout()) for _ in range(3)]
-    pool = HostPool.create_shared(caches[0], 9, world=3, chunk_bytes=2 * BLOCK)
-    assert pool.is_pinned
-    others = [HostPool.attach(caches[r], pool.share(), rank=r, pinned=True) for r in (1, 2)]
-    assert all(other.is_pinned for other in others)
-    for rank, one in enumerate([pool, *others]):
-        kinds = [driver.cuda.memory_type(page) for page in one.pages]
-        assert kinds == [HOST if page // 3 == rank else 0 for page in range(9)]
-    with OffloadHandler(caches[2], others[1], copy_method="strided") as handler:
-        job = handler.store(gpu_block_ids=[0, 1, 2], page_ids=[6, 7, 8])
-        handler.synchronize(job)
-        assert job.result is not None
-        assert job.result.copy_method == "strided"  # not that of pageable memory
-    for one in (*others, pool):
-        one.close()
-    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
-
-
-@simulated
-def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
+def test_each_process_pins_all_pages(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(2)]
-    pool = HostPool.create_shared(caches[0], 3, world=2, replicated=True)
+    pool = HostPool.create_shared(caches[0], 3)
     pool.pages.fill_(7)
-    other = HostPool.attach(caches[1], pool.share(), rank=1, pin_in_background=True)
+    other = HostPool.attach(caches[1], pool.share(), pin_in_background=True)
     assert other.wait_ready(PATIENCE)
     assert other.is_pinned
     assert other.pages.eq(7).all()  # touching and pinning change nothing
 
 
 def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
-    handle = HostPool.create_shared(layout(), 4, world=2, huge_pages=False).share()
+    handle = HostPool.create_shared(layout(), 4, huge_pages=False).share()
     assert not handle.huge_pages
-    other = HostPool.attach(layout(), through_a_socket(handle), rank=1)
+    other = HostPool.attach(layout(), through_a_socket(handle))
     assert not other.share().huge_pages
 
 
 def test_a_process_attaches_without_huge_pages_if_they_are_not_wanted() -> None:
-    handle = HostPool.create_shared(layout(1 << 21), 4, world=2, huge_pages=False).share()
+    handle = HostPool.create_shared(layout(1 << 21), 4, huge_pages=False).share()
     mapped = memory.map_handle(handle, 8 << 20)
     mapped.touch(0, 8 << 20)
     assert mapped.huge_bytes == 0
-
-
-@simulated
-def test_the_pages_of_a_replicated_pool_are_placed_by_its_maker(driver: Driver) -> None:
-    handle = HostPool.create_shared(layout(), 4, world=2, replicated=True).share()
-    cache = place(driver, layout())
-    assert_expected_inline(
-        error_text(HostPool.attach, cache, handle, rank=1, numa_node=0),
-        """\
-ValueError: numa_node is 0, but the process that made the replicated pool has placed its
-pages; leave it out, or give it to create_shared()""",
-    )
-    assert HostPool.attach(cache, handle, rank=1).local_pages == range(4)
 
 
 def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,31 +199,23 @@ def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None
     cache = place(driver, layout(656))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "register_host", note)
-        pool = HostPool.create_shared(cache, 4000, rank=1, world=3, chunk_bytes=1 << 18)
-    assert pool.local_pages == range(1333, 2666)
-    assert len(begins) == 6
-    first = pool.pages[1333].data_ptr()
-    assert begins[0] == first  # a part begins anywhere, as it has no other chunk before it
-    assert all(begin % os.sysconf("SC_PAGE_SIZE") == 0 for begin in begins[1:])
-    kinds = [driver.cuda.memory_type(page) for page in pool.pages]
-    assert kinds == [HOST if page in pool.local_pages else 0 for page in range(4000)]
+        pool = HostPool.create_shared(cache, 4000, chunk_bytes=1 << 18)
+    assert len(begins) > 2
+    assert all(begin % os.sysconf("SC_PAGE_SIZE") == 0 for begin in begins)
+    assert all(driver.cuda.memory_type(page) == HOST for page in pool.pages)
 
 
 def test_a_handle_of_something_else_is_refused() -> None:
-    pool = HostPool.create_shared(layout(), 6, world=2)
+    pool = HostPool.create_shared(layout(), 6)
     handle = pool.share()
     assert_expected_inline(
-        error_text(HostPool.attach, layout(8), handle, rank=0),
+        error_text(HostPool.attach, layout(8), handle),
         """\
 ValueError: the handle is for pages of 4096 bytes; this layout has pages of 8; attach
 with a layout of the cache that the pool was made for""",
     )
     assert_expected_inline(
-        error_text(HostPool.attach, layout(), handle, rank=2),
-        """ValueError: rank is 2; it must be 0 to 1""",
-    )
-    assert_expected_inline(
-        error_text(HostPool.attach, layout(), pool, rank=0),
+        error_text(HostPool.attach, layout(), pool),
         """\
 TypeError: handle is a HostPool; it must be the PoolHandle that share() or receive()
 returned""",
@@ -296,35 +230,29 @@ def of_slabs(*sizes: int) -> PagedLayout:
     return PagedLayout([torch.zeros(8, size, dtype=torch.uint8) for size in sizes])
 
 
-def test_ranks_with_other_slabs_cannot_use_the_same_pages() -> None:
-    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, 2, world=3, replicated=True)
-    attached = HostPool.attach(of_slabs(1024, 3072), through_a_socket(pool.share()), rank=1)
+def test_processes_with_other_slabs_cannot_use_the_same_pages() -> None:
+    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, 2)
+    attached = HostPool.attach(of_slabs(1024, 3072), through_a_socket(pool.share()))
     for handle in (pool.share(), attached.share(), through_a_socket(attached.share())):
         assert_expected_inline(
-            error_text(HostPool.attach, of_slabs(3072, 1024), handle, rank=2),
+            error_text(HostPool.attach, of_slabs(3072, 1024), handle),
             """\
 ValueError: a block has 3072 bytes in slab 0 of the cache and 1024 in the host pool;
 attach with a layout of the cache that the pool was made for""",
         )
         assert_expected_inline(
-            error_text(HostPool.attach, of_slabs(4096), handle, rank=2),
+            error_text(HostPool.attach, of_slabs(4096), handle),
             """\
 ValueError: the cache has 1 slab, the host pool has 2; attach with a layout of the cache
 that the pool was made for""",
         )
 
 
-def test_ranks_that_have_pages_of_their_own_may_have_other_slabs() -> None:
-    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, world=2)
-    other = HostPool.attach(of_slabs(2048, 2048), pool.share(), rank=1)
-    assert other.local_pages == range(2, 4)
-
-
 def test_the_handle_of_a_view_has_the_slabs_of_its_pool() -> None:
-    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, world=2, replicated=True)
+    pool = HostPool.create_shared(of_slabs(1024, 3072), 4)
     handle = through_a_socket(pool.view_for(of_slabs(2048, 2048)).share())
     assert handle.slab_sizes.tolist() == [1024, 3072]
-    assert HostPool.attach(of_slabs(1024, 3072), handle, rank=1).local_pages == range(4)
+    assert HostPool.attach(of_slabs(1024, 3072), handle).num_pages == 4
 
 
 def test_a_handle_with_many_slabs_comes_in_parts() -> None:
@@ -334,7 +262,7 @@ def test_a_handle_with_many_slabs_comes_in_parts() -> None:
     with here, there:
         for end in (here, there):
             end.settimeout(PATIENCE)
-        handle = PoolHandle(fd, 1, 1, sum(sizes), 2, True, True, sizes)
+        handle = PoolHandle(fd, 1, 1, sum(sizes), True, sizes)
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sender = threading.Thread(target=handle.send, args=(here,))
         sender.start()
@@ -343,12 +271,12 @@ def test_a_handle_with_many_slabs_comes_in_parts() -> None:
 
 
 def test_a_handle_that_ends_in_its_slabs_leaves_no_file() -> None:
-    handle = HostPool.create_shared(of_slabs(1024, 3072), 4, world=2).share()
+    handle = HostPool.create_shared(of_slabs(1024, 3072), 4).share()
     here, there = socket.socketpair()
     with here, there:
         before = open_files()
         socket.send_fds(
-            there, [torch.tensor([4, 1, 4096, 2, 0, 1, 0, 2, 1024]).numpy().tobytes()], [handle.fd]
+            there, [torch.tensor([4, 1, 4096, 1, 0, 2, 1024]).numpy().tobytes()], [handle.fd]
         )
         there.shutdown(socket.SHUT_WR)
         assert_expected_inline(
@@ -361,12 +289,12 @@ it with PoolHandle.send""",
 
 
 def test_a_handle_with_more_slabs_than_its_pages_can_have_is_refused_at_once() -> None:
-    handle = HostPool.create_shared(layout(), 4, world=2).share()
+    handle = HostPool.create_shared(layout(), 4).share()
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(0.05)
         before = open_files()
-        numbers = torch.tensor([4, 1, 4096, 2, 0, 1, 0, 4097]).numpy().tobytes()
+        numbers = torch.tensor([4, 1, 4096, 1, 0, 4097]).numpy().tobytes()
         socket.send_fds(there, [numbers], [handle.fd])
         assert_expected_inline(
             error_text(PoolHandle.receive, here),
@@ -377,11 +305,11 @@ must be 1 to 4096""",
 
 
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
-    pool = HostPool.create_shared(layout(), 6, world=2)
+    pool = HostPool.create_shared(layout(), 6)
     small = pool.share()
     small.num_pages = 7
     assert_expected_inline(
-        error_text(HostPool.attach, layout(), small, rank=0),
+        error_text(HostPool.attach, layout(), small),
         """\
 ValueError: the handle's file has 24576 bytes; it must have 28672 for 7 pages, and be
 sealed against shrinking; pass what HostPool.share() returns""",
@@ -392,9 +320,9 @@ sealed against shrinking; pass what HostPool.share() returns""",
     os.ftruncate(half_sealed, 6 * BLOCK)
     fcntl.fcntl(half_sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     for file in (os.open(plain, os.O_RDWR), half_sealed):
-        loose = PoolHandle(file, 6, 1, BLOCK, 2, False, True, [BLOCK])
+        loose = PoolHandle(file, 6, 1, BLOCK, True, [BLOCK])
         with pytest.raises(ValueError, match="sealed against shrinking"):
-            HostPool.attach(layout(), loose, rank=0)
+            HostPool.attach(layout(), loose)
 
 
 def test_what_is_no_handle_is_refused_at_the_socket() -> None:
@@ -418,7 +346,7 @@ it with PoolHandle.send""",
 
 
 def test_a_handle_needs_a_connected_unix_socket() -> None:
-    handle = HostPool.create_shared(layout(), 6, world=3).share()
+    handle = HostPool.create_shared(layout(), 6).share()
     here, there = socket.socketpair()
     closed = socket.socket(socket.AF_UNIX)
     closed.close()
@@ -442,11 +370,8 @@ ConnectionError: connection is closed; pass a connected Unix stream socket""",
 
 
 def test_a_handle_prints_what_it_is_for() -> None:
-    handle = HostPool.create_shared(layout(), 6, blocks_per_page=2, world=3).share()
-    text = (
-        "PoolHandle(num_pages=6, blocks_per_page=2, page_bytes=8192, world=3, replicated=False, "
-        "encoding='raw', "
-    )
+    handle = HostPool.create_shared(layout(), 6, blocks_per_page=2).share()
+    text = "PoolHandle(num_pages=6, blocks_per_page=2, page_bytes=8192, encoding='raw', "
     assert repr(handle) == f"{text}fd={handle.fd})"
     handle.close()
     assert repr(handle) == f"{text}closed)"
@@ -457,7 +382,8 @@ def test_a_handle_prints_what_it_is_for() -> None:
 RANK = """
     import os, socket, sys, time
     import torch
-    from torch_kvswap import HostPool, PagedLayout, PoolHandle
+    from torch_kvswap import HostPool, PagedLayout
+    from torch_kvswap.host_pool import PoolHandle
 
     def rank(fd):
         connection = socket.socket(fileno=fd)
@@ -507,7 +433,7 @@ def users_of(files: set[int]) -> set[int]:
 def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     script = f"""
         connection, cache = rank(int(sys.argv[1]))
-        pool = HostPool.create_shared(cache, 64, world=2)
+        pool = HostPool.create_shared(cache, 64)
         pool.pages.fill_(3)
         if {moment!r} != "before sending":
             pool.share().send(connection)
@@ -529,7 +455,7 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
         if handle is not None:
             cache = layout(1 << 20, 1)
             if moment == "while it is used":
-                other = HostPool.attach(cache, handle, rank=1)
+                other = HostPool.attach(cache, handle)
                 assert other.pages.eq(3).all()  # the one that made it is no longer needed
                 assert users_of(files) == {os.getpid()}
                 other.close()
@@ -540,18 +466,17 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
+def test_several_processes_see_the_same_pages(shm: None) -> None:
     script = """
         connection, cache = rank(int(sys.argv[1]))
-        pool = HostPool.attach(cache, PoolHandle.receive(connection), rank=1)
+        pool = HostPool.attach(cache, PoolHandle.receive(connection))
         assert pool.pages[0, 0].eq(1).all()
-        for page in pool.local_pages:
-            pool.pages[page].fill_(2)
+        pool.pages[3:].fill_(2)
         connection.send(b"!")
     """
     here, there = socket.socketpair()
     with here, there:
-        pool = HostPool.create_shared(layout(1 << 20, 1), 6, world=2)
+        pool = HostPool.create_shared(layout(1 << 20, 1), 6)
         pool.pages[:3].fill_(1)
         process = start(script, there)
         there.close()
@@ -571,7 +496,7 @@ def test_a_process_loads_the_encoded_pages_of_another(shm: None) -> None:
         layout = PagedLayout([cache])
         handle = PoolHandle.receive(connection)
         assert (handle.encoding, handle.bits_per_value) == ("lossless", 12.5)
-        pool = HostPool.attach(layout, handle, rank=1)
+        pool = HostPool.attach(layout, handle)
         with OffloadHandler(layout, pool) as handler:
             handler.load(page_ids=[0, 2], gpu_block_ids=[3, 1]).synchronize()
             connection.sendall(cache[[3, 1]].view(torch.int16).numpy().tobytes())
@@ -584,7 +509,7 @@ def test_a_process_loads_the_encoded_pages_of_another(shm: None) -> None:
     here, there = socket.socketpair()
     options: dict[str, Any] = {"encoding": "lossless", "bits_per_value": 12.5}
     paged = PagedLayout([cache])
-    with here, there, HostPool.create_shared(paged, 3, world=2, replicated=True, **options) as pool:
+    with here, there, HostPool.create_shared(paged, 3, **options) as pool:
         process = start(script, there)
         there.close()
         with OffloadHandler(paged, pool) as handler:
@@ -601,13 +526,13 @@ def test_a_process_loads_the_encoded_pages_of_another(shm: None) -> None:
 
 
 @pytest.mark.gpu
-def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None) -> None:
+def test_several_processes_store_into_the_same_pages(shm: None) -> None:
     script = """
         connection, _ = rank(int(sys.argv[1]))
         from torch_kvswap import OffloadHandler
         cache = PagedLayout([torch.full((2, 1 << 20), 2, dtype=torch.uint8, device="cuda")])
         handle = PoolHandle.receive(connection)
-        pool = HostPool.attach(cache, handle, rank=1, pinned=True, chunk_bytes=2 << 20)
+        pool = HostPool.attach(cache, handle, pinned=True, chunk_bytes=2 << 20)
         assert pool.is_pinned
         with pool, OffloadHandler(cache, pool) as handler:
             handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[3, 5]))
@@ -615,7 +540,7 @@ def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None
     """
     here, there = socket.socketpair()
     cache = PagedLayout([torch.ones(2, 1 << 20, dtype=torch.uint8, device="cuda")])
-    with here, there, HostPool.create_shared(cache, 6, pinned=True, world=2) as pool:
+    with here, there, HostPool.create_shared(cache, 6, pinned=True) as pool:
         process = start(script, there)
         there.close()
         pool.share().send(here)

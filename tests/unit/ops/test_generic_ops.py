@@ -7,7 +7,7 @@ import pytest
 import torch
 from error_text import error_text, message_of
 
-from torch_kvswap import generic_ops
+from torch_kvswap.devices import generic_ops
 
 OPS = torch.ops.torch_kvswap
 # Dispatches as if a tensor were on such a device.

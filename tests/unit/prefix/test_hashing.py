@@ -161,14 +161,21 @@ def test_a_fully_cached_prompt_of_n_tokens_yields_n_minus_1_at_most(tokens, bloc
 
 def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
     hasher = PrefixHasher(**SETTINGS)
-    part = hasher.partial_key(TOKENS[:20])
+
+    def part_of(tokens: list[int]) -> bytes:
+        full = hasher.keys(tokens)
+        of_all = hasher.request_keys(tokens)
+        assert of_all.startswith(full)
+        return of_all[len(full) :]
+
+    part = part_of(TOKENS[:20])
     head = b"\x02" + struct.pack("<II", 4, 0)  # a block of 4 tokens, without items
     assert part == sha256(head + keys()[0] + struct.pack("<4I", *TOKENS[16:20])).digest()
-    others = [hasher.partial_key(TOKENS[:21]), hasher.partial_key([7, *TOKENS[1:20]]), *keys()]
+    others = [part_of(TOKENS[:21]), part_of([7, *TOKENS[1:20]]), *keys()]
     assert part not in others
-    assert hasher.partial_key([*TOKENS[:20]]) == part
-    assert hasher.partial_key(TOKENS[:32]) == b""
-    zero = hasher.partial_key([*TOKENS[:20], 0])
+    assert part_of([*TOKENS[:20]]) == part
+    assert part_of(TOKENS[:32]) == b""
+    zero = part_of([*TOKENS[:20], 0])
     assert zero != part  # a token 0 is a token
 
 
@@ -197,7 +204,7 @@ def test_errors_say_what_was_wrong():
         error_text(PrefixHasher, "m", torch.bfloat16, 16),
         *(
             error_text(call, tokens)
-            for call in (hasher.keys, hasher.lookup_keys, hasher.partial_key)
+            for call in (hasher.keys, hasher.lookup_keys, hasher.request_keys)
             for tokens in (np.array(TOKENS, np.uint32).tobytes(), dict.fromkeys(TOKENS))
         ),
         error_text(hasher.keys, bytearray(64)),

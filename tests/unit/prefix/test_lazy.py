@@ -1,4 +1,4 @@
-"""Lazy storing: blocks are stored when they leave the GPU, and an engine finds them again."""
+"""Lazy storing: blocks are stored when they leave the GPU, and a prefix cache finds them again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from error_text import error_text
 from prefix_server import HASHER, PrefixServer, prompt
 
-from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap.prefix import BlockGroup
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.lazy import Chain, LazyStorePolicy
 
@@ -94,8 +95,8 @@ def test_lazy_storing_stores_less_and_finds_as_much():
     for storing in ("eager", "lazy"):
         with PrefixServer(20, 200, store_policy=storing) as server:
             found[storing] = sum(server.serve(prompt(int(number))) for number in order)
-            server.engine.poll()
-            stored[storing], jobs[storing] = server.engine.manager.stats().stored, server.jobs
+            server.prefixes.poll()
+            stored[storing], jobs[storing] = server.prefixes.manager.stats().stored, server.jobs
     assert found["lazy"] == found["eager"] > 20
     assert stored["lazy"] < stored["eager"] == 2 + 2 * len({*order})
     assert jobs["eager"] == 0 < jobs["lazy"]
@@ -108,10 +109,10 @@ def test_the_hit_rate_of_lazy_storing_is_that_of_eager_when_all_has_left_the_gpu
             for number in range(1, 11):
                 server.serve(prompt(number))
             server.forget_gpu()
-            before = server.engine.manager.stats()
+            before = server.prefixes.manager.stats()
             for number in range(1, 11):
                 server.serve(prompt(number))
-            after = server.engine.manager.stats()
+            after = server.prefixes.manager.stats()
             rates[storing] = (after.hits - before.hits) / (after.asked - before.asked)
     assert rates == {"eager": 1.0, "lazy": 1.0}
 
@@ -121,11 +122,11 @@ def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
     with PrefixServer(8, 200, store_policy=storing, store_threshold=2) as server:
         assert [server.serve(prompt(1)), server.serve(prompt(2))] == [0, 0]
         server.forget_gpu()
-        assert server.engine.manager.stats().stored == 2  # the common prefix
+        assert server.prefixes.manager.stats().stored == 2  # the common prefix
         assert [server.serve(prompt(1)), server.serve(prompt(2))] == [2, 0]
         server.forget_gpu()
         assert [server.serve(prompt(1)), server.serve(prompt(2))] == [4, 2]
-        stats = server.engine.manager.stats()
+        stats = server.prefixes.manager.stats()
         assert stats.hit_rate == (2 + 4 + 2 + 4) / 24  # what is on the GPU was asked for too
 
 
@@ -134,45 +135,48 @@ def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
         for _ in range(10):
             server.serve(prompt(1))
             server.serve(prompt(2))
-        assert server.engine.manager.stats().stored == 0
+        assert server.prefixes.manager.stats().stored == 0
 
 
 def test_what_leaves_is_left_out_where_the_host_has_no_room():
     with PrefixServer(8, 5, store_policy="lazy") as server:
         server.serve(prompt(1, blocks=6))
         assert server.take(8) is not None  # all of its 8 pages leave, there is room for 5
-        assert server.engine.manager.stats().stored == 0
-        assert server.engine.manager.stats().refused == 1
+        assert server.prefixes.manager.stats().stored == 0
+        assert server.prefixes.manager.stats().refused == 1
 
 
 def test_a_block_that_has_left_is_never_stored_under_its_old_key():
     tensor = torch.arange(4.0)[:, None].repeat(1, 4)
     layout = PagedLayout([tensor])
-    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
-        engine = OffloadEngine(handler, store_policy="lazy")
-        engine.store(["a"], [1])
-        assert len(engine.evict([1])) == 1
-        engine.poll()
-        engine.manager.reset()
+    with PrefixCache(layout, HostPool(layout, 4), store_policy="lazy") as prefixes:
+        prefixes.store(["a"], [1])
+        assert len(prefixes.evict([1])) == 1
+        prefixes.poll()
+        prefixes.manager.reset()
         tensor[1] = 9  # the contents of a block that no key was recorded for
-        assert engine.evict([1]) == []
-        assert engine.lookup(["a"]).found == 0
+        assert prefixes.evict([1]) == []
+        assert prefixes.lookup(["a"]).found == 0
 
 
 def test_each_group_of_layers_stores_what_leaves_it():
     tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
     layouts = [PagedLayout([tensor]) for tensor in tensors]
-    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
-        engine = OffloadEngine(handler, [BlockGroup(4), BlockGroup(4)], store_policy="lazy")
-        assert engine.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
-        (job,) = engine.evict([[2], []])
+    with PrefixCache(
+        layouts,
+        [HostPool(layout, 4) for layout in layouts],
+        [BlockGroup(4), BlockGroup(4)],
+        store_policy="lazy",
+    ) as prefixes:
+        assert prefixes.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
+        (job,) = prefixes.evict([[2], []])
         assert job.nbytes == 2 * 16
-        engine.poll()
-        assert engine.lookup([["a", "b"], ["a", "b"]]).ready == 0
-        engine.evict([[], [4]])
-        engine.poll()
-        assert engine.lookup([["a", "b"], ["a", "b"]]).ready == 2
-        engine.load([["a", "b"], ["a", "b"]], [[5, 6], [5, 6]])
+        prefixes.poll()
+        assert prefixes.lookup([["a", "b"], ["a", "b"]]).ready == 0
+        prefixes.evict([[], [4]])
+        prefixes.poll()
+        assert prefixes.lookup([["a", "b"], ["a", "b"]]).ready == 2
+        prefixes.load([["a", "b"], ["a", "b"]], [[5, 6], [5, 6]])
         assert tensors[0][5:7, 0].tolist() == [1, 2]
         assert tensors[1][5:7, 0].tolist() == [3, 4]
 
@@ -180,15 +184,15 @@ def test_each_group_of_layers_stores_what_leaves_it():
 def test_an_unknown_store_policy_and_wrong_arguments_of_a_lazy_store_are_refused():
     with PrefixServer(3, 2, store_policy="lazy") as server:
         assert [
-            error_text(OffloadEngine, server.handler, store_policy="never"),
-            error_text(server.engine.store, ["a"], [1], after=()),
-            error_text(server.engine.store, ["a"], [1, 2]),
-            error_text(server.engine.store, ["a", "b", "a"], [0, 1, 2]),
+            error_text(PrefixCache, *server.memory, store_policy="never"),
+            error_text(server.prefixes.store, ["a"], [1], after=()),
+            error_text(server.prefixes.store, ["a"], [1, 2]),
+            error_text(server.prefixes.store, ["a", "b", "a"], [0, 1, 2]),
         ] == [
             "ValueError: store_policy is 'never'; it can be eager or lazy",
-            'TypeError: with store_policy="lazy", pass after and copy_engines_only to evict()',
+            'TypeError: with store_policy="lazy", pass after and copy_method to evict()',
             "ValueError: gpu_block_ids has 2 ids for 1 key of 1 block each; pass one for each block\n"
             "of all keys, -1 for a block that is not on the GPU",
             "ValueError: keys[2] is the same key as keys[0]; name a block once",
         ]
-        assert server.engine.evict([0, 1, 2]) == []  # nothing was recorded
+        assert server.prefixes.evict([0, 1, 2]) == []  # nothing was recorded

@@ -125,32 +125,28 @@ def test_keys_of_all_groups_together_are_many() -> None:
 
 
 def test_leases_that_have_ended_are_released_without_the_gil_if_they_are_many() -> None:
-    now = 0.0
-    manager = BlockManager(2 * FEW, clock=lambda: now)
+    manager = BlockManager(2 * FEW)
     manager.complete(manager.prepare_store(MANY))
     with watched() as lets_others_run:
 
-        def ends_without_the_gil(keys: int, leases: int) -> bool:
-            nonlocal now
+        def ends_without_the_gil(keys: int, leases: int, seconds: float) -> bool:
             for _ in range(leases):
-                manager.lease(MANY[: 32 * keys], 1)
-            now += 2
-            return lets_others_run(manager.lease, MANY[:32], 1)
+                manager.lease(MANY[: 32 * keys], seconds)
+            over = time.monotonic() + seconds
+            until(lambda: time.monotonic() > over)
+            return lets_others_run(manager.lease, MANY[:32], 1e-9)
 
         for _ in range(20):
-            assert not ends_without_the_gil(FEW - 3, 1)  # and the lease of the call before
-        until(lambda: ends_without_the_gil(FEW // 2, 2))
-    now += 2
+            assert not ends_without_the_gil(FEW - 3, 1, 1e-9)  # and the lease of the call before
+        until(lambda: ends_without_the_gil(FEW // 2, 2, 0.01))
     assert manager.stats().idle_pages == FEW + 1
 
 
 def test_a_released_lease_leaves_nothing_behind_that_must_be_ended_later() -> None:
-    now = 0.0
-    manager = BlockManager(1, clock=lambda: now)
+    manager = BlockManager(1)
     manager.complete(manager.prepare_store(MANY[:32]))
     for _ in range(FEW + 1):
-        assert manager.release(manager.lease(MANY[:32], 1))
-    now = 1.0
+        assert manager.release(manager.lease(MANY[:32], 1e-9))
     with watched() as lets_others_run:
         assert not lets_others_run(manager.prepare_store, MANY[:32])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,17 +37,12 @@ class Flight:
 class Machine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "arc"]), ready=st.integers(0, PAGES))
     def make(self, policy: str, ready: int) -> None:
-        self.now = 0.0
         self.manager = BlockManager(
-            PAGES,
-            num_ready_pages=ready,
-            eviction_policy=policy,
-            events=True,
-            clock=lambda: self.now,
+            PAGES, num_ready_pages=ready, eviction_policy=policy, events=True
         )
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
-        self.leases: dict[int | StoreReservation, tuple[float, list[int]]] = {}
+        self.leases: dict[int | StoreReservation, list[int]] = {}
 
     @rule(ready=st.integers(0, PAGES))
     def grow(self, ready: int) -> None:
@@ -77,7 +71,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(keys=lists, keep=st.booleans())
     def store(self, keys: list[int], keep: bool) -> None:
-        self.expire()
         fits = self.model.fits(keys)
         store = self.manager.preempt(keys) if keep else self.manager.prepare_store(keys)
         assert (store is not None) == fits
@@ -94,7 +87,7 @@ class Machine(RuleBasedStateMachine):
         self.model.hold(pages)
         if keep:
             self.model.hold(pages)
-            self.leases[store] = math.inf, pages
+            self.leases[store] = pages
         if store.id:
             fills = dict(zip(new, store.pages.tolist(), strict=True))
             self.flights.append(Flight(store, pages, fills))
@@ -142,39 +135,35 @@ class Machine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="has ended before"):
             self.manager.complete(flight.job)
 
-    @rule(keys=lists, seconds=st.integers(1, 5))
-    def lease(self, keys: list[int], seconds: int) -> None:
-        self.expire()
-        lease = self.manager.lease(keys, seconds)
+    @rule(keys=lists, ends_at_once=st.booleans())
+    def lease(self, keys: list[int], ends_at_once: bool) -> None:
+        lease = self.manager.lease(keys, 1e-9 if ends_at_once else 1e6)
         assert (lease is not None) == (set(keys) <= set(self.model.page_of))
         if lease is not None:
             pages = [self.model.page_of[key] for key in keys]
             self.model.hold(pages)
-            self.leases[lease] = self.now + seconds, pages
+            if ends_at_once:
+                self.manager.stats()
+                self.model.release(pages)
+            else:
+                self.leases[lease] = pages
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        self.expire()
-        if self.leases:
-            lease = list(self.leases)[pick % len(self.leases)]
-            self.model.release(self.leases.pop(lease)[1])
-            assert self.manager.release(lease)
-            assert not self.manager.release(lease)
-
-    @rule(seconds=st.integers(1, 3))
-    def pass_time(self, seconds: int) -> None:
-        self.now += seconds
+        lease = list(self.leases)[pick % len(self.leases)]
+        self.model.release(self.leases.pop(lease))
+        assert self.manager.release(lease)
+        assert not self.manager.release(lease)
 
     @rule(pick=picks)
     def reset(self, pick: int) -> None:
         if pick % 8:
             return
-        self.expire()
         self.manager.reset()
         for key in list(self.model.page_of):
             self.model.forget(key)
-        for _, pages in self.leases.values():
+        for pages in self.leases.values():
             self.model.release(pages)
         self.leases.clear()
         assert [event.kind for event in self.manager.events()] == ["cleared"]
@@ -183,19 +172,11 @@ class Machine(RuleBasedStateMachine):
     def the_counts_are_right(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.expire()
         stats = self.manager.stats()
         filling = [key for key in self.model.page_of if key not in self.model.ready]
         assert (stats.free_pages, stats.idle_pages) == (self.model.free, len(self.model.idle))
         assert stats.filling_pages == len(filling)
         assert stats.pages == self.model.num_pages
-
-    def expire(self) -> None:
-        """Leases end by themselves, in the order of their ends."""
-        over = [lease for lease, (end, _) in self.leases.items() if end <= self.now]
-        for lease in sorted(over, key=lambda lease: self.leases[lease][0]):
-            self.model.release(self.leases.pop(lease)[1])
-        self.manager.stats()
 
     def events(self) -> set[tuple[str, int]]:
         key_of = {key_digest(key): key for key in range(KEYS)}

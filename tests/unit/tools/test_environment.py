@@ -187,6 +187,7 @@ def test_a_virtual_environment_without_torch_is_left_alone(environment, machine,
     assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
 
 
+@pytest.mark.slow
 def test_a_venv_really_sees_the_torch_of_a_system_python(checkout, monkeypatch, tmp_path):
     system = Path(sys._base_executable)
     monkeypatch.delenv("PYTHONNOUSERSITE", raising=False)
@@ -210,12 +211,7 @@ def test_a_torch_that_is_too_old_counts_as_none(environment, machine, capsys):
     assert "torch 2.10.1+cpu of ROOT/bin/python3 is too old" in capsys.readouterr().err
 
 
-def test_a_venv_that_is_there_is_kept(environment, machine):
-    python = make_venv(machine)
-    assert environment.find_python() == python
-    assert machine.ran == []
-
-
+@pytest.mark.slow
 def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constrain):
     checkout.index.add("torch", *CUDA_BUILDS, needs="needed")
     constrain("torch<=2.14.1")
@@ -230,12 +226,14 @@ def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constra
     }
 
 
+@pytest.mark.slow
 def test_without_a_driver_an_older_cpu_build_is_preferred_to_a_newer_cuda_build(checkout):
     checkout.index.add("torch", *CUDA_BUILDS, "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.9.0+cpu")
     checkout.environment.install_torch(checkout.python)
     assert checkout.packages()["torch"] == "2.13.0+cpu"
 
 
+@pytest.mark.slow
 def test_with_a_driver_the_newest_cuda_build_is_taken(checkout, monkeypatch):
     monkeypatch.setattr(checkout.environment, "has_nvidia_driver", lambda: True)
     checkout.index.add("torch", *CUDA_BUILDS, "2.15.0+cpu")
@@ -243,6 +241,7 @@ def test_with_a_driver_the_newest_cuda_build_is_taken(checkout, monkeypatch):
     assert checkout.packages()["torch"] == "2.15.0"
 
 
+@pytest.mark.slow
 def test_torch_comes_from_the_named_index_and_its_needs_from_the_others(
     checkout, monkeypatch, tmp_path
 ):
@@ -255,6 +254,7 @@ def test_torch_comes_from_the_named_index_and_its_needs_from_the_others(
     assert checkout.packages()["needed"] == "99.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("versions", [[], ["2.9.0", "2.9.0+cpu"]])
 def test_where_no_torch_can_be_had_it_stops_with_the_way_out(checkout, versions):
     checkout.index.add("torch", *versions)
@@ -263,6 +263,7 @@ def test_where_no_torch_can_be_had_it_stops_with_the_way_out(checkout, versions)
     assert checkout.packages() == {}
 
 
+@pytest.mark.slow
 def test_a_torch_of_ours_that_is_too_old_is_replaced(checkout):
     checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
     checkout.install("torch", "2.9.0")
@@ -270,6 +271,7 @@ def test_a_torch_of_ours_that_is_too_old_is_replaced(checkout):
     assert checkout.packages()["torch"] == "2.13.0+cpu"
 
 
+@pytest.mark.slow
 def test_a_bare_machine_gets_all_and_the_second_time_asks_nobody(checkout, monkeypatch, capfd):
     checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
     monkeypatch.setattr(checkout.environment, "find_python", lambda: checkout.python)
@@ -280,29 +282,6 @@ def test_a_bare_machine_gets_all_and_the_second_time_asks_nobody(checkout, monke
     monkeypatch.setattr(checkout.environment, "ensure_pip", lambda python: pytest.fail("used pip"))
     checkout.environment.main("build")
     assert capfd.readouterr().out == f"{checkout.python}\n"
-
-
-def test_pip_is_brought_by_a_python_that_has_it(environment, machine):
-    machine.answers = {"ROOT/bin/python3 -m pip --python python install --quiet pip": ""}
-    environment.ensure_pip(Path("python"))
-    assert "python -m ensurepip --default-pip" in machine.asked
-    machine.answers = {}
-    with pytest.raises(SystemExit, match="neither ensurepip nor pip"):
-        environment.ensure_pip(Path("python"))
-
-
-def test_the_second_time_nothing_is_installed_or_asked(environment, machine):
-    python = make_venv(machine)
-    machine.answers["m.version('torch')"] = "2.13.0\n"
-    environment.ensure_packages(python, ["test"])
-    assert len(machine.ran) == 1
-    assert "pytest" in machine.ran[0]
-    asked = len(machine.asked)
-    environment.ensure_packages(python, ["test"])
-    assert len(machine.ran) == 1
-    assert not any("pip" in question for question in machine.asked[asked:])
-    environment.ensure_packages(python, ["lint"])
-    assert "ruff" in machine.ran[1]
 
 
 def test_lint_builds_no_library_and_the_others_do(environment, machine, capsys):

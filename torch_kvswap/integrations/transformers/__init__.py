@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from torch_kvswap._native.arguments import read_switch
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, copy_method_options
-from torch_kvswap.host_pool.encoding import RAW, EncodingName, read_encoding
+from torch_kvswap.copy_method import COPY_ENGINES, DEFAULT_STAGING_BYTES, copy_method_options
+from torch_kvswap.encoding.slot import RAW, EncodingName, read_encoding
 from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
-from torch_kvswap.integrations.transformers.swap import Options
+from torch_kvswap.integrations.transformers.swap import SwapOptions
 
 # The view of the cache for each supported version of transformers.
 VIEWS: dict[tuple[int, int], type[Cache]] = {
@@ -66,7 +65,6 @@ def enable(
     *,
     copy_method: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
-    copy_engines_only: bool = False,
     encoding: EncodingName = "raw",
     bits_per_value: float | None = None,
 ) -> Enabled:
@@ -77,10 +75,9 @@ def enable(
     as it is.
 
     Args:
-        copy_method (str | None): see OffloadHandler.
+        copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down kernels
+            beside them less, but launches more.
         staging_bytes (int): GPU memory for staged copies; see OffloadHandler.
-        copy_engines_only (bool): copies slow down kernels beside them less, but launches more; see
-            OffloadHandler.store().
         encoding, bits_per_value: see HostPool. With "lossless", `cpu_offload_space` holds more
             blocks of a cache in torch.bfloat16. A request with a block that does not fit into its
             slot is computed again.
@@ -91,16 +88,15 @@ def enable(
     Raises:
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
-        TypeError: staging_bytes is not an integer, or copy_engines_only is neither True nor False.
+        TypeError: staging_bytes is not an integer.
         ValueError: copy_method, encoding or bits_per_value is unknown, staging_bytes is negative,
-            or copy_engines_only is combined with an encoding, which takes kernels.
+            or copy_method="copy_engines" is combined with an encoding, which takes kernels.
     """
     copy_method_options(copy_method, staging_bytes, torch.device("cpu"))  # raises now, not later
-    copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
-    if read_encoding(encoding, bits_per_value) is not RAW and copy_engines_only:
+    if read_encoding(encoding, bits_per_value) is not RAW and copy_method == COPY_ENGINES:
         raise ValueError(
-            f"copy_engines_only=True is not possible with encoding={encoding!r}, because kernels "
-            "encode and decode the blocks; leave one of them out"
+            f"copy_method={copy_method!r} is not possible with encoding={encoding!r}, because "
+            "kernels encode and decode the blocks; leave one of them out"
         )
     if _enabled:
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
@@ -108,9 +104,9 @@ def enable(
     # Imported here because they derive from classes of transformers.
     from transformers.generation.continuous_batching import continuous_api
 
-    from torch_kvswap.integrations.transformers.manager import SwapManager
+    from torch_kvswap.integrations.transformers.swap_manager import SwapManager
 
-    options = Options(copy_method, staging_bytes, copy_engines_only, encoding, bits_per_value)
+    options = SwapOptions(copy_method, staging_bytes, encoding, bits_per_value)
     made = functools.partial(SwapManager, view=found, options=options)
     _enabled.append(Enabled(continuous_api, made))
     return _enabled[0]

@@ -123,7 +123,7 @@ class TensorCache(Cache):
         super().__init__(cache)
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
         pairs = zip(cache.key_cache, cache.value_cache, strict=True)
-        self.layout = PagedLayout([tensor.view(*shape) for pair in pairs for tensor in pair])
+        self.layout = PagedLayout([tensor.view(*shape) for pair in pairs for tensor in pair], 0)
 
     @property
     def groups(self) -> Sequence[Any]:
@@ -188,7 +188,7 @@ class SectorCache(Cache):
         super().__init__(cache)
         self._unit_bytes = math.gcd(*(group.bytes_per_block for group in self.groups))
         units = cache.cache_tensor.view(-1, self._unit_bytes)
-        self.layout = PagedLayout([units], dtype=cache.dtype)  # the sectors are bytes
+        self.layout = PagedLayout([units], 0, dtype=cache.dtype)  # the sectors are bytes
 
     @property
     def groups(self) -> Sequence[Any]:

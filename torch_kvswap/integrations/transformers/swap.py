@@ -10,39 +10,35 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
-from torch_kvswap.host_pool.encoding import EncodingName
+from torch_kvswap.encoding.slot import EncodingName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.results import TransferError
 
 # A request is stored in parts. The first has at most FIRST_PART_BYTES, and each further part is
 # GROWTH times as large: 1 GiB takes only four calls, and a batch that reuses the first blocks of
 # such a request waits for 32 MiB, 0.6 ms, instead of 20 ms.
 FIRST_PART_BYTES = 32 << 20
 GROWTH = 4
-# So many jobs may have ended before the handler is asked to forget them: asking takes as long as
-# submitting a job.
+# Submitted jobs after which poll() is called, so that the handler can forget those that have ended:
+# a poll takes as long as submitting a job.
 UNREPORTED_JOBS = 64
-# Whether a copy has ended is asked when so many units of batches were compared with those of the
-# copies that seem to run. To ask takes about as long as to compare them.
-UNITS_PER_QUESTION = 32
 
 
 @dataclass(frozen=True)
-class Options:
+class SwapOptions:
     """Copy options.
 
     Attributes:
         copy_method (str | None): see OffloadHandler.
         staging_bytes (int): see OffloadHandler.
-        copy_engines_only (bool): see OffloadHandler.store().
         encoding (str): see HostPool.
         bits_per_value (float | None): see HostPool.
     """
 
     copy_method: str | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
-    copy_engines_only: bool = False
     encoding: EncodingName = "raw"
     bits_per_value: float | None = None
 
@@ -53,35 +49,21 @@ class Options:
         )
 
 
+@dataclass(eq=False)
 class Copy:
     """A store or load that was submitted.
 
-    Args:
-        job (Job): the job.
-        units (array[int]): the units of the cache that it reads or writes.
-
     Attributes:
         job (Job): the job.
-        ok (bool | None): whether a load is done or has failed, once Swap.collect() has seen it.
         is_exposed (bool): whether a batch may write the units before the copy has ended. The units
             of a store are free. Those of a load belong to a request that is in no batch, until it
             gives them away.
+        ok (bool | None): whether a load is done or has failed, once Swap.collect() has seen it.
     """
 
-    __slots__ = ("_units", "_units_set", "is_exposed", "job", "ok")
-
-    def __init__(self, job: Job, units: array[int], is_exposed: bool) -> None:
-        self.job = job
-        self.ok: bool | None = None
-        self.is_exposed = is_exposed
-        self._units = units
-        self._units_set: set[int] | None = None  # made when it is needed, which it seldom is
-
-    def overlaps(self, units: set[int]) -> bool:
-        """Whether the copy reads or writes one of these units."""
-        if self._units_set is None:
-            self._units_set = set(self._units)
-        return not self._units_set.isdisjoint(units)
+    job: Job
+    is_exposed: bool
+    ok: bool | None = None
 
 
 @dataclass
@@ -108,7 +90,7 @@ class Swap:
         layout (PagedLayout): the cache.
         num_pages (int): host pages.
         stream (torch.cuda.Stream | None): the stream of the model; None for a cache on the CPU.
-        options (Options): copy options.
+        options (SwapOptions): copy options.
     """
 
     def __init__(
@@ -116,7 +98,7 @@ class Swap:
         layout: PagedLayout,
         num_pages: int,
         stream: torch.cuda.Stream | None,
-        options: Options,
+        options: SwapOptions,
     ) -> None:
         self.pool = HostPool(
             layout, num_pages, encoding=options.encoding, bits_per_value=options.bits_per_value
@@ -130,13 +112,11 @@ class Swap:
             submit_thread=True,
         )
         self._stream = stream
-        self._copy_engines_only = options.copy_engines_only
         self._part = max(1, FIRST_PART_BYTES // layout.block_bytes)
         # A stack: pages that were freed together are adjacent, and are taken together again.
         self._free = array("q", range(num_pages))
-        self._busy: list[Copy] = []  # whose end nobody has seen
+        self._busy: list[Copy] = []  # not seen to end
         self._num_unreported = 0  # jobs since the last poll()
-        self._num_compared = 0  # units since the device was last asked, or given a store
 
     @property
     def num_free(self) -> int:
@@ -164,7 +144,6 @@ class Swap:
             return None
         if any(copy.job.direction == "load" for copy in self._busy):
             self.collect()  # the units of a failed load cannot be stored before it was reported
-        self._num_compared = 0
         pages = self._take(len(units))
         stored = Stored([pages[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
         begin, size = 0, self._part
@@ -175,10 +154,9 @@ class Swap:
                     gpu_block_ids=part,
                     page_ids=pages[begin : begin + size],
                     after=self._stream,
-                    copy_engines_only=self._copy_engines_only,
                 )
                 stored.stores.append(job)
-                self._busy.append(Copy(job, part, is_exposed=True))
+                self._busy.append(Copy(job, is_exposed=True))
                 begin, size = begin + size, GROWTH * size
         except BaseException:
             self.discard(stored)
@@ -199,9 +177,8 @@ class Swap:
             page_ids=pages,
             gpu_block_ids=units,
             after=self._stream,
-            copy_engines_only=self._copy_engines_only,
         )
-        load = Copy(job, units, is_exposed=False)
+        load = Copy(job, is_exposed=False)
         self._busy.append(load)
         return load
 
@@ -218,7 +195,6 @@ class Swap:
 
     def collect(self) -> None:
         """Finds out which copies have ended, and which loads among them have failed."""
-        self._num_compared = 0
         running, has_failed = [], False
         for copy in self._busy:
             if not copy.job.query():
@@ -242,18 +218,16 @@ class Swap:
             written (Iterable[int] | None): the units; None is all. Not iterated if no such copy
                 runs.
         """
-        exposed = [copy for copy in self._busy if copy.is_exposed]
-        if exposed and self._num_compared >= UNITS_PER_QUESTION:
-            self.collect()
-            exposed = [copy for copy in self._busy if copy.is_exposed]
-        if not exposed:
+        if not any(copy.is_exposed for copy in self._busy):
             return
-        wanted = None if written is None else set(written)
-        self._num_compared += 0 if wanted is None else len(wanted)
+        self.collect()
+        exposed = [copy for copy in self._busy if copy.is_exposed]
+        if exposed and written is not None:
+            using = self.handler.jobs_using(array("q", written))
+            exposed = [copy for copy in exposed if copy.job in using]
         for copy in exposed:
-            if wanted is None or copy.overlaps(wanted):
-                self._make_stream_wait(copy.job)
-                copy.is_exposed = False
+            self._make_stream_wait(copy.job)
+            copy.is_exposed = False
 
     def wait(self, load: Copy) -> None:
         """Blocks the host until a load has ended. collect() then sets Copy.ok."""
@@ -262,7 +236,7 @@ class Swap:
 
     def reset(self) -> None:
         """Blocks the host until all copies have ended, and forgets them."""
-        with suppress(TransferError):  # nobody needs what has failed
+        with suppress(TransferError):  # nobody needs a failed copy
             self.handler.synchronize()
         self.handler.poll()
         self._busy, self._num_unreported = [], 0

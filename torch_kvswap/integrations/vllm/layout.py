@@ -92,7 +92,7 @@ def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[Page
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
         tensors = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
-        layouts.append(PagedLayout(tensors, dtype=dtype) if tensors else None)
+        layouts.append(PagedLayout(tensors, 0, dtype=dtype) if tensors else None)
     return layouts
 
 

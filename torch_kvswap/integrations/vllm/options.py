@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch_kvswap.copy_method import CHOICES as COPY_METHODS
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-from torch_kvswap.host_pool.encoding import ENCODINGS, EncodingName, read_encoding
+from torch_kvswap.encoding.slot import ENCODINGS, EncodingName, read_encoding
 from torch_kvswap.prefix.manager import POLICIES
 
 # Options that vLLM reads itself.
@@ -36,7 +36,7 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0, "max_
 
 
 @dataclass(frozen=True)
-class Options:
+class SpecOptions:
     """The options of KVSwapOffloadingSpec.
 
     Attributes:
@@ -64,10 +64,10 @@ class Options:
     max_tracker_size: int | None = None
 
 
-_OURS = tuple(field.name for field in fields(Options))
+_OURS = tuple(field.name for field in fields(SpecOptions))
 
 
-def read_options(config: Mapping[str, Any]) -> Options:
+def read_options(config: Mapping[str, Any]) -> SpecOptions:
     """Reads the options.
 
     Raises:
@@ -105,7 +105,7 @@ def read_options(config: Mapping[str, Any]) -> Options:
             "torch_kvswap's counts the offers of as many chunks as the host memory holds; or set "
             "manager to vllm"
         )
-    options = Options(**given)
+    options = SpecOptions(**given)
     try:
         read_encoding(options.encoding, options.bits_per_value)
     except ValueError as error:

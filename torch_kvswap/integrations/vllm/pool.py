@@ -120,9 +120,7 @@ def replicated_pool(
                 f"{replicas.engine_id!r} ended before it had made the pool; see its log"
             ) from error
     try:
-        return HostPool.attach(
-            layout, handle, rank=replicas.rank, pin_in_background=pin_in_background
-        )
+        return HostPool.attach(layout, handle, pin_in_background=pin_in_background)
     finally:
         handle.close()
 
@@ -155,8 +153,6 @@ def _serve(
         layout,
         num_pages,
         blocks_per_page,
-        world=replicas.world,
-        replicated=True,
         pin_in_background=pin_in_background,
     )
     handle = pool.share()

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torch_kvswap.handler import Direction
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Place
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.results import Direction
 
 # Blocks that are kept as they are, outside of their encoded pages: uint8, by page and slot.
 Kept: TypeAlias = dict[tuple[int, int], Tensor]

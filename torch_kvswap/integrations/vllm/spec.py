@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_kvswap.host_pool.encoding import read_encoding
-from torch_kvswap.integrations.vllm.options import Options, read_options
+from torch_kvswap.encoding.slot import read_encoding
+from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 from torch_kvswap.integrations.vllm.pool import Host, Replicas, check_one_host, this_host
 
 try:
@@ -35,7 +35,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
     vLLM makes one in the scheduler, which asks for the manager, and one in each worker.
 
     Args:
-        config (OffloadingConfig): vLLM's configuration; `extra_config` has the Options.
+        config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
 
     Raises:
         ValueError: an option is unknown, missing or invalid. With a pipeline, get_manager() and
@@ -44,7 +44,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self.options: Options = read_options(config.extra_config)
+        self.options: SpecOptions = read_options(config.extra_config)
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         copies = 1 if self.replicated_layout else config.parallel.world_size
@@ -152,7 +152,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 store_threshold=options.store_threshold,
                 **{name: value for name, value in given.items() if value is not None},
             )
-        from torch_kvswap.integrations.vllm.manager import KVSwapManager
+        from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
 
         return KVSwapManager(
             *(self.num_pages, options.eviction_policy, options.store_threshold, events),
@@ -216,7 +216,7 @@ def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None
         )
 
 
-def _size_pools(config: OffloadingConfig, copies: int, options: Options) -> tuple[int, int]:
+def _size_pools(config: OffloadingConfig, copies: int, options: SpecOptions) -> tuple[int, int]:
     """How many chunks fit into the bytes of all workers, and the bytes of one in all of them.
 
     Equal in the scheduler and in all workers with as many layers as the first one.
@@ -224,7 +224,7 @@ def _size_pools(config: OffloadingConfig, copies: int, options: Options) -> tupl
     Args:
         config: vLLM's configuration.
         copies (int): number of workers that keep a chunk.
-        options (Options): host memory of all workers together, and the encoding.
+        options (SpecOptions): host memory of all workers together, and the encoding.
 
     Raises:
         ValueError: not a single chunk fits, or the model has no KV cache.

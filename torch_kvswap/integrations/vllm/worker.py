@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.kv_offload import base
 
-from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError, error_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
-from torch_kvswap.integrations.vllm.options import Options
+from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Kept, Retry
+from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.results import Result, TransferError, error_of
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class KVSwapWorker(base.OffloadingWorker):
         kv_caches: vLLM's CanonicalKVCaches.
         num_pages (int): host pages.
         blocks_per_page (int): GPU blocks per page.
-        options (Options): copy options.
+        options (SpecOptions): copy options.
         replicas (Replicas | None): set if the workers have equal caches. They then share one pool.
             vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
             store in rank 0 before any worker loads its pages.
@@ -63,7 +64,7 @@ class KVSwapWorker(base.OffloadingWorker):
         kv_caches: Any,
         num_pages: int,
         blocks_per_page: int,
-        options: Options,
+        options: SpecOptions,
         replicas: Replicas | None = None,
     ) -> None:
         is_encoded = options.encoding != "raw"
@@ -99,8 +100,9 @@ class KVSwapWorker(base.OffloadingWorker):
         self._handler = OffloadHandler(
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
         )
-        self._open: dict[int, _Open] = {}  # by vLLM's number
-        self._repeated: dict[int, _Repeated] = {}  # by vLLM's number
+        _log.info("torch_kvswap moves the KV-cache blocks of vLLM: %s", self._pool)
+        self._open: dict[int, _Open] = {}  # key: vLLM's number
+        self._repeated: dict[int, _Repeated] = {}  # key: vLLM's number
         self._ended: list[base.TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:

@@ -1,6 +1,7 @@
 // Devices, streams and events as PyTorch knows them.
 #include "torch_device.h"
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -158,9 +159,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+[[maybe_unused]] const c10::impl::DeviceGuardImplRegistrar has_guard(kType, new Guard);
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+template <typename Interface>
+struct Hooks : Interface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   void init() const override {}
@@ -189,25 +191,41 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     TORCH_CHECK(device >= 0, "There is no memory of a device at ", address);
     return {kType, static_cast<c10::DeviceIndex>(device)};
   }
+};
+
+struct PrivateUse1Hooks final : Hooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    auto memory = at::empty({static_cast<int64_t>(bytes)},
-                            at::TensorOptions().dtype(at::kByte).device(storage.device()));
-    const auto common = static_cast<int64_t>(std::min(bytes, storage.nbytes()));
-    auto before = at::empty({0}, memory.options()).set_(storage, 0, {common}, {1});
-    memory.narrow(0, 0, common).copy_(before);
-    before.reset();
-    storage.unsafeGetStorageImpl()->set_data_ptr(
-        std::move(memory.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
-    storage.set_nbytes(bytes);
+    resize_storage(storage, bytes);
   }
 };
 
+struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
+  bool hasCUDA() const override { return true; }
+};
+
 [[maybe_unused]] const bool has_hooks = [] {
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  if (kType == c10::DeviceType::PrivateUse1) {
+    at::RegisterPrivateUse1HooksInterface(new PrivateUse1Hooks);
+  } else {
+    at::CUDAHooksRegistry()->Register(
+        "CUDAHooks", [](at::CUDAHooksArgs) { return std::make_unique<CudaHooks>(); });
+  }
   return true;
 }();
 
 }  // namespace
+
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  auto memory = at::empty({static_cast<int64_t>(bytes)},
+                          at::TensorOptions().dtype(at::kByte).device(storage.device()));
+  const auto common = static_cast<int64_t>(std::min(bytes, storage.nbytes()));
+  auto before = at::empty({0}, memory.options()).set_(storage, 0, {common}, {1});
+  memory.narrow(0, 0, common).copy_(before);
+  before.reset();
+  storage.unsafeGetStorageImpl()->set_data_ptr(
+      std::move(memory.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  storage.set_nbytes(bytes);
+}
 
 int current_device() { return device_of_thread; }
 

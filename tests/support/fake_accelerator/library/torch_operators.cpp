@@ -2,7 +2,6 @@
 // PyTorch's operator for the CPU; what cannot be queued is computed at once, by PyTorch's fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -81,8 +80,7 @@ at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(sizes, device_allocator(),
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(sizes, device_allocator(), c10::DispatchKeySet(kKey),
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -91,8 +89,7 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                          std::optional<at::Device> device, std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(sizes, strides, device_allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           c10::dtype_or_default(dtype));
+                                           c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype));
 }
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes,
@@ -102,8 +99,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes,
   if (format) tensor->empty_tensor_restride(*format);
   const size_t bytes = at::detail::computeStorageNbytes(self.sizes(), self.strides(),
                                                         self.itemsize(), self.storage_offset());
-  if (bytes > self.storage().nbytes())
-    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  if (bytes > self.storage().nbytes()) resize_storage(self.storage(), bytes);
   return self;
 }
 
@@ -176,6 +172,12 @@ at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool non_bloc
 at::Tensor copy_from_and_resize(const at::Tensor& src, const at::Tensor& dst) {
   if (dst.sizes() != src.sizes()) dst.resize_(src.sizes());
   return copy_from(src, dst, false);
+}
+
+// PyTorch calls _copy_from() only for PrivateUse1.
+at::Tensor& copy(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  copy_from(src, self, non_blocking);
+  return self;
 }
 
 // All other operators.
@@ -343,7 +345,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   if (!launch(op, stack)) at::native::cpu_fallback(op, stack);
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+TORCH_LIBRARY_IMPL(aten, FAKE_TYPE, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
@@ -358,10 +360,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("record_stream", record_tensor);
   library.impl("_copy_from", copy_from);
+  if (kType == c10::DeviceType::CUDA) library.impl("copy_", copy);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+TORCH_LIBRARY_IMPL(_, FAKE_TYPE, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
 

@@ -48,7 +48,7 @@ const char* keep(std::string text) {
 
 extern "C" {
 
-// By CUDA's name, which HIP's functions are made of too. Null if there is none.
+// Null if there is none.
 void* simulated_function(const char* name) {
   const auto found = functions().find(name);
   return found == functions().end() || is_left_out(name) ? nullptr : found->second;
@@ -135,9 +135,7 @@ int simulated_calls_here(const char* name) {
   const Lock lock(device().mutex);
   return device().faults.calls_here(name);
 }
-bool simulated_knows(const char* name) {
-  return functions().count(name) > 0 || simulated::hip_only().count(name) > 0;
-}
+bool simulated_knows(const char* name) { return functions().count(name) > 0; }
 
 // In which context the test calls; returns the one before.
 int simulated_set_context(int ordinal) {

@@ -1,8 +1,8 @@
 #include <cstring>
 
 #include "calls.h"
-#include "copy/pack_arguments.h"
 #include "encoding/codec.h"
+#include "kernels/pack_arguments.h"
 
 // The kernels of the library, which the simulated driver knows by their names, and what they copy.
 namespace simulated {

@@ -1,0 +1,235 @@
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+#include "check.h"
+#include "copy/address_map.h"
+#include "cuda/context.h"
+#include "encoding/codec.h"
+#include "encoding/encoding.h"
+#include "encoding/slot_format.h"
+#include "kernels/kernels.h"
+
+namespace kvswap {
+namespace {
+
+constexpr uint64_t kAddressAlignment = 16;
+
+constexpr unsigned kMinWarps = 4;  // of a CTA
+// The most warps of a launch: of one between GPU memory and GPU memory, or pinned host memory.
+constexpr unsigned kOnDevice = 128 * kMinWarps, kOverLink = 32 * kMinWarps;
+
+// Warps for the largest tile of a block.
+uint32_t team_warps(const SlotFormat& format) {
+  uint32_t warps = 1;
+  while (warps * kCodecWarpBytes < format.largest_tile()) warps *= 2;
+  return warps;
+}
+
+// For the stream of the copies and that of the kernels: both may encode at once.
+constexpr uint64_t kCounterBytes = kCodecBlocks * sizeof(SlotCounter);
+
+// The tiles of a group's blocks, then counters of escapes for each stream, which are zero.
+uint64_t upload_tiles(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream) {
+  for (size_t slab = 0; slab < gpu.count(); ++slab) {
+    if ((gpu.bases[slab] | gpu.strides[slab]) % kAddressAlignment == 0) continue;
+    fail<ValueError>("slab ", slab, " begins at address ", hex(gpu.bases[slab]),
+                     " and its blocks are ", gpu.strides[slab],
+                     " bytes apart; the kernels need multiples of ", kAddressAlignment,
+                     " for both: allocate the cache so, or make the pool with encoding='raw'");
+  }
+  const std::vector<SlotTile> tiles = tiles_in(gpu, format.tiles());
+  std::vector<uint8_t> bytes(tiles.size() * sizeof(SlotTile) + 2 * kCounterBytes);
+  std::memcpy(bytes.data(), tiles.data(), tiles.size() * sizeof(SlotTile));
+  return cuda::upload(bytes.data(), bytes.size(), stream, "the table of tiles");
+}
+
+// The tiles of a group's blocks as an array of SlotTile.
+class TileTable : public PackTable {
+ public:
+  TileTable(const Packing& packing, const SlotFormat& format, const Slabs& gpu,
+            const cuda::Kernels& kernels, cuda::Stream stream)
+      : PackTable(packing, upload_tiles(format, gpu, stream)), format_(format), kernels_(kernels) {}
+
+  void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
+            void* stream) const override {
+    CodecArguments arguments = arguments_of(copy, /*counters=*/1);
+    const uint64_t size = format_.packed_bytes(copy.slabs);
+    arguments.packed = packed;
+    arguments.packed_stride = size;
+    arguments.skipped = format_.run_offset(copy.slabs) - format_.metadata_bytes();
+    const size_t first = begin / size;
+    const auto slot_of = [first](size_t i) { return i - first; };
+    launch_all(arguments, copy, first, end / size, slot_of, kOnDevice, stream);
+  }
+
+  void copy_over_link(const PagedCopy& copy, void* stream) const override {
+    CodecArguments arguments = arguments_of(copy, /*counters=*/0);
+    arguments.packed = copy.host->bases[0];
+    arguments.packed_stride = copy.host->strides[0];
+    const auto slot_of = [&](size_t i) { return copy.slots[i]; };
+    launch_all(arguments, copy, 0, copy.count, slot_of, kOverLink, stream);
+  }
+
+ private:
+  // What is the same in every launch. counters: which ones, 0 or 1.
+  CodecArguments arguments_of(const PagedCopy& copy, int counters) const {
+    const SlotFormat::TileRange range = format_.tiles_of(copy.slabs);
+    CodecArguments arguments{};
+    arguments.tiles = address();
+    if (copy.to_host) {
+      arguments.counters =
+          address() + format_.tile_count() * sizeof(SlotTile) + counters * kCounterBytes;
+    }
+    arguments.all_tiles = format_.tile_count();
+    arguments.max_escapes = format_.max_escapes();
+    arguments.first_tile = range.begin;
+    arguments.tile_count = range.end - range.begin;
+    arguments.team_warps = team_warps(format_);
+    return arguments;
+  }
+
+  // Blocks [first, last) of the copy. slot_of: the slot of block i, counted from arguments.packed
+  // on.
+  template <typename SlotOf>
+  void launch_all(CodecArguments& arguments, const PagedCopy& copy, size_t first, size_t last,
+                  const SlotOf& slot_of, unsigned max_warps, cuda::Stream stream) const {
+    for (size_t from = first; from < last; from += kCodecBlocks) {
+      const size_t count = std::min<size_t>(last - from, kCodecBlocks);
+      arguments.block_count = static_cast<uint32_t>(count);
+      for (size_t i = 0; i < count; ++i) {
+        arguments.blocks[i] = static_cast<int32_t>(copy.blocks[from + i]);
+        arguments.slots[i] = static_cast<int32_t>(slot_of(from + i));
+      }
+      arguments.states = reinterpret_cast<uint64_t>(copy.states + from);
+      launch(arguments, copy.to_host, max_warps, stream);
+    }
+  }
+
+  void launch(CodecArguments& arguments, bool encodes, unsigned max_warps,
+              cuda::Stream stream) const {
+    const unsigned tiles = arguments.block_count * arguments.tile_count;
+    if (tiles == 0) return;
+    const unsigned warps = std::max(kMinWarps, arguments.team_warps);
+    const unsigned teams = warps / arguments.team_warps;
+    const unsigned ctas = std::min(max_warps / warps, (tiles + teams - 1) / teams);
+    void* pointers[] = {&arguments};
+    const cuda::Result result = cuda::driver().launch(
+        encodes ? kernels_.encode : kernels_.decode, ctas, 1, 1, 32 * warps, 1, 1,
+        codec_shared_bytes(warps, arguments.team_warps), stream, pointers, nullptr);
+    KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", encodes ? "encode" : "decode", ", ",
+                        arguments.block_count, " blocks of ", arguments.tile_count, " tiles");
+  }
+
+  const SlotFormat& format_;
+  const cuda::Kernels& kernels_;
+};
+
+class LosslessEncoding : public Encoding {
+ public:
+  LosslessEncoding(const std::vector<uint64_t>& sizes, int width_eighths)
+      : format_(sizes, width_eighths) {
+    std::ostringstream width;
+    width << width_eighths / 8.0 << " bits a value";
+    store_ = {"does not fit into a slot of " + width.str(),
+              "do not fit into slots of " + width.str(), "", "",
+              "some blocks do not fit into their slots"};
+  }
+
+  const char* name() const override { return "lossless"; }
+  uint64_t slot_bytes() const override { return format_.slot_bytes(); }
+  uint64_t packed_bytes(SlabRange slabs) const override { return format_.packed_bytes(slabs); }
+  bool is_divisible() const override { return false; }
+  bool can_use(CopyMethod method) const override {
+    return method == CopyMethod::kHost || method == CopyMethod::kStaged ||
+           method == CopyMethod::kKernel;
+  }
+  const Rejection* rejection(bool is_store) const override { return is_store ? &store_ : &load_; }
+
+  void check_slots(const Slabs& host) const override {
+    for (size_t s = 0; s < host.count(); ++s) {
+      if (host.bases[s] == host.bases[0] && host.strides[s] == host.strides[0]) continue;
+      fail<ValueError>("slab ", s, " has host pages of its own, but an encoded slot has all slabs");
+    }
+    if (host.strides[0] < slot_bytes()) {
+      fail<ValueError>("the host pages have slots of ", host.strides[0],
+                       " bytes; an encoded block takes ", slot_bytes());
+    }
+    if ((host.bases[0] | host.strides[0]) % kAddressAlignment != 0) {
+      fail<ValueError>("the host pages begin at ", hex(host.bases[0]), ", with slots of ",
+                       host.strides[0], " bytes; encoded slots need multiples of ",
+                       kAddressAlignment);
+    }
+  }
+
+  FragmentList page_fragments(const PagedCopy& copy, uint64_t begin, uint64_t end,
+                              uint64_t packed) const override {
+    const uint64_t size = packed_bytes(copy.slabs), metadata = format_.metadata_bytes();
+    const uint64_t run = format_.run_offset(copy.slabs);  // of tiles
+    const uint64_t first = begin / size, last = end / size;
+    FragmentList fragments((run == metadata ? 1 : 2) * (last - first));
+    for (uint64_t i = first; i < last; ++i, packed += size) {
+      const uint64_t slot = copy.host_address(i);
+      fragments.add(copy.fragment(i, packed, slot, metadata), copy.can_merge(i));
+      fragments.add(copy.fragment(i, packed + metadata, slot + run, size - metadata), true);
+    }
+    return fragments;
+  }
+
+  // An encoded tile has three quarters of its bytes. Of the GPU's, these are the last ones.
+  void add_fragments(FragmentList& fragments, const PagedCopy& copy) const override {
+    const auto [begin, end] = format_.tiles_of(copy.slabs);
+    for (size_t i = 0; i < copy.count; ++i) {
+      for (uint32_t number = begin; number < end; ++number) {
+        const SlotFormat::Tile& tile = format_.tiles()[number];
+        const uint64_t bytes = encoded_bytes(tile.bytes);
+        const uint64_t tile_end =
+            copy.gpu->address(tile.slab, copy.blocks[i]) + tile.offset_in_slab + tile.bytes;
+        const uint64_t in_slot = copy.host_address(i) + tile.offset;
+        fragments.add(copy.fragment(i, tile_end - bytes, in_slot, bytes), /*merge=*/false);
+      }
+    }
+  }
+
+  void copy_on_host(const PagedCopy& copy) const override {
+    const std::vector<SlotTile> tiles = tiles_in(*copy.gpu, format_.tiles());
+    const SlotTiles all{tiles.data(), format_.tile_count(), format_.max_escapes()};
+    const SlotFormat::TileRange range = format_.tiles_of(copy.slabs);
+    for (size_t i = 0; i < copy.count; ++i) {
+      auto* slot = reinterpret_cast<uint8_t*>(copy.host_address(i));
+      const SlotState state = copy.to_host
+                                  ? encode_slot(all, copy.blocks[i], slot)
+                                  : decode_slot(all, range, slot, /*skipped=*/0, copy.blocks[i]);
+      if (state != SlotState::kGood) copy.states[i] = static_cast<uint8_t>(state);
+    }
+  }
+
+  std::shared_ptr<PackTable> make_table(const Slabs& gpu, const Slabs&, int64_t num_blocks,
+                                        int64_t num_slots, int device,
+                                        void* stream) const override {
+    const cuda::Kernels& kernels = cuda::kernels(device);
+    KVSWAP_CHECK(kernels.encode != nullptr, "CUDA device ", device,
+                 " is older than Ampere, for which there are no kernels that encode; make the pool "
+                 "with encoding='raw'");
+    KVSWAP_CHECK(has_kernel_ids(num_blocks, num_slots),
+                 "the kernels know blocks and slots up to number 2^31 - 1");
+    return std::make_shared<TileTable>(*this, format_, gpu, kernels, stream);
+  }
+
+ private:
+  const SlotFormat format_;
+  Rejection store_;
+  const Rejection load_{"is not in its host page", "are not in their host pages",
+                        ": its store was rejected, or nothing was stored there",
+                        ": their stores were rejected, or nothing was stored there",
+                        "some blocks are not in their host pages"};
+};
+
+}  // namespace
+
+std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes,
+                                                       int width_eighths) {
+  return std::make_shared<LosslessEncoding>(sizes, width_eighths);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "cuda/driver.h"
+
+// The library's own kernels, in a module that the driver loads: no CUDA runtime takes part.
+namespace kvswap::cuda {
+
+struct Kernels {
+  Function pack_bulk = nullptr;  // null on GPUs older than Hopper
+  Function pack_words = nullptr;
+  Function encode = nullptr, decode = nullptr;  // null on GPUs older than Ampere
+  Function expand_block_ids = nullptr;
+};
+
+// The kernels of `device`, whose context is current; loaded once in a process. Loads them
+// completely: a kernel that is loaded lazily, at its first launch, blocks all streams while one of
+// them waits. Throws if the library was built without nvcc or has no machine code for this GPU.
+// Thread safe.
+const Kernels& kernels(int device);
+
+}  // namespace kvswap::cuda

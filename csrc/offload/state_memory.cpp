@@ -1,0 +1,34 @@
+#include "offload/state_memory.h"
+
+#include <unistd.h>
+
+#include <exception>
+
+#include "host_memory.h"
+
+namespace kvswap {
+
+StateMemory::StateMemory(Device& device, size_t count)
+    : device_(device),
+      count_(count),
+      states_(static_cast<uint8_t*>(
+          map_host(-1, count, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), false))) {
+  if (device_.is_synchronous()) return;  // the calling thread copies
+  try {
+    device_.register_host(states_, count_);
+  } catch (...) {
+    unmap_host(states_, count_);
+    throw;
+  }
+}
+
+StateMemory::~StateMemory() {
+  if (states_ == nullptr) return;
+  try {
+    if (!device_.is_synchronous()) device_.unregister_host(states_);
+    unmap_host(states_, count_);
+  } catch (const std::exception&) {  // the driver still has it
+  }
+}
+
+}  // namespace kvswap

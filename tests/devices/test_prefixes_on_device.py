@@ -1,0 +1,44 @@
+"""The prefix cache and the block manager on a device that torch drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from fake_accelerator import Accelerator
+from fuzz import fuzz
+from fuzz_cache import MismatchError
+from fuzz_devices import Accelerated
+from fuzz_prefixes import Server
+from prefix_bytes import CHECKS
+from queued_devices import DEVICE, on_queued_device
+
+
+class Unstalled(Accelerated):
+    """Goes on by itself: the model reads blocks of the device whenever it likes."""
+
+    def stall(self, stream: Any, rng: Random) -> None:
+        pass
+
+
+@on_queued_device
+def test_prefix_caches_load_the_bytes_of_the_keys(accelerator: Accelerator) -> None:
+    counts = fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed), 4)
+    assert counts["compared"] > 20
+    assert counts["evicted"] > 10
+
+
+@on_queued_device
+def test_as_a_control_blocks_that_were_not_computed_are_found(accelerator: Accelerator) -> None:
+    with pytest.raises(MismatchError):
+        fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed, stale=True), 20)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@on_queued_device
+def test_a_prefix_cache_loads_the_bytes_that_it_stored(
+    accelerator: Accelerator, check: Callable[[str], None]
+) -> None:
+    check(DEVICE)

@@ -1,0 +1,199 @@
+"""The "cuda" devices of a PyTorch for ROCm, which torch_kvswap drives through PyTorch.
+
+The fake accelerator stands in for AMD's GPUs: its type is CUDA, and so are its dispatch keys.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from error_text import error_text
+from fake_accelerator import Accelerator, as_rocm
+from fake_backend import PinningBackend
+from logged import logged
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, ops
+from torch_kvswap.cli import doctor
+from torch_kvswap.devices import backend as backends
+from torch_kvswap.devices.capabilities import capabilities
+
+GPU = "cuda:0"
+
+
+def cache(blocks: int = 8) -> tuple[torch.Tensor, PagedLayout]:
+    """Random blocks of two layers on the device, and what they are."""
+    values = torch.randint(256, (2, blocks, 4, 16), dtype=torch.uint8)
+    tensors = [layer.to(GPU) for layer in values]
+    return values, PagedLayout(tensors)
+
+
+def one_line(*call: Any, **options: Any) -> str:
+    return " ".join(error_text(*call, **options).split())
+
+
+@as_rocm
+def test_blocks_come_back_through_pytorchs_operations(accelerator: Accelerator) -> None:
+    values, layout = cache()
+    with HostPool(layout, 6) as pool, OffloadHandler(layout, pool) as handler:
+        assert pool.is_pinned
+        stored = handler.store(gpu_block_ids=[3, 1, 6], page_ids=[0, 5, 2])
+        stored.synchronize()
+        for tensor in layout.tensors:
+            tensor.zero_()
+        loaded = handler.load(page_ids=[5, 0, 2], gpu_block_ids=[3, 1, 6])
+        loaded.wait(torch.Stream(device=GPU))
+        loaded.synchronize()
+        methods = {result.copy_method for result in handler.poll()}
+    assert methods == {"generic"}
+    for before, after in zip(values, layout.tensors, strict=True):
+        expected = torch.zeros_like(before)
+        expected[[3, 1, 6]] = before[[1, 3, 6]]
+        assert torch.equal(after.cpu(), expected)
+
+
+@as_rocm
+def test_a_store_waits_for_the_stream_that_is_current(accelerator: Accelerator) -> None:
+    _, layout = cache()
+    with HostPool(layout, 4) as pool, OffloadHandler(layout, pool) as handler:
+        torch.accelerator.synchronize()
+        with torch.Stream(device=GPU) as stream, accelerator.hold(stream):
+            job = handler.store(gpu_block_ids=[0], page_ids=[0])
+            free = handler.store(gpu_block_ids=[1], page_ids=[1], after=())  # the control
+            layout.tensors[0][0].fill_(9)  # behind the store, which reads what was there before
+            assert not job.query()
+            assert not free.query()  # in order behind the first
+        handler.synchronize()
+
+
+class VendorsEvent(torch.Event):
+    """As torch.cuda.Event: torch's own part knows nothing of it."""
+
+    event_id = 0
+    device = None  # type: ignore[assignment]
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(stream)
+        self.device = torch.device(GPU)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        assert type(stream) is VendorsStream
+        super().wait(stream)
+
+
+class VendorsStream(torch.Stream):
+    """As torch.cuda.Stream."""
+
+
+@as_rocm
+def test_a_transfer_waits_for_an_event_of_torch_cuda(accelerator: Accelerator) -> None:
+    _, layout = cache()
+    plain = torch.cuda.Stream, torch.cuda.Event
+    torch.cuda.Stream, torch.cuda.Event = VendorsStream, VendorsEvent  # type: ignore[misc, assignment]
+    try:
+        with HostPool(layout, 4) as pool, OffloadHandler(layout, pool) as handler:
+            event = VendorsEvent(GPU)
+            assert one_line(handler.store, gpu_block_ids=[0], page_ids=[0], after=event).startswith(
+                "ValueError: after= is an event that was never recorded"
+            )
+            stream = torch.Stream(device=GPU)
+            with accelerator.hold(stream):
+                event.record(stream)
+                job = handler.store(gpu_block_ids=[0], page_ids=[0], after=event)
+                assert not job.query()
+            job.synchronize()
+    finally:
+        torch.cuda.Stream, torch.cuda.Event = plain  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("pair", [("cpu", GPU), (GPU, "cpu"), (GPU, GPU), (GPU, "cuda:1")])
+@as_rocm
+def test_the_ops_take_tensors_of_the_device(
+    accelerator: Accelerator, pair: tuple[str, str]
+) -> None:
+    src, dst = torch.randn(6, 8).to(pair[0]), torch.zeros(5, 8).to(pair[1])
+    ops.swap_blocks(src, dst, 32, torch.tensor([[5, 0], [2, 4]]))
+    ops.swap_kv_blocks([src], [dst], torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(dst.cpu()[[0, 4, 2]], src.cpu()[[5, 2, 1]])
+    ids = torch.tensor([4, 1]).to(GPU)
+    assert ops.expand_block_ids(ids, 3, skip_count=1).tolist() == [13, 14, 3, 4, 5]
+
+
+@as_rocm
+def test_what_needs_cuda_is_refused(accelerator: Accelerator) -> None:
+    _, layout = cache()
+    bf16 = PagedLayout([torch.zeros(4, 2, 64, dtype=torch.bfloat16).to(GPU)])
+    one = torch.tensor([8])
+    with HostPool(layout, 4) as pool, OffloadHandler(layout, pool) as handler:
+        errors = [
+            one_line(handler.gate),
+            one_line(HostPool, bf16, 4, encoding="lossless"),
+            one_line(OffloadHandler, layout, pool, copy_method="staged"),
+            one_line(ops.swap_blocks_batch, one, one, one),
+        ]
+    assert errors == [
+        "ValueError: a gate makes CUDA streams wait, but the cache is on cuda:0, whose streams "
+        "cannot wait for a word in memory; let them wait for each job with Job.wait()",
+        "ValueError: encoding='lossless' needs kernels of this library, which cuda:0 does not have; "
+        "use encoding='raw'",
+        "ValueError: copy_method='staged' is no copy method of cuda:0; it can be auto, copy_engines, generic",
+        "RuntimeError: torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered "
+        "for cuda, the accelerator of this process; use swap_blocks or swap_kv_blocks, which take "
+        "tensors of any device",
+    ]
+
+
+@as_rocm
+def test_a_backend_copies_addresses_and_pins(accelerator: Accelerator) -> None:
+    from torch_kvswap.devices import queue, register_device_backend
+
+    values, layout = cache()
+    backend = PinningBackend(accelerator)
+    register_device_backend("cuda", backend)
+    queue._queues.clear()
+    try:
+        with HostPool(layout, 4) as pool, OffloadHandler(layout, pool) as handler:
+            assert backend.pinned
+            job = handler.store(gpu_block_ids=[2], page_ids=[1])
+            job.synchronize()
+            assert job.result is not None
+            assert job.result.copy_method == "batch"
+            assert torch.equal(pool.pages[1, 0].view(2, 4, 16), values[:, 2])
+        host = torch.zeros(64, dtype=torch.uint8).pin_memory()
+        addresses = (torch.tensor([one.data_ptr()]) for one in (layout.tensors[0], host))
+        ops.swap_blocks_batch(*addresses, torch.tensor([64]))
+        torch.accelerator.synchronize()
+        assert torch.equal(host.view(4, 16), values[0, 0])
+    finally:
+        backends._registered.clear()
+        queue._queues.clear()
+
+
+@as_rocm
+def test_nothing_is_said_of_cuda(accelerator: Accelerator) -> None:
+    _, layout = cache()
+    with logged() as messages, HostPool(layout, 4) as pool, OffloadHandler(layout, pool):
+        assert messages == []
+    assert str(capabilities("cuda")).startswith("lacks ")
+    report = doctor.report()
+    assert report["PyTorch"] == f"{torch.__version__} (HIP 7.2.0)"
+    assert report["device cuda"] == str(capabilities("cuda"))
+
+
+def test_without_rocm_the_ops_for_cuda_are_native() -> None:
+    program = (
+        "import torch, sys; torch.version.hip = sys.argv[1] or None; import torch_kvswap;"
+        "print(torch._C._dispatch_dump('torch_kvswap::swap_blocks'))"
+    )
+    files = {}
+    for hip in ("", "7.2.0"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, hip], capture_output=True, text=True, check=True
+        )
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("CUDA:"))
+        files[hip] = line
+    assert "library.cpp" in files[""]
+    assert "library.cpp" not in files["7.2.0"]

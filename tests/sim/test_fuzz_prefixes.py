@@ -1,0 +1,71 @@
+"""Random prompts through a prefix cache with few pages: a load brings back what was stored for its key.
+
+KVSWAP_FUZZ_SEED and KVSWAP_FUZZ_SECONDS: see tests/support/fuzz.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fuzz import fuzz
+from fuzz_cache import MismatchError
+from fuzz_devices import Device, Gpu, Simulated
+from fuzz_prefixes import EncodedServer, Server
+from simulated_cache import needs_kernels
+from simulated_driver import Driver, simulated
+
+
+def check(counts: Counter[str]) -> None:
+    assert counts["compared"] > 20
+    assert counts["evicted"] > 10
+
+
+def test_prefix_caches_on_the_cpu_load_the_bytes_of_the_keys() -> None:
+    check(fuzz(lambda seed: Server(Device(), seed), 20))
+
+
+@pytest.mark.parametrize("mode", ["manual", "threaded"])
+@simulated
+def test_prefix_caches_on_the_simulated_driver_load_the_bytes_of_the_keys(
+    driver: Driver, mode: str
+) -> None:
+    check(fuzz(lambda seed: Server(Simulated(driver, mode, seed), seed), 10))
+
+
+def check_encoded(counts: Counter[str]) -> None:
+    check(counts)
+    assert counts["rejected"] > 10
+
+
+def test_prefix_caches_on_the_cpu_find_encoded_blocks_if_they_fit() -> None:
+    check_encoded(fuzz(lambda seed: EncodedServer(Device(), seed), 20))
+
+
+@pytest.mark.parametrize("mode", ["manual", "threaded"])
+@needs_kernels
+@simulated
+def test_prefix_caches_on_the_simulated_driver_find_encoded_blocks_if_they_fit(
+    driver: Driver, mode: str
+) -> None:
+    check_encoded(fuzz(lambda seed: EncodedServer(Simulated(driver, mode, seed), seed), 10))
+
+
+@pytest.mark.gpu
+def test_prefix_caches_on_a_gpu_find_encoded_blocks_if_they_fit() -> None:
+    check_encoded(fuzz(lambda seed: EncodedServer(Gpu(), seed, steps=600), 6))
+
+
+def test_as_a_control_encoded_blocks_that_were_not_computed_are_found() -> None:
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
+        fuzz(lambda seed: EncodedServer(Device(), seed, stale=True), 5)
+
+
+@pytest.mark.gpu
+def test_prefix_caches_on_a_gpu_load_the_bytes_of_the_keys() -> None:
+    check(fuzz(lambda seed: Server(Gpu(), seed, steps=600), 6))
+
+
+def test_as_a_control_blocks_that_were_not_computed_are_found() -> None:
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
+        fuzz(lambda seed: Server(Device(), seed, stale=True), 5)

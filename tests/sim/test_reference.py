@@ -1,0 +1,297 @@
+"""What the reference handler's copies wait for, on the simulated driver. Each test of an order has a
+control that breaks it.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from patience import in_time
+from simulated_driver import Driver, cache, simulated
+from simulated_driver.cuda import CudaError
+
+from torch_kvswap.reference import Job, ReferenceHandler
+from torch_kvswap.results import DeviceLostError
+
+CURRENT, SIDE = 42, 43  # streams of the caller
+BLOCKS = 20  # of two layers: two calls of the driver take all of them
+
+
+class Stream:
+    def __init__(self, driver: Driver, handle: int) -> None:
+        self.driver, self.handle = driver, handle
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+
+class Event:
+    """As a torch.cuda.Event, also when it was never recorded: then it has happened."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.cuda, self.handle = driver.cuda, driver.cuda.create_event()
+
+    def record(self, stream: Stream) -> None:
+        self.cuda.record(self.handle, stream.handle)
+
+    def wait(self, stream: Stream) -> None:
+        self.cuda.wait(stream.handle, self.handle)
+
+    def query(self) -> bool:
+        try:
+            return self.cuda.is_done(event=self.handle)
+        except CudaError as error:
+            raise torch.AcceleratorError(str(error)) from error
+
+    def synchronize(self) -> None:
+        try:
+            self.cuda.synchronize(event=self.handle)
+        except CudaError as error:
+            raise torch.AcceleratorError(str(error)) from error
+
+    def elapsed_time(self, end: Event) -> float:
+        return self.cuda.elapsed(self.handle, end.handle)
+
+
+class Cuda:
+    """What the handler calls of torch.cuda, on the simulated driver."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.current = driver, Stream(driver, CURRENT)
+        self.events: list[Event] = []
+        driver.set_stream(0, CURRENT)
+
+    def Stream(self, device: torch.device) -> Stream:  # noqa: N802
+        return Stream(self.driver, self.driver.cuda.create_stream())
+
+    def Event(self, enable_timing: bool) -> Event:  # noqa: N802
+        self.events.append(Event(self.driver))
+        return self.events[-1]
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.driver.set_stream(0, stream.handle)
+        yield
+        self.driver.set_stream(0, before.handle)
+        self.current = before
+
+
+class Simulated:
+    """A cache and a pool of random bytes, and a handler. Nothing runs until a test says so."""
+
+    def __init__(self, driver: Driver, mode: str = "manual") -> None:
+        driver.set_mode(mode)
+        self.driver, self.cuda = driver, Cuda(driver)
+        self.layout, self.host = cache(driver, BLOCKS, BLOCKS)
+        self.host.pages.random_(256)
+        self.handler = self.another_handler()
+
+    def another_handler(self) -> ReferenceHandler:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda device: self.cuda)
+            return ReferenceHandler(self.layout, self.host)
+
+    def block(self, block: int) -> bytes:
+        return b"".join(tensor[block].numpy().tobytes() for tensor in self.layout.tensors)
+
+    def page(self, page: int) -> bytes:
+        return bytes(self.host.pages[page, 0].tolist())
+
+    def store(self, block: int, page: int, handler: ReferenceHandler | None = None) -> Job:
+        return (handler or self.handler).store(gpu_block_ids=[block], page_ids=[page])
+
+    def load(self, page: int, block: int, handler: ReferenceHandler | None = None) -> Job:
+        return (handler or self.handler).load(page_ids=[page], gpu_block_ids=[block])
+
+    def side(self) -> Any:
+        return self.cuda.stream(Stream(self.driver, SIDE))
+
+
+def when_it_waits(driver: Driver, call: Callable[[], None]) -> threading.Thread:
+    """Calls it in another thread as soon as this one waits for an event."""
+    asked = driver.calls("cuEventSynchronize")
+    waits = lambda: driver.calls("cuEventSynchronize") > asked  # noqa: E731
+    thread = threading.Thread(target=lambda: in_time(waits) and call())
+    thread.start()
+    return thread
+
+
+ORDER = pytest.mark.parametrize("order", ["kept", "lost as a control"])
+
+
+@ORDER
+@pytest.mark.parametrize("direction", ["store", "load"])
+@simulated
+def test_a_transfer_waits_for_the_stream_that_is_current(
+    driver: Driver, direction: str, order: str
+) -> None:
+    sim = Simulated(driver)
+    hold = driver.hold(CURRENT if order == "kept" else SIDE)
+    job = sim.store(1, 2) if direction == "store" else sim.load(2, 1)
+    before = sim.block(1) == sim.page(2)
+    driver.run()
+    assert job.query() == (order != "kept")
+    assert (sim.block(1) == sim.page(2)) == (order != "kept")
+    assert not before
+    driver.release(hold)
+    driver.run()
+    assert job.query()
+    assert sim.block(1) == sim.page(2)
+
+
+@ORDER
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("store", 1, 0), ("load", 2, 0)),  # the load of a page behind the store of it
+        (("load", 1, 0), ("store", 1, 3)),  # the store of a block behind the load into it
+        (("store", 1, 0), ("store", 2, 0)),
+        (("load", 1, 0), ("load", 1, 3)),
+    ],
+)
+@simulated
+def test_a_transfer_waits_for_the_one_before_it(
+    driver: Driver, first: tuple[str, int, int], second: tuple[str, int, int], order: str
+) -> None:
+    sim = Simulated(driver)
+    blocks, pages = ([get(i) for i in range(4)] for get in (sim.block, sim.page))
+    for direction, block, page in (first, second):
+        if direction == "store":
+            pages[page] = blocks[block]
+        else:
+            blocks[block] = pages[page]
+    other = sim.handler if order == "kept" else sim.another_handler()
+    hold = driver.hold(SIDE)
+    with sim.side():
+        getattr(sim, first[0])(*(first[1:] if first[0] == "store" else first[:0:-1]))
+    job = getattr(sim, second[0])(*(second[1:] if second[0] == "store" else second[:0:-1]), other)
+    driver.run()
+    assert job.query() == (order != "kept")
+    driver.release(hold)
+    driver.run()
+    found = [sim.block(i) for i in range(4)], [sim.page(i) for i in range(4)]
+    assert (found == (blocks, pages)) == (order == "kept")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+@simulated
+def test_a_stream_waits_for_a_job_and_the_host_does_not(
+    driver: Driver, named: bool, waits: bool
+) -> None:
+    sim = Simulated(driver)
+    hold = driver.hold(CURRENT)
+    job, page = sim.load(2, 1), sim.page(2)
+    seen = torch.zeros(64, dtype=torch.uint8)
+    with sim.side():
+        if waits:
+            job.wait(Stream(driver, SIDE) if named else None)  # type: ignore[arg-type]
+    driver.cuda.copy(seen, sim.layout.tensors[0][1], SIDE)
+    driver.run()
+    assert not job.query()
+    driver.release(hold)
+    driver.run()
+    assert (seen.numpy().tobytes() == page[:64]) == waits
+
+
+@simulated
+def test_a_wait_on_the_host_ends_with_the_job_or_after_the_timeout(driver: Driver) -> None:
+    sim = Simulated(driver, "threaded")
+    hold = driver.hold(CURRENT)
+    job = sim.store(1, 2)
+    for call in (job.synchronize, sim.handler.synchronize):
+        with pytest.raises(TimeoutError, match="some of 1 job still run"):
+            call(timeout=0.001)
+    assert sim.handler.poll(0.001) == []
+    driver.release(hold)
+    assert sim.handler.poll(None) == [job.result]
+    assert sim.handler.poll(None) == []  # there is none to wait for
+
+
+@simulated
+def test_events_are_used_again_when_the_end_of_their_transfer_has_happened(driver: Driver) -> None:
+    sim = Simulated(driver)
+    hold = driver.hold(CURRENT)
+    jobs = [sim.store(i, i) for i in range(3)]
+    assert sim.handler.poll() == []
+    sim.store(3, 3)
+    assert len(sim.cuda.events) == 4 * 3
+    driver.release(hold)
+    driver.run()
+    assert len(sim.handler.poll()) == 4
+    again = sim.store(4, 4)
+    assert len(sim.cuda.events) == 4 * 3
+    jobs[0].wait()  # an ended job has no event, so nobody waits for the next job that has it
+    driver.run()
+    assert again.query()
+
+
+@simulated
+def test_a_copy_of_which_the_driver_has_taken_a_part_is_waited_for_and_fails(
+    driver: Driver,
+) -> None:
+    sim = Simulated(driver, "threaded")
+    everything, hold = list(range(BLOCKS)), driver.hold(CURRENT)
+    driver.fail("cuMemcpyBatchAsync", nth=2)
+    thread = when_it_waits(driver, lambda: driver.release(hold))
+    bad = sim.handler.store(gpu_block_ids=everything, page_ids=everything)
+    assert driver.pending() == ""
+    good = sim.store(3, 4)
+    sim.handler.synchronize([good])
+    assert [result.state for result in sim.handler.poll()] == ["failed", "done"]
+    assert bad.result is not None
+    assert "cuMemcpyBatchAsync" in str(bad.result.error)
+    assert sim.page(4) == sim.block(3)
+    thread.join()
+
+
+@simulated
+def test_a_lost_device_fails_the_jobs_in_flight_and_closing_goes_on(driver: Driver) -> None:
+    sim = Simulated(driver)
+    driver.hold(CURRENT)
+    jobs = [sim.store(1, 2), sim.load(3, 4)]
+    driver.lose()
+    with pytest.raises(CudaError):
+        sim.store(1, 2)
+    sim.handler.close()
+    assert all(job.query() for job in jobs)
+    assert {type(result.error) for result in sim.handler.poll()} == {DeviceLostError}
+    assert sim.handler.poll() == []
+
+
+@pytest.mark.parametrize("end", ["the pool is closed", "the handler is dropped"])
+@simulated
+def test_memory_stays_until_the_copies_have_ended(driver: Driver, end: str) -> None:
+    sim = Simulated(driver, "threaded")
+    block, pages = sim.block(1), sim.host.pages
+    alive = [weakref.ref(sim.layout), weakref.ref(sim.host)]
+    hold, seen = driver.hold(CURRENT), list[bool]()
+    sim.store(1, 2)
+
+    def release() -> None:
+        seen.extend(reference() is not None for reference in alive)
+        driver.release(hold)
+
+    thread = when_it_waits(driver, release)
+    if end == "the pool is closed":
+        sim.host.close()
+    else:
+        del sim.layout, sim.host, sim.handler
+        gc.collect()
+    assert bytes(pages[2, 0].tolist()) == block
+    thread.join()
+    assert seen == [True, True]
+    if end == "the handler is dropped":
+        gc.collect()
+        assert [reference() for reference in alive] == [None, None]

@@ -1,0 +1,330 @@
+"""A scheduler that stores and loads random prompts through a prefix cache with few pages, on any device."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from bf16_blocks import KINDS, make_block, random_bits
+from fuzz_cache import Group, Memory, MismatchError, Slab, make_groups, make_pools, random_shapes
+from fuzz_devices import Device
+
+from torch_kvswap import HostPool, Job, PrefixCache, TransferError
+from torch_kvswap.prefix import BlockGroup
+
+PROMPTS, LONGEST = 6, 5
+
+
+class Server:
+    """A scheduler that gives random GPU blocks to random prompts, and the bytes of every key."""
+
+    def __init__(self, device: Device, seed: int, steps: int = 120, stale: bool = False) -> None:
+        self.device, self.rng, self.steps = device, random.Random(f"{seed} prefixes"), steps
+        self.stale = stale  # does not compute blocks before it stores them, as a control
+        self.group, self.pool = self.make_cache()
+        self.per_page = self.pool.blocks_per_page
+        self.is_list = self.rng.random() < 0.3
+        layouts, pools = [self.group.layout], [self.pool]
+        options = {
+            "copy_method": self.rng.choice(self.copy_methods()),
+            "submit_thread": self.rng.random() < 0.3,
+        }
+        self.is_lazy = self.rng.random() < 0.3
+        self.prefixes = PrefixCache(
+            layouts if self.is_list else layouts[0],
+            pools if self.is_list else pools[0],
+            [BlockGroup(self.pool.num_pages)] if self.is_list else None,
+            store_policy="lazy" if self.is_lazy else "eager",
+            eviction_policy=self.rng.choice(["lru", "arc"]),
+            **options,
+        )
+        (self.stream,) = device.streams(1)[:1]
+        # Prompts share beginnings; a key is the number of its first prompt, and how far in it is.
+        self.prompts: list[list[tuple[int, int]]] = []
+        for number in range(PROMPTS):
+            shared = self.rng.choice(self.prompts) if self.prompts else []
+            shared = shared[: self.rng.randint(0, len(shared))]
+            length = self.rng.randint(max(len(shared), 1), LONGEST)
+            own = [(number, place) for place in range(len(shared), length)]
+            self.prompts.append(shared + own)
+        table = self.make_rows(PROMPTS * LONGEST * self.per_page + 1)  # the last is nobody's
+        self.contents, self.table = table.clone(), device.rows(table)
+        self.jobs: dict[
+            int, tuple[Job, list[int], list[int]]
+        ] = {}  # blocks, rows that a load ends with
+        self.cancelled: set[int] = set()
+        self.lazily: set[int] = set()  # blocks that evict() has to be told of
+        self.held: list[tuple[Any, list[tuple[int, int]], int | None]] = []  # with the store's job
+        self.states: dict[int, str] = {}
+        self.counts: Counter[str] = Counter()
+
+    def make_cache(self) -> tuple[Group, HostPool]:
+        shapes = random_shapes(self.rng, self.device, 1)
+        groups, _ = make_groups(self.rng, self.device, shapes, [self.rng.randint(40, 60)])
+        (pool,), _ = make_pools(self.rng, self.device, groups, 3)
+        return groups[0], pool
+
+    def copy_methods(self) -> Sequence[str]:
+        return self.device.copy_methods
+
+    def make_rows(self, count: int) -> torch.Tensor:
+        """The bytes of so many blocks."""
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
+        shape = count, self.group.block_bytes
+        return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+    def fits(self, key: tuple[int, int]) -> bool:
+        """Whether the page of the key can be stored."""
+        return True
+
+    # Ids and bytes
+
+    def row(self, key: tuple[int, int], part: int) -> int:
+        return (key[0] * LONGEST + key[1]) * self.per_page + part
+
+    def rows(self, keys: list[tuple[int, int]]) -> list[int]:
+        return [self.row(key, part) for key in keys for part in range(self.per_page)]
+
+    def passed(self, of_group: Any) -> Any:
+        return [of_group] if self.is_list else of_group
+
+    def free_blocks(self, count: int) -> list[int]:
+        """Blocks that no job uses, which are given to others from now on."""
+        busy = {block for _, blocks, _ in self.jobs.values() for block in blocks}
+        free = [block for block in range(self.group.num_blocks) if block not in busy]
+        if len(free) < count:
+            return []
+        blocks = self.rng.sample(free, count)
+        if self.lazily & set(blocks):
+            for job in self.evict(blocks):
+                self.jobs[job.id] = job, [], []
+                if self.rng.random() < 0.5:
+                    self.wait(job)
+                self.stream_waits(job)
+            self.lazily -= set(blocks)
+        return blocks
+
+    def evict(self, blocks: list[int]) -> list[Job]:
+        try:
+            return self.prefixes.evict(self.passed(blocks))
+        except RuntimeError:  # some of its jobs may have been submitted
+            assert self.device.faults()[0]
+            self.device.wait_for(self.prefixes, None)
+            self.poll(known=False)
+            return []
+
+    def stream_waits(self, job: Job) -> None:
+        try:
+            job.wait(self.stream)
+        except TransferError:
+            pass
+        except RuntimeError:
+            assert self.device.faults()[0]
+            self.wait(job)
+
+    def write(self, blocks: list[int], rows: list[int]) -> bool:
+        pairs = [
+            (slab.view(block), slab.row(self.table, row))
+            for block, row in zip(blocks, rows, strict=True)
+            for slab in self.group.slabs
+        ]
+        return self.device.copy(pairs, self.stream)
+
+    # What a scheduler does
+
+    def store(self) -> None:
+        keys = self.some_keys()
+        blocks = self.free_blocks(len(keys) * self.per_page)
+        if not blocks or (not self.stale and not self.write(blocks, self.rows(keys))):
+            return
+        preempts = not self.is_lazy and len(self.held) < 2 and self.rng.random() < 0.3
+        call = self.prefixes.preempt if preempts else self.prefixes.store
+        try:
+            answer = call(self.passed(keys), self.passed(blocks))
+        except RuntimeError:
+            assert self.device.faults()[0]
+            return
+        self.counts["stores" if answer is not None else "refused stores"] += 1
+        job = answer
+        if preempts and answer is not None:
+            # The blocks were free, so that no other store reads them.
+            (job,) = answer.jobs or [None]
+            self.held.append((answer, keys, job and job.id))
+        if self.is_lazy:
+            self.lazily |= set(blocks)
+        if job is not None:
+            self.jobs[job.id] = job, blocks, []
+
+    def load(self, keys: list[tuple[int, int]] | None = None) -> bool:
+        keys = keys or self.some_keys()
+        ready = self.prefixes.lookup(self.passed(keys)).ready
+        keys = keys[:ready]
+        if not all(map(self.fits, keys)):
+            raise MismatchError(f"of {keys} a block is found that does not fit")
+        blocks = self.free_blocks(len(keys) * self.per_page)
+        if not ready or not blocks:
+            return False
+        # evict() may have stored other keys in the place of these.
+        if self.prefixes.lookup(self.passed(keys)).ready < ready:
+            return False
+        if not self.write(blocks, [len(self.contents) - 1] * len(blocks)):
+            return False
+        options = {"expedited": True} if self.rng.random() < 0.3 else {}
+        try:
+            job = self.prefixes.load(self.passed(keys), self.passed(blocks), **options)
+        except RuntimeError:
+            assert self.device.faults()[0]
+            return False
+        assert job is not None, f"{keys} were ready"
+        self.jobs[job.id] = job, blocks, self.rows(keys)
+        self.counts["loads"] += 1
+        return True
+
+    def release(self) -> None:
+        """Ends a preemption, whose blocks must be there until then."""
+        if not self.held:
+            return
+        preempted, keys, number = self.held.pop(self.rng.randrange(len(self.held)))
+        if number is not None and number in self.jobs:
+            self.wait(self.jobs[number][0])
+        self.poll()
+        # Other stores, which these pages were shared with, may have failed.
+        if not set(self.states.values()) - {"done"} and number not in self.jobs:
+            found = self.prefixes.lookup(self.passed(keys))
+            assert found.found == len(keys), f"{keys} were preempted, but are {found}"
+        assert self.prefixes.release(preempted)
+        assert not self.prefixes.release(preempted)
+
+    def cancel(self) -> None:
+        if self.jobs:
+            number = self.rng.choice(list(self.jobs))
+            if self.prefixes.cancel(self.jobs[number][0]):
+                self.cancelled.add(number)
+
+    def poll(self, known: bool = True) -> None:
+        """known: whether all jobs that have ended are ours."""
+        for result in self.prefixes.poll():
+            if not known and result.job_id not in self.jobs:
+                continue
+            job, blocks, rows = self.jobs.pop(result.job_id)
+            assert job.result is not None
+            self.counts[result.state] += 1
+            self.states[result.job_id] = result.state
+            assert result.state != "cancelled" or result.job_id in self.cancelled
+            is_explained = self.device.faults()[0] or self.cancelled or result.rejected
+            assert result.state != "failed" or is_explained
+            self.counts["rejected"] += len(result.rejected)
+            if result.ok:
+                self.compare(blocks, rows)
+
+    def compare(self, blocks: list[int], rows: list[int]) -> None:
+        if not rows:
+            return
+        for block, row in zip(blocks, rows, strict=True):
+            for slab in self.group.slabs:
+                if not torch.equal(slab.view(block).cpu(), slab.row(self.contents, row)):
+                    raise MismatchError(
+                        f"block {block} was loaded with other bytes than those of {row}"
+                    )
+        self.counts["compared"] += len(rows)
+
+    def wait(self, job: Job) -> None:
+        self.device.wait_for(self.prefixes, [job])
+
+    def wait_for_one(self) -> None:
+        if self.jobs:
+            self.wait(self.rng.choice(list(self.jobs.values()))[0])
+
+    def stall(self) -> None:
+        self.device.stall(self.stream, self.rng)
+
+    def fail(self) -> None:
+        self.device.fail_sometime(self.rng)
+
+    def some_keys(self) -> list[tuple[int, int]]:
+        prompt = self.rng.choice(self.prompts)
+        return prompt[: self.rng.randint(1, len(prompt))]
+
+    def run(self) -> Counter[str]:
+        actions = {
+            self.store: 4,
+            self.load: 5,
+            self.release: 0.7,
+            self.cancel: 0.5,
+            self.poll: 4,
+            self.wait_for_one: 1,
+            self.stall: 0.3,
+            self.fail: 0.1,
+        }
+        for _ in range(self.steps):
+            with self.device.using(self.stream):
+                self.rng.choices(list(actions), list(actions.values()))[0]()
+            self.device.let_run(self.rng)
+        with self.device.using(self.stream):
+            while self.held:
+                self.release()
+            for job, _, _ in list(self.jobs.values()):
+                self.wait(job)
+            self.poll()
+        assert self.jobs == {}
+        stats = self.prefixes.manager.stats()
+        assert stats.free_pages + stats.idle_pages == self.pool.num_pages
+        assert stats.evicted <= stats.stored
+        self.counts["evicted"] += stats.evicted
+        self.device.synchronize([self.stream])
+        self.pool.close()
+        wrong = self.device.finish()
+        assert not wrong, f"the driver was used wrongly:\n{wrong}"
+        return self.counts
+
+    def __str__(self) -> str:
+        lazy = "lazy" if self.is_lazy else "eager"
+        return f"{self.device.name}, {lazy}, {self.pool.num_pages} pages of {self.per_page}"
+
+
+class EncodedServer(Server):
+    """A server with encoded pages. Some of its blocks do not fit into their slots."""
+
+    SLABS, SLAB_BYTES = 4, 2048
+
+    def make_cache(self) -> tuple[Group, HostPool]:
+        blocks, size = self.rng.randint(40, 60), self.SLAB_BYTES
+        raw = torch.zeros(self.SLABS * blocks * size + 64, dtype=torch.uint8)
+        first = -raw.data_ptr() % 16  # as kernels need it
+        memory = Memory(self.device.cache_memory(raw), "cache")
+        tensor = memory.raw[first : first + self.SLABS * blocks * size].view(torch.bfloat16)
+        layout = self.device.layout([tensor.view(self.SLABS, blocks, -1)], 1)
+        slabs = [
+            Slab(memory, first + number * blocks * size, size, size, number * size)
+            for number in range(self.SLABS)
+        ]
+        pool = HostPool(
+            layout,
+            self.rng.randint(3, 10),
+            self.rng.choice([1, 1, 2, 3]),
+            encoding="lossless",
+            bits_per_value=12.5,
+        )
+        return Group(layout, slabs, blocks, 0, self.SLABS * size, 1), pool
+
+    def copy_methods(self) -> Sequence[str]:
+        can_encode = ("auto", "staged", "kernel")
+        return [method for method in self.device.copy_methods if method in can_encode]
+
+    def make_rows(self, count: int) -> torch.Tensor:
+        sizes = [self.SLAB_BYTES] * self.SLABS
+        self.overflows = {row for row in range(count - 1) if self.rng.random() < 0.1}
+        rows = [
+            random_bits(sizes, row)
+            if row in self.overflows
+            else make_block(self.rng.choice(list(KINDS)), sizes, row)
+            for row in range(count)
+        ]
+        return torch.from_numpy(np.stack([np.concatenate(row).view(np.uint8) for row in rows]))
+
+    def fits(self, key: tuple[int, int]) -> bool:
+        return self.overflows.isdisjoint(self.rows([key]))

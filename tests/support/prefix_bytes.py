@@ -1,0 +1,165 @@
+"""What a prefix cache stores and loads, byte by byte, on any device. CHECKS has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drained import drain
+from prefix_server import PrefixServer, prompt
+from torch import Tensor
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache, Result
+from torch_kvswap.prefix import BlockGroup
+
+BLOCKS, PAGES = 16, 6
+
+
+def make(
+    device: str = "cpu", per_page: int = 1, pages: int = PAGES, **options: Any
+) -> tuple[PrefixCache, Tensor]:
+    """A prefix cache, and a tensor of its cache. Block i is full of i."""
+    numbers = torch.arange(BLOCKS, dtype=torch.float32)[:, None].expand(BLOCKS, 5)
+    layout = PagedLayout([numbers.to(device, copy=True), (-numbers).to(device)])
+    return PrefixCache(layout, HostPool(layout, pages, per_page), **options), layout.tensors[0]
+
+
+def results_of(prefixes: PrefixCache) -> list[Result]:
+    """Of all jobs so far."""
+    drain(prefixes)
+    return prefixes.poll()
+
+
+def load(prefixes: PrefixCache, *arguments: Any) -> None:
+    """A load that kernels from now on are behind."""
+    job = prefixes.load(*arguments)
+    assert job is not None
+    job.wait()
+
+
+def check_load_into_other_blocks(device: str) -> None:
+    prefixes, tensor = make(device)
+    with prefixes:
+        assert prefixes.store(["a", "b", "c"], [1, 2, 3]) is not None
+        assert prefixes.lookup(["a", "b", "x"]) == (2, 0, 2)  # nobody has asked for results yet
+        assert prefixes.load(["a", "b"], [8, 9]) is None
+        assert [result.ok for result in results_of(prefixes)] == [True]
+        found = prefixes.lookup(["a", "b", "x"])
+        assert found == (2, 2, 0)
+        load(prefixes, ["a", "b", "x"], [8, 9, 10], found.ready)
+        assert tensor[8:11, 0].tolist() == [1, 2, 10]
+        assert [result.direction for result in results_of(prefixes)] == ["load"]
+        assert prefixes.manager.stats().idle_pages == 3
+
+
+def check_keys_of_whole_pages(device: str) -> None:
+    """A key stands for all blocks of a page."""
+    for ids in (list, torch.tensor):
+        prefixes, tensor = make(device, per_page=3)
+        with prefixes:
+            prefixes.store(["a", "b"], ids([0, 1, 2, 3, 4, 5]))
+            results_of(prefixes)
+            prefixes.store(["a", "b", "part"], ids([0, 1, 2, 3, 4, 5, 6, 7]))
+            results_of(prefixes)
+            tensor[8:] = 0
+            load(prefixes, ["b", "part"], ids([8, 9, 10, 11, 12]))
+            assert tensor[8:, 0].tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
+
+
+def check_preemption(device: str) -> None:
+    """A preempted request is held until it is released."""
+    prefixes, tensor = make(device, pages=2)
+    with prefixes:
+        preempted = prefixes.preempt(["a", "b"], [1, 2])
+        assert preempted is not None
+        prefixes.synchronize(preempted.jobs)
+        prefixes.poll()
+        assert prefixes.store(["x"], [3]) is None
+        assert prefixes.preempt(["x"], [3]) is None
+        tensor.zero_()
+        load(prefixes, ["a", "b"], [4, 5])
+        assert prefixes.release(preempted)
+        results_of(prefixes)
+        assert tensor[4:6, 0].tolist() == [1, 2]
+        assert prefixes.store(["x"], [3]) is not None
+
+
+def check_groups(device: str) -> None:
+    """The groups of a hybrid model load what each of them needs."""
+    attention = PagedLayout([torch.arange(16.0)[:, None].repeat(1, 4).to(device)])
+    state = PagedLayout([100 + torch.arange(4.0)[:, None].repeat(1, 8).to(device)])
+    pools = [HostPool(attention, 8), HostPool(state, 2)]
+    with PrefixCache(
+        [attention, state], pools, [BlockGroup(8, 4), BlockGroup(2, 8, is_state=True)]
+    ) as prefixes:
+        keys = [["a", "b", "c", "d"], ["s", "t"]]
+        prefixes.store([keys[0], keys[1][1:]], [[0, 1, 2, 3], [1]])
+        results_of(prefixes)
+        found = prefixes.lookup(keys)
+        assert found.ready == 2
+        load(prefixes, keys, [[12, 13, 14, 15], [2, 3]], found.ready)
+        assert attention.tensors[0][12:, 0].tolist() == [0, 1, 2, 3]
+        assert state.tensors[0][2:, 0].tolist() == [102, 101]
+
+
+def check_evict_that_raises(device: str) -> None:
+    """It loses neither jobs nor blocks."""
+    for fails_at in range(3):
+        prefixes, tensor = make(device, store_policy="lazy")
+        with prefixes, pytest.MonkeyPatch.context() as patch:
+            for number in range(3):
+                prefixes.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
+            handler = prefixes._handler
+            submit, started = handler._submit, []
+
+            def failing(
+                *args: Any,
+                submit: Any = submit,
+                started: Any = started,
+                at: int = fails_at,
+                **of: Any,
+            ) -> Any:
+                if len(started) == at:
+                    raise MemoryError
+                started.append(submit(*args, **of))
+                return started[-1]
+
+            patch.setattr(handler, "_submit", failing)
+            with pytest.raises(MemoryError):
+                prefixes.evict([1, 3, 5])
+            assert prefixes.manager.stats().filling_pages == 2 * fails_at
+            patch.setattr(handler, "_submit", submit)
+            jobs = prefixes.evict([1, 3, 5])
+            assert len({job.id for job in [*started, *jobs]}) == 3
+            drain(prefixes)
+            assert prefixes.evict([1, 3, 5]) == []
+            results_of(prefixes)
+            tensor[:6] = -1
+            for number in range(3):
+                load(prefixes, [number, f"{number} goes on"], [6, 7])
+                assert tensor[6:8, 0].tolist() == [2 * number, 2 * number + 1]
+
+
+def check_prompts_that_left(device: str) -> None:
+    """Prompts that have left the device are found on the host."""
+    for storing in ("eager", "lazy"):
+        for per_page in (1, 3):
+            with PrefixServer(10, 100, per_page, device, store_policy=storing) as server:
+                for number in range(1, 9):
+                    assert server.serve(prompt(number)) == 0
+                assert server.serve(prompt(1)) == 2
+                server.forget_gpu()
+                assert server.serve(prompt(2)) == 4
+                assert server.serve(prompt(1000)) == 0
+
+
+CHECKS: list[Callable[[str], None]] = [
+    check_load_into_other_blocks,
+    check_keys_of_whole_pages,
+    check_preemption,
+    check_groups,
+    check_evict_that_raises,
+    check_prompts_that_left,
+]

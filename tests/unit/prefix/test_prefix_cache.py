@@ -1,0 +1,747 @@
+"""The prefix cache stores blocks and finds them again by their content."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bf16_cache import Bf16Cache
+from drained import drain
+from error_text import error_text
+from expecttest import assert_expected_inline
+from logged import logged
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
+from prefix_bytes import BLOCKS, CHECKS, PAGES, make
+from processes import in_child
+from simulated_driver import Driver, cache, place, simulated
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache, Result
+from torch_kvswap.prefix import BlockGroup
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_prefix_cache_loads_the_bytes_that_it_stored(
+    check: Callable[[str], None], device: str
+) -> None:
+    check(device)
+
+
+def test_only_what_is_new_is_copied():
+    prefixes, _ = make()
+    with prefixes:
+        first = prefixes.store(["a", "b"], [1, 2])
+        prefixes.poll()
+        second = prefixes.store(["a", "b", "c"], [5, 6, 3])
+        assert second.nbytes == first.nbytes // 2
+        prefixes.poll()
+        assert prefixes.store(["a", "c"], [1, 3]) is None
+        assert prefixes.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
+
+
+def test_stats_say_why_a_store_stored_nothing():
+    def why_none(prefixes, keys):
+        """How many more blocks were skipped, and stores refused, by a store that returns None."""
+        before = prefixes.manager.stats()
+        assert prefixes.store(keys, [*range(len(keys))]) is None
+        after = prefixes.manager.stats()
+        return after.skipped - before.skipped, after.refused - before.refused
+
+    prefixes, _ = make()
+    with prefixes:
+        prefixes.store(["a"], [1])
+        assert why_none(prefixes, ["a"]) == (0, 0)  # it is being stored
+        prefixes.poll()
+        assert why_none(prefixes, ["a"]) == (0, 0)
+        assert why_none(prefixes, [*range(PAGES + 1)]) == (0, 1)
+    prefixes, _ = make(store_threshold=2)
+    with prefixes:
+        assert why_none(prefixes, ["a", "b"]) == (2, 0)
+
+
+def test_a_wrong_option_is_refused_also_if_nothing_is_copied():
+    prefixes, _ = make()
+    lazy, _ = make(store_policy="lazy")
+    with prefixes, lazy:
+        prefixes.store(["a"], [1])  # has not been polled: "a" can neither be stored nor loaded
+        assert error_text(prefixes.load, ["a"], [1], expedited="no") == (
+            "TypeError: expedited is 'no'; it must be True or False"
+        )
+        refusal = "ValueError: copy_method='staged'; for one job it can be copy_engines or"
+        for call in (prefixes.store, prefixes.load, prefixes.preempt, lazy.store):
+            assert error_text(call, ["a"], [1], copy_method="staged").startswith(refusal)
+        for of_policy in (prefixes, lazy):
+            assert error_text(of_policy.evict, [1], copy_method="staged").startswith(refusal)
+        assert prefixes.manager.stats().filling_pages == 1
+
+
+def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
+    prefixes, _ = make()
+    with prefixes:
+        prefixes.store(["a"], [1])
+        prefixes.poll()
+        errors = [
+            error_text(prefixes.load, ["x"], [1], gate=object()),
+            error_text(prefixes.load, ["x"], [1], layer_groups=0),
+            error_text(prefixes.load, ["x"], [1], after=object()),
+            error_text(prefixes.store, ["a"], [1], after=object()),
+            error_text(prefixes.preempt, ["a"], [1], after=object()),
+        ]
+        assert prefixes.manager.stats().idle_pages == 1
+    closed = "RuntimeError: the handler is closed; make a new one"
+    assert error_text(prefixes.lookup, ["a"]) == closed
+    assert error_text(prefixes.load, ["x"], [1]) == closed
+    assert error_text(prefixes.store, ["a"], [1]) == closed
+    assert error_text(prefixes.preempt, ["a"], [1]) == closed
+    of_after = (
+        "TypeError: after= is an object, but transfers of a cache on the CPU run inside the call "
+        "and cannot wait for a stream; wait on the host first, and pass None or ()"
+    )
+    assert [" ".join(error.split()) for error in errors] == [
+        "TypeError: gate is an object; pass what OffloadHandler.gate() returns",
+        "ValueError: layer_groups is 0; it must be 1 to 2",
+        *[of_after] * 3,
+    ]
+
+
+def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
+    prefixes, tensor = make()
+    with prefixes:
+        prefixes.store(["a", "b", "c"], [1, 2, 3])
+        prefixes.poll()
+        with pytest.raises(
+            ValueError, match=r"pass one for each block of all keys, -1 for a block that is"
+        ):
+            prefixes.load(["a", "b", "c"], [7, 8], prefix=2)
+        prefixes.load(["a", "b", "c"], [7, 8, 9], prefix=2)
+        assert tensor[7:10, 0].tolist() == [1, 2, 9]
+
+
+def test_a_refused_call_leaves_nothing_behind():
+    prefixes, _ = make()
+    with prefixes:
+        prefixes.store(["a"], [1])
+        prefixes.poll()
+        with pytest.raises(IndexError):
+            prefixes.store(["b", "c"], [2, 99])
+        with pytest.raises(IndexError):
+            prefixes.preempt(["b", "c"], [2, 99])
+        with pytest.raises(IndexError):
+            prefixes.load(["a"], [99])
+        stats = prefixes.manager.stats()
+        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
+        assert prefixes.lookup(["a"]).ready == 1
+        assert prefixes.lookup(["b"]).found == 0
+
+
+def test_a_preemption_that_cannot_be_submitted_holds_nothing():
+    prefixes, tensor = make()
+    with prefixes:
+        prefixes.store(["a"], [1])
+        prefixes.poll()
+        tensor.data = tensor.clone()
+        with pytest.raises(RuntimeError, match="has moved"):
+            prefixes.preempt(["a", "b"], [1, 2])
+        stats = prefixes.manager.stats()
+        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
+
+
+def test_a_prefix_cache_has_the_calls_of_its_handler() -> None:
+    prefixes, tensor = make()
+    with prefixes:
+        job = prefixes.store(["a"], [1])
+        prefixes.synchronize(job)
+        assert prefixes.cancel(job) is False
+        assert prefixes.metrics().stores.done == 1
+        assert "gate" in error_text(prefixes.gate)  # a cache on the CPU has none
+        prefixes.poll()
+        moved = PagedLayout([tensor.clone(), torch.zeros(BLOCKS, 5)])
+        prefixes.rebind(moved)
+        assert prefixes.layouts == (moved,)
+        assert prefixes.load(["a"], [8])
+        assert (moved.tensors[0][8, 0], tensor[8, 0]) == (1, 8)
+    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+        prefixes.__enter__()
+
+
+def test_a_prefix_cache_that_was_refused_keeps_no_pool_open() -> None:
+    layout = PagedLayout([torch.zeros(4, 4)])
+    pool = HostPool(layout, 4)
+    for wrong in ({"eviction_policy": "never"}, {"groups": [BlockGroup(4)]}):
+        with pytest.raises(ValueError, match=r"eviction_policy|groups"):
+            PrefixCache(layout, pool, **wrong)
+    pool.close()
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], ["x", "y"]], ids=["stored", "new"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: str) -> None:
+    prefixes, _ = make(store_policy=policy)
+    with prefixes:
+        prefixes.preempt(["a", "b"], [0, 1])
+        prefixes.poll()
+        for call in (prefixes.store, prefixes.preempt):
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
+                call(keys, [0, 999])
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -2; there are 16 GPU"):
+                call(keys, [-2, 0])
+            with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 id for 2 keys of 1 block"):
+                call(keys, [0])
+        with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 id for 2 keys of 1 block"):
+            prefixes.load(keys, [0])
+        with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 16; there are 16 GPU"):
+            prefixes.load(keys, [0, 16])
+        assert prefixes.manager.stats().filling_pages == 0
+
+
+def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
+    layouts = [PagedLayout([torch.zeros(4, 4)]), PagedLayout([torch.zeros(8, 4)])]
+    with PrefixCache(
+        layouts, [HostPool(layout, 4) for layout in layouts], [BlockGroup(4), BlockGroup(4)]
+    ) as prefixes:
+        keys = [["a", "b"], ["a", "b"]]
+        prefixes.store(keys, [[0, 1], [0, 7]])
+        prefixes.poll()
+        for call in (prefixes.store, prefixes.preempt):
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\]\[1\] is 7; there are 4 GPU"):
+                call(keys, [[0, 7], [0, 1]])
+            with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
+                call(keys, [[0, 1], [0, 1, 2]])
+            with pytest.raises(TypeError, match=r"^keys\[1\] is None; pass bytes"):
+                call([["a"], None], [[0], [0]])
+
+
+@simulated
+def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
+    steps = PinningSteps()
+    rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
+    layout = place(driver, PagedLayout([rows]))
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
+    with HostPool(layout, 12, **options) as pool:
+        assert pool.wait_ready(PATIENCE, pages=8)
+        prefixes = PrefixCache(layout, pool)
+        assert prefixes.store(list(range(9)), list(range(9))) is None  # one page too many
+        assert prefixes.preempt(list(range(9)), list(range(9))) is None
+        prefixes.synchronize(prefixes.store(list(range(8)), list(range(8))))
+        prefixes.poll()
+        prefixes.synchronize(prefixes.store([8], [8]))  # the end of the prompt goes for it
+        assert prefixes.manager.stats().evicted == 1
+        prefixes.poll()
+        steps.pin_more(2)
+        assert pool.wait_ready(PATIENCE)
+        held = prefixes.preempt([9, 10, 11, 12], [9, 10, 11, 12])
+        prefixes.synchronize(held.jobs)
+        prefixes.poll()
+        assert prefixes.release(held)
+        stats = prefixes.manager.stats()
+        assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
+        keys, kept = [*range(7), *range(8, 13)], rows.clone()
+        rows.zero_()
+        prefixes.synchronize(prefixes.load(keys, keys))
+        assert torch.equal(rows[keys], kept[keys])
+
+
+@simulated
+def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
+    steps = PinningSteps()
+    layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
+    with HostPool(layout, 12, **options) as pool:
+        assert pool.wait_ready(PATIENCE, pages=8)
+        driver.limit_registration(in_all=8 * 4096)
+        with logged() as messages:
+            steps.pin_more(2)
+            assert "no more will be" in error_text(pool.wait_ready, PATIENCE)
+            assert in_time(lambda: not pinning_threads())
+        assert "8 of 12 host pages are pinned" in messages[0]
+        prefixes = PrefixCache(layout, pool)
+        for i in range(20):
+            prefixes.synchronize(prefixes.store([i], [i % 16]))
+            prefixes.poll()
+        assert prefixes.manager.stats().evicted == 12
+
+
+@pytest.mark.gpu
+def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu() -> None:
+    rows = torch.randint(256, (64, 1 << 20), dtype=torch.uint8, device="cuda")
+    layout, ids = PagedLayout([rows]), list(range(64))
+    kept = rows.clone()
+    with (
+        HostPool(layout, 64, chunk_bytes=4 << 20, pin_in_background=True) as pool,
+        PrefixCache(layout, pool, store_policy="lazy") as prefixes,
+    ):
+        assert prefixes.store(ids, ids) is None
+        for job in prefixes.evict(ids):
+            prefixes.synchronize(job)
+        prefixes.poll()
+        if prefixes.lookup(ids).ready < 64:  # there were too few pages
+            assert pool.wait_ready(60)
+            prefixes.store(ids, ids)
+            for job in prefixes.evict(ids):
+                job.wait()
+                rows.zero_()
+            drain(prefixes)
+            prefixes.poll()
+        rows.zero_()
+        assert prefixes.lookup(ids).ready == 64
+        prefixes.load(ids, ids).wait()
+        assert torch.equal(rows, kept)
+
+
+def pinning_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("kvswap-pin")]
+
+
+@simulated
+def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
+    gpu, host = cache(driver)
+    with PrefixCache(gpu, host) as prefixes:
+        driver.fail("cuMemcpyBatchAsync")
+        prefixes.store(["a", "b"], [1, 3])
+        drain(prefixes)
+        assert [result.state for result in prefixes.poll()] == ["failed"]
+        assert prefixes.lookup(["a"]).found == 0
+        prefixes.store(["a", "b"], [1, 3])
+        drain(prefixes)
+        prefixes.poll()
+        assert prefixes.lookup(["a", "b"]).ready == 2
+        driver.fail("cuMemcpyBatchAsync")
+        prefixes.load(["a"], [5])
+        drain(prefixes)
+        assert [result.state for result in prefixes.poll()] == ["failed"]
+        assert prefixes.lookup(["a", "b"]).found == 0
+        assert prefixes.manager.stats().free_pages == host.num_pages - 1
+
+
+@simulated
+def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with PrefixCache(gpu, host) as prefixes:
+        prefixes.store(["a", "b"], [1, 3])
+        driver.run()
+        assert [result.state for result in prefixes.poll()] == ["done"]
+        assert prefixes.cancel(prefixes.load(["a", "b"], [5, 6]))
+        driver.set_mode("immediate")
+        drain(prefixes)
+        assert [result.state for result in prefixes.poll()] == ["cancelled"]
+        assert prefixes.lookup(["a", "b"]).ready == 2
+        assert prefixes.manager.stats().idle_pages == 2
+
+
+@simulated
+def test_blocks_of_a_store_that_was_cancelled_are_not_found(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with PrefixCache(gpu, host) as prefixes:
+        assert prefixes.cancel(prefixes.store(["a", "b"], [1, 3]))
+        driver.set_mode("immediate")
+        drain(prefixes)
+        assert [result.state for result in prefixes.poll()] == ["cancelled"]
+        assert prefixes.lookup(["a"]).found == 0
+        assert prefixes.manager.stats().free_pages == host.num_pages
+
+
+def test_threads_that_submit_and_one_that_collects_lose_no_job():
+    prefixes, _ = make(pages=8)
+    over, deadline = threading.Event(), time.monotonic() + PATIENCE
+
+    def collect():
+        while not over.is_set():
+            prefixes.poll()
+
+    def submit(number):
+        for i in range(50):
+            while prefixes.store([(number, i)], [number]) is None:
+                assert time.monotonic() < deadline
+
+    with prefixes:
+        collector = threading.Thread(target=collect)
+        threads = [threading.Thread(target=submit, args=(number,)) for number in range(3)]
+        for thread in (collector, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        over.set()
+        collector.join()
+        prefixes.poll()
+        stats = prefixes.manager.stats()
+        assert stats.free_pages + stats.idle_pages == 8
+        assert stats.stored == 150
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_poll_that_sees_a_job_before_its_call_has_returned_ends_its_reservation(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job ends, and another thread polls, before the call that submits it returns."""
+    prefixes, _ = make()
+    results: list[Result] = []
+    poller = threading.Thread(target=lambda: results.extend(prefixes.poll(PATIENCE)))
+    with prefixes:
+        prefixes.store(["a"], [1])
+        prefixes.poll()
+        handler = prefixes._handler
+        submit = handler._native.submit
+
+        def submit_and_poll(*arguments: Any) -> None:
+            submit(*arguments)
+            poller.start()
+            if direction == "load":  # during a store no job becomes reported
+                poller.join(PATIENCE)
+                assert not poller.is_alive()
+
+        monkeypatch.setattr(handler._native, "submit", submit_and_poll)
+        assert prefixes.load(["a"], [5]) if direction == "load" else prefixes.store(["b"], [2])
+        poller.join(PATIENCE)
+        assert [result.direction for result in results] == [direction]
+        stats = prefixes.manager.stats()
+        assert stats.free_pages + stats.idle_pages == PAGES
+
+
+def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
+    """Placeholders for blocks that were not loaded would be found later as what their keys say."""
+    prefixes, _ = make()
+    lazy, _ = make(store_policy="lazy")
+    pages, _ = make(per_page=2)
+    layout = PagedLayout([torch.zeros(4, 4)])
+    window = [BlockGroup(4), BlockGroup(4, window_tokens=1)]
+    several = PrefixCache([layout, layout], [HostPool(layout, 4), HostPool(layout, 4)], window)
+    with prefixes, lazy, pages, several:
+        twice = (
+            "ValueError: gpu_block_ids[1] and gpu_block_ids[3] are both 2, but no block has the\n"
+            "contents of two; pass -1 for blocks that are not on the GPU"
+        )
+        for call in prefixes.store, prefixes.preempt, lazy.store:
+            assert error_text(call, ["a", "b", "c", "d"], [1, 2, 3, 2]) == twice
+        assert error_text(pages.store, ["a", "b"], [1, 2, 3, 2]) == twice
+        keys = [["a", "b", "c"], ["A", "B", "C"]]
+        assert "gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 0" in error_text(
+            several.store, keys, [[0, 1, 2], [0, 0, 3]]
+        )
+        for of_policy in (prefixes, lazy, pages, several):
+            assert of_policy.manager.stats().filling_pages == 0
+            assert of_policy.evict([[3, 3], [3]] if of_policy is several else [3, 3]) == []
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_keys_with_a_block_that_is_not_on_the_gpu_are_left_out(per_page: int, policy: str) -> None:
+    prefixes, tensor = make(per_page=per_page, store_policy=policy)
+    keys, last = ["a", "b", "c", "d"], 4 * per_page - per_page // 2
+    blocks = list(range(last))  # the last page is part full
+    blocks[per_page - 1] = blocks[2 * per_page] = -1  # in the first and the third page
+    with prefixes:
+        prefixes.store(keys, blocks)
+        prefixes.evict(blocks)
+        prefixes.poll()
+        assert [prefixes.lookup([key]).ready for key in keys] == [0, 1, 0, 1]
+        tensor[:] = 0
+        assert prefixes.load(keys, [15 if block < 0 else block for block in blocks]) is None
+        prefixes.load(keys, blocks)
+        expected = torch.zeros(BLOCKS)
+        for page in (1, 3):
+            of_page = slice(page * per_page, min((page + 1) * per_page, last))
+            expected[of_page] = torch.arange(BLOCKS)[of_page]
+        assert tensor[:, 0].tolist() == expected.tolist()
+        prefixes.poll()
+        held = prefixes.preempt(["x", *keys[1:]], blocks)
+        assert held is not None
+        assert held.jobs == []  # the host has the two blocks that are on the GPU
+        assert prefixes.manager.stats().idle_pages == 0
+        assert prefixes.release(held)
+
+
+def test_a_load_needs_a_block_on_the_gpu_for_each_block_that_its_prefix_needs() -> None:
+    layouts = [PagedLayout([torch.arange(8.0)[:, None].repeat(1, 4)]) for _ in range(2)]
+    pools = [HostPool(layouts[0], 4), HostPool(layouts[1], 4, blocks_per_page=2)]
+    groups = [BlockGroup(4), BlockGroup(4, block_tokens=2, window_tokens=2)]
+    with PrefixCache(layouts, pools, groups) as prefixes:
+        keys = [["a", "b", "c", "d"], ["B", "D"]]
+        prefixes.store(keys, [[0, 1, 2, 3], [0, 1, 2, 3]])
+        prefixes.poll()
+        assert prefixes.manager.needed_blocks(2) == [range(4), range(1, 2)]
+        prefixes.load(keys, [[4, 5, 6, 7], [-1, -1, 6, 7]], prefix=2)
+        assert layouts[1].tensors[0][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+        errors = [
+            error_text(prefixes.load, keys, ids, prefix=2)
+            for ids in (
+                [[4, 5, -1, 7], [-1, -1, 6, 7]],
+                [[4, 5, 6, 7], [-1, -1, 6, -1]],
+                [[4, 5, 6, 8], [-1, -1, 6, 7]],
+                [[4, 5, 6, 7], [-2, -1, 6, 7]],
+            )
+        ]
+        prefixes.poll()
+        assert [prefixes.manager.stats(group).idle_pages for group in (0, 1)] == [4, 2]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: gpu_block_ids[0][2] is -1, but what follows the prefix needs this block;
+pass a GPU block for each block of manager.needed_blocks(prefix)
+ValueError: gpu_block_ids[1][3] is -1, but what follows the prefix needs this block;
+pass a GPU block for each block of manager.needed_blocks(prefix)
+IndexError: gpu_block_ids[0][3] is 8; there are 8 GPU blocks, 0 to 7, and -1 is a block
+that is not on the GPU
+IndexError: gpu_block_ids[1][0] is -2; there are 8 GPU blocks, 0 to 7, and -1 is a block
+that is not on the GPU""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "blocks"),
+    [
+        (BlockGroup(8, 2), [0, 1, 2, 3, 4]),
+        (BlockGroup(8, 2, window_tokens=4), [-1, -1, -1, 3, 4]),
+        (BlockGroup(8, 4, is_state=True), [-1, -1, 4]),
+    ],
+    ids=["full attention", "window", "state"],
+)
+def test_a_preempted_request_that_ends_inside_a_unit_is_pending_until_poll(
+    other: BlockGroup, blocks: list[int]
+) -> None:
+    # 10 tokens; both groups have whole blocks at 4 and 8.
+    layouts = [PagedLayout([torch.arange(8.0)[:, None].repeat(1, 4)]) for _ in range(2)]
+    with PrefixCache(
+        layouts, [HostPool(layout, 8) for layout in layouts], [BlockGroup(8, 4), other]
+    ) as prefixes:
+        keys = [["a", "b", "part"], [f"of {at}" for at in range(len(blocks))]]
+        prefixes.store([its[:2] for its in keys], [[0, 1], blocks[:2]])
+        prefixes.poll()
+        held = prefixes.preempt(keys, [[0, 1, 2], blocks])
+        assert held is not None
+        for layout in layouts:
+            layout.tensors[0].zero_()
+        assert prefixes.load(keys, [[0, 1, 2], blocks]) is None
+        assert prefixes.lookup(keys, again=True).pending == 1 + sum(at > 1 for at in blocks)
+        prefixes.poll()
+        assert prefixes.lookup(keys, again=True).pending == 0
+        assert prefixes.load(keys, [[0, 1, 2], blocks]) is not None
+        for layout, its in zip(layouts, ([0, 1, 2], blocks), strict=True):
+            assert [layout.tensors[0][at, 0] for at in its if at >= 0] == [
+                at for at in its if at >= 0
+            ]
+
+
+def test_a_request_is_resumed_when_its_blocks_are_there_and_released_when_they_are_lost() -> None:
+    prefixes, tensor = make()
+    with prefixes:
+        held = prefixes.preempt(["a", "b"], [1, 2])
+        assert held is not None
+        assert prefixes.resume(held, [8, 9]) == ("pending", None)
+        prefixes.poll()
+        state, job = prefixes.resume(held, [8, 9], tag="mine")
+        assert (state, job and job.tag) == ("loaded", "mine")
+        assert tensor[8:10, 0].tolist() == [1, 2]
+        assert not prefixes.release(held)
+        again = prefixes.preempt(["a", "b"], [8, 9])
+        assert again is not None
+        prefixes.manager.reset()
+        assert prefixes.resume(again, [8, 9]) == ("lost", None)
+        assert not prefixes.release(again)
+        prefixes.poll()
+        stats = prefixes.manager.stats()
+        assert stats.free_pages + stats.idle_pages == PAGES
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_no_call_of_a_prefix_cache_works_in_a_forked_child(policy: str) -> None:
+    prefixes, _ = make(store_policy=policy)
+    with prefixes:
+        held = prefixes.preempt(["a"], [1])
+        calls = [
+            lambda: prefixes.lookup(["a"]),
+            lambda: prefixes.load(["a"], [2]),
+            lambda: prefixes.store(["a"], [1]),
+            lambda: prefixes.evict([1]),
+            lambda: prefixes.evict([]),
+            lambda: prefixes.preempt(["b"], [3]),
+            lambda: prefixes.release(held),
+            lambda: prefixes.poll(),
+        ]
+        refused = "RuntimeError: this "
+        assert in_child(lambda: all(error_text(call).startswith(refused) for call in calls)) == 1
+        for call in calls:
+            call()
+
+
+def test_errors_say_what_was_wrong():
+    prefixes, _ = make(per_page=2)
+    layout = PagedLayout([torch.zeros(4, 4)])
+    pool = HostPool(layout, 4)
+    several = PrefixCache([layout], [pool], [BlockGroup(4)])
+    with prefixes, several:
+        errors = [
+            error_text(PrefixCache, [layout], [pool]),
+            error_text(PrefixCache, layout, pool, [BlockGroup(PAGES)]),
+            error_text(PrefixCache, [layout], [pool], [BlockGroup(3)]),
+            error_text(prefixes.store, ["a"], [1, 2, 3]),
+            error_text(several.store, [["a"]], [[1], [2]]),
+            error_text(several.store, [["a"]], None),
+            error_text(several.evict, [1, 2]),
+            error_text(prefixes.evict, [1, BLOCKS]),
+            error_text(prefixes.evict, [-2]),
+            error_text(PrefixCache, None, pool),
+            error_text(PrefixCache, layout, pool, store_policy="never"),
+            error_text(PrefixCache, layout, pool, num_ready_pages=3),
+            error_text(PrefixCache, [layout], [pool], [4]),
+            error_text(prefixes.store, ["a"], [1], first_block=1),
+            error_text(prefixes.load, ["a"], [1], first_block=1),
+            error_text(prefixes.preempt, ["a"], [1], first_block=1),
+            error_text(prefixes.evict, [1], first_block=1),
+            error_text(prefixes.store, ["a"], None),
+            error_text(prefixes.store, None, [1]),
+            error_text(prefixes.lookup, {"a": 1}),
+            error_text(prefixes.release, 5),
+            error_text(make(per_page=2, store_policy="lazy")[0].store, ["a"], [1, BLOCKS]),
+            error_text(copy.copy, prefixes),
+            error_text(copy.deepcopy, prefixes),
+            error_text(pickle.dumps, prefixes),
+        ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: groups is None, but gpu is a list of 1 layouts; pass a BlockGroup for each
+ValueError: groups is for a list of layouts; leave it out, or pass a list of one layout
+and a list of one pool
+ValueError: the groups have [3] pages, their pools [4]; make num_pages that of the pool
+ValueError: gpu_block_ids has 3 ids for 1 key of 2 blocks each; pass one for each block
+of all keys, -1 for a block that is not on the GPU
+ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
+TypeError: gpu_block_ids is None; pass a list with an item for each group
+ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
+that is not on the GPU
+IndexError: gpu_block_ids[0] is -2; there are 16 GPU blocks, 0 to 15, and -1 is a block
+that is not on the GPU
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; got None instead of a PagedLayout
+ValueError: store_policy is 'never'; it can be eager or lazy
+TypeError: PrefixCache.__init__() got an unexpected keyword argument 'num_ready_pages'
+TypeError: groups[0] is an int; pass a BlockGroup
+TypeError: PrefixCache.store() got an unexpected keyword argument 'first_block'
+TypeError: PrefixCache.load() got an unexpected keyword argument 'first_block'
+TypeError: PrefixCache.preempt() got an unexpected keyword argument 'first_block'
+TypeError: PrefixCache.evict() got an unexpected keyword argument 'first_block'
+TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
+TypeError: keys is None; pass bytes of digests or a list
+TypeError: keys is a dict; pass bytes of digests or a list
+TypeError: preempted is an int; pass what preempt() returned
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
+that is not on the GPU
+TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
+it by reference, or make another one
+TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
+it by reference, or make another one
+TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
+it by reference, or make another one""",
+    )
+
+
+def test_a_printed_prefix_cache_has_the_pages_in_use():
+    prefixes, _ = make(store_policy="lazy")
+    with prefixes:
+        prefixes.manager.complete(prefixes.manager.prepare_store(["a", "b"]))
+        assert in_child(lambda: repr(prefixes.manager).endswith(", used_pages=unknown)")) == 1
+        assert_expected_inline(
+            repr(prefixes).replace(", manager", ",\nmanager").replace(", handler", ",\nhandler"),
+            """\
+PrefixCache(store_policy='lazy',
+handler=OffloadHandler(device=cpu, num_blocks=16, num_pages=6, 0 jobs outstanding),
+manager=BlockManager(num_pages=6, used_pages=2))""",
+        )
+
+
+# Encoded pages: blocks that do not fit
+
+
+def make_encoded(per_page=1, kinds=("normal",) * 6, pages=6):
+    """Blocks of these kinds; None does not fit."""
+    cache = Bf16Cache()
+    for block, kind in enumerate(kinds):
+        cache.fill(block, kind, block)
+    pool = HostPool(cache.layout, pages, per_page, encoding="lossless", bits_per_value=12.5)
+    return PrefixCache(cache.layout, pool), cache
+
+
+def test_only_the_blocks_that_do_not_fit_are_forgotten():
+    prefixes, cache = make_encoded(kinds=["normal", "zeros", None, "normal"])
+    with prefixes:
+        keys = ["a", "b", "c", "d"]
+        prefixes.store(keys, [0, 1, 2, 3])
+        (result,) = prefixes.poll()
+        assert (result.ok, result.rejected) == (False, (2,))
+        assert prefixes.lookup(keys) == (2, 2, 0)  # not past the block that is missing
+        stats = prefixes.manager.stats()
+        assert (stats.stored, stats.failed, stats.idle_pages, stats.free_pages) == (3, 1, 3, 3)
+        prefixes.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
+        assert [cache.bytes_of(block) for block in (8, 9)] == list(map(cache.bytes_of, (0, 1)))
+        cache.fill(2, "normal")
+        assert prefixes.store(keys, [0, 1, 2, 3]).nbytes == cache.layout.block_bytes
+        prefixes.poll()
+        assert prefixes.lookup(keys).ready == 4  # the block behind was never lost
+
+
+@pytest.mark.parametrize("per_page", [2, 3])
+def test_a_page_is_forgotten_for_some_of_its_blocks(per_page):
+    kinds = ["normal"] * 3 * per_page
+    missing = (2 * per_page - 2, 2 * per_page - 1, 2 * per_page)  # two of one page, one of the next
+    for block in missing:
+        kinds[block] = None
+    prefixes, _ = make_encoded(per_page, kinds)
+    with prefixes:
+        prefixes.store(["a", "b", "part"], list(range(2 * per_page + 1)))
+        (result,) = prefixes.poll()
+        assert result.rejected == missing
+        assert prefixes.lookup(["a", "b"]).ready == 1
+        assert prefixes.manager.stats().failed == 2
+
+
+def test_blocks_of_a_load_that_are_not_there_are_forgotten():
+    prefixes, cache = make_encoded()
+    with prefixes:
+        prefixes.store(["a", "b", "c"], [0, 1, 2])
+        prefixes.poll()
+        prefixes.pools[0].pages[1].zero_()  # damaged
+        prefixes.load(["a", "b", "c"], [8, 9, 10])
+        (result,) = prefixes.poll()
+        assert (result.direction, result.rejected) == ("load", (1,))
+        assert prefixes.lookup(["a", "b", "c"]) == (1, 1, 0)
+        assert cache.bytes_of(10) == cache.bytes_of(2)
+        assert prefixes.manager.stats().idle_pages == 2
+
+
+def test_a_preempted_request_with_a_block_that_does_not_fit_is_lost():
+    prefixes, _ = make_encoded(kinds=["normal", None, "normal"])
+    with prefixes:
+        held = prefixes.preempt(["a", "b", "c"], [0, 1, 2])
+        prefixes.poll()
+        assert prefixes.load(["a", "b", "c"], [8, 9, 10]) is None
+        assert prefixes.lookup(["a", "b", "c"], again=True).pending == 0
+        assert prefixes.release(held)
+        stats = prefixes.manager.stats()
+        assert (stats.idle_pages, stats.free_pages) == (2, 4)
+
+
+def test_rejected_blocks_of_each_group_are_forgotten():
+    one, other = Bf16Cache(), Bf16Cache()
+    one.fill(2, None)
+    other.fill(1, None)
+    pools = [HostPool(one.layout, 4, 2, encoding="lossless")]
+    pools.append(HostPool(other.layout, 4, encoding="lossless"))
+    with PrefixCache(
+        [one.layout, other.layout], pools, [BlockGroup(4, 2), BlockGroup(4, 2)]
+    ) as prefixes:
+        prefixes.store([["a", "b"], ["s", "t"]], [[0, 1, 2], [0, 1]])
+        (result,) = prefixes.poll()
+        assert result.rejected == (2, 4)
+        assert [prefixes.manager.stats(group).failed for group in range(2)] == [1, 1]
+        assert prefixes.lookup([["a", "b"], ["s", "t"]]) == (1, 1, 0)

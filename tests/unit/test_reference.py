@@ -1,0 +1,248 @@
+"""The reference handler on the CPU. test_handler.py compares its bytes with plain indexing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import in_child
+
+import torch_kvswap.reference
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, Result, TransferError
+from torch_kvswap.reference import ReferenceHandler
+
+BLOCKS, PAGES, PER_PAGE = 8, 5, 2
+
+
+def make(kind: Any = ReferenceHandler) -> Any:
+    rows = [torch.arange(BLOCKS * size, dtype=torch.int16).view(BLOCKS, size) for size in (6, 3)]
+    layout = PagedLayout(rows)
+    return kind(layout, HostPool(layout, PAGES, PER_PAGE))
+
+
+def job_of(handler: Any) -> Any:
+    return handler.store(gpu_block_ids=[1], page_ids=[0])
+
+
+# As OffloadHandler
+
+
+def without_times(results: list[Result]) -> list[Result]:
+    return [replace(one, submit_seconds=0, queue_seconds=0, copy_seconds=0) for one in results]
+
+
+def test_jobs_and_results_are_those_of_an_offload_handler() -> None:
+    seen = []
+    for kind in (OffloadHandler, ReferenceHandler):
+        with make(kind) as handler:
+            jobs = [
+                handler.store(gpu_block_ids=[1, 5, 2], page_ids=[4, 0], first_block=1, tag="a"),
+                handler.load(page_ids=np.array([4]), gpu_block_ids=torch.tensor([7])),
+                handler.load(page_ids=[], gpu_block_ids=[], first_block=1),
+            ]
+            handler.synchronize(jobs)
+            results = handler.poll()
+            assert results == [job.result for job in jobs]
+            assert all(result.copy_seconds >= 0 for result in results)
+            assert handler.poll() == []
+            tags = [result.tag for result in results]
+            of_jobs = [(job.id, job.direction, job.nbytes, job.tag) for job in jobs]
+            seen.append((without_times(results), tags, of_jobs))
+    assert seen[0] == seen[1]
+
+
+WRONG = {
+    "a block that is none": {"gpu_block_ids": [BLOCKS], "page_ids": [0]},
+    "a negative block": {"gpu_block_ids": [0, -1], "page_ids": [0]},
+    "a page that is none": {"gpu_block_ids": [0], "page_ids": [PAGES]},
+    "too few pages": {"gpu_block_ids": [0, 1], "page_ids": [0], "first_block": 1},
+    "too many pages": {"gpu_block_ids": [0, 1], "page_ids": [0, 1]},
+    "a page without blocks": {"gpu_block_ids": [], "page_ids": [0]},
+    "no slot of a page": {"gpu_block_ids": [0], "page_ids": [0], "first_block": PER_PAGE},
+    "ids that are no integers": {"gpu_block_ids": [0.5], "page_ids": [0]},
+    "no list": {"gpu_block_ids": 1, "page_ids": [0]},
+    "a page twice": {"gpu_block_ids": [0, 1, 2], "page_ids": [0, 0]},
+    "a block twice": {"gpu_block_ids": [1, 1], "page_ids": [0]},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_it_refuses_what_an_offload_handler_refuses(direction: str, wrong: str) -> None:
+    raised = []
+    for kind in (OffloadHandler, ReferenceHandler):
+        with make(kind) as handler:
+            before = handler.pools[0].pages.clone() if kind is OffloadHandler else None
+            try:
+                getattr(handler, direction)(**WRONG[wrong])
+                raised.append(None)
+            except (IndexError, TypeError, ValueError) as error:
+                raised.append(type(error))
+                assert handler.poll() == []
+            if before is not None and raised[0]:
+                assert torch.equal(before, handler.pools[0].pages)
+    assert raised[0] == raised[1]
+    twice = {"a page twice": "store", "a block twice": "load"}
+    assert (raised[0] is None) == (twice.get(wrong, direction) != direction)
+
+
+def test_an_id_out_of_range_is_named_with_its_position() -> None:
+    with make() as handler, pytest.raises(IndexError, match=r"gpu_block_ids\[1\] is 8; .* 0 to 7"):
+        handler.store(gpu_block_ids=[0, 8], page_ids=[0])
+
+
+def test_a_cache_that_moved_is_refused() -> None:
+    handler = make()
+    handler.gpu.tensors[0].data = torch.zeros(BLOCKS, 6, dtype=torch.int16)
+    with pytest.raises(RuntimeError, match="has moved"):
+        job_of(handler)
+    assert handler.poll() == []
+
+
+def test_pages_and_devices_that_the_op_cannot_copy_are_refused() -> None:
+    layout = PagedLayout([torch.zeros(4, 4096, dtype=torch.bfloat16)])
+    with pytest.raises(ValueError, match="encoding='raw'"):
+        ReferenceHandler(layout, HostPool(layout, 2, encoding="lossless"))
+    other = PagedLayout([torch.zeros(4, 7)])
+    with pytest.raises(ValueError, match="make the pool from this layout"):
+        ReferenceHandler(other, HostPool(layout, 2))
+    other.device = torch.device("xpu", 0)
+    with pytest.raises(ValueError, match="on xpu:0; swap_blocks_batch needs cuda or cpu"):
+        ReferenceHandler(other, HostPool(layout, 2))
+
+
+# Failures
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The next copy fails."""
+
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(torch_kvswap.reference, "swap_blocks_batch", fail)
+
+
+def test_a_copy_that_fails_is_a_result_and_the_handler_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handler = make()
+    failing(monkeypatch, RuntimeError("the driver refuses"))
+    bad, good = job_of(handler), job_of(handler)
+    for call in (bad.synchronize, bad.wait, handler.synchronize):
+        with pytest.raises(TransferError, match="store 0 failed: the driver refuses"):
+            call()
+    good.synchronize()
+    results = handler.poll()
+    assert [(one.job_id, one.state) for one in results] == [(0, "failed"), (1, "done")]
+    assert isinstance(results[0].error, TransferError)
+    handler.synchronize()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
+def test_a_call_that_raises_leaves_no_job_and_nothing_in_flight(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = make()
+    failing(monkeypatch, error)
+    with pytest.raises(type(error)):
+        job_of(handler)
+    assert not handler._flights.running
+    assert handler.poll() == []
+    job_of(handler).synchronize()
+
+
+# Ends
+
+
+def test_a_closed_handler_refuses_jobs_and_reports_those_that_it_had() -> None:
+    handler = make()
+    job = job_of(handler)
+    handler.close()
+    handler.close()
+    with pytest.raises(RuntimeError, match="the handler is closed"):
+        job_of(handler)
+    assert [result.job_id for result in handler.poll()] == [job.id]
+
+
+def test_closing_the_pool_closes_the_handler() -> None:
+    handler = make()
+    handler.host.close()
+    with pytest.raises(RuntimeError, match="the handler is closed"):
+        handler.__enter__()
+
+
+def test_a_dropped_handler_lets_its_memory_go() -> None:
+    handler = make()
+    job_of(handler)
+    alive = [weakref.ref(handler.gpu), weakref.ref(handler.host)]
+    del handler
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+def test_an_interrupted_end_of_a_dropped_handler_keeps_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    handler = make()
+    job_of(handler)
+    alive, flights = weakref.ref(handler.host), weakref.ref(handler._flights)
+    monkeypatch.setattr(torch_kvswap.reference._HostEvent, "synchronize", interrupt)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    del handler
+    gc.collect()
+    assert alive() is not None
+    monkeypatch.undo()
+    kept = flights()
+    assert kept is not None
+    kept.close()
+    del kept
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_job_keeps_its_handler() -> None:
+    job = job_of(make())
+    gc.collect()
+    job.synchronize()
+    assert job.handler.poll() == [job.result]
+
+
+def test_a_forked_child_is_told_so() -> None:
+    handler = make()
+
+    def is_refused() -> bool:
+        with pytest.raises(RuntimeError, match="forked from it"):
+            job_of(handler)
+        return True
+
+    assert in_child(is_refused) == 1
+
+
+def test_threads_get_every_result_once() -> None:
+    handler, results = make(), list[Result]()
+
+    def work() -> None:
+        for _ in range(200):
+            job_of(handler)
+            results.extend(handler.poll())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results.extend(handler.poll())
+    assert sorted(result.job_id for result in results) == list(range(800))
+    assert len(handler._unused) <= len(threads)  # events are used again

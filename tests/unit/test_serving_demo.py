@@ -1,0 +1,77 @@
+"""The demo of `make demo`: it runs, its tokens are right, and it finds wrong ones."""
+
+import re
+
+import pytest
+import torch
+
+import torch_kvswap as kvs
+from serving_demo import demo
+from serving_demo.model import Model, same_bits_every_time
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SMALL = ["--requests", "6", "--new-tokens", "24", "--gpu-blocks", "15"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, capsys):
+    assert demo.main([*SMALL, "--device", device, "--encoding", encoding]) == 0
+    printed = capsys.readouterr().out
+    assert int(re.search(r"(\d+) preemptions", printed)[1]) > 0
+    assert int(re.search(r"(\d+) of \d+ prompt tokens came from the host", printed)[1]) > 0
+    assert "144 tokens compared, 0 requests differ" in printed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_as_a_control_a_lost_block_changes_the_tokens_of_its_request(device, seed, capsys):
+    assert demo.main([*SMALL, "--device", device, "--control", "--seed", seed]) == 0
+    assert "144 tokens compared, 1 requests differ" in capsys.readouterr().out
+
+
+def test_wrong_tokens_fail(monkeypatch, capsys):
+    forward = Model.forward
+
+    def forward_wrongly(self, tokens, start, cache, table):
+        is_small = cache[0].shape[1] == 15  # the cache that is too small
+        return forward(self, tokens, start, cache, table.flip(0) if is_small else table)
+
+    monkeypatch.setattr(Model, "forward", forward_wrongly)
+    assert demo.main(SMALL) == 1
+    assert "0 requests differ" not in capsys.readouterr().out
+
+
+def test_a_failed_load_ends_the_demo_with_its_reason(monkeypatch):
+    poll = kvs.PrefixCache.poll
+
+    def poll_with_failed_loads(self, timeout=0.0):
+        results = poll(self, timeout)
+        for result in results:
+            if result.direction == "load":
+                object.__setattr__(result, "state", "failed")
+                object.__setattr__(result, "error", OSError("the link fell off"))
+        return results
+
+    monkeypatch.setattr(kvs.PrefixCache, "poll", poll_with_failed_loads)
+    with pytest.raises(RuntimeError, match="a load failed: the link fell off"):
+        demo.main(SMALL)
+
+
+def test_the_models_bits_do_not_depend_on_which_blocks_a_request_has():
+    model = Model(block_size=16, max_blocks=4, seed=0, device=torch.device("cpu"))
+    prompt, alone = b"The quick brown fox jumps over the lazy dog.", []
+    with same_bits_every_time():
+        for blocks in ([0, 1, 2, 3], [9, 4, 7, 0]):
+            cache = model.new_cache(10)
+            for kv_cache in cache:
+                kv_cache.uniform_(-9, 9)
+            table = model.table(blocks)
+            token = model.prefill(prompt, cache, table)
+            alone.append(model.forward(token, len(prompt), cache, table))
+    assert torch.equal(*alone)
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused():
+    with pytest.raises(SystemExit, match="--gpu-blocks must be more than 8"):
+        demo.main([*SMALL, "--gpu-blocks", "8"])

@@ -1,0 +1,183 @@
+"""How a block is kept in its slot of a host page: as it is, or encoded in fewer bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_kvswap._native.arguments import Int64Array
+from torch_kvswap._native.loader import native
+from torch_kvswap.devices.backend import is_native
+from torch_kvswap.layout import PagedLayout
+
+EncodingName = Literal["raw", "lossless"]
+ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
+# Bits of a slot per value of its block. The first one is the default.
+WIDTHS = (12.125, 12.5)
+_USE_RAW = "use encoding='raw'"
+_IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
+_BYTES = {torch.uint8, torch.int8}
+_CAN_HOLD_BF16 = {torch.bfloat16, *_BYTES}
+SLOT_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """An encoding, with the size of its slots.
+
+    Attributes:
+        bits_per_value (float | None): one of WIDTHS; None for raw blocks.
+    """
+
+    bits_per_value: float | None = None
+
+    @property
+    def name(self) -> EncodingName:
+        """What the caller passes as `encoding`."""
+        return "raw" if self.bits_per_value is None else "lossless"
+
+    @property
+    def width_eighths(self) -> int:
+        """bits_per_value in eighths of a bit, for the native side; 0 for raw blocks."""
+        return 0 if self.bits_per_value is None else int(self.bits_per_value * 8)
+
+    def for_native(self, sizes: Int64Array) -> native.Encoding:
+        """What the native side asks about the slots of such blocks.
+
+        Args:
+            sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
+
+        Raises:
+            ValueError: such blocks cannot be encoded.
+        """
+        if self.bits_per_value is None:
+            return native.raw_encoding(sizes)
+        return native.lossless_encoding(sizes, self.width_eighths)
+
+    def slot_bytes(
+        self,
+        layout: PagedLayout,
+        advice: str = _USE_RAW,
+        *,
+        is_width_open: bool = True,
+        name: str = "the layout",
+    ) -> int:
+        """Bytes of a slot for a block of the layout.
+
+        Args:
+            layout (PagedLayout): the cache.
+            advice (str): what to do if its blocks cannot be encoded.
+            is_width_open (bool): the caller can choose another bits_per_value.
+            name (str): what the error calls the layout.
+
+        Raises:
+            ValueError: its blocks cannot be encoded.
+        """
+        if self.bits_per_value is None:
+            return layout.block_bytes
+        if not is_native(layout.device.type):
+            raise ValueError(
+                f"encoding='lossless' needs kernels of this library, which {layout.device} does "
+                f"not have; {advice}"
+            )
+        if layout.dtype != torch.bfloat16:
+            remedy = ""
+            if layout.dtype is None and {one.dtype for one in layout.tensors} - _CAN_HOLD_BF16:
+                remedy = ", or make a layout for each type"
+            elif layout.dtype is None or layout.dtype in _BYTES:
+                remedy = _IF_BYTES
+            raise ValueError(
+                f"encoding='lossless' is for torch.bfloat16, but {name} is of "
+                f"{layout.dtype or 'several types'}; {advice}{remedy}"
+            )
+        return self._encoded_bytes(layout.sizes, advice, is_width_open)
+
+    def _encoded_bytes(self, sizes: Int64Array, advice: str, is_width_open: bool) -> int:
+        """Bytes of an encoded slot; see slot_bytes()."""
+        try:
+            return self.for_native(sizes).slot_bytes
+        except ValueError as error:
+            wider = _width_for(sizes) if is_width_open else None
+            wide = "" if wider is None else f"pass bits_per_value={wider:g}, or "
+            raise ValueError(f"{error}; {wide}{advice}") from None
+
+    def block_in(self, slot: Tensor, sizes: Int64Array) -> Tensor | None:
+        """Copies the block out of a slot, and decodes it on the CPU if it is encoded.
+
+        Args:
+            slot (Tensor): uint8, contiguous, on the CPU.
+            sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
+
+        Returns:
+            Tensor | None: uint8, the slabs in a row; None if the slot holds no block.
+        """
+        nbytes = int(sizes.sum())
+        if self.bits_per_value is None:
+            return slot[:nbytes].clone()
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        bases = block.data_ptr() + np.cumsum(sizes) - sizes
+        width, address = self.width_eighths, slot.data_ptr()
+        is_refused = native.decode_block(bases, sizes, width, address, 0, len(sizes))
+        return None if is_refused else block
+
+    def bytes_for(self, nbytes: int) -> int:
+        """Bytes of a slot for blocks of this size, however they are divided into slabs.
+
+        Raises:
+            ValueError: no block of this size can be encoded.
+        """
+        if self.bits_per_value is None:
+            return nbytes
+        return self._encoded_bytes(np.array([nbytes]), _USE_RAW, is_width_open=True)
+
+
+RAW = Encoding()
+
+
+def _width_for(sizes: Int64Array) -> float | None:
+    """The first of WIDTHS whose slots have room for such blocks."""
+    for width in WIDTHS:
+        with contextlib.suppress(ValueError):
+            Encoding(width).for_native(sizes)
+            return width
+    return None
+
+
+def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
+    """Checks the arguments `encoding` and `bits_per_value` of a pool.
+
+    Raises:
+        ValueError: there is no such encoding or width, or a width for raw blocks.
+    """
+    if not isinstance(encoding, str) or encoding not in ENCODINGS:
+        raise ValueError(f"encoding is {encoding!r}; it can be {' or '.join(ENCODINGS)}")
+    if encoding == "raw":
+        if bits_per_value is not None:
+            raise ValueError(
+                f"bits_per_value is {bits_per_value!r}, but encoding is 'raw'; leave it out, or "
+                "pass encoding='lossless'"
+            )
+        return RAW
+    if bits_per_value is None:
+        return Encoding(WIDTHS[0])
+    if not isinstance(bits_per_value, float | np.floating) or bits_per_value not in WIDTHS:
+        widths = " or ".join(map(str, WIDTHS))
+        raise ValueError(f"bits_per_value is {bits_per_value!r}; it can be {widths}")
+    return Encoding(float(bits_per_value))
+
+
+def encoding_of(width_eighths: int) -> Encoding:
+    """The encoding with this width in eighths of a bit; 0 is raw.
+
+    Raises:
+        ValueError: no encoding has this width.
+    """
+    for known in (RAW, *map(Encoding, WIDTHS)):
+        if known.width_eighths == width_eighths:
+            return known
+    raise ValueError(f"no encoding has slots of {width_eighths} eighths of a bit per value")

@@ -1,0 +1,304 @@
+"""The scheduler side of KVSwapOffloadingSpec: which chunk is on which host page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+
+from torch_kvswap._C import fold_keys
+from torch_kvswap.integrations.vllm.access import Access
+from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation, StoreReservation
+
+Key = bytes  # vLLM's OffloadKey
+# In vLLM 0.26 the medium is a string, in later releases an enum member.
+_MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
+_MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
+_PENDING = base.LookupResult.HIT_PENDING
+
+
+class KVSwapManager(base.OffloadingManager):
+    """A BlockManager behind vLLM's OffloadingManager interface.
+
+    A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
+    needs. vLLM looks up one key at a time, for as long as a request waits, so lookup() reads a
+    Python dict. Only the scheduler's thread calls the methods.
+
+    A prompt is evicted from its end, although vLLM stores it in several steps: chunks to store are
+    ordered directly behind the chunk in front of them, and when the request finishes, all its
+    chunks become the newest. Only that and a load count as a use of chunks that another request had
+    stored. The order does not depend on when copies end.
+
+    Args:
+        num_pages (int): host pages.
+        policy (str): "lru" or "arc".
+        store_threshold (int): number of times that a chunk is offered before it is stored.
+        events (bool): record events for take_events().
+        info (Mapping[str, Any] | None): what config_info() reports.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        policy: str,
+        store_threshold: int,
+        events: bool,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        threshold = max(store_threshold, 1)
+        self._blocks = BlockManager(num_pages, eviction_policy=policy, store_threshold=threshold)
+        self._counts_offers = threshold > 1
+        self._counts_uses = policy != "lru"  # "lru" knows only the order, which order() gives
+        # Keys that have a page: _HIT, or the store that has not ended. A dictionary, because a
+        # native lookup of one key takes longer.
+        self._states: dict[Key, base.LookupResult | StoreReservation] = {}
+        self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
+        self._stores: dict[StoreReservation, tuple[Key, ...]] = {}
+        # A request may load the same keys several times at once. These loads are interchangeable.
+        self._loads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
+        self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
+        self._cache = object()  # replaced by a reset
+        self._was_reset = False
+        self._events: list[Any] | None = [] if events else None
+        self._sizes: list[int] = []  # chunks per store since get_stats()
+        self._skipped = 0
+        self._usage: dict[str, float] | None = None  # None if it must be measured again
+        self._info = info or {}
+
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        self._access(req_context)
+        return base.RequestOffloadingContext()
+
+    def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
+        """The state of a key: a miss, a hit, or a hit that is still being stored."""
+        if self._was_reset:  # the request starts, so it may store again
+            self._access(req_context)
+        state = self._states.get(key, _MISS)
+        return _PENDING if isinstance(state, StoreReservation) else state
+
+    def prepare_load(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.LoadStoreSpec:
+        """Holds the pages of the keys for a load.
+
+        Raises:
+            RuntimeError: a key is not stored.
+        """
+        if not keys:
+            return CPULoadStoreSpec([])
+        digests = fold_keys(keys)
+        load = self._blocks.prepare_load(digests)
+        if load is None:
+            raise RuntimeError(
+                f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
+                "stored; vLLM loads only what lookup() has just found"
+            )
+        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        access = self._access(req_context)
+        self._use(keys, access, req_context, is_reused=True)
+        placed = fold_keys(access.sort(keys)) if len(keys) > 1 else digests
+        self._blocks.order(placed, renew=True)
+        self._usage = None
+        return CPULoadStoreSpec(load.pages)
+
+    def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        """Ends one load of exactly these keys by this request."""
+        if not keys:
+            return
+        name = req_context.req_id, frozenset(keys)
+        loads = self._loads.get(name)
+        if not loads:
+            raise RuntimeError(
+                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
+            )
+        self._blocks.complete(loads.pop())
+        if not loads:
+            del self._loads[name]
+        self._usage = None
+
+    def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        """Counts a use of reused keys, and makes all keys the newest.
+
+        vLLM 0.26 calls it for all keys of a request, also for those that the request stored itself.
+        Those do not count as reused.
+        """
+        access = self._access(req_context)
+        access.see(req_context, keys)
+        if self._counts_uses:
+            access.use(self._ready(keys), is_reused=True)
+        self._renew(keys, access)
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        """Makes the request's chunks the newest, also those whose stores still run."""
+        access = Access.of(req_context, self, self._cache)
+        if access.cache is self._cache:
+            self._renew(access.keys, access)
+
+    def _access(self, req_context: base.ReqContext) -> Access:
+        """The Access of a request; a new one if the cache was reset since."""
+        access = Access.of(req_context, self, self._cache)
+        if access.cache is not self._cache:
+            access = Access.start(req_context, self, self._cache)
+        return access
+
+    def _use(
+        self, keys: Collection[Key], access: Access, req_context: base.ReqContext, is_reused: bool
+    ) -> None:
+        access.see(req_context, keys)
+        if self._counts_uses:
+            access.use(keys, is_reused)
+
+    def _renew(self, keys: Collection[Key], access: Access) -> None:
+        """Makes the keys the newest, from the last to the first; a reuse counts as a use."""
+        digests = fold_keys(keys)
+        if self._counts_uses:
+            self._blocks.touch(fold_keys(list(filter(access.is_reused.get, keys))))
+        self._blocks.order(digests, renew=True)
+
+    def prepare_store(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.PrepareStoreOutput | None:
+        """Assigns pages to new keys.
+
+        keys_to_store keeps the order of `keys`, because vLLM lists the GPU blocks in that order.
+
+        A request that was running at a reset stores nothing until it starts again. vLLM offers its
+        chunks from the first one on, but the blocks of some may have other contents by then: those
+        behind a sliding window were given to other requests.
+        """
+        access = Access.of(req_context, self, self._cache)
+        if access.cache is not self._cache:
+            return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        keys = list(keys)
+        digests = fold_keys(keys)
+        skipped = 0
+        if self._counts_offers:
+            self._blocks.lookup(digests)
+            skipped = self._blocks.stats().skipped
+        ready = self._ready(keys)
+        self._use(ready, access, req_context, is_reused=True)
+        store = self._blocks.prepare_store(digests)
+        if store is None:
+            missing = sum(key not in self._states for key in keys)
+            self._sizes.append(missing - (self._blocks.stats().skipped - skipped))
+            return None
+        if not store.id:
+            return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        pages = store.pages.tolist()
+        new = keys if len(pages) == len(keys) else [keys[at] for at in store.key_indices.tolist()]
+        evicted = [self._last_on_page[page] for page in store.evicted]
+        for key in evicted:
+            del self._states[key]
+        if evicted:
+            self._record_event(evicted, removed=True)
+        for key, page in zip(new, pages, strict=True):
+            self._states[key], self._last_on_page[page] = store, key
+        self._stores[store] = tuple(new)
+        self._use(new, access, req_context, is_reused=False)
+        self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
+        self._sizes.append(len(new))
+        self._usage = None
+        return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
+
+    def complete_store(
+        self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
+    ) -> None:
+        """Ends the stores of these keys. vLLM names all keys of a store at once."""
+        for key in keys:
+            store = self._states.get(key)
+            if not isinstance(store, StoreReservation):
+                continue
+            stored = self._stores.pop(store)
+            self._usage = None
+            if success:
+                self._blocks.complete(store)
+                for one in stored:
+                    self._states[one] = _HIT
+                self._record_event(stored, removed=False)
+            else:
+                self._blocks.fail(store)
+                for one in stored:
+                    del self._states[one]
+                if hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
+                    self._record_event(stored, removed=True, metadata_only=True)
+
+    def reset_cache(self) -> None:
+        """Forgets all chunks.
+
+        vLLM does not report the jobs of open reservations any more. It calls on_reset_flushed()
+        when all workers have ended them, and until then their pages are not used again: a worker
+        that is ahead of another one could overwrite what that one still reads. vLLM 0.26 does not
+        call it. There the pages are free at once, and each worker waits for its own jobs first.
+        """
+        # vLLM's AllBlocksCleared means the GPU, and does not come while requests run.
+        if stored := self._ready(self._states):
+            self._record_event(stored, removed=True)
+        self._blocks.reset()
+        self._flushed += chain.from_iterable(self._loads.values())
+        self._flushed += self._stores
+        for known in (self._states, self._stores, self._loads):
+            known.clear()
+        self._cache, self._was_reset = object(), True
+        self._usage = None
+        if not hasattr(base.OffloadingManager, "on_reset_flushed"):
+            self.on_reset_flushed()
+
+    def on_reset_flushed(self) -> None:
+        """Frees the pages that were reserved at a reset."""
+        while self._flushed:
+            self._blocks.fail(self._flushed.pop())
+        self._usage = None
+
+    def take_events(self) -> Iterable[Any]:
+        """The events since the last call."""
+        taken, self._events = self._events or [], None if self._events is None else []
+        for event in taken:
+            if getattr(event, "metadata_only", False):  # a key may be stored again by now
+                event.keys = [key for key in event.keys if key not in self._states]
+        return [event for event in taken if event.keys]
+
+    def config_info(self) -> list[Mapping[str, Any]]:
+        """The labels of vLLM's metric vllm:kv_offload_config_info."""
+        return [self._info]
+
+    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
+        # vLLM 0.26 does not have this module, and does not call this method.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return CacheHitSource.HOST
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Statistics under the names of vLLM's own manager, so that dashboards keep working."""
+        stats = OffloadingConnectorStats()
+        self._usage = self._usage or self._measure_usage()  # cached: vLLM asks in every step
+        for name, value in self._usage.items():
+            stats.set_gauge(name, value)
+        for size in self._sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        self._sizes.clear()
+        if self._counts_offers:
+            skipped = self._blocks.stats().skipped
+            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped - self._skipped)
+            self._skipped = skipped
+        return stats
+
+    def _measure_usage(self) -> dict[str, float]:
+        now = self._blocks.stats()
+        used = (now.pages - now.free_pages - now.idle_pages) / now.pages
+        writing = now.filling_pages / now.pages
+        return {
+            CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: used,
+            CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: writing,
+            CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: max(used - writing, 0.0),
+        }
+
+    def _ready(self, keys: Collection[Key]) -> list[Key]:
+        return [key for key in keys if self._states.get(key) is _HIT]
+
+    def _record_event(self, keys: Iterable[Key], removed: bool, **details: bool) -> None:
+        if self._events is not None:
+            self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed, **details))

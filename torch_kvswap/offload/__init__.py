@@ -1,0 +1,9 @@
+"""Transfers as jobs: what is copied, when it runs, and what has become of it.
+
+Public besides `torch_kvswap.OffloadHandler`, `Job` and `Gate`: what `metrics()` returns, for
+annotations and exporters (`Metrics`, `ChannelMetrics`, `Histogram`).
+"""
+
+from torch_kvswap.offload.metrics import ChannelMetrics, Histogram, Metrics
+
+__all__ = ["ChannelMetrics", "Histogram", "Metrics"]

@@ -1,0 +1,222 @@
+"""The groups of a handler: layouts with their host pools, as the native side needs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from torch_kvswap._native.arguments import count_of, kind_of
+from torch_kvswap._native.loader import native, ops
+from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.queue import QueuedGroup, queue_of
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout, block_spaces
+from torch_kvswap.offload.streams import resolve_after
+
+
+class AddressGuard:
+    """Checks before each submission that the tensors of the layouts have not moved.
+
+    `.data =`, `set_()`, `share_memory_()`, and `resize_()` of a tensor or its storage give a tensor
+    other memory. Only `set_()` and `resize_()` increment its version, so every check reads every
+    address and storage size (a storage that shrank and grew again may be back at its address). The
+    native side reads them through references of its own, in a few nanoseconds per tensor;
+    `Tensor.data_ptr` from Python takes 70 ns. The references end when the guard is dropped.
+
+    Attributes:
+        native (int): what native.cache_has_moved() takes.
+    """
+
+    def __init__(self, layouts: Sequence[PagedLayout]) -> None:
+        self._layouts = layouts
+        tensors = [tensor for layout in layouts for tensor in layout.tensors]
+        addresses = [address for layout in layouts for address in layout.addresses]
+        ends = [end for layout in layouts for end in layout.storage_ends]
+        watch_cache = ops.torch_kvswap._watch_cache
+        self.native: int = watch_cache(tensors, addresses, ends)
+        # Not at exit, when other threads may still submit.
+        weakref.finalize(self, native.release_cache, self.native).atexit = False
+
+    def check(self) -> None:
+        """Raises RuntimeError that names the tensor if one has moved."""
+        if native.cache_has_moved(self.native):
+            for layout, (name, _) in zip(self._layouts, names_of(self._layouts), strict=True):
+                layout._check_unmoved(f"{name}.tensors" if len(self._layouts) > 1 else "tensors")
+
+
+class Groups:
+    """Layouts and their pools, checked against each other.
+
+    Holds the memory of both.
+
+    Args:
+        gpu: the layout, or a list of layouts.
+        host: the pool, or a list with one pool per layout.
+
+    Attributes:
+        is_list (bool): whether the caller passed lists, and so passes lists of ids.
+        layouts (tuple[PagedLayout, ...]): the layouts.
+        pools (tuple[HostPool, ...]): the pools, one per layout.
+        device (torch.device): the device of all layouts.
+        num_layers (int): tensors of all layouts, numbered in order.
+        layouts_for_native (list[native.GroupLayout]): the groups for the native side. They point
+            into memory that this object holds.
+        guard (AddressGuard): of the tensors of all layouts.
+        queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
+        bound (list[QueuedGroup]): lets these commands find the tensors, as long as it is held.
+        resolve_after: converts an `after` argument for the native side. The caller keeps the
+            result until the job was submitted.
+
+    Raises:
+        TypeError: gpu or host is not a layout or pool, or only one of them is a list.
+        ValueError: they do not match, or the device is not supported.
+        RuntimeError: a pool is closed, or a tensor has moved since its layout was made.
+    """
+
+    def __init__(
+        self,
+        gpu: PagedLayout | Sequence[PagedLayout],
+        host: HostPool | Sequence[HostPool],
+    ) -> None:
+        _check_no_tensors(gpu)
+        self.is_list = isinstance(gpu, Sequence)
+        if self.is_list != isinstance(host, Sequence):
+            raise TypeError(
+                f"gpu is {_describe(gpu)}, host is {_describe(host)}; pass one of each, or a list "
+                "of each"
+            )
+        self.layouts = tuple(gpu) if isinstance(gpu, Sequence) else (gpu,)
+        self.pools = tuple(host) if isinstance(host, Sequence) else (host,)
+        _check_match(self.layouts, self.pools)
+        for pool in self.pools:
+            pool._memory.check_open()
+        self.device: torch.device = self.layouts[0].device
+        self.queue = None if is_native(self.device.type) else queue_of(self.device)
+        self.bound: list[QueuedGroup] = []
+        self.resolve_after: Callable[[object], tuple[Any, ...]] = (
+            partial(resolve_after, device=self.device)
+            if self.queue is None
+            else self.queue.resolve_after
+        )
+        self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
+        self.guard = AddressGuard(self.layouts)
+        self.guard.check()  # before the addresses are read
+        self.layouts_for_native = self._describe()
+
+    def _describe(self) -> list[native.GroupLayout]:
+        pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
+        first_layer, described = 0, []
+        for layout, pool, space in zip(
+            self.layouts, self.pools, block_spaces(self.layouts), strict=True
+        ):
+            described.append(
+                native.GroupLayout(
+                    gpu_bases=layout.bases,
+                    gpu_strides=layout.strides,
+                    gpu_storages=layout.storages,
+                    sizes=layout.sizes,
+                    host_bases=pool.layout.bases,
+                    host_strides=pool.layout.strides,
+                    layers=first_layer + layout.tensor_of_slab,
+                    num_blocks=layout.num_blocks,
+                    num_pages=pool.num_pages,
+                    blocks_per_page=pool.blocks_per_page,
+                    block_space=space,
+                    slot_space=pools[id(pool._ready_range)],
+                    encoding=pool._encoding.for_native(layout.sizes),
+                    ready_range=pool._ready_range,
+                )
+            )
+            first_layer += len(layout.tensors)
+        return described
+
+    def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:
+        """Combines the same pools with other layouts.
+
+        Raises:
+            TypeError: these are no layouts, or not as many.
+            ValueError: the layouts do not match the pools, or the device or number of tensors
+                changed.
+        """
+        _check_no_tensors(gpu)
+        several = gpu if isinstance(gpu, Sequence) else [gpu]
+        if (
+            isinstance(gpu, Sequence) != self.is_list
+            or len(several) != len(self.layouts)
+            or not all(isinstance(layout, PagedLayout) for layout in several)
+        ):
+            of_all = f"list of {count_of(len(self.layouts), 'PagedLayout')}"
+            wanted = of_all if self.is_list else "PagedLayout"
+            raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
+        for layout, pool, names in zip(several, self.pools, names_of(several), strict=True):
+            if layout.device != self.device:
+                new = "the new one" if len(several) == 1 else names[0]
+                raise ValueError(
+                    f"the cache was on {self.device}, {new} is on {layout.device}; make a new "
+                    "handler and pool for it"
+                )
+            layout._check_same_blocks(
+                pool.layout.sizes, "pass a layout with the block sizes of the handler's pool", names
+            )
+            pool._check_encodable(layout, names[0], "pass a layout of torch.bfloat16")
+        groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
+        if groups.num_layers != self.num_layers:
+            tensors = count_of(self.num_layers, "tensor")
+            raise ValueError(f"the cache had {tensors}, the new one has {groups.num_layers}")
+        return groups
+
+
+def names_of(layouts: Sequence[object]) -> list[tuple[str, str]]:
+    """What errors call the layout and the pool of each group."""
+    if len(layouts) == 1:
+        return [("the cache", "the host pool")]
+    return [(f"gpu[{group}]", f"host[{group}]") for group in range(len(layouts))]
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return kind_of(value)
+    kinds = {type(item).__name__ for item in value}
+    return f"{kind_of(value)} of {count_of(len(value), kinds.pop() if len(kinds) == 1 else 'item')}"
+
+
+def _check_no_tensors(gpu: object) -> None:
+    if isinstance(gpu, torch.Tensor):
+        raise TypeError(f"gpu is {_describe(gpu)}; pass PagedLayout([tensor])")
+    if isinstance(gpu, Sequence) and any(isinstance(item, torch.Tensor) for item in gpu):
+        raise TypeError(f"gpu is {_describe(gpu)}; pass PagedLayout(tensors)")
+
+
+def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> None:
+    for kind, items in ((PagedLayout, layouts), (HostPool, pools)):
+        for item in items:
+            if not isinstance(item, kind):
+                raise TypeError(
+                    "a handler takes a PagedLayout and a HostPool, in this order, or a list of "
+                    f"each; got {kind_of(item)} instead of a {kind.__name__}"
+                )
+    if not layouts or len(layouts) != len(pools):
+        raise ValueError(
+            f"{count_of(len(layouts), 'layout')} and {count_of(len(pools), 'host pool')}: each "
+            "layout needs one pool"
+        )
+    for layout, pool, names in zip(layouts, pools, names_of(layouts), strict=True):
+        cache, host = names
+        advice = "make the pool from this layout"
+        if len(layouts) > 1:
+            advice = f"make {host} from {cache}"
+        if layout.device != layouts[0].device:
+            raise ValueError(
+                f"gpu[0] is on {layouts[0].device}, {cache} on {layout.device}; make a handler for "
+                "each device"
+            )
+        if layout.device.type != pool.device.type:
+            raise ValueError(
+                f"{cache} is on {layout.device}, {host} was made for {pool.device}; {advice}"
+            )
+        layout._check_same_blocks(pool.layout.sizes, advice, names)
+        pool._check_encodable(layout, cache, f"{advice} with encoding='raw'")

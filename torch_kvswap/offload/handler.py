@@ -1,0 +1,716 @@
+"""Transfers between a paged KV cache and host pages, as jobs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torch_kvswap._native.arguments import (
+    INT64_MIN,
+    NotCopyable,
+    count_of,
+    kind_of,
+    read_int,
+    read_switch,
+    read_timeout,
+)
+from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.kept import keep
+from torch_kvswap._native.loader import native
+from torch_kvswap._native.log import log
+from torch_kvswap.copy_method import (
+    DEFAULT_STAGING_BYTES,
+    Costs,
+    check_job_method,
+    copy_method_options,
+)
+from torch_kvswap.devices.unified_memory import warn_of_unified_memory
+from torch_kvswap.encoding.slot import WIDTHS
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.gate import Gate, read_layer_group
+from torch_kvswap.offload.groups import Groups
+from torch_kvswap.offload.metrics import Metrics, read_metrics
+from torch_kvswap.offload.native import NativeHandler
+from torch_kvswap.offload.nvtx import Ranges
+from torch_kvswap.offload.queued import QueuedHandler
+from torch_kvswap.offload.streams import After
+from torch_kvswap.results import DeviceLostError, Direction, Result, error_of
+
+STORES, LOADS, EXPEDITED = range(3)  # channels
+
+# A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
+_COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
+
+
+class Job(NotCopyable, native.Job):
+    """A submitted store or load.
+
+    Returned by OffloadHandler.store() and load(). Any thread may call any method. A job keeps its
+    handler alive.
+
+    Attributes:
+        id (int): number of the job within its handler, in order of submission.
+        direction (str): "store" or "load".
+        nbytes (int): size of the transfer in bytes.
+        layer_groups (int): number of groups in which the layers of a load are moved; 1 by default.
+        handler (OffloadHandler): the handler that runs the job.
+        tag: the object passed to store() or load().
+    """
+
+    __slots__ = ()
+
+    handler: OffloadHandler
+    direction: Direction
+    tag: Any
+
+    def __repr__(self) -> str:
+        try:
+            state = self.handler._native.state(self)
+        except RuntimeError:  # a fork has nothing of the handler
+            state = "unknown"
+        tag = "" if self.tag is None else f", tag={self.tag!r}"
+        return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={state}{tag})"
+
+    @property
+    def result(self) -> Result | None:
+        """The outcome, or None until query(), synchronize() or poll() has seen the job end."""
+        result: Result | None = self.handler._native.result(self)
+        return result
+
+    @property
+    def _is_done(self) -> bool:
+        """What `result.ok` says, without making a Result. False as long as `result` is None."""
+        return self.handler._native.state(self) == "done"
+
+    def query(self) -> bool:
+        """Returns whether the job has ended (done, failed or cancelled), without waiting."""
+        return self.handler._native.query(self)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks the host until the job has ended. See OffloadHandler.synchronize().
+
+        Args:
+            timeout (float | None): seconds; None waits forever.
+
+        Raises:
+            TransferError: the job failed or was cancelled.
+            TimeoutError: the job still runs after the timeout.
+        """
+        self.handler.synchronize(self, timeout)
+
+    def wait(self, stream: torch.Stream | None = None, layer_group: int | None = None) -> None:
+        """Makes work submitted to the stream after this call wait for the job.
+
+        The host does not wait for the GPU. If the job is still in the software queue, this call
+        first gives it, and everything ahead of it in its channel, to the driver; the host waits
+        only until the driver has accepted them.
+
+        Args:
+            stream (torch.Stream | None): a stream of any GPU; for a cache on another device, one of
+                that device. None is the current stream of the cache's device.
+            layer_group (int | None): wait only until the layers of this group, and of the groups
+                before it, have landed. None waits for the whole job. layer_group_of() maps a layer
+                to its group.
+
+        Raises:
+            IndexError: the job has no such layer group.
+            TypeError: stream is no stream of such a device.
+            TransferError: the job has already failed or been cancelled. poll() and synchronize()
+                report a later failure.
+            RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
+                wait. Raised even if the job has ended.
+        """
+        group = -1
+        if layer_group is not None:
+            group = read_layer_group(layer_group, self.layer_groups, "the job")
+        self.handler._native.let_wait(self, group, stream)
+        result = self.result
+        if result is not None and not result.ok:
+            raise error_of([result])
+
+    def layer_group_of(self, layer: int) -> int:
+        """The layer group that contains a layer: layer * layer_groups // number of layers.
+
+        Args:
+            layer (int): index of the layer's tensor in the layout, or in all layouts of the handler
+                one after another.
+
+        Returns:
+            int: 0 to layer_groups - 1.
+
+        Raises:
+            IndexError: the cache has no such layer.
+        """
+        layers = self.handler._native.groups.num_layers
+        layer = read_int("layer", layer, INT64_MIN)
+        if not 0 <= layer < layers:
+            raise IndexError(f"layer is {layer}; the cache has layers 0 to {layers - 1}")
+        return native.layer_group_of(layer, self.layer_groups, layers)
+
+
+class OffloadHandler(NotCopyable):
+    """Stores blocks of a paged cache into host pages and loads them back, asynchronously.
+
+    A hybrid model passes a list of layouts, one per group of layers, and a pool for each. Every
+    argument with ids is then a list too, with one entry per group; the entry is empty for a group
+    without blocks in the job. The handler keeps layouts and pools alive.
+
+    Ordering: stores run in order of submission, and so do loads and expedited loads. Two jobs that
+    share a block or a page also run in order if one of them writes it. Other jobs may overlap.
+    docs/ordering.md has the rules.
+
+    Threads: any thread may call any method, except from a signal handler or `__del__`, which could
+    interrupt another call and deadlock on its lock. In a forked child every call raises
+    RuntimeError.
+
+    Lifetime: a context manager that closes the handler on exit. A handler that is dropped, or still
+    open when the process exits, is closed.
+
+    With a cache on the CPU, store() and load() return after the copy, `after` takes no stream or
+    event, and gate() raises. docs/devices.md lists what else is refused there.
+
+    Args:
+        gpu (PagedLayout | Sequence[PagedLayout]): the cache.
+        host (HostPool | Sequence[HostPool]): the host pages; each pool has the slab sizes of its
+            layout.
+        copy_method (str | None): "auto" chooses the method with the lowest predicted time for each
+            transfer, and "copy_engines" among those without kernels, see store(). "strided",
+            "batch", "staged", "kernel" and "generic" force one method, which the device must have;
+            a cache on the CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
+            "auto".
+        staging_bytes (int): device memory for copies, 256 MiB by default. "staged": half for stores
+            and half for loads, allocated at construction if any transfer could be staged, and freed
+            by close(). "generic": a third for each channel, one block at least, allocated by its
+            first copy.
+        submit_thread (bool): give every copy to the driver from one thread per channel, which takes
+            40 to 250 us to wake up. By default the calling thread submits small copies itself, and
+            begins large ones.
+
+    Raises:
+        TypeError: gpu or host is not a layout or pool, or only one of them is a list.
+        ValueError: gpu and host do not match, or an option is invalid or not available here.
+        RuntimeError: a pool is closed, or a tensor of a layout has moved.
+    """
+
+    _costs: Costs | None = None  # costs of the copy methods; None: the device's
+
+    def __init__(
+        self,
+        gpu: PagedLayout | Sequence[PagedLayout],
+        host: HostPool | Sequence[HostPool],
+        *,
+        copy_method: str | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        submit_thread: bool = False,
+    ) -> None:
+        submit_thread = read_switch("submit_thread", submit_thread)
+        groups = Groups(gpu, host)
+        self._ranges = Ranges()
+        # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.
+        self._kept: dict[int, tuple[object, Any]] = {}
+        self._tokens = itertools.count(1)
+        self._unreturned: list[Result] = []  # results of poll() calls that an exception has ended
+        self._reporting = threading.Lock()  # held while jobs become reported
+        self._has_warned = False  # about rejected blocks
+        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
+        kind = QueuedHandler if groups.queue is not None else NativeHandler
+        self._native = kind(groups, submit_thread, options)
+        # The native handler holds the cache and the pools until all jobs have ended.
+        weakref.finalize(self, self._native.destroy)
+        keep(self._native)
+        for pool in groups.pools:
+            pool._register_user(self._native)
+        warn_of_unified_memory(groups.device)
+
+    def __repr__(self) -> str:
+        groups = self._native.groups
+        blocks = [layout.num_blocks for layout in groups.layouts]
+        pages = [pool.num_pages for pool in groups.pools]
+        return (
+            f"OffloadHandler(device={groups.device}, "
+            f"num_blocks={blocks if groups.is_list else blocks[0]}, "
+            f"num_pages={pages if groups.is_list else pages[0]}, {self._describe_state()})"
+        )
+
+    def _describe_state(self) -> str:
+        try:
+            metrics = self.metrics()
+        except RuntimeError:  # a fork has nothing of the handler
+            return "unknown"
+        channels = metrics.stores, metrics.loads, metrics.expedited
+        left = sum(of.submitted - of.done - of.failed - of.cancelled for of in channels)
+        state = f"{count_of(left, 'job')} outstanding"
+        try:
+            self._native.check_open()
+        except DeviceLostError:
+            return "device lost"
+        except RuntimeError:
+            return f"closed, {state}" if left else "closed"
+        return state
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        """The layouts of the cache; after rebind(), the new ones."""
+        return self._native.groups.layouts
+
+    @property
+    def pools(self) -> tuple[HostPool, ...]:
+        """The host pools, one per layout."""
+        return self._native.groups.pools
+
+    def store(
+        self,
+        *,
+        gpu_block_ids: Ids | Sequence[Ids],
+        page_ids: Ids | Sequence[Ids],
+        first_block: int | Sequence[int] = 0,
+        after: After = None,
+        copy_method: str | None = None,
+        tag: object = None,
+    ) -> Job:
+        """Copies blocks of the cache to host pages.
+
+        In a pool with encoding="lossless", a block that does not fit into its slot is rejected: the
+        job fails with a BlocksRejectedError, and all other blocks are stored (Result.rejected).
+
+        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
+        `(first_block + j) % k`, where k is `HostPool.blocks_per_page`.
+
+        Until the job has ended, nothing may write the blocks or access the pages, except work on a
+        stream that waits for the job (`Job.wait`).
+
+        If the call raises, there is no job and nothing is in flight; only after Ctrl-C there may be
+        a job, which poll() reports. Any later failure ends the returned job as failed. A store also
+        fails if a load into one of its blocks failed or was cancelled and poll() has not reported
+        that load yet.
+
+        Args:
+            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
+                is the fastest; copied before the call returns.
+            page_ids: host pages, in the same form as gpu_block_ids.
+            first_block (int | Sequence[int]): slot of the first block in the first page. The last
+                page may be partly filled, too.
+            after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): what
+                the copy waits for: all work submitted to this stream so far, this event, or all of
+                a tuple; () starts at once. None is the calling thread's current stream on the
+                cache's device, which orders the copy behind the kernels that wrote the blocks. A
+                stream or an event is refused for a cache on the CPU, where the copy runs inside the
+                call.
+            copy_method (str | None): "copy_engines" uses no kernels for this job. With layers in
+                one allocation, compute beside the copy loses about as much as beside one large
+                copy; otherwise the copy is slow. Kernel launches may wait while the driver handles
+                each block. Refused for encoded pages. None copies as the handler does.
+            tag: any object; returned in Result.tag and held until poll() has reported the job.
+
+        Returns:
+            Job: the submitted job.
+
+        Raises:
+            IndexError: an id is out of range, or its page is not pinned yet.
+            TypeError: an argument has a wrong type.
+            ValueError: arguments do not match, such as the number of blocks and pages.
+            DeviceLostError: the device is lost.
+            RuntimeError: the handler is closed, a tensor of the cache has moved, the stream is
+                being captured into a CUDA graph, or this is a forked child. docs/ordering.md says
+                what to do after each error.
+            MemoryError: host memory is exhausted.
+        """
+        ids = gpu_block_ids, page_ids, first_block
+        return self._submit(STORES, ids, after, copy_method, tag)
+
+    def load(
+        self,
+        *,
+        page_ids: Ids | Sequence[Ids],
+        gpu_block_ids: Ids | Sequence[Ids],
+        first_block: int | Sequence[int] = 0,
+        after: After = None,
+        layer_groups: int | None = None,
+        expedited: bool = False,
+        gate: Gate | None = None,
+        copy_method: str | None = None,
+        tag: object = None,
+    ) -> Job:
+        """Copies host pages to blocks of the cache: store() in the other direction.
+
+        Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
+        stream. A load fails if the store into one of its pages failed or was cancelled: such a page
+        is invalid until it is stored again. A page that was never stored is copied as it is: zeros
+        in a new pool. An encoded page that was never stored, or whose store rejected the block, is
+        rejected: nothing is written to that block, and the load fails (Result.rejected). So is a
+        page with damaged metadata, but a GPU may have written parts of that block by then.
+
+        Args:
+            page_ids: host pages, as in store().
+            gpu_block_ids: blocks of the cache to overwrite, as in store().
+            first_block (int | Sequence[int]): as in store().
+            after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): as
+                in store(). None orders the copy behind the kernels that read or wrote the blocks
+                before.
+            layer_groups (int | None): move the layers in this many groups, one after another, so
+                that `Job.wait(layer_group=...)` can wait for one group. None is 1, or the
+                gate's number of layer groups.
+            expedited (bool): use a separate channel that overtakes queued and running loads.
+            gate (Gate | None): close this gate in the order of the current stream until the load
+                has landed. Its number of layer groups must be that of the load. The call returns
+                when the load has been given to the device.
+            copy_method (str | None): as in store().
+            tag: as in store().
+
+        Returns:
+            Job: the submitted job.
+
+        Raises:
+            ValueError: layer_groups is out of range or differs from the gate's, the gate belongs
+                to another handler, or as in store().
+            IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
+        """
+        ids = gpu_block_ids, page_ids, first_block
+        return self._submit(LOADS, ids, after, copy_method, tag, layer_groups, gate, expedited)
+
+    def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
+        """Returns the jobs that have not ended and read or write one of these GPU blocks.
+
+        Whoever gives the blocks other contents waits for these jobs first. Asks the device. Each
+        call makes new Job objects, which are equal to those of store() and load().
+
+        Args:
+            gpu_block_ids: as in store(); -1 means no block.
+
+        Returns:
+            list[Job]: in order of submission.
+
+        Raises:
+            IndexError: the cache has no such block.
+            TypeError, ValueError: see store().
+        """
+        jobs: list[Job] = self._native.jobs_using(gpu_block_ids, Job, self, self._kept)
+        return jobs
+
+    def poll(self, timeout: float | None = 0.0) -> list[Result]:
+        """Returns the jobs that have ended since the last call.
+
+        Call it regularly: until it has reported a job, the handler keeps the job's result (144
+        bytes) and its tag. If Ctrl-C interrupts it, the next call returns the results.
+
+        Args:
+            timeout (float | None): if no job has ended, seconds to wait for one; None waits
+                forever. Does not wait if no job is queued or running. Python signal handlers run
+                while it waits.
+
+        Returns:
+            list[Result]: in the order in which the jobs ended. Each job is reported once, to one
+                caller. Empty after the timeout, if there is no job, or if another thread's poll()
+                took the results.
+
+        Raises:
+            TypeError, ValueError: timeout is not None or a number of seconds from 0 on.
+        """
+        results: list[Result] = []
+        try:
+            self._read_ended(results, timeout)
+            return results
+        except BaseException:
+            self._unreturned.extend(results)  # the next call returns them
+            raise
+
+    def _read_ended(
+        self,
+        results: list[Result],
+        timeout: float | None,
+        end: Callable[[Result, Any], None] | None = None,
+    ) -> None:
+        """Appends the results of jobs that have ended, from then on reported, to a list.
+
+        A caller that does not return the list to its own caller adds it to `_unreturned`.
+
+        Args:
+            results (list[Result]): the list.
+            timeout: see poll().
+            end: called for each job before it is reported, with its result and its `reserved`;
+                again by the next call if an exception comes before the job is reported.
+        """
+        self._native.check_process()  # a fork may have the lock, held forever
+        self._report_ended(results, end)
+        if timeout != 0:
+            seconds = read_timeout("timeout", timeout)
+            if not results:
+                self._native.wait_for_ended(seconds)
+                self._report_ended(results, end)
+
+    def _report_ended(
+        self, results: list[Result], end: Callable[[Result, Any], None] | None
+    ) -> None:
+        """See _read_ended(). Does not wait."""
+        with self._reporting:
+            more = True
+            while more:
+                ended = self._native.ended(self._kept)
+                if not ended and not self._unreturned:
+                    return
+                for result, reserved in ended:
+                    if result.rejected and result.direction == "store":
+                        self._warn_of_rejected_blocks()
+                    if reserved is not None and end is not None:
+                        end(result, reserved)
+                if self._ranges.enabled:
+                    for result, _ in ended:
+                        self._ranges.end(result.job_id)
+                more = self._native.report(ended, self._unreturned, results, self._kept)
+
+    def synchronize(
+        self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
+    ) -> None:
+        """Blocks the host until jobs have ended. poll() still reports them.
+
+        Python signal handlers run while it waits.
+
+        Args:
+            jobs (Job | Iterable[Job] | None): None is every job that poll() has not reported.
+            timeout (float | None): seconds; None waits forever.
+
+        Raises:
+            TransferError: some of the jobs failed or were cancelled; its `results` are theirs.
+            TimeoutError: some of the jobs still run after the timeout.
+            TypeError: jobs contains something that is not a Job.
+            ValueError: a job belongs to another handler.
+        """
+        own = None
+        if jobs is not None:
+            several = enumerate(_as_iterable(jobs))
+            own = [self._check_own(f"jobs[{index}]", job) for index, job in several]
+        timeout = read_timeout("timeout", timeout)
+        answer = self._native.synchronize(own, timeout)
+        if isinstance(answer, tuple):
+            raise TimeoutError(f"after {timeout:g} s {_describe_unended(answer, own)}")
+        if answer and not self._unreturned:
+            return
+        if own is None:
+            failed = self._native.unreported_failures(self._kept)
+            failed[:0] = [result for result in self._unreturned if not result.ok]
+        else:
+            ended = [job.result for job in own]
+            failed = [result for result in ended if result and not result.ok]
+        if failed:  # empty if another thread has polled the failed jobs meanwhile
+            raise error_of(failed)
+
+    def cancel(self, job: Job) -> bool:
+        """Cancels a job that has not ended.
+
+        A queued job ends at once and copies nothing. A job that the driver already has runs to its
+        end, and its destination is undefined. The pages of a cancelled store are invalid until they
+        are stored again.
+
+        Args:
+            job (Job): a job of this handler.
+
+        Returns:
+            bool: True if the job is or will be reported as cancelled; False if it had already
+                ended.
+
+        Raises:
+            TypeError: job is not a Job.
+            ValueError: the job belongs to another handler.
+        """
+        return self._native.cancel(self._check_own("job", job))
+
+    def gate(self, layer_groups: int = 1) -> Gate:
+        """Makes an open gate for load(gate=...).
+
+        Args:
+            layer_groups (int): 1 to the number of tensors of the cache.
+
+        Raises:
+            TypeError: layer_groups is not an integer.
+            ValueError: layer_groups is out of range, or the cache is not on a CUDA device.
+            RuntimeError: the handler is closed, or the driver refuses.
+            DeviceLostError: the device is lost.
+        """
+        return Gate(self._native, layer_groups)
+
+    def metrics(self) -> Metrics:
+        """Returns a snapshot of the counters, gauges and histograms of all channels."""
+        return read_metrics(self._native)
+
+    def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
+        """Waits for all jobs, then continues with a cache at other addresses.
+
+        If it raises, the handler keeps the old cache.
+
+        Args:
+            gpu (PagedLayout | Sequence[PagedLayout]): new layouts with the same block sizes.
+
+        Raises:
+            TypeError: gpu is no layout, or no list of as many layouts as before.
+            ValueError: the new cache does not match the pools, or is on another device.
+            RuntimeError: the handler is closed, a tensor of the new cache has moved, another thread
+                submits meanwhile, or the driver refuses what the new cache needs.
+        """
+        self._native.check_open()
+        moved = self._native.groups.moved_to(gpu)
+        self._native.synchronize(None, None)
+        self._native.move_to(moved)
+
+    def close(self) -> None:
+        """Refuses new jobs, waits for all jobs, and frees threads, streams and events.
+
+        poll() still reports the remaining results. Idempotent. Returns at once if the device is
+        lost. Ctrl-C interrupts the wait; the handler then accepts no more jobs, and another close()
+        continues.
+        """
+        self._native.close()
+
+    def __enter__(self) -> OffloadHandler:
+        self._native.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _warn_of_rejected_blocks(self) -> None:
+        """Warns, once, if stores reject so many blocks that another encoding is better."""
+        if self._has_warned:
+            return
+        stores = self.metrics().stores
+        is_common = stores.rejected_blocks > _COMMON_REJECTS * stores.encoded_blocks
+        if stores.encoded_blocks < _WARN_AFTER_BLOCKS or not is_common:
+            return
+        self._has_warned = True
+        encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
+        widest = WIDTHS[-1]
+        remedy = "encoding='raw'"
+        if min(encoded) < widest:
+            remedy = (
+                f"what recommend_encoding() says of your cache: bits_per_value={widest} or {remedy}"
+            )
+        log.warning(
+            "%d of %d encoded blocks do not fit into slots of %g bits a value and were rejected; "
+            "make the host pool with %s",
+            *(stores.rejected_blocks, stores.encoded_blocks, min(encoded), remedy),
+        )
+
+    # What a PrefixCache calls: _submit(), _check_options(), _read_ended(), and _native for what the
+    # job table knows. It holds `_reporting` while no load may become reported.
+
+    def _submit(
+        self,
+        channel: int,
+        ids: tuple[Any, Any, Any],
+        after: object,
+        copy_method: str | None,
+        tag: object,
+        layer_groups: int | None = None,
+        gate: Gate | None = None,
+        expedited: bool = False,
+        reserved: Any = None,
+        computed_from: Sequence[int] = (),
+    ) -> Job:
+        """store() and load(), also those of a PrefixCache.
+
+        Args:
+            channel (int): STORES or LOADS.
+            ids: gpu_block_ids, page_ids and first_block.
+            after, copy_method, tag, layer_groups, gate, expedited: see load().
+            reserved: what the job uses, for _read_ended(). Its `job` is set before the submission;
+                `job.is_submitted` says whether there is one, also if an exception takes it from the
+                caller.
+            computed_from: of a store, ids of loads into blocks that its own were computed from. It
+                runs behind those that are not reported yet, and fails if one of them does.
+        """
+        # Each Python function that this path calls costs 3 us or more when it is not in the caches.
+        submitting, groups = self._native, self._native.groups
+        try:
+            # True and False need no call.
+            if expedited is not False and expedited is not True:
+                expedited = read_switch("expedited", expedited)
+            if copy_method is not None:
+                check_job_method(copy_method)
+            num_groups = 1
+            if layer_groups is not None or gate is not None:
+                num_groups = self._read_layer_groups(layer_groups, gate)
+            if native.cache_has_moved(groups.guard.native):
+                groups.guard.check()
+            resolved: tuple[Any, ...] = (None,)  # it may own the event, so it lives until the call
+            if after is not None or groups.queue is not None:
+                resolved = groups.resolve_after(after)
+            job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
+            token = 0
+            if tag is not None or reserved is not None:
+                token = next(self._tokens)
+                self._kept[token] = tag, reserved
+                if reserved is not None:
+                    reserved.job = job
+            options = gate, copy_method is not None, token, computed_from or None
+            arguments: tuple[Any, ...] = (job, *ids, resolved[0], *options)
+            try:
+                if self._ranges.enabled:
+                    with self._ranges.submit(job.direction):
+                        submitting.submit(*arguments)
+                        self._ranges.begin(job.id, job.direction, job.nbytes)
+                else:
+                    submitting.submit(*arguments)
+            finally:
+                # Ctrl-C may come right after the submission. It cannot come between these lines:
+                # CPython raises KeyboardInterrupt only at calls and loop ends.
+                if token and not job.is_submitted:
+                    del self._kept[token]
+        except Exception:
+            submitting.check_open()  # whatever else is wrong, this is said first
+            raise
+        return job
+
+    def _check_options(
+        self, after: object, layer_groups: int | None = None, gate: Gate | None = None
+    ) -> None:
+        """Raises what _submit() would raise for these options, if there is nothing to submit."""
+        self._native.check_open()
+        if layer_groups is not None or gate is not None:
+            self._read_layer_groups(layer_groups, gate)
+        if after is not None:
+            self._native.groups.resolve_after(after)
+
+    def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
+        """The number of layer groups of a load, checked against its gate."""
+        if gate is not None and not isinstance(gate, Gate):
+            raise TypeError(f"gate is {kind_of(gate)}; pass what OffloadHandler.gate() returns")
+        if gate is not None and gate._handler is not self._native:
+            raise ValueError("the gate belongs to another handler; make one with this handler")
+        if layer_groups is None:
+            return 1 if gate is None else gate.layer_groups
+        groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
+        if gate is not None and gate.layer_groups != groups:
+            raise ValueError(
+                f"the gate has {count_of(gate.layer_groups, 'layer group')}, the load has "
+                f"{groups}; make them equal"
+            )
+        return groups
+
+    def _check_own(self, name: str, job: object) -> Job:
+        if not isinstance(job, Job):
+            raise TypeError(f"{name} is {job!r}; pass the Job that store() or load() returned")
+        if job.handler is not self:
+            raise ValueError(
+                f"{name} is {job.direction} {job.id} of another handler; pass it to that handler"
+            )
+        return job
+
+
+def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
+    if isinstance(jobs, int | float):
+        raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
+    return jobs if not isinstance(jobs, Job) and isinstance(jobs, Iterable) else [jobs]
+
+
+def _describe_unended(unended: tuple[int, str, int], jobs: Sequence[Job] | None) -> str:
+    """What synchronize() says of these jobs, None for all, when some have not ended in time."""
+    left, direction, first = unended
+    count = left if jobs is None else len(jobs)
+    have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
+    of = "" if jobs is None else f"{left} of "
+    return f"{of}{have} not ended; the first is {direction} {first}"

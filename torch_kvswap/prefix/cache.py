@@ -1,0 +1,869 @@
+"""Offloading by content: a BlockManager and an OffloadHandler behind one interface."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from torch_kvswap._native.arguments import (
+    UINT64_MAX,
+    Int64Array,
+    NotCopyable,
+    count_of,
+    kind_of,
+    read_switch,
+)
+from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.loader import native
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.gate import Gate
+from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
+from torch_kvswap.offload.metrics import Metrics
+from torch_kvswap.offload.streams import After
+from torch_kvswap.prefix.groups import BlockGroup, read_groups
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
+from torch_kvswap.prefix.lazy import LazyStorePolicy
+from torch_kvswap.prefix.manager import (
+    BlockManager,
+    EventKind,
+    LoadReservation,
+    Lookup,
+    Reservation,
+    StoreReservation,
+)
+from torch_kvswap.results import Result
+
+
+class _Pools:
+    """Host pools: their usable pages, and the conversion of arguments per pool.
+
+    The manager numbers the usable pages of each pool from 0 on.
+
+    Args:
+        pools: the host pools.
+        is_list (bool): whether keys, ids and pages are lists with one entry per pool.
+
+    Attributes:
+        counts (list[int]): usable pages of each pool.
+    """
+
+    def __init__(self, pools: Sequence[HostPool], is_list: bool) -> None:
+        self._pools = pools
+        self._is_list = is_list
+        self.counts = [pool.num_pages for pool in pools]
+
+    def check_groups(self, groups: Sequence[BlockGroup] | None) -> None:
+        """Raises ValueError if these are not the groups of the pools."""
+        count = len(self._pools)
+        if groups is None and self._is_list:
+            raise ValueError(
+                f"groups is None, but gpu is a list of {count} layouts; pass a BlockGroup for each"
+            )
+        if groups is not None and not self._is_list:
+            raise ValueError(
+                "groups is for a list of layouts; leave it out, or pass a list of one layout and a "
+                "list of one pool"
+            )
+        if groups is not None:
+            named = [group.num_pages for group in read_groups(groups)]
+            if named != self.counts:
+                raise ValueError(
+                    f"the groups have {named} pages, their pools {self.counts}; "
+                    "make num_pages that of the pool"
+                )
+
+    @property
+    def ready(self) -> list[int]:
+        """How many of these pages are ready by now, per pool."""
+        return [pool.num_ready_pages for pool in self._pools]
+
+    def select(self, blocks: Sequence[array[int]], key_indices: Any) -> list[Int64Array]:
+        """Selects the GPU blocks of the keys with these indices, per pool."""
+        indices = key_indices if self._is_list else [key_indices]
+        return list(map(_select, self._pools, blocks, indices))
+
+    def pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
+        """The positions of the pages that hold some blocks of a job.
+
+        Args:
+            positions (Sequence[int]): positions of the blocks, ascending. The blocks of all pools
+                count in a row, and so do the pages.
+            blocks: the blocks of the job, per pool. All pages are full, except that the last one of
+                a pool may have fewer blocks.
+        """
+        pages: list[int] = []
+        first_block, first_page = 0, 0
+        for pool, count in zip(self._pools, map(len, blocks), strict=True):
+            of_pool = range(first_block, first_block + count)
+            pages += [
+                first_page + (position - first_block) // pool.blocks_per_page
+                for position in positions
+                if position in of_pool
+            ]
+            first_block, first_page = of_pool.stop, first_page - (-count // pool.blocks_per_page)
+        return list(dict.fromkeys(pages))
+
+    def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
+        """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
+        split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
+        digests = [
+            read_digests(self.name_of_keys(group), keys)
+            for group, (_, _, keys, _) in enumerate(split)
+        ]
+        blocks = [
+            _blocks_of(pool, name, len(of_pool) // DIGEST_BYTES, ids)
+            for of_pool, (pool, name, _, ids) in zip(digests, split, strict=True)
+        ]
+        return digests, blocks
+
+    def keys_on_gpu(
+        self, digests: list[bytes], blocks: list[array[int]]
+    ) -> tuple[list[bytes], list[array[int]]]:
+        """What read() returned, without the keys that have a block of -1."""
+        kept = list(map(_keys_on_gpu, self._pools, digests, blocks))
+        return [digests for digests, _ in kept], [blocks for _, blocks in kept]
+
+    def check_needed(self, blocks: list[array[int]], needed: range | list[range]) -> None:
+        """Raises ValueError if a key of BlockManager.needed_blocks() has a block of -1."""
+        several = needed if isinstance(needed, list) else [needed]
+        for group, (pool, of_pool, keys) in enumerate(
+            zip(self._pools, blocks, several, strict=True)
+        ):
+            first, end = keys.start * pool.blocks_per_page, keys.stop * pool.blocks_per_page
+            if -1 in of_pool[first:end]:
+                at = of_pool.index(-1, first)
+                raise ValueError(
+                    f"{self.name_of_blocks(group)}[{at}] is -1, but what follows the prefix needs "
+                    "this block; pass a GPU block for each block of manager.needed_blocks(prefix)"
+                )
+
+    def keys(self, digests: list[bytes]) -> Any:
+        """The keys in the form in which a caller passes them."""
+        return digests if self._is_list else digests[0]
+
+    def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
+        """The GPU blocks of each pool."""
+        split = self._split(gpu_block_ids=gpu_block_ids)
+        return [native.read_ids(name, ids) for _, name, ids in split]
+
+    def only(self, group: int, value: Any) -> Any:
+        """An argument that has `value` for one group and is empty for the others."""
+        if not self._is_list:
+            return value
+        return [value if index == group else [] for index in range(len(self._pools))]
+
+    def name_of_keys(self, group: int) -> str:
+        """What errors call the argument with the keys of a group."""
+        return f"keys[{group}]" if self._is_list else "keys"
+
+    def name_of_blocks(self, group: int) -> str:
+        """What errors call the argument with the GPU blocks of a group."""
+        return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
+
+    def _split(self, **arguments: Any) -> list[tuple[Any, ...]]:
+        """For each pool: the pool, the name of its GPU blocks, and its part of each argument."""
+        if not self._is_list:
+            return [(self._pools[0], self.name_of_blocks(0), *arguments.values())]
+        count = len(self._pools)
+        for name, of_pools in arguments.items():
+            if isinstance(of_pools, bytes | str) or not isinstance(of_pools, Sequence):
+                raise TypeError(
+                    f"{name} is {kind_of(of_pools)}; pass a list with an item for each group"
+                )
+            if len(of_pools) != count:
+                raise ValueError(
+                    f"{name} has {count_of(len(of_pools), 'item')} for {count_of(count, 'group')}; "
+                    "pass one for each group"
+                )
+        names = map(self.name_of_blocks, range(count))
+        return list(zip(self._pools, names, *arguments.values(), strict=True))
+
+    def join(self, of_pools: Sequence[Ids]) -> Ids | Sequence[Ids]:
+        """Joins the parts of all pools into the form in which the caller passes ids."""
+        return of_pools if self._is_list else of_pools[0]
+
+
+def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
+    """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
+    blocks: array[int] = native.read_ids(name, ids)
+    per_page = pool.blocks_per_page
+    if -(-len(blocks) // per_page) != count:
+        raise ValueError(
+            f"{name} has {count_of(len(blocks), 'id')} for {count_of(count, 'key')} of "
+            f"{count_of(per_page, 'block')} each; pass one for each block of all keys, -1 for a "
+            "block that is not on the GPU"
+        )
+    return blocks
+
+
+def _check_blocks(name: str, count: int, blocks: array[int]) -> bool:
+    """Checks that each block is one of the cache's `count` blocks, or -1.
+
+    Returns:
+        bool: whether one is -1.
+
+    Raises:
+        IndexError: one is neither.
+    """
+    numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
+    if not len(numbers) or numbers.max() < count:
+        return False
+    wrong = (numbers >= count) & (numbers != UINT64_MAX)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise IndexError(
+            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}, and -1 "
+            "is a block that is not on the GPU"
+        )
+    return True
+
+
+def _check_distinct(name: str, blocks: array[int]) -> None:
+    """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
+    numbers = np.sort(np.frombuffer(blocks, np.int64))
+    twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
+    if len(twice):
+        block = int(twice[0])
+        first = blocks.index(block)
+        second = blocks.index(block, first + 1)
+        raise ValueError(
+            f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the contents "
+            "of two; pass -1 for blocks that are not on the GPU"
+        )
+
+
+def _keys_on_gpu(pool: HostPool, digests: bytes, blocks: array[int]) -> tuple[bytes, array[int]]:
+    """Leaves out the keys with a block of -1, and the blocks of these keys."""
+    per_page = pool.blocks_per_page
+    rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    left_out = np.flatnonzero(np.frombuffer(blocks, np.int64) == -1) // per_page
+    kept = np.delete(np.arange(len(rows)), left_out)
+    return rows[kept].tobytes(), array("q", _select(pool, blocks, kept).tobytes())
+
+
+def _check_distinct_keys(name: str, digests: bytes) -> None:
+    """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
+    first: dict[bytes, int] = {}
+    for index in range(len(digests) // DIGEST_BYTES):
+        key = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        if (before := first.setdefault(key, index)) != index:
+            raise ValueError(
+                f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
+            )
+
+
+def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
+    """The GPU blocks of the keys with these indices."""
+    numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
+    slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
+    selected: Int64Array = numbers[slots[slots < len(numbers)]]
+    return selected
+
+
+@dataclass(eq=False, slots=True)
+class _Reserved:
+    """What a job reserves until poll() has reported it.
+
+    Attributes:
+        reservation (Reservation): the pages, from the manager.
+        blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
+        job (Job | None): while it is being submitted.
+        is_ending (bool): poll() has begun to end the reservation.
+    """
+
+    reservation: Reservation
+    blocks: list[Int64Array]
+    job: Job | None = None
+    is_ending: bool = False
+
+    @property
+    def is_submitted(self) -> bool:
+        return self.job is not None and self.job.is_submitted
+
+
+class _Prompt(NamedTuple):
+    """The arguments of a store, per pool.
+
+    Attributes:
+        digests (list[bytes]): of the keys whose blocks are on the GPU.
+        blocks (list[array]): the GPU blocks of these keys.
+        named (list[array]): all blocks that the caller has named; some may be -1.
+        loads (tuple[int, ...]): further loads that the blocks were computed from.
+    """
+
+    digests: list[bytes]
+    blocks: list[array[int]]
+    named: list[array[int]]
+    loads: tuple[int, ...] = ()
+
+
+class Resumed(NamedTuple):
+    """What has become of a preempted request, from PrefixCache.resume().
+
+    Attributes:
+        state (str): "loaded", "pending" or "lost".
+        job (Job | None): the load, if the state is "loaded".
+    """
+
+    state: Literal["loaded", "pending", "lost"]
+    job: Job | None
+
+
+class Preempted(NamedTuple):
+    """A preempted request, from PrefixCache.preempt(); ends with resume() or release().
+
+    Attributes:
+        jobs (list[Job]): the jobs that still use the GPU blocks: earlier stores and loads, and the
+            new store unless the host has all blocks. The GPU blocks must not change until these
+            have ended.
+        lease (int): keeps the blocks on the host.
+        keys: the keys that were passed to preempt().
+    """
+
+    jobs: list[Job]
+    lease: int
+    keys: Keys | Sequence[Keys]
+
+
+def _check_preempted(preempted: object) -> None:
+    if not isinstance(preempted, Preempted):
+        raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
+
+
+class PrefixCache(NotCopyable):
+    """Finds prefixes of prompts in host memory: lookup(), load(), store() and poll().
+
+    Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
+    page, that is, of `blocks_per_page` GPU blocks. Assigns all pages of its pools: no other handler
+    may write them. Pools may be pinned in the background: pages are used as soon as they are ready.
+
+    Any thread may call any method. A prefix cache cannot be copied or pickled.
+
+    Lifetime: a context manager that closes it on exit; see OffloadHandler.
+
+    Args:
+        gpu, host: the cache and its host pools; see OffloadHandler.
+        groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
+            num_pages must be that of the pool.
+        store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
+            leave the GPU cache.
+        eviction_policy, store_threshold, events: see BlockManager.
+        copy_method, staging_bytes, submit_thread: see OffloadHandler.
+
+    Attributes:
+        manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order(), lease()
+            and reset() may be used; leave reservations to the prefix cache.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or the groups do not match the pools.
+        RuntimeError: a pool is closed, or a tensor of a layout has moved.
+    """
+
+    def __init__(
+        self,
+        gpu: PagedLayout | Sequence[PagedLayout],
+        host: HostPool | Sequence[HostPool],
+        groups: Sequence[BlockGroup] | None = None,
+        *,
+        store_policy: Literal["eager", "lazy"] = "eager",
+        eviction_policy: str = "lru",
+        store_threshold: int = 1,
+        events: bool | Collection[EventKind] = False,
+        copy_method: str | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        submit_thread: bool = False,
+    ) -> None:
+        if store_policy not in ("eager", "lazy"):
+            raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
+        self._handler = OffloadHandler(
+            gpu,
+            host,
+            copy_method=copy_method,
+            staging_bytes=staging_bytes,
+            submit_thread=submit_thread,
+        )
+        self._pools = _Pools(self.pools, self._handler._native.groups.is_list)
+        self._pools.check_groups(groups)
+        self._ready = self._pools.ready
+        self.manager = BlockManager(
+            self._pools.counts[0] if groups is None else groups,
+            num_ready_pages=self._ready,
+            eviction_policy=eviction_policy,
+            store_threshold=store_threshold,
+            events=events,
+        )
+        lazy = self.pools if store_policy == "lazy" else ()
+        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixCache(store_policy='{'lazy' if self._lazy else 'eager'}', "
+            f"handler={self._handler!r}, manager={self.manager!r})"
+        )
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        """The layouts of the cache; after rebind(), the new ones."""
+        return self._handler.layouts
+
+    @property
+    def pools(self) -> tuple[HostPool, ...]:
+        """The host pools, one per layout."""
+        return self._handler.pools
+
+    def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
+        """Finds the longest cached prefix.
+
+        Args:
+            keys, again: see BlockManager.lookup().
+
+        Raises:
+            RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
+        """
+        self._handler._native.check_open()
+        return self.manager.lookup(keys, again=again)
+
+    def load(
+        self,
+        keys: Keys | Sequence[Keys],
+        gpu_block_ids: Ids | Sequence[Ids],
+        prefix: int | None = None,
+        *,
+        after: After = None,
+        layer_groups: int | None = None,
+        expedited: bool = False,
+        gate: Gate | None = None,
+        copy_method: str | None = None,
+        tag: object = None,
+    ) -> Job | None:
+        """Loads the blocks of the keys.
+
+        Work that uses the blocks must wait for the job. If the load fails, poll() forgets its
+        blocks, and lookups no longer find them. If it fails with rejected blocks
+        (Result.rejected), the other blocks are loaded, and only those pages are forgotten.
+
+        Args:
+            keys: keys of a prompt's blocks, as in BlockManager.
+            gpu_block_ids: a destination for each block of all keys. With `prefix`, -1 stands for a
+                block that it leaves out. Without, a key that has a -1 is not loaded.
+            prefix (int | None): only the blocks needed after a prefix of this length, in units,
+                such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
+            after, layer_groups, expedited, gate, copy_method, tag: see OffloadHandler.load().
+
+        Returns:
+            Job | None: None if a block is not ready.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
+                and BlockManager.prepare_load(). Nothing is held then.
+        """
+        # Here, because a wrong argument is refused also if nothing is copied.
+        expedited = read_switch("expedited", expedited)
+        check_job_method(copy_method)
+        digests, blocks = self._pools.read(keys, gpu_block_ids)
+        if self._check_gpu_blocks(blocks):
+            if prefix is None:
+                digests, blocks = self._pools.keys_on_gpu(digests, blocks)
+            else:
+                self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
+        load = self.manager.prepare_load(self._pools.keys(digests), prefix)
+        if load is None:
+            self._handler._check_options(after, layer_groups, gate)
+            return None
+        return self._submit(
+            load,
+            blocks,
+            after=after,
+            layer_groups=layer_groups,
+            expedited=expedited,
+            gate=gate,
+            copy_method=copy_method,
+            tag=tag,
+        )
+
+    def store(
+        self,
+        keys: Keys | Sequence[Keys],
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        copy_method: str | None = None,
+        tag: object = None,
+    ) -> Job | None:
+        """Stores the blocks that the host does not have.
+
+        The blocks must not change until the job has ended: see evict(). They can be loaded after
+        poll() has reported it, except rejected ones (Result.rejected), which are not stored. With a
+        lazy store policy the blocks are only recorded, for evict().
+
+        The model computed new blocks from those before them. So the store starts after loads into
+        the named blocks, and is reported after them. If such a load fails that poll() has not
+        reported when store() is called, the store fails with a SourceFailedError.
+
+        Args:
+            keys: keys of a prompt's blocks, in order.
+            gpu_block_ids: the blocks of all keys, each once; -1 for a block that is not on the GPU,
+                because a load with `prefix` left it out or it has left a window and was reused. A
+                key with a -1 is not stored.
+            after, copy_method, tag: see OffloadHandler.store(). With a lazy store policy,
+                evict() takes the first two, and its jobs have no tags.
+
+        Returns:
+            Job | None: None if nothing was stored. With a lazy store policy that is always so.
+                Otherwise `manager.stats()` says why: `refused` has risen if there was not enough
+                room, `skipped` if store_threshold left blocks out. If neither has, the host has all
+                blocks, or is storing them.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
+                and BlockManager.prepare_store(). Nothing is held then.
+        """
+        check_job_method(copy_method)
+        if self._lazy:
+            if after is not None or copy_method is not None:
+                raise TypeError('with store_policy="lazy", pass after and copy_method to evict()')
+            self._record_computed(keys, gpu_block_ids)
+            return None
+        prompt = self._read(keys, gpu_block_ids)
+        with self._handler._reporting:
+            job = self._store(prompt, after=after, copy_method=copy_method, tag=tag)
+        return job
+
+    def evict(
+        self,
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        copy_method: str | None = None,
+    ) -> list[Job]:
+        """Returns the jobs that must end before these GPU blocks are reused.
+
+        Call it before blocks are reused; `Job.wait` orders that on a stream. With a lazy store
+        policy it first stores the blocks and all blocks before them, if the host has room for all
+        of them. If it raises, no block has left: call it again, and it continues.
+
+        Args:
+            gpu_block_ids: the blocks that leave; -1 means no block.
+            after, copy_method: see OffloadHandler.store(), for a lazy store policy.
+
+        Returns:
+            list[Job]: earlier stores and loads that still use these blocks, then the stores that
+                this call started.
+
+        Raises:
+            IndexError: the cache has no such block.
+            TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
+        """
+        self._handler._native.check_process()  # a fork may have the lock, held forever
+        check_job_method(copy_method)
+        leaving = self._pools.read_blocks(gpu_block_ids)
+        self._check_gpu_blocks(leaving)
+        started: list[Job] = []
+        if self._lazy:
+            with self._handler._reporting:
+                for group, lazy in enumerate(self._lazy):
+                    for keys, ids, loads in lazy.chains_of(leaving[group]):
+                        digests, blocks = self._pools.read(
+                            self._pools.only(group, keys), self._pools.only(group, ids)
+                        )
+                        job = self._store(
+                            _Prompt(digests, blocks, blocks, loads),
+                            after=after,
+                            copy_method=copy_method,
+                            tag=None,
+                        )
+                        if job is not None:
+                            started.append(job)
+                for lazy, blocks_of_group in zip(self._lazy, leaving, strict=True):
+                    lazy.forget(blocks_of_group)
+        return self._jobs_using(leaving, started)
+
+    def preempt(
+        self,
+        keys: Keys | Sequence[Keys],
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        copy_method: str | None = None,
+        tag: object = None,
+    ) -> Preempted | None:
+        """Stores all blocks of a request and keeps them on the host until resume() or release().
+
+        Args:
+            keys: keys of all blocks of the request, in order. See PrefixHasher.request_keys().
+            gpu_block_ids: GPU blocks of all keys, as in store(). Where one is -1, pass -1 to
+                resume() too.
+            after, copy_method, tag: see OffloadHandler.store().
+
+        Returns:
+            Preempted | None: None if there is not enough room. Each other result needs one
+                resume() that does not say "pending", or one release().
+        """
+        check_job_method(copy_method)
+        prompt = self._read(keys, gpu_block_ids)
+        self._handler._check_options(after)
+        self._grow()
+        store = self.manager.preempt(self._pools.keys(prompt.digests))
+        if store is None:
+            return None
+        started = []
+        try:
+            if store.id:
+                with self._handler._reporting:
+                    job = self._submit_store(
+                        store, prompt, after=after, copy_method=copy_method, tag=tag
+                    )
+                started.append(job)
+        except BaseException:
+            self.manager.release(store)
+            raise
+        return Preempted(self._jobs_using(prompt.named, started), store.lease, keys)
+
+    def resume(
+        self,
+        preempted: Preempted,
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        layer_groups: int | None = None,
+        expedited: bool = False,
+        gate: Gate | None = None,
+        copy_method: str | None = None,
+        tag: object = None,
+    ) -> Resumed:
+        """Loads the blocks of a preempted request, if the host has all of them.
+
+        Releases the request if they are loaded or lost. A load that fails later is reported by
+        poll().
+
+        Args:
+            preempted (Preempted): from preempt().
+            gpu_block_ids: a destination for each block, as in load(); -1 where preempt() had it.
+            after, layer_groups, expedited, gate, copy_method, tag: see OffloadHandler.load().
+
+        Returns:
+            Resumed: "loaded" with the job, which work that uses the blocks must wait for; "pending"
+                if some are still being stored: try again after a later poll(); "lost" if the blocks
+                must be computed again, for example because their store failed.
+
+        Raises:
+            TypeError: preempted is something else.
+            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see load(). The request
+                stays held.
+        """
+        _check_preempted(preempted)
+        job = self.load(
+            preempted.keys,
+            gpu_block_ids,
+            after=after,
+            layer_groups=layer_groups,
+            expedited=expedited,
+            gate=gate,
+            copy_method=copy_method,
+            tag=tag,
+        )
+        if job is None and self.lookup(preempted.keys, again=True).pending:
+            return Resumed("pending", None)
+        self.release(preempted)
+        return Resumed("lost" if job is None else "loaded", job)
+
+    def release(self, preempted: Preempted) -> bool:
+        """Lets the blocks of a preempted request be evicted.
+
+        Args:
+            preempted (Preempted): from preempt().
+
+        Returns:
+            bool: False if they were not held any more.
+
+        Raises:
+            TypeError: preempted is something else.
+        """
+        _check_preempted(preempted)
+        return self.manager.release(preempted.lease)
+
+    def poll(self, timeout: float | None = 0.0) -> list[Result]:
+        """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
+
+        Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
+        failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
+        with these are, and all other blocks were stored or loaded. If a load was not done, every
+        store() before this call that named one of its blocks fails too: its new blocks may have
+        been computed from blocks that were not loaded.
+
+        Args:
+            timeout (float | None): as in OffloadHandler.poll().
+        """
+        results: list[Result] = []
+        try:
+            self._handler._read_ended(results, timeout, self._end)
+            return results
+        except BaseException:
+            self._handler._unreturned.extend(results)  # the next call returns them
+            raise
+
+    def synchronize(
+        self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
+    ) -> None:
+        """Blocks the host until jobs have ended. See OffloadHandler.synchronize()."""
+        self._handler.synchronize(jobs, timeout)
+
+    def cancel(self, job: Job) -> bool:
+        """Cancels a job that has not ended. See OffloadHandler.cancel()."""
+        return self._handler.cancel(job)
+
+    def gate(self, layer_groups: int = 1) -> Gate:
+        """Makes an open gate for load(gate=...). See OffloadHandler.gate()."""
+        return self._handler.gate(layer_groups)
+
+    def metrics(self) -> Metrics:
+        """Returns counters, gauges and histograms of the jobs. See OffloadHandler.metrics()."""
+        return self._handler.metrics()
+
+    def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
+        """Waits for all jobs, then continues with a cache at other addresses.
+
+        See OffloadHandler.rebind().
+        """
+        self._handler.rebind(gpu)
+
+    def close(self) -> None:
+        """Refuses new jobs and waits for all jobs. See OffloadHandler.close()."""
+        self._handler.close()
+
+    def __enter__(self) -> PrefixCache:
+        self._handler.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end(self, result: Result, entry: _Reserved) -> None:
+        """Ends the reservation of a job that has ended. Called again if it was interrupted."""
+        is_load = result.direction == "load"
+        if is_load and not result.ok:
+            for lazy in self._lazy:
+                lazy.forget_computed_from(result.job_id)
+        is_again, entry.is_ending = entry.is_ending, True
+        try:
+            if result.ok or (result.state == "cancelled" and is_load):
+                self.manager.complete(entry.reservation)
+            elif result.rejected:
+                pages = self._pools.pages_with(result.rejected, entry.blocks)
+                self.manager.complete(entry.reservation, pages)
+            else:
+                self.manager.fail(entry.reservation)
+        except ValueError:  # it had ended when the call before was interrupted
+            if not is_again:
+                raise
+
+    def _grow(self) -> None:
+        """Lets the manager use the pages that are ready by now. Any thread may call."""
+        if self._ready != self._pools.counts:
+            ready = self._pools.ready
+            self.manager.grow(ready)
+            self._ready = ready
+
+    def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
+        """Records the keys of the GPU blocks, for evict()."""
+        self._handler._native.check_process()  # a fork may have the lock, held forever
+        prompt = self._read(keys, gpu_block_ids)
+        for group, digests in enumerate(prompt.digests):
+            _check_distinct_keys(self._pools.name_of_keys(group), digests)
+        with self._handler._reporting:
+            loads = tuple(self._handler._native.unreported_loads(self._pools.join(prompt.named)))
+            for lazy, digests, blocks in zip(
+                self._lazy, prompt.digests, prompt.blocks, strict=True
+            ):
+                lazy.record(digests, blocks, loads)
+
+    def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
+        """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
+        digests, named = self._pools.read(keys, gpu_block_ids)
+        some_left_out = self._check_gpu_blocks(named)
+        for group, blocks in enumerate(named):
+            _check_distinct(self._pools.name_of_blocks(group), blocks)
+        if not some_left_out:
+            return _Prompt(digests, named, named)
+        return _Prompt(*self._pools.keys_on_gpu(digests, named), named)
+
+    def _jobs_using(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
+        """The earlier jobs that still use one of these blocks, and the stores just started."""
+        using = self._handler.jobs_using(self._pools.join(blocks))
+        return [*(job for job in using if job not in started), *started]
+
+    def _check_gpu_blocks(self, several: Sequence[array[int]]) -> bool:
+        """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
+        return any(
+            [  # a list: all are checked
+                _check_blocks(self._pools.name_of_blocks(group), layout.num_blocks, blocks)
+                for group, (layout, blocks) in enumerate(
+                    zip(self._handler.layouts, several, strict=True)
+                )
+            ]
+        )
+
+    def _store(self, prompt: _Prompt, **options: Any) -> Job | None:
+        """Stores the blocks that the host does not have; None if there are none, or no room.
+
+        The caller holds the handler's lock `_reporting`.
+
+        Args:
+            prompt (_Prompt): all keys and blocks.
+            **options: see _submit().
+        """
+        self._grow()
+        store = self.manager.prepare_store(self._pools.keys(prompt.digests))
+        if store is None or store.id == 0:
+            self._handler._check_options(options["after"])
+            return None
+        return self._submit_store(store, prompt, **options)
+
+    def _submit_store(self, store: StoreReservation, prompt: _Prompt, **options: Any) -> Job:
+        """_submit() for a store. The caller holds `_reporting`: loads stay unreported meanwhile."""
+        handler, named = self._handler, self._pools.join(prompt.named)
+        try:
+            loads = [*prompt.loads, *handler._native.unreported_loads(named)]
+        except BaseException:
+            self.manager.fail(store)
+            raise
+        return self._submit(store, prompt.blocks, computed_from=loads, **options)
+
+    def _submit(
+        self,
+        reservation: Reservation,
+        blocks: Sequence[array[int]],
+        **options: Any,
+    ) -> Job:
+        """Submits the job that the pages are reserved for.
+
+        Ends the reservation if the job cannot be submitted.
+
+        Args:
+            reservation (Reservation): from the manager.
+            blocks: the GPU blocks of all keys, per pool.
+            **options: of OffloadHandler._submit(), without ids.
+        """
+        is_load = isinstance(reservation, LoadReservation)
+        channel = LOADS if is_load else STORES
+        entry = None
+        try:
+            selected = self._pools.select(blocks, reservation.key_indices)
+            ids = self._pools.join(selected), reservation.pages, 0
+            entry = _Reserved(reservation, selected)
+            return self._handler._submit(channel, ids, reserved=entry, **options)
+        except BaseException:
+            if entry is None or not entry.is_submitted:
+                # Nothing was copied, so the pages of a load are still valid.
+                (self.manager.complete if is_load else self.manager.fail)(reservation)
+            raise
+        finally:
+            if entry is not None:
+                entry.job = None  # which holds the handler, and the handler holds the entry

@@ -1,0 +1,376 @@
+"""The handler in its plain form: what an OffloadHandler does, composed of the ops.
+
+A transfer is three steps. The ids of pages become ids of their slots, ids become addresses, and one
+op copies the bytes between them::
+
+    slots = expand_block_ids(page_ids, blocks_per_page, first_block, len(gpu_block_ids))
+    src, dst = addresses_of(gpu, gpu_block_ids), addresses_of(host.layout, slots)
+    swap_blocks_batch(src, dst, sizes)
+
+The rest is about time. All copies run on one stream, so each follows the one before it. Events
+order them with the caller's kernels, and the host waits for none of it::
+
+    compute stream | kernels that use the blocks |ready| goes on at once ... |waits in Job.wait()
+                                                   |                         |
+    copy stream    | the copies before this one    v |start| the copy |end|--+
+
+docs/dataflow.md says why OffloadHandler does not call the ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_kvswap._native.arguments import NotCopyable, count_of, read_int, read_timeout
+from torch_kvswap._native.ids import Ids, read_ids
+from torch_kvswap._native.kept import keep, let_go
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout, Slabs
+from torch_kvswap.ops import expand_block_ids, swap_blocks_batch
+from torch_kvswap.results import DeviceLostError, Direction, Result, TransferError, error_of
+
+
+class ReferenceHandler(NotCopyable):
+    """Stores blocks of a paged cache into host pages and loads them back, asynchronously.
+
+    A program that uses store(), load(), poll(), synchronize() and close() only, with one group of
+    raw pages on CUDA or the CPU, runs with this handler or with an OffloadHandler. A failed store
+    does not fail the loads of its pages here, and poll() reports in order of submission. Do not
+    capture a CUDA graph while it has jobs in flight.
+
+    Ordering: a transfer starts after all work on the compute stream, which is the calling thread's
+    current stream on the cache's device, and after the transfer before it. Nothing may use its
+    blocks and pages until it has ended, except work on a stream that waits for it (`Job.wait`).
+
+    Threads: any thread may call any method.
+
+    Lifetime: holds the cache and the pool. A context manager that closes the handler on exit. A
+    handler that is dropped, or open when the process exits, is closed. Closing the pool closes it.
+
+    Args:
+        gpu (PagedLayout): the cache.
+        host (HostPool): the host pages, with the slab sizes of the cache.
+
+    Raises:
+        ValueError: gpu and host do not match, the pages are encoded, or the cache is neither on
+            CUDA nor on the CPU.
+        RuntimeError: the pool is closed.
+    """
+
+    def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
+        self.gpu, self.host, self.device = gpu, host, gpu.device
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"the cache is on {self.device}; swap_blocks_batch needs cuda or cpu")
+        if host.encoding != "raw":
+            raise ValueError(f"the pages are {host.encoding}; make the pool with encoding='raw'")
+        gpu._check_same_blocks(host.layout.sizes, "make the pool from this layout")
+        self._torch: Any = torch.get_device_module(self.device)  # torch.cuda or torch.cpu
+        self._stream = self._torch.Stream(self.device)
+        self._unused: list[_Events] = []  # the end of their last transfer has happened
+        self._jobs: deque[Job] = deque()  # poll() has not reported these
+        self._numbers = itertools.count()
+        self._flights = _Flights(gpu, host)
+        host._register_user(self._flights)
+        keep(self._flights)
+        weakref.finalize(self, self._flights.close)
+
+    def store(
+        self, *, gpu_block_ids: Ids, page_ids: Ids, first_block: int = 0, tag: object = None
+    ) -> Job:
+        """Copies blocks of the cache to host pages. See OffloadHandler.store().
+
+        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
+        `(first_block + j) % k`, where k is `HostPool.blocks_per_page`. The first and the last page
+        may be partly filled.
+        """
+        return self._submit("store", gpu_block_ids, page_ids, first_block, tag)
+
+    def load(
+        self, *, page_ids: Ids, gpu_block_ids: Ids, first_block: int = 0, tag: object = None
+    ) -> Job:
+        """Copies host pages to blocks of the cache: store() in the other direction."""
+        return self._submit("load", gpu_block_ids, page_ids, first_block, tag)
+
+    def poll(self, timeout: float | None = 0.0) -> list[Result]:
+        """Returns the jobs that have ended since the last call, in order of submission.
+
+        Call it regularly: a job keeps its events until someone has seen its end.
+
+        Args:
+            timeout (float | None): if none has ended, seconds to wait for one; None waits forever.
+        """
+        results: list[Result] = []
+
+        def is_over() -> bool:
+            with self._flights.lock:
+                while self._jobs and (result := self._jobs[0]._look()):
+                    results.append(result)
+                    self._jobs.popleft()
+                return bool(results) or not self._jobs
+
+        _wait_until(is_over, timeout)
+        return results
+
+    def synchronize(
+        self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
+    ) -> None:
+        """Blocks the host until jobs have ended. poll() still reports them.
+
+        Args:
+            jobs (Job | Iterable[Job] | None): None is every job that poll() has not reported.
+            timeout (float | None): seconds; None waits forever.
+
+        Raises:
+            TransferError: some of the jobs failed; its `results` are theirs.
+            TimeoutError: some of the jobs still run after the timeout.
+        """
+        waited = list(self._jobs if jobs is None else [jobs] if isinstance(jobs, Job) else jobs)
+        if not _wait_until(lambda: all(job.query() for job in waited), timeout):
+            raise TimeoutError(
+                f"after {timeout} s some of {count_of(len(waited), 'job')} still run"
+            )
+        if failed := [job.result for job in waited if job.result and not job.result.ok]:
+            raise error_of(failed)
+
+    def close(self) -> None:
+        """Refuses new jobs and waits for all jobs, which poll() still reports. Idempotent."""
+        self._flights.close()
+
+    def __enter__(self) -> ReferenceHandler:
+        self._flights.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(
+        self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_block: int, tag: object
+    ) -> Job:
+        called = time.perf_counter()
+        with self._flights.lock:
+            self._flights.check_open()
+            self.gpu._check_unmoved()
+            blocks, slots = self._read(direction, gpu_block_ids, page_ids, first_block)
+            on_gpu = _addresses_of(self.gpu, blocks)
+            on_host = _addresses_of(self.host.layout, slots)
+            src, dst = (on_gpu, on_host) if direction == "store" else (on_host, on_gpu)
+            sizes = torch.from_numpy(self.gpu.sizes).repeat(len(blocks))
+            nbytes = len(blocks) * self.gpu.block_bytes
+            job = Job(self, next(self._numbers), direction, nbytes, tag)
+            events = self._unused.pop() if self._unused else self._new_events()
+            events.ready.record(self._compute_stream())
+            self._stream.wait_event(events.ready)
+            self._flights.running.add(events)
+            try:
+                with self._torch.stream(self._stream):
+                    events.start.record(self._stream)
+                    swap_blocks_batch(src, dst, sizes)
+                    events.end.record(self._stream)
+                job._submit_seconds = time.perf_counter() - called
+                job._events = events
+                self._jobs.append(job)
+            except BaseException as error:  # KeyboardInterrupt too
+                events.end.record(self._stream)  # the driver may have begun to copy
+                events.end.synchronize()
+                self._flights.running.discard(events)
+                if not isinstance(error, RuntimeError):
+                    raise
+                job._end(error=TransferError(str(error)))
+                self._jobs.append(job)
+            return job
+
+    def _read(
+        self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_block: int
+    ) -> tuple[Tensor, Tensor]:
+        """Checks the ids of a transfer. Returns the block and the slot of each copy, int64 [n]."""
+        ready, per_page = self.host._ready_range, self.host.blocks_per_page
+        blocks = _read_ids("gpu_block_ids", gpu_block_ids, range(self.gpu.num_blocks))
+        pages = _read_ids("page_ids", page_ids, range(ready.end_page))
+        first = read_int("first_block", first_block, 0, per_page - 1)
+        needed = math.ceil((first + len(blocks)) / per_page) if len(blocks) else 0
+        if len(pages) != needed:
+            raise ValueError(
+                f"page_ids has {count_of(len(pages), 'page')} of {per_page}; for "
+                f"{count_of(len(blocks), 'block')} from first_block={first} on, pass {needed}"
+            )
+        name, written = ("page_ids", pages) if direction == "store" else ("gpu_block_ids", blocks)
+        if len(set(written.tolist())) < len(written):
+            raise ValueError(f"{name} would be written twice; pass each destination once")
+        return blocks, expand_block_ids(pages, per_page, first if needed else 0, len(blocks))
+
+    def _compute_stream(self) -> Any:
+        return self._torch.current_stream(self.device)
+
+    def _new_events(self) -> _Events:
+        timed = _HostEvent if self.device.type == "cpu" else self._torch.Event
+        return _Events(*(timed(enable_timing=True) for _ in range(3)))
+
+
+@dataclass(eq=False)
+class Job:
+    """A submitted store or load. Any thread may call any method.
+
+    Attributes:
+        handler (ReferenceHandler): the handler that runs the job; the job keeps it alive.
+        id (int): number of the job within its handler, in order of submission.
+        direction (str): "store" or "load".
+        nbytes (int): size of the transfer in bytes.
+        tag: the object passed to store() or load().
+        result (Result | None): the outcome, once query(), synchronize() or poll() has seen the end.
+    """
+
+    handler: ReferenceHandler
+    id: int
+    direction: Direction
+    nbytes: int
+    tag: Any
+    result: Result | None = None
+    _events: _Events | None = None  # None once the end was seen
+    _submit_seconds: float = 0.0
+
+    def query(self) -> bool:
+        """Returns whether the job has ended, without waiting."""
+        return self._look() is not None
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks the host until the job has ended. See ReferenceHandler.synchronize()."""
+        self.handler.synchronize(self, timeout)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Makes work submitted to the stream after this call wait for the job.
+
+        Args:
+            stream (torch.Stream | None): a stream of any GPU. None is the current stream of the
+                cache's device.
+
+        Raises:
+            TransferError: the job has already failed.
+        """
+        with self.handler._flights.lock:  # nobody records the event again meanwhile
+            self._look()
+            if self._events is not None:
+                self._events.end.wait(stream or self.handler._compute_stream())
+        if self.result is not None and not self.result.ok:
+            raise error_of([self.result])
+
+    def _look(self) -> Result | None:
+        """Asks whether the copy has ended, and returns the result if it has."""
+        with self.handler._flights.lock:
+            events = self._events
+            if events is None:
+                return self.result
+            try:
+                if not events.end.query():
+                    return None
+                self._end(events.start.elapsed_time(events.end) / 1e3)
+            except torch.AcceleratorError as error:
+                self._end(error=DeviceLostError(f"the device is lost: {error}"))
+            self._events = None
+            self.handler._flights.running.discard(events)
+            if self.result and self.result.ok:
+                self.handler._unused.append(events)
+            return self.result
+
+    def _end(self, copy_seconds: float = 0.0, error: TransferError | None = None) -> None:
+        self.result = Result(
+            job_id=self.id,
+            direction=self.direction,
+            state="failed" if error else "done",
+            nbytes=self.nbytes,
+            link_bytes=self.nbytes,
+            copy_method="host" if self.handler.device.type == "cpu" else "batch",
+            submit_seconds=self._submit_seconds,
+            queue_seconds=0.0,
+            copy_seconds=copy_seconds,
+            rejected=(),
+            error=error,
+            tag=self.tag,
+        )
+
+
+class _Events(NamedTuple):
+    """The events of a transfer: on the compute stream, and around the copy on the copy stream."""
+
+    ready: Any
+    start: Any
+    end: Any
+
+
+class _HostEvent(torch.cpu.Event):
+    """A timed event of the CPU. It happens at once, as a copy has ended when its call returns."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+
+class _Flights:
+    """The copies in flight, and the memory that they use.
+
+    It outlives its handler: it is kept until close() has seen all copies end, or for ever.
+    """
+
+    def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
+        self.memory = gpu, host
+        self.lock = threading.RLock()  # guards what the handler and its jobs change
+        self.running: set[_Events] = set()
+        self.is_closed = False
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if the handler or its pool is closed, or in a forked child."""
+        if self.is_closed:
+            raise RuntimeError("the handler is closed; make a new one")
+        self.memory[1]._memory.check_open()
+
+    def close(self) -> None:
+        with self.lock:
+            self.is_closed = True
+        for events in tuple(self.running):
+            with suppress(torch.AcceleratorError):  # a lost device copies nothing any more
+                events.end.synchronize()
+        let_go(self)
+
+
+def _read_ids(name: str, ids: Ids, valid: range) -> Tensor:
+    """Copies ids to an int64 tensor, and refuses those that are not in the range."""
+    numbers = np.array(read_ids(name, ids))
+    for at in np.flatnonzero((numbers < valid.start) | (numbers >= valid.stop))[:1]:
+        raise IndexError(
+            f"{name}[{at}] is {numbers[at]}; it must be {valid.start} to {valid.stop - 1}"
+        )
+    return torch.from_numpy(numbers)
+
+
+def _addresses_of(slabs: Slabs, blocks: Tensor) -> Tensor:
+    """int64 [blocks * slabs], where each block begins in each slab."""
+    bases, strides = torch.from_numpy(slabs.bases), torch.from_numpy(slabs.strides)
+    return (bases + blocks[:, None] * strides).flatten()
+
+
+def _wait_until(is_over: Callable[[], bool], timeout: float | None) -> bool:
+    """Asks until is_over() says so. Returns False after the timeout, in seconds."""
+    seconds = read_timeout("timeout", timeout)
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while not is_over():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0)  # lets other threads have the GIL
+    return True

@@ -1,0 +1,161 @@
+"""The outcome of jobs, and the exceptions of those that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torch_kvswap._native.loader import native
+
+Direction = Literal["store", "load"]
+State = Literal["done", "failed", "cancelled"]
+
+
+class TransferError(RuntimeError):
+    """Jobs failed or were cancelled. Can be pickled.
+
+    Args:
+        message (str): the text of the error.
+        results (Sequence[Result]): the results of these jobs.
+
+    Attributes:
+        results (list[Result]): the results of these jobs. Empty in the error of a single Result.
+    """
+
+    def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.results), self.__dict__
+
+
+class DeviceLostError(TransferError):
+    """The GPU is lost to this process, and with it all jobs that had not ended.
+
+    Calls that need the GPU raise this error without results.
+    """
+
+
+class SourceFailedError(TransferError):
+    """The jobs' source was not written, because the job that writes it failed or was cancelled.
+
+    The message of a job names the first such page or GPU block, its place in page_ids or
+    gpu_block_ids, and the job that should have written it. A page must be stored again. A block
+    must be loaded again, or computed once poll() has reported the load.
+    """
+
+
+class BlocksRejectedError(TransferError):
+    """Blocks of a store do not fit into encoded slots, or slots of a load hold no valid block.
+
+    All other blocks of the job are valid.
+
+    Attributes:
+        rejected (tuple[int, ...]): Result.rejected, if the error is that of one job; empty for
+            several jobs, whose `results` have them.
+    """
+
+    def __init__(
+        self, message: str, results: Sequence[Result] = (), rejected: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, results)
+        self.rejected = tuple(rejected)
+
+
+# By number, as csrc/offload/reason.h has them.
+_ERRORS = (TransferError, DeviceLostError, SourceFailedError, BlocksRejectedError)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one job.
+
+    Attributes:
+        job_id (int): Job.id.
+        direction (str): "store" or "load".
+        state (str): "done", "failed" or "cancelled". If it is not "done", the contents of the
+            destination are undefined, unless `rejected` says which part of them.
+        nbytes (int): bytes of the blocks.
+        link_bytes (int): bytes that the blocks move over the link; fewer than nbytes if they are
+            encoded.
+        copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
+            one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
+            (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
+            kernel reads and writes host pages directly), "generic" (PyTorch's operations pack
+            blocks, and copy each run of adjacent pages) or "host" (memcpy).
+        submit_seconds (float): host time spent in the submitting call.
+        queue_seconds (float): time from submission until the driver got the copy.
+        copy_seconds (float): time on the device, without the waits before the copy. Jobs that were
+            merged into one copy all report the time of that copy. 0 if nothing was copied.
+        rejected (tuple[int, ...]): positions of blocks that were not copied, in the job's list of
+            blocks (the lists of all groups one after another), ascending. A store rejects blocks
+            that do not fit into encoded slots, and a load pages without a valid encoded block. The
+            job has failed with a BlocksRejectedError then, but all other blocks are valid.
+        error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError, a
+            BlocksRejectedError or a plain TransferError. Ignored in comparisons.
+        tag: the object passed to store() or load(). Ignored in comparisons; None after unpickling.
+    """
+
+    job_id: int
+    direction: Direction
+    state: State
+    nbytes: int
+    link_bytes: int
+    copy_method: str
+    submit_seconds: float
+    queue_seconds: float
+    copy_seconds: float
+    rejected: tuple[int, ...]
+    error: TransferError | None = field(compare=False)  # exceptions compare by identity
+    tag: Any = field(default=None, compare=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the job is done, that is, neither failed nor cancelled."""
+        return self.state == "done"
+
+    def __repr__(self) -> str:
+        left_out = {"tag"} if self.tag is None else set()
+        if not self.rejected:
+            left_out.add("rejected")
+        names = [one.name for one in fields(self) if one.name not in left_out]
+        return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tag may be any object, also one that cannot be pickled.
+        return {**self.__dict__, "tag": None}
+
+
+def error_of(results: Sequence[Result]) -> TransferError:
+    """One error for several jobs that failed or were cancelled.
+
+    Its type is the common type of the jobs' errors, or TransferError if they differ.
+    """
+    # A cancelled job has no error.
+    kinds = {type(result.error) if result.error else TransferError for result in results}
+    kind = kinds.pop() if len(kinds) == 1 else TransferError
+    error = kind("; ".join(map(_sentence, results)), results)
+    if isinstance(error, BlocksRejectedError) and len(results) == 1:
+        error.rejected = results[0].rejected
+    error.__cause__ = results[0].error
+    return error
+
+
+def _sentence(result: Result) -> str:
+    name = f"{result.direction} {result.job_id}"
+    if result.state == "cancelled":
+        return f"{name} was cancelled"
+    return f"{name} failed: {result.error}"
+
+
+def _make_error(kind: int, message: str, rejected: tuple[int, ...]) -> TransferError:
+    """The error of a job, for its Result, which native code makes."""
+    error = _ERRORS[kind](message)
+    if isinstance(error, BlocksRejectedError):
+        error.rejected = rejected
+    return error
+
+
+native.set_python(DeviceLostError=DeviceLostError, Result=Result, make_error=_make_error)
