@@ -23,17 +23,16 @@ from simulated_driver import (
     place,
     run,
     simulated,
-    simulated_on_both,
     without_cuda,
 )
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.ops import swap_blocks, swap_blocks_batch
 
 needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
@@ -53,7 +52,7 @@ def registered(driver: Driver) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("register ")]
 
 
-@simulated_on_both
+@simulated
 def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver) -> None:
     progress: list[tuple[int, int]] = []
     pool = HostPool(
@@ -108,7 +107,7 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: 
         assert all(map(torch.equal, layout.tensors, kept))
 
 
-@simulated_on_both
+@simulated
 def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
@@ -120,7 +119,7 @@ def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
         assert "batch of 2 on stream" in driver.log()
 
 
-@simulated_on_both
+@simulated
 def test_an_op_on_pages_keeps_to_the_chunks_too(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
@@ -195,13 +194,13 @@ def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None
         patch.setattr(native, "bind_host", bind)
         write(Path(root), "sys/devices/system/node/online", "0-1,3\n")
         HostPool(layout, 2, numa_node=3).close()
-        HostPool.create_shared(layout, 3, world=2, rank=1, numa_node=1).close()
+        HostPool.create_shared(layout, 2, numa_node=1).close()
         HostPool(layout, 2, numa_node=3, pinned=False).close()
         for attribute, value in ((50, 0), (33, 1), (34, 2)):  # PCI domain, bus and device
             driver.set_attribute(attribute, value)
         write(Path(root), "sys/bus/pci/devices/0000:01:02.0/numa_node", "0\n")
-        maker = HostPool.create_shared(layout, 2, world=2, replicated=True)
-        HostPool.attach(layout, maker.share(), rank=1).close()  # its pages are placed already
+        maker = HostPool.create_shared(layout, 2)
+        HostPool.attach(layout, maker.share()).close()  # its pages are placed already
         maker.close()
         refused = error_text(HostPool, layout, 2, numa_node=2)
         (Path(root) / "sys/devices/system/node/online").unlink()
@@ -242,18 +241,18 @@ RuntimeError: 32 of 64 host pages are pinned, and no more will be: there is no m
 
 
 @simulated
-def test_smaller_chunks_of_a_rank_end_where_copies_are_split(driver: Driver) -> None:
-    """Copies are split at multiples of the chunk, also if the pages of a rank begin elsewhere."""
+def test_smaller_chunks_end_where_copies_are_split(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(2, MIB, dtype=torch.uint8)]))
     driver.limit_registration(in_one=16 * MIB)
     options: dict[str, Any] = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
-    pool = HostPool.create_shared(layout, 100, world=3, rank=1, on_progress=steps, **options)
-    assert pool.local_pages == range(33, 66)
-    assert (pool.wait_ready(0, pages=15), pool.wait_ready(0, pages=32)) == (True, False)
+    pool = HostPool(layout, 33, on_progress=steps, **options)
+    assert steps.seen[0] == (16, 33)
+    assert pool.wait_ready(PATIENCE, pages=32)
+    assert not pool.wait_ready(0, pages=33)
     steps.pin_more(3)
     assert pool.wait_ready(PATIENCE)
-    assert registered(driver) == [15 * MIB, 16 * MIB, 2 * MIB]
+    assert registered(driver) == [16 * MIB, 16 * MIB, 1 * MIB]
     pool.close()
 
 
