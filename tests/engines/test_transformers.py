@@ -289,7 +289,7 @@ def test_after_the_end_transformers_has_its_own_manager_again():
         assert continuous_api.OffloadingManager is not theirs
     assert continuous_api.OffloadingManager is theirs
     enabled = integration.enable()
-    integration.disable()
+    enabled.disable()
     enabled.disable()
     assert continuous_api.OffloadingManager is theirs
     with (

@@ -22,7 +22,6 @@ def test_what_is_not_said_has_a_default():
         encoding="raw",
         bits_per_value=None,
         pin_in_background=False,
-        max_tracker_size=None,
     )
 
 
@@ -31,13 +30,11 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "cpu_bytes_to_use": 7.0,  # vLLM makes a float of it for --kv-offloading-size
         "eviction_policy": "arc",
         "store_threshold": 2,
-        "manager": "vllm",
         "copy_method": "strided",
         "staging_bytes": 0,
         "encoding": "lossless",
         "bits_per_value": 12.5,
         "pin_in_background": True,
-        "max_tracker_size": 9,
     }
     of_vllm = {
         "spec_name": "x",
@@ -55,7 +52,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "backpressure": {},
     }
     read = read_options(ours | of_vllm)
-    assert read == SpecOptions(7, "arc", 2, "vllm", "strided", 0, "lossless", 12.5, True, 9)
+    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", 12.5, True)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -82,7 +79,6 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
             {"cpu_bytes_to_use": 1, "eviction_policy": "mru"},
             "eviction_policy is 'mru'; it must be lru",
         ),
-        ({"cpu_bytes_to_use": 1, "manager": "ours"}, "must be torch_kvswap or vllm"),
         (
             {"cpu_bytes_to_use": 1, "copy_method": "stage"},
             "copy_method is 'stage'; it must be auto or copy_engines or batch or strided",
@@ -102,10 +98,6 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
             {"cpu_bytes_to_use": 1, "pin_in_background": 1},
             "pin_in_background is 1; it must be true",
         ),
-        (
-            {"cpu_bytes_to_use": 1, "manager": "vllm", "max_tracker_size": 0},
-            "max_tracker_size is 0; it must be a whole number from 1 on",
-        ),
     ],
 )
 def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
@@ -119,7 +111,7 @@ def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
         ("canonical_layout", True, "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU"),
         ("cache_policy_module_path", "a.b", "leave it out and set eviction_policy to lru or arc"),
         ("secondary_tiers", [{"type": "fs"}], "or use spec_name TieringOffloadingSpec"),
-        ("max_tracker_size", 64000, "leave it out: torch_kvswap's counts the offers of as many"),
+        ("max_tracker_size", 64000, "leave it out: KVSwapOffloadingSpec counts the offers"),
     ],
 )
 def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option, value, instead):

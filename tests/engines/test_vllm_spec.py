@@ -300,39 +300,18 @@ def test_every_metric_of_a_manager_is_defined(whose, threshold):
     assert not [name for name in said if not any(name.startswith(each) for each in defined)]
 
 
-def test_the_manager_of_vllm_can_be_chosen_and_has_as_many_pages():
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-    spec = KVSwapOffloadingSpec(config(cpu_bytes_to_use=3000, manager="vllm"))
-    manager = spec.get_manager()
-    assert isinstance(manager, CPUOffloadingManager)
-    context = base.ReqContext("r")
-    manager.on_new_request(context)
-    assert manager.prepare_store(keys(1, 2, 3, 4), context) is None
-    output = manager.prepare_store(keys(1, 2, 3), context)
-    assert isinstance(output.store_spec, CPULoadStoreSpec)
-    assert sorted(output.store_spec.block_ids.tolist()) == [0, 1, 2]
-
-
 @pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no such metric")
-@pytest.mark.parametrize("whose", ["torch_kvswap", "vllm"])
-def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm(whose):
+def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm():
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     # Chunks of whole pages of memory, which the spec of vLLM rounds up to.
-    settings = config(2, 2, 4096, windows=(None, None), manager=whose, cpu_bytes_to_use=99_999)
+    settings = config(2, 2, 4096, windows=(None, None), cpu_bytes_to_use=99_999)
     settings = replace(settings, model=replace(settings.model, max_model_len=320))
     ours, theirs = KVSwapOffloadingSpec(settings), CPUOffloadingSpec(settings)
     said = ours.get_manager().config_info()
     assert said == theirs.get_manager().config_info()
     assert said[0]["cpu_kv_cache_size_bytes"] == 6 * 2 * 2 * 4096
     assert ours.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
-
-
-def test_the_options_of_the_manager_of_vllm_reach_it():
-    options = {"manager": "vllm", "store_threshold": 2, "max_tracker_size": 1}
-    manager = KVSwapOffloadingSpec(config(cpu_bytes_to_use=3000, **options)).get_manager()
-    assert (manager.store_threshold, manager.max_tracker_size) == (2, 1)
 
 
 def test_what_is_sent_to_workers_is_small_and_survives_pickling():

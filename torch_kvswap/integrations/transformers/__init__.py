@@ -30,14 +30,13 @@ VIEWS: dict[tuple[int, int], type[Cache]] = {
     (5, 17): TensorCache,
     **{(5, minor): SectorCache for minor in range(18, 24)},
 }
-_enabled: list[Enabled] = []
 
 
 class Enabled:
     """What enable() returns: undoes it by disable(), or at the end of a `with` block."""
 
     def __init__(self, module: Any, replacement: Any) -> None:
-        self._module, self._theirs = module, module.OffloadingManager
+        self._module, self._theirs, self._ours = module, module.OffloadingManager, replacement
         module.OffloadingManager = replacement
 
     def disable(self) -> None:
@@ -45,8 +44,7 @@ class Enabled:
 
         Managers that were made meanwhile stay as they are.
         """
-        if self in _enabled:
-            _enabled.remove(self)
+        if self._module.OffloadingManager is self._ours:
             self._module.OffloadingManager = self._theirs
 
     def __enter__(self) -> Enabled:
@@ -98,24 +96,16 @@ def enable(
             f"copy_method={copy_method!r} is not possible with encoding={encoding!r}, because "
             "kernels encode and decode the blocks; leave one of them out"
         )
-    if _enabled:
-        raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
     found = view()
     # Imported here because they derive from classes of transformers.
     from transformers.generation.continuous_batching import continuous_api
 
     from torch_kvswap.integrations.transformers.swap_manager import SwapManager
 
+    if isinstance(continuous_api.OffloadingManager, functools.partial):
+        raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
     options = SwapOptions(copy_method, staging_bytes, encoding, bits_per_value)
-    made = functools.partial(SwapManager, view=found, options=options)
-    _enabled.append(Enabled(continuous_api, made))
-    return _enabled[0]
-
-
-def disable() -> None:
-    """Undoes enable(). Does nothing if it is not enabled."""
-    for enabled in list(_enabled):
-        enabled.disable()
+    return Enabled(continuous_api, functools.partial(SwapManager, view=found, options=options))
 
 
 def view() -> type[Cache]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from torch_kvswap.copy_method import CHOICES as COPY_METHODS
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
@@ -22,17 +22,18 @@ _ONLY_OF_VLLM = {
     "canonical_layout": "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU has them",
     "cache_policy_module_path": "leave it out and set eviction_policy to lru or arc, or use "
     "spec_name CPUOffloadingSpec",
+    "max_tracker_size": "leave it out: KVSwapOffloadingSpec counts the offers of as many chunks as "
+    "the host memory holds",
     "secondary_tiers": "leave it out: KVSwapOffloadingSpec keeps blocks in host memory only; or "
     "use spec_name TieringOffloadingSpec",
 }
 _OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
 _CHOICES = {
     "eviction_policy": POLICIES,
-    "manager": ("torch_kvswap", "vllm"),
     "copy_method": COPY_METHODS,
     "encoding": ENCODINGS,
 }
-_LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0, "max_tracker_size": 1}
+_LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -43,25 +44,21 @@ class SpecOptions:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes.
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): number of times that a chunk is offered before it is stored.
-        manager (str): the scheduler's bookkeeping: "torch_kvswap" or "vllm".
         copy_method (str | None): see OffloadHandler.
         staging_bytes (int): see OffloadHandler.
         encoding (str): see HostPool.
         bits_per_value (float | None): see HostPool.
         pin_in_background (bool): see HostPool.
-        max_tracker_size (int | None): chunks whose offers vLLM's manager counts.
     """
 
     cpu_bytes_to_use: int
     eviction_policy: str = "lru"
     store_threshold: int = 1
-    manager: Literal["torch_kvswap", "vllm"] = "torch_kvswap"
     copy_method: str | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
     bits_per_value: float | None = None
     pin_in_background: bool = False
-    max_tracker_size: int | None = None
 
 
 _OURS = tuple(field.name for field in fields(SpecOptions))
@@ -99,12 +96,6 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
             raise _wrong(name, given[name], " or ".join(choices))
     if not isinstance(given.get("pin_in_background", False), bool):
         raise _wrong("pin_in_background", given["pin_in_background"], "true or false")
-    if "max_tracker_size" in given and given.get("manager") != "vllm":
-        raise ValueError(
-            "kv_connector_extra_config: max_tracker_size is for vLLM's manager; leave it out: "
-            "torch_kvswap's counts the offers of as many chunks as the host memory holds; or set "
-            "manager to vllm"
-        )
     options = SpecOptions(**given)
     try:
         read_encoding(options.encoding, options.bits_per_value)

@@ -141,17 +141,6 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         if hasattr(common, "CPUOffloadingInfo"):  # since 0.33
             sizes = self.num_pages, self._chunk_bytes
             info = common.CPUOffloadingInfo.from_config(self.config, *sizes)
-        if options.manager == "vllm":
-            from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-            given = {"max_tracker_size": options.max_tracker_size, "info": info}
-            return CPUOffloadingManager(  # the first parameter's name differs between releases
-                self.num_pages,
-                cache_policy=options.eviction_policy,
-                enable_events=events,
-                store_threshold=options.store_threshold,
-                **{name: value for name, value in given.items() if value is not None},
-            )
         from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
 
         return KVSwapManager(
