@@ -16,7 +16,6 @@ def test_what_is_not_said_has_a_default():
         cpu_bytes_to_use=10,
         eviction_policy="lru",
         store_threshold=1,
-        manager="torch_kvswap",
         copy_method=None,
         staging_bytes=256 << 20,
         encoding="raw",

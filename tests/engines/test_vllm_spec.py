@@ -288,9 +288,8 @@ def test_a_policy_that_there_is_not_is_refused():
 
 
 @pytest.mark.parametrize("threshold", [0, 2])
-@pytest.mark.parametrize("whose", ["torch_kvswap", "vllm"])
-def test_every_metric_of_a_manager_is_defined(whose, threshold):
-    extra = {"manager": whose, "store_threshold": threshold, "cpu_bytes_to_use": 5000}
+def test_every_metric_of_the_manager_is_defined(threshold):
+    extra = {"store_threshold": threshold, "cpu_bytes_to_use": 5000}
     spec = KVSwapOffloadingSpec(config(**extra))
     output = spec.get_manager().prepare_store(keys(1, 2), base.ReqContext("r"))
     assert output is not None

@@ -15,7 +15,7 @@ if not os.environ.get("KVSWAP_TEST_VLLM"):
 
 with warnings.catch_warnings():  # vLLM's own are not ours to mend
     warnings.simplefilter("ignore")
-    import vllm.v1.kv_offload.cpu.manager  # noqa: F401  what manager=vllm imports
+    import vllm.v1.kv_offload.cpu.manager  # noqa: F401  tests compare with it
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload import config as offload_config
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
