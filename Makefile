@@ -7,10 +7,14 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: bench demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build stub clean
+.PHONY: bench demo docs test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build stub clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
+
+# The site in build/docs: guides and reference. Warnings are errors.
+docs:
+	@python=$$($(environment) docs) && "$$python" -m sphinx -W --keep-going -q -b html docs build/docs
 
 # About 7 minutes on one GPU; ARGS="--only bandwidth --json DIR --seconds 100"
 bench:

@@ -1,6 +1,6 @@
 """Gets ready what the Makefile's commands need, on a bare machine too.
 
-    python3 tools/environment.py build|coverage|demo|lint|test|test-transformers
+    python3 tools/environment.py build|coverage|demo|docs|lint|test|test-transformers
 
 Finds or makes a Python environment with torch, installs the command's tools into it, and builds the
 native library. Says so on stderr, a line each; the only line on stdout is the path of the Python to
@@ -38,6 +38,7 @@ EXTRAS: dict[str, list[str]] = {
     "build": [],
     "coverage": ["test", "coverage"],
     "demo": [],
+    "docs": ["docs"],
     "lint": ["lint"],
     "test": ["test"],
     "test-transformers": ["test", "transformers"],

@@ -46,8 +46,8 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     def finish(self: Any, job: Any) -> None:
         run_until(driver, job.query)
 
-    def placed(tensors: Any, **named: Any) -> Any:
-        return place(driver, layout(tensors, **named))
+    def placed(*tensors: Any, **named: Any) -> Any:
+        return place(driver, layout(*tensors, **named))
 
     def pinned(layout: Any, num_pages: int, *, encoding: str, bits_per_value: float | None) -> Any:
         assert (encoding, bits_per_value) == ("raw", None)

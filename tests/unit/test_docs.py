@@ -1,9 +1,11 @@
-"""Links of the docs, and the functions that they name, exist."""
+"""The Python blocks of the docs run. Links, and the functions that the docs name, exist."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -37,3 +39,30 @@ def test_every_source_file_that_is_named_by_its_path_exists(page):
         r"`((?:csrc|torch_kvswap|tests|tools|benchmarks)/[\w./]+\.\w+)`", page.read_text()
     )
     assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+BLOCK = re.compile(r"(<!-- not run: .+ -->\n)?```python\n(.*?)```", re.DOTALL)
+
+
+def blocks_of(page: Path) -> list[tuple[int, str]]:
+    """The line and the code of each Python block that is not marked `<!-- not run: why -->`."""
+    text = page.read_text()
+    found = [(text.count("\n", 0, at.start(2)), at) for at in BLOCK.finditer(text)]
+    return [(line, at[2].replace('"cuda"', '"cpu"')) for line, at in found if not at[1]]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name
+)
+def test_the_python_blocks_of_a_page_run_one_after_another_without_a_gpu(page):
+    # Blank lines make a traceback name the page and its line.
+    program = textwrap.dedent(
+        f"""
+        import sys
+        sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
+        names = {{"__name__": "__main__"}}
+        for line, code in {blocks_of(page)!r}:
+            exec(compile("\\n" * line + code, {str(page)!r}, "exec"), names)
+        """
+    )
+    run_script(program)

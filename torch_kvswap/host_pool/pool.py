@@ -213,8 +213,7 @@ class HostPool(NotCopyable):
         each makes its own.
 
         Args:
-            layout, num_pages, blocks_per_page, encoding, bits_per_value, pinned, pin_in_background,
-                on_progress, huge_pages, numa_node, chunk_bytes: see HostPool.
+            layout (PagedLayout): the cache. Every argument is that of HostPool.
 
         Raises:
             TypeError, ValueError, RuntimeError, OSError: see HostPool.
