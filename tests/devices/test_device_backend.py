@@ -282,9 +282,9 @@ def test_pages_that_are_not_pinned_are_copied_synchronously_and_without_the_back
 def test_doctor_says_what_the_device_has(accelerator: Accelerator) -> None:
     from torch_kvswap.cli.doctor import report
 
-    texts = [report()["device fakeaccel"]]
+    texts = [report()["device fakeaccel"].text]
     register_device_backend(DEVICE_TYPE, PinningBackend(accelerator))
-    texts.append(report()["device fakeaccel"])
+    texts.append(report()["device fakeaccel"].text)
     assert texts == [
         "lacks batched copies, strided copies, kernels, gates, host registration",
         "has batched copies, host registration; lacks strided copies, kernels, gates",

@@ -179,8 +179,8 @@ def test_nothing_is_said_of_cuda(accelerator: Accelerator) -> None:
         assert messages == []
     assert str(capabilities("cuda")).startswith("lacks ")
     report = doctor.report()
-    assert report["PyTorch"] == f"{torch.__version__} (HIP 7.2.0)"
-    assert report["device cuda"] == str(capabilities("cuda"))
+    assert report["PyTorch"].text == f"{torch.__version__} (HIP 7.2.0)"
+    assert report["device cuda"].text == str(capabilities("cuda"))
 
 
 def test_without_rocm_the_ops_for_cuda_are_native() -> None:

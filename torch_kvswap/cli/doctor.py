@@ -6,7 +6,11 @@ Does not initialise CUDA, so it does not disturb other processes.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +20,22 @@ from torch_kvswap.devices.backend import is_native
 from torch_kvswap.devices.capabilities import capabilities
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
+from torch_kvswap.integrations import transformers
+from torch_kvswap.integrations.vllm import options as vllm
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
+
+
+class Finding(NamedTuple):
+    """What was found about a topic.
+
+    Attributes:
+        text (str): what there is; of a fault, with the remedy.
+        is_fault (bool): something is there and does not work as it could.
+    """
+
+    text: str
+    is_fault: bool = False
 
 
 def _release(version: int) -> str:
@@ -25,49 +43,77 @@ def _release(version: int) -> str:
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
-def _driver() -> str:
-    version = native.driver_version()
-    if not version:
-        return f"none: {native.driver_error()}"
-    return _release(version)
+def _driver() -> Finding:
+    if version := native.driver_version():
+        return Finding(_release(version))
+    why = native.driver_error()
+    return Finding(f"none: {why}", is_fault="cannot be loaded" not in why)
 
 
-def _kernels() -> str:
+def _kernels() -> Finding:
     runtime, driver = native.kernel_version(), native.driver_version()
     if not runtime:
-        return f"none: built without nvcc, {_MISSING}"
+        return Finding(f"none: built without nvcc, {_MISSING}", is_fault=driver > 0)
     if driver and driver // 1000 < runtime // 1000:
-        return (
+        return Finding(
             f"built with {_release(runtime)}, too new for the driver, {_MISSING}; update the "
-            "driver or build with an older nvcc"
+            "driver or build with an older nvcc",
+            is_fault=True,
         )
-    return f"built with {_release(runtime)}"
+    return Finding(f"built with {_release(runtime)}")
 
 
-def _scattered_copies() -> str:
+def _scattered_copies() -> Finding:
     if not native.driver_version():
-        return "no driver: host memory only"
+        return Finding("no driver: host memory only")
     if not native.driver_has_batch():
-        return "one call per fragment: the driver is older than CUDA 12.8"
+        return Finding("one call per fragment: the driver is older than CUDA 12.8")
     try:
         limit = native.batch_limit()
     except (RuntimeError, ValueError) as error:
-        return f"none: {error}"
+        return Finding(f"none: {error}", is_fault=True)
     if limit == 0:
-        return "one call per fragment: KVSWAP_BATCH=0"
-    return f"cuMemcpyBatchAsync, {limit} fragments a call"
+        return Finding("one call per fragment: KVSWAP_BATCH=0")
+    return Finding(f"cuMemcpyBatchAsync, {limit} fragments a call")
 
 
-def _copy_method_costs() -> str:
-    """The source of the copy-method costs for each GPU model in the system."""
+def _gpus() -> dict[str, str]:
+    """The models of the GPUs that the NVIDIA driver names, by PCI address."""
     files = sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
-    found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
-    models = sorted({model[1] for model in found if model})
+    found = {f: re.search(r"^Model:\s*(.+?)\s*$", f.read_text(), re.M) for f in files}
+    return {file.parent.name: model[1] for file, model in found.items() if model}
+
+
+def _gpu(address: str, model: str) -> Finding:
+    """Where a GPU is. An idle link is slower than it can be, but never narrower."""
+    node, width, most = system.numa_node_of(address), *system.link_widths_of(address)
+    text = model + ("" if node is None else f", NUMA node {node}")
+    if not width:
+        return Finding(text)
+    if width < most:
+        text = f"{text}, {width} of {most} PCIe lanes: reseat the card, or use another slot"
+        return Finding(text, is_fault=True)
+    return Finding(f"{text}, {width} PCIe lanes")
+
+
+def _copy_method_costs() -> Finding:
+    """The source of the copy-method costs for each GPU model in the system."""
+    models = sorted(set(_gpus().values()))
     try:
         sources = [f"{read_costs(model).source} ({model})" for model in models]
     except ValueError as error:
-        return f"none: {error}"
-    return ", ".join(sources) or "unknown: the system names no GPU"
+        return Finding(f"none: {error}", is_fault=True)
+    return Finding(", ".join(sources) or "unknown: the system names no GPU")
+
+
+def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -> Finding:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("not installed")
+    if is_supported(version):
+        return Finding(version)
+    return Finding(f"{version}, which was not tested; install {supported}", is_fault=True)
 
 
 def _host_memory() -> str:
@@ -93,38 +139,49 @@ def _encodings() -> str:
     return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
 
 
-def _devices() -> dict[str, str]:
+def _devices() -> dict[str, Finding]:
     """What each type of device has that this process may use."""
     types = {"cuda"} if is_native("cuda") and native.driver_version() else set()
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
         types.add(accelerator.type)
-    return {f"device {kind}": str(capabilities(kind)) for kind in sorted(types)}
+    return {f"device {kind}": Finding(str(capabilities(kind))) for kind in sorted(types)}
 
 
-def report() -> dict[str, str]:
+def report() -> dict[str, Finding]:
     """What the installation has, by topic."""
     cuda, hip = torch.version.cuda, torch.version.hip
     platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
     return {
-        "library": str(native.__file__),
-        "PyTorch": f"{torch.__version__} ({platform})",
+        "library": Finding(str(native.__file__)),
+        "PyTorch": Finding(f"{torch.__version__} ({platform})"),
         "CUDA driver": _driver(),
-        "GPUs": str(torch.cuda.device_count()),
+        "GPUs": Finding(str(torch.cuda.device_count())),
+        **{f"GPU {address}": _gpu(address, model) for address, model in _gpus().items()},
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
         **_devices(),
-        "encodings": _encodings(),
+        "encodings": Finding(_encodings()),
         "copy costs": _copy_method_costs(),
-        "host memory": _host_memory(),
+        "host memory": Finding(_host_memory()),
+        "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
+        "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
     }
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
-    argparse.ArgumentParser("python -m torch_kvswap doctor", description=__doc__).parse_args(
-        arguments
-    )
-    for topic, text in report().items():
-        print(f"{topic + ':':18}{text}")
-    return 0
+    """Runs the command.
+
+    Returns:
+        int: the exit code; 1 if something is at fault.
+    """
+    parser = argparse.ArgumentParser("python -m torch_kvswap doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="for programs and bug reports")
+    as_json = parser.parse_args(arguments).json
+    found = report()
+    if as_json:
+        print(json.dumps({topic: finding._asdict() for topic, finding in found.items()}, indent=1))
+    else:
+        for topic, finding in found.items():
+            print(f"{topic + ':':18}{'FAULT: ' if finding.is_fault else ''}{finding.text}")
+    return int(any(finding.is_fault for finding in found.values()))

@@ -91,6 +91,14 @@ def numa_node_of(pci_address: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def link_widths_of(pci_address: str) -> tuple[int, int]:
+    """The PCIe lanes that a device uses, and those that it has; 0 if the kernel does not know."""
+    folder = f"sys/bus/pci/devices/{pci_address}"
+    texts = (_read(f"{folder}/{name}_link_width").strip() for name in ("current", "max"))
+    width, most = (int(text) if text.isdecimal() else 0 for text in texts)
+    return width, most
+
+
 def numa_nodes() -> list[int]:
     """The numbers of the NUMA nodes; empty if the kernel does not report them."""
     return _numbers("sys/devices/system/node/online")

@@ -1,1 +1,1 @@
-"""Integrations with serving engines, one subpackage each; the package imports none of them."""
+"""Integrations with serving engines, one subpackage each; only `doctor` imports them."""

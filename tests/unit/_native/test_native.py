@@ -80,8 +80,8 @@ def test_a_driver_that_lacks_a_function_is_refused_by_name():
         from torch_kvswap.cli import doctor
 
         report = doctor.report()
-        print(report["CUDA driver"])
-        print(report["scattered copies"])
+        print(report["CUDA driver"].text)
+        print(report["scattered copies"].text)
         print(driver.log(), end="")
 
     assert_expected_inline(
@@ -124,7 +124,7 @@ def test_doctor_says_how_scattered_copies_run(environment, expected):
     def body(driver):
         from torch_kvswap.cli import doctor
 
-        print(doctor.report()["scattered copies"])
+        print(doctor.report()["scattered copies"].text)
 
     assert simulated_driver.run(body, **environment) == f"{expected}\n"
 
@@ -135,7 +135,7 @@ def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
         from torch_kvswap._native.loader import native
         from torch_kvswap.cli import doctor
 
-        print(native.kernel_version(), doctor.report()["CUDA kernels"])
+        print(native.kernel_version(), doctor.report()["CUDA kernels"].text)
 
     version, _, text = simulated_driver.run(body).partition(
         " "

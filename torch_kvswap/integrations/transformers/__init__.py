@@ -31,6 +31,13 @@ VIEWS: dict[tuple[int, int], type[Cache]] = {
     **{(5, minor): SectorCache for minor in range(18, 24)},
 }
 
+KNOWN = "transformers {}.{} to {}.{}".format(*min(VIEWS), *max(VIEWS))
+
+
+def is_known(version: str) -> bool:
+    """Whether enable() accepts this version of transformers."""
+    return _view_of(version) is not None
+
 
 class Enabled:
     """What enable() returns: undoes it by disable(), or at the end of a `with` block."""
@@ -114,16 +121,19 @@ def view() -> type[Cache]:
     Raises:
         ImportError: see enable().
     """
-    known = " to ".join(f"{major}.{minor}" for major, minor in (min(VIEWS), max(VIEWS)))
-    advice = f"install transformers {known}"
+    advice = f"install {KNOWN}"
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"transformers is not installed; {advice}")
     version = importlib.import_module("transformers").__version__
-    found = re.match(r"(\d+)\.(\d+)\.", version)
-    known_view = VIEWS.get((int(found[1]), int(found[2]))) if found else None
+    known_view = _view_of(version)
     if known_view is None:
         raise ImportError(
             f"transformers {version} may keep its caches and requests in a way that torch_kvswap "
             f"does not know; {advice}"
         )
     return known_view
+
+
+def _view_of(version: str) -> type[Cache] | None:
+    found = re.match(r"(\d+)\.(\d+)\.", version)
+    return VIEWS.get((int(found[1]), int(found[2]))) if found else None

@@ -12,6 +12,8 @@ from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import ENCODINGS, EncodingName, read_encoding
 from torch_kvswap.prefix.manager import POLICIES
 
+TESTED_VERSIONS = ("0.26.0", "0.33.0")
+
 # Options that vLLM reads itself.
 _OF_VLLM = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
@@ -62,6 +64,11 @@ class SpecOptions:
 
 
 _OURS = tuple(field.name for field in fields(SpecOptions))
+
+
+def is_tested(version: str) -> bool:
+    """Whether KVSwapOffloadingSpec was tested with this version of vLLM."""
+    return version.partition("+")[0] in TESTED_VERSIONS
 
 
 def read_options(config: Mapping[str, Any]) -> SpecOptions:

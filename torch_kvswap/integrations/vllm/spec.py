@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from torch_kvswap.encoding.slot import read_encoding
-from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
+from torch_kvswap.integrations.vllm.options import (
+    TESTED_VERSIONS,
+    SpecOptions,
+    is_tested,
+    read_options,
+)
 from torch_kvswap.integrations.vllm.pool import Host, Replicas, check_one_host, this_host
 
 try:
@@ -25,7 +30,6 @@ except ImportError as error:
         "torch_kvswap.integrations.vllm needs vLLM 0.26 or later: pip install vllm"
     ) from error
 
-TESTED_VERSIONS = ("0.26.0", "0.33.0")
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +66,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         version = importlib.metadata.version("vllm")
-        if version.partition("+")[0] not in TESTED_VERSIONS:
+        if not is_tested(version):
             _log.warning(
                 "KVSwapOffloadingSpec was tested with vLLM %s, this is %s",
                 " and ".join(TESTED_VERSIONS),
