@@ -58,7 +58,9 @@ lint:
 	"$$python" -m ruff check . && \
 	"$$python" -m ruff format --check . && \
 	"$$python" -m mypy && \
-	"$$python" -c "import clang_format; clang_format.clang_format()" --dry-run -Werror $(native)
+	"$$python" -c "import clang_format; clang_format.clang_format()" --dry-run -Werror $(native) && \
+	"$$python" -m check_jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml && \
+	"$$(dirname "$$python")/zizmor" --offline -q .github/workflows
 
 build:
 	@$(environment) build
