@@ -1,15 +1,17 @@
 """Serve prompts with a cache that is too small for them, and check every token.
 
 Each request is first computed alone, in a cache that holds all of it. Then all are served together
-in a small cache: blocks are offloaded to the host and come back. The tokens must be the same.
+in a small cache, without and with a host cache. With it, blocks are offloaded to the host and come
+back. The tokens must be the same.
 """
 
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -54,20 +56,65 @@ def make_prompts(count: int, seed: int) -> list[bytes]:
     return [beginnings[i % 2] + cut(random.randint(1, half)) for i in range(count)]
 
 
+class Run(NamedTuple):
+    """How requests were served.
+
+    Attributes:
+        server (Server): what it counted.
+        requests (list[Request]): with their tokens.
+        waits (list[float]): seconds until the first token of each request, ascending.
+        seconds (float): until all were done.
+    """
+
+    server: Server
+    requests: list[Request]
+    waits: list[float]
+    seconds: float
+
+
 def serve(
-    model: Model, requests: list[Request], blocks: int, encoding: Encoding, control: bool
-) -> Server:
-    """Serves the requests in a cache of this many blocks, with offloading."""
+    model: Model, requests: list[Request], blocks: int, encoding: Encoding | None, control: bool
+) -> Run:
+    """Serves the requests in a cache of this many blocks.
+
+    Args:
+        encoding (Encoding | None): of the host pages; None serves without a host cache.
+    """
     cache = model.new_cache(blocks)
-    gpu = kvs.PagedLayout(cache, block_dim=1)
-    pages = 2 * len(requests) * model.max_blocks  # room for every request, and for partial blocks
-    with (
-        kvs.HostPool(gpu, pages, encoding=encoding) as host,
-        kvs.PrefixCache(gpu, host) as prefixes,
-    ):
+    with ExitStack() as stack:
+        prefixes = None
+        if encoding is not None:
+            gpu = kvs.PagedLayout(cache, block_dim=1)
+            pages = 2 * len(requests) * model.max_blocks  # for every request, and partial blocks
+            host = stack.enter_context(kvs.HostPool(gpu, pages, encoding=encoding))
+            prefixes = stack.enter_context(kvs.PrefixCache(gpu, host))
         server = Server(model, cache, prefixes, requests, control)
+        start = perf_counter()
         server.run()
-    return server
+        seconds = perf_counter() - start
+    return Run(server, requests, sorted(each.first_token - start for each in requests), seconds)
+
+
+def table(without: Run, using: Run) -> str:
+    """What an operator asks, without and with the host cache."""
+    runs = (without, using)
+    prompt = sum(len(request.prompt) for request in using.requests)
+    rows = [
+        ("", ["without host cache", "with"]),
+        (
+            "time to first token, median",
+            [f"{1e3 * run.waits[len(run.waits) // 2]:.0f} ms" for run in runs],
+        ),
+        (
+            "time to first token, p99",
+            [f"{1e3 * run.waits[-1 - len(run.waits) // 100]:.0f} ms" for run in runs],
+        ),
+        ("all requests done", [f"{1e3 * run.seconds:.0f} ms" for run in runs]),
+        (f"of {prompt} prompt tokens, not computed", [f"{run.server.reused}" for run in runs]),
+        ("preempted requests", [f"{run.server.preemptions}" for run in runs]),
+        ("tokens computed again after that", [f"{run.server.computed_again}" for run in runs]),
+    ]
+    return "\n".join(f"{name:38}{first:>20}{second:>12}" for name, (first, second) in rows)
 
 
 def run(options: Namespace) -> int:
@@ -78,32 +125,34 @@ def run(options: Namespace) -> int:
             wrong; otherwise 1.
     """
     prompts = make_prompts(options.requests, options.seed)
-    requests = [Request(prompt, options.new_tokens) for prompt in prompts]
     max_blocks = -(-(LONGEST_PROMPT + options.new_tokens) // BLOCK_SIZE)
     if options.gpu_blocks <= max_blocks:
         sys.exit(f"--gpu-blocks must be more than {max_blocks}, the blocks of the longest request")
     dtype = torch.float32 if options.encoding == "raw" else torch.bfloat16
     model = Model(BLOCK_SIZE, max_blocks, options.seed, torch.device(options.device), dtype)
     expected = [model.generate(prompt, options.new_tokens) for prompt in prompts]
-    start = perf_counter()
-    server = serve(model, requests, options.gpu_blocks, options.encoding, options.control)
-    seconds = perf_counter() - start
+    without, using = (
+        serve(
+            model,
+            [Request(prompt, options.new_tokens) for prompt in prompts],
+            *(options.gpu_blocks, encoding, options.control),
+        )
+        for encoding in (None, options.encoding)
+    )
     needed = sum(model.blocks_for(len(prompt) + options.new_tokens) for prompt in prompts)
-    stored, loaded = (server.bytes_moved[way] / 1e6 for way in ("store", "load"))
+    stored, loaded = (using.server.bytes_moved[way] / 1e6 for way in ("store", "load"))
     print(
-        f"{len(requests)} requests served on {options.device} in {seconds:.1f} s, in "
-        f"{options.gpu_blocks} blocks instead of {needed}\n"
-        f"{server.preemptions} preemptions, {stored:.1f} MB stored, {loaded:.1f} MB loaded; "
-        f"{server.reused} of {sum(map(len, prompts))} prompt tokens came from the host"
+        f"{len(prompts)} requests on {options.device}, in {options.gpu_blocks} blocks instead of "
+        f"{needed}; {stored:.1f} MB stored, {loaded:.1f} MB loaded\n{table(without, using)}"
     )
     wrong = [
         request
-        for request, tokens in zip(requests, expected, strict=True)
+        for request, tokens in zip(using.requests, expected, strict=True)
         if request.tokens != tokens
     ]
     print(f"{sum(map(len, expected))} tokens compared, {len(wrong)} requests differ")
     if options.control:
-        detected = wrong == [server.corrupted]
+        detected = wrong == [using.server.corrupted]
         print("control: " + ("detected" if detected else "the request should differ alone"))
         return 0 if detected else 1
     return 1 if wrong else 0

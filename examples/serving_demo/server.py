@@ -2,6 +2,7 @@
 
 - A new prompt: `lookup`, `load` what the host has, compute the rest.
 - No free block: `preempt` a request. Its blocks are stored, and free when the store has ended.
+  Without a host cache its blocks are lost, and computed again when there is room.
 - Room again: `resume` the request in other blocks.
 - A request is done: `store` its prompt, which others may begin with.
 - Each step: `poll`.
@@ -10,6 +11,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ class Request:
         blocks (list[int]): its GPU blocks; none while it waits or is preempted.
         preempted (Preempted | None): what keeps its blocks on the host.
         load (Job | None): its kernels must wait for this load.
+        first_token (float): when its first token was there, as of time.perf_counter().
     """
 
     prompt: bytes
@@ -40,6 +43,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     preempted: Preempted | None = None
     load: kvs.Job | None = None
+    first_token: float = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -49,6 +53,11 @@ class Request:
     def cached_tokens(self) -> list[int]:
         return [*self.prompt, *self.tokens][: self.cached]
 
+    @property
+    def computed_tokens(self) -> bytes:
+        """What must be in the cache before the next token: all but the newest one."""
+        return self.prompt + bytes(self.tokens[:-1])
+
 
 class Server:
     """Serves requests on the calling thread's current stream.
@@ -56,13 +65,15 @@ class Server:
     Args:
         model (Model): the model.
         cache (list[Tensor]): `model.new_cache(num_blocks)`; each request must fit into it.
-        prefixes (PrefixCache): for this cache, with one block per page. Nobody else may use it.
+        prefixes (PrefixCache | None): for this cache, with one block per page. Nobody else may use
+            it. None serves without a host cache.
         requests (Iterable[Request]): the requests to serve.
         corrupts (bool): zero a block of the first preempted request whenever it comes back.
 
     Attributes:
         preemptions (int): how often a request was preempted.
         reused (int): prompt tokens that were loaded instead of computed.
+        computed_again (int): tokens of preempted requests whose blocks were lost.
         bytes_moved (dict[str, int]): by direction.
         corrupted (Request | None): the request that lost a block.
     """
@@ -71,11 +82,11 @@ class Server:
         self,
         model: Model,
         cache: list[Tensor],
-        prefixes: kvs.PrefixCache,
+        prefixes: kvs.PrefixCache | None,
         requests: Iterable[Request],
         corrupts: bool = False,
     ) -> None:
-        self.preemptions = self.reused = 0
+        self.preemptions = self.reused = self.computed_again = 0
         self.bytes_moved = {"store": 0, "load": 0}
         self.corrupted: Request | None = None
         self._model, self._cache, self._prefixes = model, cache, prefixes
@@ -99,11 +110,13 @@ class Server:
             generated = self._decode()
             resumed = self._resume()
             admitted = self._admit()
-            if not (generated or resumed or admitted):
+            if self._prefixes is not None and not (generated or resumed or admitted):
                 self._report(self._prefixes.poll(timeout=None))  # until a store ends
 
     def _collect(self) -> None:
         """Frees the blocks of ended stores."""
+        if self._prefixes is None:
+            return
         self._report(self._prefixes.poll())
         leaving, self._leaving = self._leaving, []
         for jobs, blocks in leaving:
@@ -150,6 +163,13 @@ class Server:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
+        self.preemptions += 1
+        if self._prefixes is None:
+            self.computed_again += request.cached
+            self._free += request.blocks
+            request.blocks = []
+            self._waiting.appendleft(request)
+            return
         used = request.blocks[: self._model.blocks_for(request.cached)]
         keys = self._hasher.request_keys(request.cached_tokens)
         request.preempted = self._prefixes.preempt(keys, used)
@@ -158,12 +178,12 @@ class Server:
         self._leaving.append((request.preempted.jobs, request.blocks))
         request.blocks, request.load = [], None
         self._preempted.append(request)
-        self.preemptions += 1
 
     def _resume(self) -> int:
         """Loads preempted requests for which there is room, and returns how many."""
         resumed = 0
         for request in tuple(self._preempted):
+            assert self._prefixes is not None
             assert request.preempted is not None
             used = self._model.blocks_for(request.cached)
             if used + 1 > len(self._free):
@@ -190,7 +210,8 @@ class Server:
         admitted = 0
         while self._waiting:
             request = self._waiting[0]
-            count = self._model.blocks_for(len(request.prompt))
+            context = request.computed_tokens
+            count = self._model.blocks_for(len(context))
             if count > len(self._free):
                 break
             self._running.append(self._waiting.popleft())
@@ -198,9 +219,11 @@ class Server:
             cached = self._load_prefix(request)
             self.reused += cached
             table = self._model.table(request.blocks)
-            token = self._model.prefill(request.prompt, self._cache, table, cached)
-            request.tokens.append(int(token))
-            request.cached = len(request.prompt)
+            token = int(self._model.prefill(context, self._cache, table, cached))
+            if not request.tokens:
+                request.tokens.append(token)
+                request.first_token = perf_counter()
+            request.cached = len(context)
             if request.is_done:
                 self._finish(request)
             admitted += 1
@@ -208,6 +231,8 @@ class Server:
 
     def _load_prefix(self, request: Request) -> int:
         """Loads the blocks at the front that the host has, and returns their number of tokens."""
+        if self._prefixes is None:
+            return 0
         keys = self._hasher.lookup_keys(list(request.prompt))
         ready = self._prefixes.lookup(keys).ready
         if ready:
@@ -220,6 +245,10 @@ class Server:
 
     def _finish(self, request: Request) -> None:
         self._running.remove(request)
+        if self._prefixes is None:
+            self._free += request.blocks
+            request.blocks = []
+            return
         keys = self._hasher.keys(list(request.prompt))
         self._prefixes.store(keys, request.blocks[: len(keys) // DIGEST_BYTES])
         # The store just made, and earlier ones that still read these blocks.
