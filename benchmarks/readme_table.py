@@ -1,4 +1,4 @@
-"""Prints the large table of the README from the results of bandwidth.py, or writes it there."""
+"""Prints the table of the README from the results of bandwidth.py, or writes it there."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from transfers import DIRECTIONS
 RESULTS = Path(__file__).with_name("results")
 README = Path(__file__).parents[1] / "README.md"
 TABLE = re.compile(r"^\| [^|\n]+: fragments per block \|.*(\n\|.*)*", re.MULTILINE)
+
+# Of four shapes that are measured: the fragments of large models, and the hardest ones.
+SHAPES = ("160 x 8 KiB", "160 x 2 KiB")
 
 Row = tuple[str, int]  # shape and number of blocks
 
@@ -44,7 +47,7 @@ def readme_table() -> str:
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
-    """Total time of a store / a load over that of one big copy, cold: the medians. Of the
+    """Total time of a store / a load over that of one big copy, cold: the medians. Of SHAPES in the
     arrangement that was measured first."""
     arrangement = figures["settings"]["arrangements"][0]
 
@@ -69,6 +72,8 @@ def _medians(figures: Mapping[str, Any], arrangement: str, way: str) -> dict[Row
         quartiles = cell["states"][COLD]["total_us"]["over big copy"]
         if cell["arrangement"] == arrangement and way in quartiles:
             shape = f"{cell['shape']['layers']} x {cell['shape']['fragment_kib']} KiB"
+            if shape not in SHAPES:
+                continue
             both = found.setdefault((shape, cell["blocks"]), {})
             both[cell["direction"]] = f"{quartiles[way][1]:.2f}"
     return found
