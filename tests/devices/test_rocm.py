@@ -19,7 +19,6 @@ from logged import logged
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, ops
 from torch_kvswap.cli import doctor
 from torch_kvswap.devices import backend as backends
-from torch_kvswap.devices.capabilities import capabilities
 
 GPU = "cuda:0"
 
@@ -177,10 +176,9 @@ def test_nothing_is_said_of_cuda(accelerator: Accelerator) -> None:
     _, layout = cache()
     with logged() as messages, HostPool(layout, 4) as pool, OffloadHandler(layout, pool):
         assert messages == []
-    assert str(capabilities("cuda")).startswith("lacks ")
     report = doctor.report()
     assert report["PyTorch"] == f"{torch.__version__} (HIP 7.2.0)"
-    assert report["device cuda"] == str(capabilities("cuda"))
+    assert report["device cuda"] == "driven by PyTorch, with no backend of its vendor"
 
 
 def test_without_rocm_the_ops_for_cuda_are_native() -> None:

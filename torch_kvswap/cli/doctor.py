@@ -12,8 +12,7 @@ import torch
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import read_costs
-from torch_kvswap.devices.backend import is_native
-from torch_kvswap.devices.capabilities import capabilities
+from torch_kvswap.devices.backend import find_device_backend, is_native
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
 
@@ -50,12 +49,10 @@ def _scattered_copies() -> str:
     if not native.driver_has_batch():
         return "one call per fragment: the driver is older than CUDA 12.8"
     try:
-        limit = native.batch_limit()
-    except (RuntimeError, ValueError) as error:
+        is_on = native.batch_is_on()
+    except ValueError as error:
         return f"none: {error}"
-    if limit == 0:
-        return "one call per fragment: KVSWAP_BATCH=0"
-    return f"cuMemcpyBatchAsync, {limit} fragments a call"
+    return "cuMemcpyBatchAsync" if is_on else "one call per fragment: KVSWAP_BATCH=0"
 
 
 def _copy_method_costs() -> str:
@@ -84,7 +81,7 @@ def _host_memory() -> str:
 def _encodings() -> str:
     """How host pages can be encoded, and what that gains."""
     gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
-    if capabilities("cuda").kernels:
+    if 0 < native.kernel_version() // 1000 <= native.driver_version() // 1000:
         where = "the CPU and CUDA"
     elif not native.driver_version():
         where = "the CPU only: there is no CUDA driver"
@@ -93,13 +90,13 @@ def _encodings() -> str:
     return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
 
 
-def _devices() -> dict[str, str]:
-    """What each type of device has that this process may use."""
-    types = {"cuda"} if is_native("cuda") and native.driver_version() else set()
+def _accelerator() -> dict[str, str]:
+    """An accelerator that PyTorch drives, if this process has one."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        types.add(accelerator.type)
-    return {f"device {kind}": str(capabilities(kind)) for kind in sorted(types)}
+    if accelerator is None or is_native(accelerator.type):
+        return {}
+    has = "no" if find_device_backend(accelerator.type) is None else "a"
+    return {f"device {accelerator.type}": f"driven by PyTorch, with {has} backend of its vendor"}
 
 
 def report() -> dict[str, str]:
@@ -113,7 +110,7 @@ def report() -> dict[str, str]:
         "GPUs": str(torch.cuda.device_count()),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
-        **_devices(),
+        **_accelerator(),
         "encodings": _encodings(),
         "copy costs": _copy_method_costs(),
         "host memory": _host_memory(),
