@@ -329,9 +329,9 @@ def swap_blocks_batch(
     addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
     does not check this.
 
-    Environment: ``KVSWAP_BATCH_LIMIT`` is the number of fragments per driver call (32).
-    ``KVSWAP_BATCH=0`` copies with one driver call per fragment. ``KVSWAP_CHECK_ADDRESSES=1`` checks
-    every range against the allocations, and for overlaps, before anything is copied.
+    Environment: ``KVSWAP_BATCH=0`` copies with one driver call per fragment.
+    ``KVSWAP_CHECK_ADDRESSES=1`` checks every range against the allocations, and for overlaps,
+    before anything is copied.
 
     Args:
         src_ptrs (Tensor): contiguous int64 ``[n]`` on the CPU; may be changed or freed after the

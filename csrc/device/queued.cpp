@@ -296,12 +296,8 @@ bool QueuedDevice::wait_until_happened(const QueuedEvent& event) {
   return !lost_;
 }
 
-std::unique_ptr<Copier> QueuedDevice::make_copier(Stream copies, bool to_host, const Environment&) {
+std::unique_ptr<Copier> QueuedDevice::make_copier(Stream copies, bool to_host) {
   return std::make_unique<QueuedCopier>(*this, copies, to_host);
-}
-
-void QueuedDevice::refuse_registration() const {
-  fail("the native library cannot pin host memory for ", name_, "; torch does it");
 }
 
 }  // namespace kvswap

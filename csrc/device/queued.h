@@ -83,8 +83,6 @@ class QueuedDevice final : public Device {
 
   std::string name() const override { return name_; }
   bool is_synchronous() const override { return false; }
-  void enter(ContextState&) override {}
-  void leave(ContextState&) noexcept override {}
 
   Stream create_stream() override;
   void destroy_stream(Stream stream) noexcept override;
@@ -95,7 +93,6 @@ class QueuedDevice final : public Device {
   // Streams of the caller: the handle is a number that Python knows. Python passes events in place
   // of streams that a job starts after, so the current stream is never asked for.
   StreamRef current_stream() const override { return {index(), nullptr}; }
-  bool is_capturing(const StreamRef&) override { return false; }
   void wait_event(const StreamRef& stream, Event event) override;
 
   Event create_event(bool timed) override;
@@ -105,20 +102,8 @@ class QueuedDevice final : public Device {
   bool has_happened(Event event) override;
   double seconds_between(Event start, Event end) override;
 
-  // Slabs of one storage count as one allocation. Python knows which memory is pinned.
-  Allocations find_allocations(const std::vector<uint64_t>& cache,
-                               const std::vector<uint64_t>& host) override {
-    return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
-  }
-  // Only a driver knows the memory of a device, and torch does not ask it.
-  void check_addresses(const FragmentList&) override {}
-  void register_host(void*, uint64_t) override { refuse_registration(); }
-  void unregister_host(void*) override { refuse_registration(); }
-  bool is_pinned(const void*) override { refuse_registration(); }
-
   const std::vector<CopyMethod>& copy_methods() const override { return methods_; }
-  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
-                                      const Environment& environment) override;
+  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host) override;
 
  private:
   friend class QueuedCopier;
@@ -133,7 +118,6 @@ class QueuedDevice final : public Device {
   void append(Commands command, const std::unique_lock<std::mutex>&) noexcept;
   // Waits until this record of the event has happened. False when the device is lost.
   bool wait_until_happened(const QueuedEvent& event);
-  [[noreturn]] void refuse_registration() const;
 
   const std::string name_;
   const std::vector<CopyMethod> methods_;

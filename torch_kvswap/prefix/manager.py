@@ -112,7 +112,8 @@ class BlockStats:
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
-        filling_pages (int): pages being stored. The remaining pages are held by loads and preempted requests.
+        filling_pages (int): pages being stored. The remaining pages are held by loads and by
+            preempted requests.
     """
 
     asked: int
