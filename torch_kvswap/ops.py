@@ -34,7 +34,6 @@ from torch_kvswap.devices.backend import (
     DeviceBackend,
     find_device_backend,
     is_native,
-    most_copies,
 )
 
 _torch: Any = torch  # torch.library and torch._ops lack type annotations
@@ -245,11 +244,8 @@ def _copy_by_backend(backend: DeviceBackend, src: Tensor, dst: Tensor, sizes: Te
             )
     kept = sizes > 0
     src, dst, sizes = src[kept], dst[kept], sizes[kept]
-    stream = torch.accelerator.current_stream()
-    most = most_copies(backend)
-    for begin in range(0, len(sizes), most):
-        part = slice(begin, begin + most)
-        backend.copy_batch(dst[part], src[part], sizes[part], stream, None)
+    if len(sizes):
+        backend.copy_batch(dst, src, sizes, torch.accelerator.current_stream(), None)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:

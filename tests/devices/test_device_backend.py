@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
 
 import error_text as errors
@@ -21,7 +16,6 @@ from patience import PATIENCE
 from queued_devices import DEVICE, Rows, current, on_queued_device, queue_of
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError, swap_blocks_batch
-from torch_kvswap.devices import backend as backends
 from torch_kvswap.devices import register_device_backend
 
 
@@ -31,23 +25,6 @@ def error_text(*call: Any, **options: Any) -> str:
 
 
 # Registering
-
-
-@contextmanager
-def entry_point(load: Callable[[], object]) -> Iterator[None]:
-    """A package declares a backend for the device type, which `load` returns."""
-
-    def entry_points(group: str, name: str) -> list[Any]:
-        assert (group, name) == ("torch_kvswap.device_backends", DEVICE_TYPE)
-        return [SimpleNamespace(load=load, value="vendor.copies:backend")]
-
-    before, metadata.entry_points = metadata.entry_points, entry_points  # type: ignore[assignment]
-    backends._entry_points_read.clear()
-    try:
-        yield
-    finally:
-        metadata.entry_points = before
-        backends._entry_points_read.clear()
 
 
 @on_queued_device
@@ -72,49 +49,6 @@ def test_what_is_no_backend_is_refused(accelerator: Accelerator) -> None:
         "TypeError: device_type is a device; pass a str, such as 'npu'",
         "ValueError: 'fakeaccel' has a backend already; register one, once",
     ]
-
-
-@pytest.mark.parametrize("works", [True, False])
-@on_queued_device
-def test_a_package_can_bring_a_backend(accelerator: Accelerator, works: bool) -> None:
-    made = Backend(accelerator)
-
-    def load() -> object:
-        if works:
-            return made
-        raise ImportError("libvendor.so is missing")
-
-    with entry_point(load), logged() as messages:
-        rows = Rows()
-    rows.store(3, 0).synchronize(PATIENCE)
-    assert rows.page(0) == {3}
-    assert rows.handler.poll()[0].copy_method == ("batch" if works else "generic")
-    assert messages == (
-        []
-        if works
-        else [
-            "the backend for fakeaccel of vendor.copies:backend cannot be used: ImportError: "
-            "libvendor.so is missing; blocks are copied with torch's operations"
-        ]
-    )
-
-
-@on_queued_device
-def test_a_thread_that_asks_while_another_one_loads_the_backend_gets_it(
-    accelerator: Accelerator,
-) -> None:
-    made, found = Backend(accelerator), []
-    other = threading.Thread(target=lambda: found.append(backends.find_device_backend(DEVICE_TYPE)))
-
-    def load() -> object:
-        other.start()
-        other.join(0.2)  # it ends here if it does not wait
-        return made
-
-    with entry_point(load):
-        found.append(backends.find_device_backend(DEVICE_TYPE))
-        other.join(PATIENCE)
-    assert found == [made, made]
 
 
 # Copying
@@ -150,14 +84,14 @@ def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed:
 
 
 @on_queued_device
-def test_fragments_are_merged_and_divided_into_calls(accelerator: Accelerator) -> None:
-    backend = Backend(accelerator, most_copies=2)
+def test_fragments_are_merged(accelerator: Accelerator) -> None:
+    backend = Backend(accelerator)
     register_device_backend(DEVICE_TYPE, backend)
     rows = Rows()
     nbytes = rows.layout.block_bytes
     ids = {"gpu_block_ids": [1, 2, 4, 6, 7], "page_ids": [0, 1, 3, 4, 2]}
     rows.handler.store(**ids).synchronize(PATIENCE)
-    assert backend.calls == [([2 * nbytes, nbytes], True), ([nbytes, nbytes], True)]
+    assert backend.calls == [([2 * nbytes, nbytes, nbytes, nbytes], True)]
     assert [rows.page(page) for page in range(5)] == [{1}, {2}, {7}, {4}, {6}]
 
 
@@ -192,7 +126,7 @@ def test_a_batch_that_fails_ends_its_job(accelerator: Accelerator) -> None:
 def test_addresses_are_copied_by_the_backend(accelerator: Accelerator) -> None:
     cache = torch.arange(8, dtype=torch.int32, device=DEVICE)
     page = torch.zeros(8, dtype=torch.int32).pin_memory()
-    backend = Backend(accelerator, most_copies=1)
+    backend = Backend(accelerator)
 
     def copy(*sizes: int) -> None:
         sources = torch.tensor([cache.data_ptr() + 4 * at for at in (5, 0, 2)])
@@ -207,7 +141,7 @@ def test_addresses_are_copied_by_the_backend(accelerator: Accelerator) -> None:
         assert not page.any()
     torch.accelerator.synchronize()
     assert page.tolist() == [0, 5, 0, 0, 2, 3, 0, 0]
-    assert backend.calls == [([4], None), ([8], None)]
+    assert backend.calls == [([4, 8], None)]
     assert "no batched copy of addresses is registered for fakeaccel" in refused
     assert texts == [
         "RuntimeError: torch_kvswap::swap_blocks_batch: sizes[1] is -1; expected 0 or more bytes",
@@ -286,8 +220,8 @@ def test_doctor_says_what_the_device_has(accelerator: Accelerator) -> None:
     register_device_backend(DEVICE_TYPE, PinningBackend(accelerator))
     texts.append(report()["device fakeaccel"])
     assert texts == [
-        "lacks batched copies, strided copies, kernels, gates, host registration",
-        "has batched copies, host registration; lacks strided copies, kernels, gates",
+        "driven by PyTorch, with no backend of its vendor",
+        "driven by PyTorch, with a backend of its vendor",
     ]
 
 

@@ -7,7 +7,7 @@ from fake_accelerator import DEVICE_TYPE, on_fake_accelerator
 from torch.library import opcheck
 
 from torch_kvswap import ops
-from torch_kvswap.devices import generic_ops
+from torch_kvswap.devices import blocks, generic_ops
 
 OPS = torch.ops.torch_kvswap
 FIRST, SECOND = f"{DEVICE_TYPE}:0", f"{DEVICE_TYPE}:1"
@@ -94,9 +94,9 @@ def test_ids_and_staging_memory_may_be_used_again_before_the_copy_runs(accelerat
 
 @on_fake_accelerator
 def test_a_default_device_does_not_change_how_ids_are_copied(accelerator):
-    generic_ops._can_pin.cache_clear()
+    blocks.can_pin.cache_clear()
     with torch.device(DEVICE_TYPE):
-        assert generic_ops._can_pin(DEVICE_TYPE)
+        assert blocks.can_pin(DEVICE_TYPE)
 
 
 @pytest.mark.parametrize("where", ["cpu", "pinned"])

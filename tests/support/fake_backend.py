@@ -10,11 +10,9 @@ from torch import Tensor
 class Backend:
     """Copies addresses on the fake accelerator, and notes what was asked for."""
 
-    def __init__(self, accelerator: Accelerator, most_copies: int | None = None) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.calls: list[tuple[list[int], bool | None]] = []
-        if most_copies is not None:
-            self.most_copies = most_copies
 
     def copy_batch(
         self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool | None

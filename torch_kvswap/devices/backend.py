@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from importlib import metadata
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from torch_kvswap._native.arguments import kind_of
-from torch_kvswap._native.log import log
-
-ENTRY_POINTS = "torch_kvswap.device_backends"
 
 
 def is_native(device_type: str) -> bool:
@@ -27,12 +22,9 @@ def is_native(device_type: str) -> bool:
 class DeviceBackend(Protocol):
     """A vendor's batched copy of addresses.
 
-    May also have these attributes:
-
-    - `most_copies` (int): copies that one call of copy_batch() takes. Without it there is no limit.
-    - `pin(device, address, nbytes)` and `unpin(device, address)`: register host memory for the
-      device, and undo that; they raise RuntimeError if the driver refuses. Without them, pools use
-      memory that torch pins.
+    May also have `pin(device, address, nbytes)` and `unpin(device, address)`, which register host
+    memory for the device, and undo that; they raise RuntimeError if the driver refuses. Without
+    them, pools use memory that torch pins.
 
     Any thread may call any method, also several at once.
     """
@@ -41,6 +33,8 @@ class DeviceBackend(Protocol):
         self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool | None
     ) -> None:
         """Enqueues copies. They may run in any order, and none overlaps another.
+
+        A call may have any number of them, also more than the driver takes at once.
 
         Must not wait for the device. Host memory is pinned. The tensors with the addresses are only
         valid during the call.
@@ -61,16 +55,13 @@ class DeviceBackend(Protocol):
         ...
 
 
-_lock = threading.RLock()  # guards loading; re-entrant: what is loaded may ask for a backend
 _registered: dict[str, DeviceBackend] = {}
-_entry_points_read: set[str] = set()
 
 
 def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
     """Lets handlers, pools and swap_blocks_batch() use a vendor's batched copies.
 
-    Instead of this call, a package can declare an entry point in the group
-    `torch_kvswap.device_backends`, with the device type as its name and a backend as its object.
+    To be called before the first handler or pool of the device is made.
 
     Args:
         device_type (str): torch's name of the device type, such as "npu".
@@ -101,31 +92,8 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
 
 
 def find_device_backend(device_type: str) -> DeviceBackend | None:
-    """The backend of a device type, registered or from an entry point, or None."""
-    if is_native(device_type):
-        return None
-    with _lock:  # a thread that asks while another one loads the backend waits for it
-        if device_type not in _registered and device_type not in _entry_points_read:
-            _entry_points_read.add(device_type)
-            for entry_point in metadata.entry_points(group=ENTRY_POINTS, name=device_type):
-                _load(device_type, entry_point)
+    """The backend that was registered for a device type, or None."""
     return _registered.get(device_type)
-
-
-def _load(device_type: str, entry_point: metadata.EntryPoint) -> None:
-    try:
-        register_device_backend(device_type, entry_point.load())
-    except Exception as error:
-        log.warning(
-            "the backend for %s of %s cannot be used: %s: %s; blocks are copied with torch's "
-            "operations",
-            *(device_type, entry_point.value, type(error).__name__, error),
-        )
-
-
-def most_copies(backend: DeviceBackend) -> int:
-    """Copies that one call takes."""
-    return int(getattr(backend, "most_copies", 1 << 62))
 
 
 def can_pin(backend: DeviceBackend | None) -> bool:

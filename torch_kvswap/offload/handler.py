@@ -29,7 +29,6 @@ from torch_kvswap.copy_method import (
     check_job_method,
     copy_method_options,
 )
-from torch_kvswap.devices.unified_memory import warn_of_unified_memory
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -224,7 +223,6 @@ class OffloadHandler(NotCopyable):
         keep(self._native)
         for pool in groups.pools:
             pool._register_user(self._native)
-        warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:
         groups = self._native.groups

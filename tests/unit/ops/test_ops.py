@@ -303,7 +303,7 @@ def copies_by(request, monkeypatch):
             ctypes.memmove(*operands)
 
     if request.param == "backend":
-        backend = SimpleNamespace(copy_batch=copy_batch, most_copies=2)
+        backend = SimpleNamespace(copy_batch=copy_batch)
         monkeypatch.setattr(ops, "_backend_of_other_device", lambda: backend)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda: None)
 
