@@ -220,17 +220,15 @@ class Gate:
 class CommandKind(enum.Enum):
     BLOCKS = 0
 
-    BATCH = 1
+    RECORD = 1
 
-    RECORD = 2
+    WAIT = 2
 
-    WAIT = 3
+    CALLER_WAIT = 3
 
-    CALLER_WAIT = 4
+    DESTROY_EVENT = 4
 
-    DESTROY_EVENT = 5
-
-    DESTROY_STREAM = 6
+    DESTROY_STREAM = 5
 
 class Command:
     @property
@@ -263,7 +261,11 @@ class Command:
     @property
     def count(self) -> int: ...
 
-    def numbers(self, which: int) -> Any: ...
+    @property
+    def blocks(self) -> Any: ...
+
+    @property
+    def slots(self) -> Any: ...
 
 class CommandQueue:
     def wait(self, seconds: float) -> int: ...
@@ -287,7 +289,7 @@ class CommandQueue:
 
     def destroy_event(self, event: int) -> None: ...
 
-def make_queue(index: int, name: str, has_batch: bool) -> CommandQueue: ...
+def make_queue(index: int, name: str) -> CommandQueue: ...
 
 DIGEST_BYTES: int = 32
 

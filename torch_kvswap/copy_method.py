@@ -15,7 +15,7 @@ import torch
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.kind import is_native
 
 COPY_METHODS = tuple(native.copy_methods())
 AUTO, COPY_ENGINES = "auto", "copy_engines"  # the latter chooses without kernels

@@ -44,11 +44,11 @@ Device& find_device(DeviceKind kind, int index) {
   return *device;
 }
 
-QueuedDevice& make_queued_device(int index, const std::string& name, bool has_batch) {
+QueuedDevice& make_queued_device(int index, const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Device>& device = devices()[{DeviceKind::kQueued, index}];
   if (device != nullptr) fail<ValueError>("queued device ", index, " exists: ", device->name());
-  auto made = std::make_unique<QueuedDevice>(index, name, has_batch);
+  auto made = std::make_unique<QueuedDevice>(index, name);
   QueuedDevice& queued = *made;
   device = std::move(made);
   return queued;

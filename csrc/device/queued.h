@@ -13,12 +13,7 @@
 namespace kvswap {
 
 enum class CommandKind {
-  // Copies blocks of a group. `lists`: the blocks, and their slots. `event`: the start of the
-  // transfer.
-  kBlocks,
-  // Copies fragments, or none. `lists`: target addresses, source addresses, bytes. `event`: the
-  // start of the transfer.
-  kBatch,
+  kBlocks,      // copies blocks of a group, or none. `event`: the start of the transfer
   kRecord,      // records `event` on `stream`
   kWait,        // `stream` waits for `event`
   kCallerWait,  // the same for the `stream` that Handler::wait() was given
@@ -34,7 +29,7 @@ struct Command {
   uint64_t record = 0;                   // which record of the event this is, from 1 on
   int64_t group = 0;                     // GroupLayout::number
   size_t first_slab = 0, last_slab = 0;  // last_slab is not copied
-  std::vector<int64_t> lists[3] = {};
+  std::vector<int64_t> blocks = {}, slots = {};
 };
 
 // A device that only torch can drive, from Python: any accelerator with torch.Stream and
@@ -53,7 +48,7 @@ struct Command {
 // call.
 class QueuedDevice final : public Device {
  public:
-  QueuedDevice(int index, std::string name, bool has_batch);
+  QueuedDevice(int index, std::string name);
   ~QueuedDevice() override;
 
   // For Python.
@@ -102,7 +97,10 @@ class QueuedDevice final : public Device {
   bool has_happened(Event event) override;
   double seconds_between(Event start, Event end) override;
 
-  const std::vector<CopyMethod>& copy_methods() const override { return methods_; }
+  const std::vector<CopyMethod>& copy_methods() const override {
+    static const std::vector<CopyMethod> methods{CopyMethod::kGeneric};
+    return methods;
+  }
   std::unique_ptr<Copier> make_copier(Stream copies, bool to_host) override;
 
  private:
@@ -120,7 +118,6 @@ class QueuedDevice final : public Device {
   bool wait_until_happened(const QueuedEvent& event);
 
   const std::string name_;
-  const std::vector<CopyMethod> methods_;
   std::mutex mutex_;
   std::condition_variable work_;      // there is a command, or stop() or wake() was called
   std::condition_variable happened_;  // an event has happened, or the device is lost
@@ -133,6 +130,6 @@ class QueuedDevice final : public Device {
 };
 
 // Makes the device with this index. Each index is used once. Throws ValueError otherwise.
-QueuedDevice& make_queued_device(int index, const std::string& name, bool has_batch);
+QueuedDevice& make_queued_device(int index, const std::string& name);
 
 }  // namespace kvswap

@@ -232,13 +232,13 @@ def test_errors_name_the_device(accelerator):
 
 
 @on_fake_accelerator
-def test_a_copy_of_addresses_is_refused_without_a_vendors_call(accelerator):
+def test_a_copy_of_addresses_is_refused(accelerator):
     src, dst = torch.ones(4, device=DEVICE_TYPE), torch.zeros(4)
     addresses = [torch.tensor([tensor.data_ptr()]) for tensor in (src, dst)]
     assert message_of(lambda: ops.swap_blocks_batch(*addresses, torch.tensor([16]))) == (
-        "torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for "
-        "fakeaccel, the accelerator of this process; use swap_blocks or swap_kv_blocks, which take "
-        "tensors of any device"
+        "torch_kvswap::swap_blocks_batch: the accelerator of this process is fakeaccel, whose "
+        "addresses only torch knows; use swap_blocks or swap_kv_blocks, which take tensors of any "
+        "device"
     )
     assert not dst.any()
 

@@ -12,7 +12,7 @@ import torch
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import read_costs
-from torch_kvswap.devices.backend import find_device_backend, is_native
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
 
@@ -95,8 +95,7 @@ def _accelerator() -> dict[str, str]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or is_native(accelerator.type):
         return {}
-    has = "no" if find_device_backend(accelerator.type) is None else "a"
-    return {f"device {accelerator.type}": f"driven by PyTorch, with {has} backend of its vendor"}
+    return {f"device {accelerator.type}": "driven by PyTorch"}
 
 
 def report() -> dict[str, str]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.loader import ops
-from torch_kvswap.devices.backend import is_native
 from torch_kvswap.devices.blocks import WORDS, alignment, as_words, send_ids
+from torch_kvswap.devices.kind import is_native
 
 # Of dense tensors with memory. Not CompositeExplicitAutograd, which includes sparse tensors.
 DISPATCH_KEYS = ["HPU", "IPU", "MAIA", "MPS", "MTIA", "PrivateUse1", "VE", "XPU"]

@@ -18,7 +18,6 @@ from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.kept import keep
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap.devices.backend import DeviceBackend, find_device_backend
 from torch_kvswap.devices.blocks import GroupTensors, send_ids
 from torch_kvswap.results import DeviceLostError
 
@@ -115,7 +114,6 @@ class DeviceQueue:
         index (int): index of the native device.
 
     Attributes:
-        backend (DeviceBackend | None): what its vendor has added.
         is_timed (bool): events of the device measure time.
         groups: the tensors of the handlers' groups, by number.
         commands (native.CommandQueue): the native queue.
@@ -126,12 +124,11 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device, index: int) -> None:
         self.device, self.index = device, index
-        self.backend: DeviceBackend | None = find_device_backend(device.type)
         self.is_timed = _measures_time(device)
         self.groups: weakref.WeakValueDictionary[int, QueuedGroup] = weakref.WeakValueDictionary()
         self.records: dict[int, _Record] = {}
         self.lost: str | None = None
-        self.commands = native.make_queue(index, str(device), self.backend is not None)
+        self.commands = native.make_queue(index, str(device))
         self._streams: dict[int, _Stream] = {}
         self._waiting: dict[int, Waiting] = {}
         self._last_token = 0
@@ -436,22 +433,14 @@ class DeviceQueue:
             return
         try:
             with stream.stream:
-                if command.kind is _Kind.BATCH:
-                    self._copy_batch(command, stream)
-                else:
-                    self._copy_blocks(command, stream)
+                self._copy_blocks(command, stream)
         except Exception as error:
             transfer.error = _text_of(error)
             self._lose_if_dead(stream.stream, transfer.error)
 
-    def _copy_batch(self, command: native.Command, stream: _Stream) -> None:
-        assert self.backend is not None
-        dst, src, sizes = (torch.from_numpy(command.numbers(i)) for i in range(3))
-        self.backend.copy_batch(dst, src, sizes, stream.stream, command.to_host)
-
     def _copy_blocks(self, command: native.Command, stream: _Stream) -> None:
         group = self.groups[command.group]
-        blocks, slots = command.numbers(0), command.numbers(1)
+        blocks, slots = command.blocks, command.slots
         if not (slots[1:] > slots[:-1]).all():  # sorted, so that one copy takes adjacent slots
             order = np.argsort(slots)
             blocks, slots = blocks[order], slots[order]
