@@ -20,11 +20,9 @@ def driver_error() -> str: ...
 
 def driver_has_batch() -> bool: ...
 
-def driver_has_stream_words() -> bool: ...
-
 def kernel_version() -> int: ...
 
-def batch_limit() -> int: ...
+def batch_is_on() -> bool: ...
 
 def register_host(device: int, address: int, nbytes: int) -> None: ...
 
@@ -86,7 +84,7 @@ class DeviceKind(enum.Enum):
 
 def copy_methods() -> list[str]: ...
 
-FRAGMENT_SIZES: int = 14
+def fragment_seconds(known: list[tuple[float, float]], bytes: float) -> float: ...
 
 BUCKETS: int = 26
 
@@ -222,17 +220,15 @@ class Gate:
 class CommandKind(enum.Enum):
     BLOCKS = 0
 
-    BATCH = 1
+    RECORD = 1
 
-    RECORD = 2
+    WAIT = 2
 
-    WAIT = 3
+    CALLER_WAIT = 3
 
-    CALLER_WAIT = 4
+    DESTROY_EVENT = 4
 
-    DESTROY_EVENT = 5
-
-    DESTROY_STREAM = 6
+    DESTROY_STREAM = 5
 
 class Command:
     @property
@@ -265,7 +261,11 @@ class Command:
     @property
     def count(self) -> int: ...
 
-    def numbers(self, which: int) -> Any: ...
+    @property
+    def blocks(self) -> Any: ...
+
+    @property
+    def slots(self) -> Any: ...
 
 class CommandQueue:
     def wait(self, seconds: float) -> int: ...
@@ -289,7 +289,7 @@ class CommandQueue:
 
     def destroy_event(self, event: int) -> None: ...
 
-def make_queue(index: int, name: str, has_batch: bool) -> CommandQueue: ...
+def make_queue(index: int, name: str) -> CommandQueue: ...
 
 DIGEST_BYTES: int = 32
 
@@ -345,8 +345,6 @@ class BlockManager:
     def touch(self, keys: torch_kvswap.prefix.hashing.Keys | Sequence[torch_kvswap.prefix.hashing.Keys]) -> None: ...
 
     def order(self, keys: torch_kvswap.prefix.hashing.Keys | Sequence[torch_kvswap.prefix.hashing.Keys], *, renew: bool = False) -> None: ...
-
-    def lease(self, keys: torch_kvswap.prefix.hashing.Keys | Sequence[torch_kvswap.prefix.hashing.Keys], seconds: float) -> int | None: ...
 
     def release(self, lease: int | StoreReservation) -> bool: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -16,7 +15,7 @@ import torch
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.kind import is_native
 
 COPY_METHODS = tuple(native.copy_methods())
 AUTO, COPY_ENGINES = "auto", "copy_engines"  # the latter chooses without kernels
@@ -24,7 +23,6 @@ CHOICES = (AUTO, COPY_ENGINES, *(method for method in COPY_METHODS if method != 
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
 REFERENCE_GPU = "NVIDIA H200"  # its shipped costs are used for GPUs without costs of their own
-SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 256 << 20
 _MAX_MICROSECONDS = 1e12
 _FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in CopyMethodCosts
@@ -55,26 +53,12 @@ class CopyMethodCosts:
 
     def fragment_seconds(self, nbytes: int) -> float:
         """Predicted seconds for one fragment of `nbytes` bytes."""
-        sizes = sorted(self.fragment)
-        if nbytes <= sizes[0]:
-            return self.fragment[sizes[0]]
-        if nbytes >= sizes[-1]:
-            return self.fragment[sizes[-1]] * nbytes / sizes[-1]
-        above = next(index for index, size in enumerate(sizes) if size > nbytes)
-        low, high = sizes[above - 1], sizes[above]
-        share = math.log2(nbytes / low) / math.log2(high / low)
-        return self.fragment[low] * (1 - share) + self.fragment[high] * share
+        return native.fragment_seconds(sorted(self.fragment.items()), nbytes)
 
-    def seconds(self, blocks: int, slabs: int, fragment_bytes: int) -> float:
-        """Predicted seconds of a transfer of `blocks` blocks with `slabs` fragments each."""
-        fragments = blocks * slabs * self.fragment_seconds(fragment_bytes)
-        return self.start + blocks * self.block + fragments
-
-    def native(self) -> tuple[float, float, float, float, list[float]]:
+    def native(self) -> tuple[float, float, float, float, list[tuple[int, float]]]:
         """The costs as native.CopyMethodOptions takes them."""
-        sizes = (SMALLEST_FRAGMENT << power for power in range(native.FRAGMENT_SIZES))
-        table = list(map(self.fragment_seconds, sizes))
-        return self.start, self.block, self.submit_start, self.submit_copy, table
+        fragments = sorted(self.fragment.items())
+        return self.start, self.block, self.submit_start, self.submit_copy, fragments
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> CopyMethodCosts:

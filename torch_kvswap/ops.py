@@ -30,12 +30,7 @@ from torch.utils import _pytree as pytree
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices import generic_ops
-from torch_kvswap.devices.backend import (
-    DeviceBackend,
-    find_device_backend,
-    is_native,
-    most_copies,
-)
+from torch_kvswap.devices.kind import is_native
 
 _torch: Any = torch  # torch.library and torch._ops lack type annotations
 _library = _torch.library.Library("torch_kvswap", "DEF")
@@ -195,61 +190,18 @@ def _refuse_none(**operands: object) -> NoReturn:
     raise TypeError(f"{name} is None; it must be a tensor")
 
 
-def _backend_of_other_device() -> DeviceBackend | None:
-    """The backend for the addresses of a call; None if they are CUDA's or the host's.
+def _refuse_other_devices() -> None:
+    """Raises RuntimeError if addresses may lie on a device that only torch knows.
 
-    Raises:
-        RuntimeError: they may lie on a device of which only torch knows. Nothing else than the
-            vendor's library can tell an address there from one in host memory.
+    Nothing but the vendor's library can tell an address there from one in host memory.
     """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or is_native(accelerator.type):
-        return None
-    backend = find_device_backend(accelerator.type)
-    if backend is None:
-        _refuse_batch(
-            f"no batched copy of addresses is registered for {accelerator.type}, the accelerator "
-            "of this process; use swap_blocks or swap_kv_blocks, which take tensors of any device"
+    if accelerator is not None and not is_native(accelerator.type):
+        raise RuntimeError(
+            "torch_kvswap::swap_blocks_batch: the accelerator of this process is "
+            f"{accelerator.type}, whose addresses only torch knows; use swap_blocks or "
+            "swap_kv_blocks, which take tensors of any device"
         )
-    return backend
-
-
-def _refuse_batch(reason: str) -> NoReturn:
-    raise RuntimeError(f"torch_kvswap::swap_blocks_batch: {reason}")
-
-
-def _copy_by_backend(backend: DeviceBackend, src: Tensor, dst: Tensor, sizes: Tensor) -> None:
-    """Copies addresses on the current stream of the accelerator."""
-    operands = {"src_ptrs": src, "dst_ptrs": dst, "sizes": sizes}
-    for name, tensor in operands.items():
-        if tensor.device.type != "cpu" or tensor.dtype != torch.int64 or tensor.dim() != 1:
-            _refuse_batch(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; expected int64 "
-                "[n] on the CPU"
-            )
-        if len(tensor) != len(src):
-            _refuse_batch(
-                f"{name} has length {len(tensor)}, but src_ptrs has {len(src)}; expected the same "
-                "number"
-            )
-    negative = (sizes < 0).nonzero()
-    if len(negative):
-        at = int(negative[0])
-        _refuse_batch(f"sizes[{at}] is {int(sizes[at])}; expected 0 or more bytes")
-    for name, addresses in (("src_ptrs", src), ("dst_ptrs", dst)):
-        null = ((addresses == 0) & (sizes > 0)).nonzero()
-        if len(null):
-            at = int(null[0])
-            _refuse_batch(
-                f"{name}[{at}] is null, with a size of {int(sizes[at])}; expected an address"
-            )
-    kept = sizes > 0
-    src, dst, sizes = src[kept], dst[kept], sizes[kept]
-    stream = torch.accelerator.current_stream()
-    most = most_copies(backend)
-    for begin in range(0, len(sizes), most):
-        part = slice(begin, begin + most)
-        backend.copy_batch(dst[part], src[part], sizes[part], stream, None)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
@@ -323,15 +275,13 @@ def swap_blocks_batch(
     While the stream is captured into a CUDA graph, the copies are recorded with these addresses;
     pageable memory is refused then.
 
-    If PyTorch's accelerator is another device than CUDA, its backend copies
-    (:func:`register_device_backend`), on the current stream of the current device; host memory must
-    be pinned then. Without a backend the call is refused: only the vendor's library knows which
-    addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
+    If PyTorch's accelerator is another device than CUDA, the call is refused: only the vendor's
+    library knows which addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
     does not check this.
 
-    Environment: ``KVSWAP_BATCH_LIMIT`` is the number of fragments per driver call (32).
-    ``KVSWAP_BATCH=0`` copies with one driver call per fragment. ``KVSWAP_CHECK_ADDRESSES=1`` checks
-    every range against the allocations, and for overlaps, before anything is copied.
+    Environment: ``KVSWAP_BATCH=0`` copies with one driver call per fragment.
+    ``KVSWAP_CHECK_ADDRESSES=1`` checks every range against the allocations, and for overlaps,
+    before anything is copied.
 
     Args:
         src_ptrs (Tensor): contiguous int64 ``[n]`` on the CPU; may be changed or freed after the
@@ -344,16 +294,13 @@ def swap_blocks_batch(
 
     Raises:
         TypeError: an operand is None.
-        RuntimeError: the accelerator is not CUDA, and no backend of it copies addresses
-            (:func:`register_device_backend`); a negative size, a null address or an address on
-            a second device, with its index (before anything is copied); or the driver reports an
-            error, with an index: copies before it may have run.
+        RuntimeError: the accelerator is not CUDA; a negative size, a null address or an address
+            on a second device, with its index (before anything is copied); or the driver reports
+            an error, with an index: copies before it may have run.
     """
     if src_ptrs is None or dst_ptrs is None or sizes is None:
         _refuse_none(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
-    backend = _backend_of_other_device()
-    if backend is not None:
-        return _copy_by_backend(backend, src_ptrs, dst_ptrs, sizes)
+    _refuse_other_devices()
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
 

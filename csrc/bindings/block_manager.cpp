@@ -10,7 +10,6 @@
 
 #include "bindings/python.h"
 #include "check.h"
-#include "offload/clock.h"
 #include "prefix/manager.h"
 
 // The native part of torch_kvswap.prefix.BlockManager. A call with few keys is made with the GIL
@@ -329,15 +328,6 @@ class PyBlockManager {
     busy([&](bool wait) { manager_.order(digests.keys(), is_renewed, wait); });
   }
 
-  std::optional<int64_t> lease(nb::handle keys, nb::handle seconds) {
-    const auto time = nb::cast<double>(python.read_seconds("seconds", seconds));
-    if (time == 0) kvswap::fail<ValueError>("seconds is 0; a lease must last longer");
-    const Digests digests = read(keys);
-    const int64_t lease =
-        busy([&](bool wait) { return manager_.lease(digests.keys(), now(), time, wait); });
-    return lease == 0 ? std::nullopt : std::optional(lease);
-  }
-
   bool release(nb::handle lease) {
     alive();
     const int64_t number = nb::isinstance<StoreReservation>(lease)
@@ -368,7 +358,7 @@ class PyBlockManager {
     prefix::BlockManager& manager = alive();
     uint64_t n[13];
     without_gil([&] {
-      manager.stats(group, now(), [&](const prefix::Counters& of, const prefix::Pages& pages) {
+      manager.stats(group, [&](const prefix::Counters& of, const prefix::Pages& pages) {
         const uint64_t numbers[] = {of.asked,           of.hits,
                                     of.pending,         of.stored,
                                     of.loaded,          pages.num_evicted(),
@@ -388,8 +378,8 @@ class PyBlockManager {
   std::optional<StoreReservation> reserve(nb::handle keys, bool keep) {
     const Digests digests = read(keys);
     prefix::Assigned of;
-    const auto stored = busy(
-        [&](bool wait) { return manager_.prepare_store(digests.keys(), now(), keep, of, wait); });
+    const auto stored =
+        busy([&](bool wait) { return manager_.prepare_store(digests.keys(), keep, of, wait); });
     if (!stored) return std::nullopt;
     return StoreReservation{{stored->reservation},
                             split(std::move(of.key_indices), of.counts.data()),
@@ -626,34 +616,15 @@ Args:
         reservation ends, unless prepare_load(), touch() or preempt() uses them before.
     renew (bool): evict these blocks after all others. False keeps the position of the first
         block, so that the blocks stored last are evicted first.)")
-      .def("lease", &PyBlockManager::lease, "keys"_a.none(), "seconds"_a.none(),
-           nb::sig("def lease(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], seconds: float) -> "
-                   "int | None"),
-           R"(Keeps ready or pending blocks from being evicted for some time, or until release().
-
-A load still needs its own prepare_load().
-
-Args:
-    keys: keys of the blocks.
-    seconds (float): more than 0; infinity lasts until release().
-
-Returns:
-    int | None: the lease; None if a block is not cached.
-
-Raises:
-    TypeError: seconds is not a number.
-    ValueError: seconds is 0, negative or NaN.)")
       .def("release", &PyBlockManager::release, "lease"_a.none(),
            nb::sig("def release(self, lease: int | StoreReservation) -> bool"),
-           R"(Ends a lease.
+           R"(Ends a lease: its blocks can be evicted from now on.
 
 Args:
-    lease (int | StoreReservation): from lease() or preempt().
+    lease (int | StoreReservation): of preempt().
 
 Returns:
-    bool: False if its blocks were not held any more. Blocks of a lease whose time is over
-        are held until the next store, lease() or stats().)")
+    bool: False if its blocks were not held any more.)")
       .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"),
            R"(Forgets all blocks and leases.
 

@@ -506,20 +506,14 @@ void bind_layouts(nb::module_& module) {
              nb::handle host_strides, nb::handle layers, int64_t num_blocks, int64_t num_pages,
              int64_t blocks_per_page, int block_space, int slot_space, const PyEncoding& encoding,
              const PyReadyRange& ready_range) {
-            new (self) GroupLayout{read_numbers<uint64_t>(gpu_bases),
+            new (self) GroupLayout{{read_numbers(layers), num_blocks, num_pages, blocks_per_page,
+                                    block_space, slot_space, encoding.encoding, ready_range.range},
+                                   read_numbers<uint64_t>(gpu_bases),
                                    read_numbers<uint64_t>(gpu_strides),
                                    read_numbers<uint64_t>(gpu_storages),
                                    read_numbers<uint64_t>(sizes),
                                    read_numbers<uint64_t>(host_bases),
-                                   read_numbers<uint64_t>(host_strides),
-                                   read_numbers(layers),
-                                   num_blocks,
-                                   num_pages,
-                                   blocks_per_page,
-                                   block_space,
-                                   slot_space,
-                                   encoding.encoding,
-                                   ready_range.range};
+                                   read_numbers<uint64_t>(host_strides)};
           },
           nb::kw_only(), "gpu_bases"_a, "gpu_strides"_a, "gpu_storages"_a, "sizes"_a,
           "host_bases"_a, "host_strides"_a, "layers"_a, "num_blocks"_a, "num_pages"_a,
@@ -543,8 +537,7 @@ void bind_layouts(nb::module_& module) {
                 nb::list fragments;
                 std::tie(to.start_seconds, to.block_seconds, to.submit_start_seconds,
                          to.submit_copy_seconds, fragments) = nb::cast<Costs>(from);
-                std::copy_n(items_of<double>(fragments).begin(), CopyMethodCosts::kFragmentSizes,
-                            to.fragment_seconds);
+                to.fragments = items_of<std::pair<double, double>>(fragments);
               }
             }
             new (self) CopyMethodOptions(std::move(options));
@@ -569,7 +562,12 @@ void bind_handler(nb::module_& module) {
     }
     return names;
   });
-  module.attr("FRAGMENT_SIZES") = CopyMethodCosts::kFragmentSizes;
+  module.def(
+      "fragment_seconds",
+      [](nb::typed<nb::list, nb::typed<nb::tuple, double, double>> known, double bytes) {
+        return fragment_seconds(items_of<std::pair<double, double>>(known), bytes);
+      },
+      "known"_a, "bytes"_a, "See copy_plan.h.");
   module.attr("BUCKETS") = Histogram::kBuckets;
   bind_layouts(module);
 

@@ -60,20 +60,11 @@ void bind_memory(nb::module_& module) {
         return driver != nullptr && driver->copy_batch_async != nullptr;
       },
       "Whether the driver has the batch call (CUDA 12.8 or newer).");
-  module.def(
-      "driver_has_stream_words",
-      [] {
-        const cuda::Driver* driver = cuda::find_driver();
-        return driver != nullptr && driver->wait_value != nullptr && driver->write_value != nullptr;
-      },
-      "Whether the driver lets streams write words of memory and wait for them, as gates do. A GPU "
-      "may lack that all the same.");
   module.def("kernel_version", kernel_version,
              "Of the CUDA runtime in the kernels, 13000 for 13.0; 0 without kernels. They need a "
              "driver of the same major version or newer.");
-  module.def(
-      "batch_limit", [] { return batch_is_on() ? batch_limit() : 0; },
-      "Fragments in one batch call; 0 if KVSWAP_BATCH switches it off.");
+  module.def("batch_is_on", batch_is_on,
+             "What KVSWAP_BATCH says: whether copies may use the batch call.");
 
   module.def(
       "register_host",

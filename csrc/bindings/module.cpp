@@ -40,7 +40,6 @@ void set_python(const nb::kwargs& named) {
                                                   {"read_digests", &python.read_digests},
                                                   {"kind_of", &python.kind_of},
                                                   {"read_int", &python.read_int},
-                                                  {"read_seconds", &python.read_seconds},
                                                   {"read_switch", &python.read_switch},
                                                   {"make_error", &python.make_error},
                                                   {"empty", &python.empty},

@@ -25,13 +25,13 @@ using namespace nanobind::literals;
 // Each module names its own with set_python(), when it is imported. Never freed: threads and
 // finalizers may still call when the interpreter ends.
 struct Python {
-  nb::handle read_ids;                                      // (name, ids, num_groups) -> array("q")
-  nb::handle split_ids;                                     // (name, ids, num_groups) -> list
-  nb::handle read_first_blocks;                             // (first_block, num_groups) -> list
-  nb::handle read_digests;                                  // (name, keys) -> bytes
-  nb::handle kind_of, read_int, read_seconds, read_switch;  // of arguments.py
-  nb::handle make_error;    // (kind, message, rejected) -> TransferError
-  nb::handle empty, int64;  // NumPy's
+  nb::handle read_ids;                        // (name, ids, num_groups) -> array("q")
+  nb::handle split_ids;                       // (name, ids, num_groups) -> list
+  nb::handle read_first_blocks;               // (first_block, num_groups) -> list
+  nb::handle read_digests;                    // (name, keys) -> bytes
+  nb::handle kind_of, read_int, read_switch;  // of arguments.py
+  nb::handle make_error;                      // (kind, message, rejected) -> TransferError
+  nb::handle empty, int64;                    // NumPy's
   nb::handle Result, Lookup, DeviceLostError;
 };
 extern Python python;

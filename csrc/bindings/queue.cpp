@@ -13,7 +13,6 @@ namespace kvswap::bindings {
 void bind_queue(nb::module_& module) {
   nb::enum_<CommandKind>(module, "CommandKind")
       .value("BLOCKS", CommandKind::kBlocks)
-      .value("BATCH", CommandKind::kBatch)
       .value("RECORD", CommandKind::kRecord)
       .value("WAIT", CommandKind::kWait)
       .value("CALLER_WAIT", CommandKind::kCallerWait)
@@ -30,11 +29,9 @@ void bind_queue(nb::module_& module) {
       .def_ro("group", &Command::group)
       .def_ro("first_slab", &Command::first_slab)
       .def_ro("last_slab", &Command::last_slab)
-      .def_prop_ro("count", [](const Command& command) { return command.lists[0].size(); })
-      .def(
-          "numbers",
-          [](const Command& command, size_t which) { return to_numpy(command.lists[which]); },
-          "which"_a, "A copy of one of its lists, int64 [count].");
+      .def_prop_ro("count", [](const Command& command) { return command.blocks.size(); })
+      .def_prop_ro("blocks", [](const Command& command) { return to_numpy(command.blocks); })
+      .def_prop_ro("slots", [](const Command& command) { return to_numpy(command.slots); });
 
   nb::class_<QueuedDevice>(module, "CommandQueue")
       .def("wait", &QueuedDevice::wait, "seconds"_a, nb::call_guard<WithoutGil>(),
@@ -78,10 +75,9 @@ void bind_queue(nb::module_& module) {
           "event"_a, "After the commands that were given so far.");
 
   module.def(
-      "make_queue", &make_queued_device, "index"_a, "name"_a, "has_batch"_a,
-      nb::rv_policy::reference,
+      "make_queue", &make_queued_device, "index"_a, "name"_a, nb::rv_policy::reference,
       "The queue of a device that does not exist yet; it lives as long as the process. name: "
-      "for errors. has_batch: it carries out BATCH commands with fragments.");
+      "for errors.");
 }
 
 }  // namespace kvswap::bindings

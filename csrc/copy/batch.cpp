@@ -75,9 +75,8 @@ struct BatchArguments {
 void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
                      const BatchOptions& options) {
   BatchArguments arguments;
-  const size_t limit = options.environment.batch_limit;
   for (size_t first = 0, count; first < fragments.size(); first += count) {
-    count = std::min(limit, fragments.size() - first);
+    count = std::min(kBatchFragments, fragments.size() - first);
     arguments.fill(&fragments[first], count, options.host_source_any_order);
     size_t failed = 0;
     const cuda::Result result = cuda::driver().copy_batch_async(
@@ -105,7 +104,7 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments,
 void submit(const std::vector<Fragment>& fragments, const cuda::StreamRef& stream,
             const BatchOptions& options, bool capturing) {
   const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
-                          !options.environment.batch || cuda::driver().copy_batch_async == nullptr;
+                          !options.uses_batch || cuda::driver().copy_batch_async == nullptr;
   if (options.src_device >= 0) {
     copy_between_devices(fragments, stream, options.src_device);
   } else if (one_by_one) {

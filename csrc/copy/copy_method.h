@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace kvswap {
 
@@ -22,18 +24,14 @@ inline const char* copy_method_name(CopyMethod method) {
   return names[static_cast<int>(method)];
 }
 
-// Predicted seconds of a transfer: start + blocks * block + fragments * fragment, with
-// fragment_seconds[i] for a fragment of 512 << i bytes. start_seconds < 0: not known, and the
-// method is not chosen.
-// Predicted seconds that the submitting thread takes to give it to the driver: submit_start +
-// copies * submit_copy. A copy is a fragment (batch), a block's run of equidistant slabs (strided),
-// or a block (other methods). Both are 0 if not known.
+// Predicted seconds of a transfer: start + blocks * block + fragments * fragment. start_seconds <
+// 0: not known, and the method is not chosen. Predicted seconds that the submitting thread takes to
+// give it to the driver: submit_start + copies * submit_copy. A copy is a fragment (batch), a
+// block's run of equidistant slabs (strided), or a block (other methods). Both are 0 if not known.
 struct CopyMethodCosts {
-  static constexpr int kFragmentSizes = 14;
-
   double start_seconds = -1, block_seconds = 0;
   double submit_start_seconds = 0, submit_copy_seconds = 0;
-  double fragment_seconds[kFragmentSizes] = {};
+  std::vector<std::pair<double, double>> fragments;  // bytes and seconds, ascending
 };
 
 struct CopyMethodOptions {

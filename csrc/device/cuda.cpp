@@ -21,8 +21,8 @@ cuda::StreamRef to_cuda(const StreamRef& stream) { return {stream.device, stream
 // of its own.
 class CudaCopier : public Copier {
  public:
-  CudaCopier(int device, cuda::Stream copies, bool to_host, const Environment& environment)
-      : device_(device), copies_(copies), to_host_(to_host), environment_(environment) {}
+  CudaCopier(int device, cuda::Stream copies, bool to_host)
+      : device_(device), copies_(copies), to_host_(to_host) {}
   ~CudaCopier() override {
     if (kernels_ != nullptr) cuda::driver().destroy_stream(kernels_);
   }
@@ -45,7 +45,7 @@ class CudaCopier : public Copier {
   const int device_;
   const cuda::Stream copies_;
   const bool to_host_;
-  const Environment environment_;
+  const bool uses_batch_ = batch_is_on();
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
 };
@@ -66,7 +66,7 @@ void CudaCopier::start_after(const std::vector<Event>& events) {
 
 Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_pageable,
                         CopyPosition& next, uint64_t& bytes) {
-  BatchOptions options(environment_);
+  BatchOptions options(uses_batch_);
   options.has_pageable = has_pageable;
   FragmentList fragments(0);
   bool is_unpacking = false;
@@ -124,8 +124,7 @@ constexpr size_t kFragmentsPerEntry = 25;
 
 size_t CudaCopier::fragments_per_entry() const {
   const cuda::Driver& driver = cuda::driver();
-  const bool has_batch = driver.copy_batch_async != nullptr && environment_.batch;
-  return has_batch ? std::min(environment_.batch_limit, kFragmentsPerEntry) : 1;
+  return driver.copy_batch_async != nullptr && uses_batch_ ? kFragmentsPerEntry : 1;
 }
 
 bool CudaCopier::synchronize() noexcept {
@@ -213,9 +212,8 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
                                                  CopyMethod::kStaged, CopyMethod::kKernel};
     return methods;
   }
-  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
-                                      const Environment& environment) override {
-    return std::make_unique<CudaCopier>(index(), copies, to_host, environment);
+  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host) override {
+    return std::make_unique<CudaCopier>(index(), copies, to_host);
   }
   PackKernels* pack_kernels() override { return this; }
   StreamWords* stream_words() override;

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "check.h"
-#include "copy/address_check.h"
 #include "device/cuda.h"
 #include "device/host.h"
 #include "device/queued.h"
@@ -23,9 +22,17 @@ auto& devices() {
 
 }  // namespace
 
-void Device::check_addresses(const FragmentList& fragments) {
-  AddressMap addresses;
-  kvswap::check_addresses(fragments, addresses);
+Allocations Device::find_allocations(const std::vector<uint64_t>& cache,
+                                     const std::vector<uint64_t>& host) {
+  return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
+}
+
+void Device::register_host(void*, uint64_t) { refuse_registration(); }
+void Device::unregister_host(void*) { refuse_registration(); }
+bool Device::is_pinned(const void*) { refuse_registration(); }
+
+void Device::refuse_registration() const {
+  fail("host memory is registered for CUDA devices, not for ", name());
 }
 
 Device& find_device(DeviceKind kind, int index) {
@@ -37,11 +44,11 @@ Device& find_device(DeviceKind kind, int index) {
   return *device;
 }
 
-QueuedDevice& make_queued_device(int index, const std::string& name, bool has_batch) {
+QueuedDevice& make_queued_device(int index, const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Device>& device = devices()[{DeviceKind::kQueued, index}];
   if (device != nullptr) fail<ValueError>("queued device ", index, " exists: ", device->name());
-  auto made = std::make_unique<QueuedDevice>(index, name, has_batch);
+  auto made = std::make_unique<QueuedDevice>(index, name);
   QueuedDevice& queued = *made;
   device = std::move(made);
   return queued;

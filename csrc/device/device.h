@@ -9,7 +9,6 @@
 #include "copy/fragment.h"
 #include "copy/slab_runs.h"
 #include "encoding/encoding.h"
-#include "environment.h"
 
 // What csrc/offload needs of a device: contexts, streams, events, what it knows of memory, and the
 // copies. cuda.h, host.h and queued.h implement it.
@@ -157,8 +156,8 @@ class Device {
 
   // Contexts: only ContextGuard calls these. Any thread, also without the lock.
 
-  virtual void enter(ContextState& state) = 0;
-  virtual void leave(ContextState& state) noexcept = 0;
+  virtual void enter(ContextState& /*state*/) {}
+  virtual void leave(ContextState& /*state*/) noexcept {}
 
   // Streams of the library.
 
@@ -176,7 +175,7 @@ class Device {
 
   // The stream that is current in torch, in the calling thread.
   virtual StreamRef current_stream() const = 0;
-  virtual bool is_capturing(const StreamRef& stream) = 0;
+  virtual bool is_capturing(const StreamRef& /*stream*/) { return false; }
   virtual void wait_event(const StreamRef& stream, Event event) = 0;
 
   // Events. `purpose` is appended to the name of the call in errors.
@@ -198,18 +197,14 @@ class Device {
   // Memory. These calls may take milliseconds.
 
   // The allocations of a cache and of its host pages, by an address in each. Throws if a cache
-  // address is not memory of this device.
+  // address is not memory of this device. By default all are one.
   virtual Allocations find_allocations(const std::vector<uint64_t>& cache,
-                                       const std::vector<uint64_t>& host) = 0;
-  // Throws unless all bytes are in memory that exists, and no byte that is written is in two
-  // fragments. A debug mode, called without the lock. Knows memory of the CUDA driver and of the
-  // process; a device with other memory overrides it.
-  virtual void check_addresses(const FragmentList& fragments);
+                                       const std::vector<uint64_t>& host);
   // Pins host memory for all devices of the process, and undoes that. Any thread, without the lock
-  // and without a context. Blocks; a large range takes seconds.
-  virtual void register_host(void* address, uint64_t bytes) = 0;
-  virtual void unregister_host(void* address) = 0;
-  virtual bool is_pinned(const void* address) = 0;
+  // and without a context. Blocks; a large range takes seconds. By default they throw.
+  virtual void register_host(void* address, uint64_t bytes);
+  virtual void unregister_host(void* address);
+  virtual bool is_pinned(const void* address);
 
   // Copies.
 
@@ -217,14 +212,15 @@ class Device {
   // find_allocations() may report pageable host memory, which only kBatch copies.
   virtual const std::vector<CopyMethod>& copy_methods() const = 0;
   // A copier for one channel. copies: the channel's stream.
-  virtual std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
-                                              const Environment& environment) = 0;
+  virtual std::unique_ptr<Copier> make_copier(Stream copies, bool to_host) = 0;
 
   // What only some devices have; null for others. The object lives as long as the device.
   virtual PackKernels* pack_kernels() { return nullptr; }
   virtual StreamWords* stream_words() { return nullptr; }
 
  private:
+  [[noreturn]] void refuse_registration() const;
+
   const int index_;
 };
 

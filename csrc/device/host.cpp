@@ -2,7 +2,6 @@
 
 #include <chrono>
 
-#include "check.h"
 #include "copy/address_map.h"
 
 namespace kvswap {
@@ -27,15 +26,12 @@ class HostDevice : public Device {
 
   std::string name() const override { return "host memory"; }
   bool is_synchronous() const override { return true; }
-  void enter(ContextState&) override {}
-  void leave(ContextState&) noexcept override {}
 
   Stream create_stream() override { return nullptr; }
   void destroy_stream(Stream) noexcept override {}
   bool is_idle(Stream) override { return true; }
   bool is_alive(Stream) noexcept override { return true; }
   StreamRef current_stream() const override { return {index(), nullptr}; }
-  bool is_capturing(const StreamRef&) override { return false; }
   void wait_event(const StreamRef&, Event) override {}
 
   Event create_event(bool) override { return new Time; }
@@ -51,13 +47,6 @@ class HostDevice : public Device {
     return passed.count();
   }
 
-  // Neighbours may always be copied as one.
-  Allocations find_allocations(const std::vector<uint64_t>& cache,
-                               const std::vector<uint64_t>& host) override {
-    return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
-  }
-  void register_host(void*, uint64_t) override { refuse_registration(); }
-  void unregister_host(void*) override { refuse_registration(); }
   // By whatever CUDA device this process uses.
   bool is_pinned(const void* address) override {
     return AddressMap().find(reinterpret_cast<uint64_t>(address)).kind == MemoryKind::kPinned;
@@ -67,13 +56,8 @@ class HostDevice : public Device {
     static const std::vector<CopyMethod> methods{CopyMethod::kHost};
     return methods;
   }
-  std::unique_ptr<Copier> make_copier(Stream, bool, const Environment&) override {
+  std::unique_ptr<Copier> make_copier(Stream, bool) override {
     return std::make_unique<HostCopier>();
-  }
-
- private:
-  [[noreturn]] static void refuse_registration() {
-    fail("host memory is registered for a device; -1 is none");
   }
 };
 

@@ -34,24 +34,19 @@ class QueuedCopier : public Copier {
 
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool, CopyPosition& next,
               uint64_t&) override {
-    FragmentList fragments(0);
-    // Also without any part: the command tells Python which transfer the next event ends.
-    QueuedDevice::Commands commands = make(CommandKind::kBatch, start);
+    QueuedDevice::Commands commands;
     for (const PartCopy& part : parts) {
-      if (part.method == CopyMethod::kBatch) {
-        add_fragments(fragments, part.block_copy(), part.slabs);
-        continue;
-      }
-      QueuedDevice::Commands blocks = make(CommandKind::kBlocks, start);
+      QueuedDevice::Commands blocks = make(start);
       Command& command = blocks.front();
       command.group = part.group_number;
       command.first_slab = part.slabs.begin;
       command.last_slab = part.slabs.end;
-      command.lists[0].assign(part.blocks, part.blocks + part.count);
-      command.lists[1].assign(part.slots, part.slots + part.count);
+      command.blocks.assign(part.blocks, part.blocks + part.count);
+      command.slots.assign(part.slots, part.slots + part.count);
       commands.splice(commands.end(), blocks);
     }
-    list(fragments, commands.front());
+    // Also without any part: the command tells Python which transfer the next event ends.
+    if (commands.empty()) commands = make(start);
     device_.append(std::move(commands));
     next.part = parts.size();
     return stream_;
@@ -85,21 +80,12 @@ class QueuedCopier : public Copier {
   size_t num_events() const override { return 1; }
 
  private:
-  QueuedDevice::Commands make(CommandKind kind, Event start) const {
-    QueuedDevice::Commands made = QueuedDevice::make_command(kind);
+  QueuedDevice::Commands make(Event start) const {
+    QueuedDevice::Commands made = QueuedDevice::make_command(CommandKind::kBlocks);
     made.front().stream = static_cast<QueuedDevice::QueuedStream*>(stream_)->number;
     made.front().event = static_cast<QueuedDevice::QueuedEvent*>(start)->number;
     made.front().to_host = to_host_;
     return made;
-  }
-
-  static void list(const FragmentList& fragments, Command& command) {
-    auto& [targets, sources, sizes] = command.lists;
-    for (const Fragment& fragment : fragments.items()) {
-      targets.push_back(static_cast<int64_t>(fragment.dst));
-      sources.push_back(static_cast<int64_t>(fragment.src));
-      sizes.push_back(static_cast<int64_t>(fragment.bytes));
-    }
   }
 
   QueuedDevice& device_;
@@ -109,11 +95,7 @@ class QueuedCopier : public Copier {
   const Event end_;                     // which it records
 };
 
-QueuedDevice::QueuedDevice(int index, std::string name, bool has_batch)
-    : Device(index),
-      name_(std::move(name)),
-      methods_(has_batch ? std::vector<CopyMethod>{CopyMethod::kBatch, CopyMethod::kGeneric}
-                         : std::vector<CopyMethod>{CopyMethod::kGeneric}) {}
+QueuedDevice::QueuedDevice(int index, std::string name) : Device(index), name_(std::move(name)) {}
 
 QueuedDevice::~QueuedDevice() = default;
 
@@ -296,12 +278,8 @@ bool QueuedDevice::wait_until_happened(const QueuedEvent& event) {
   return !lost_;
 }
 
-std::unique_ptr<Copier> QueuedDevice::make_copier(Stream copies, bool to_host, const Environment&) {
+std::unique_ptr<Copier> QueuedDevice::make_copier(Stream copies, bool to_host) {
   return std::make_unique<QueuedCopier>(*this, copies, to_host);
-}
-
-void QueuedDevice::refuse_registration() const {
-  fail("the native library cannot pin host memory for ", name_, "; torch does it");
 }
 
 }  // namespace kvswap

@@ -13,12 +13,7 @@
 namespace kvswap {
 
 enum class CommandKind {
-  // Copies blocks of a group. `lists`: the blocks, and their slots. `event`: the start of the
-  // transfer.
-  kBlocks,
-  // Copies fragments, or none. `lists`: target addresses, source addresses, bytes. `event`: the
-  // start of the transfer.
-  kBatch,
+  kBlocks,      // copies blocks of a group, or none. `event`: the start of the transfer
   kRecord,      // records `event` on `stream`
   kWait,        // `stream` waits for `event`
   kCallerWait,  // the same for the `stream` that Handler::wait() was given
@@ -34,7 +29,7 @@ struct Command {
   uint64_t record = 0;                   // which record of the event this is, from 1 on
   int64_t group = 0;                     // GroupLayout::number
   size_t first_slab = 0, last_slab = 0;  // last_slab is not copied
-  std::vector<int64_t> lists[3] = {};
+  std::vector<int64_t> blocks = {}, slots = {};
 };
 
 // A device that only torch can drive, from Python: any accelerator with torch.Stream and
@@ -53,7 +48,7 @@ struct Command {
 // call.
 class QueuedDevice final : public Device {
  public:
-  QueuedDevice(int index, std::string name, bool has_batch);
+  QueuedDevice(int index, std::string name);
   ~QueuedDevice() override;
 
   // For Python.
@@ -83,8 +78,6 @@ class QueuedDevice final : public Device {
 
   std::string name() const override { return name_; }
   bool is_synchronous() const override { return false; }
-  void enter(ContextState&) override {}
-  void leave(ContextState&) noexcept override {}
 
   Stream create_stream() override;
   void destroy_stream(Stream stream) noexcept override;
@@ -95,7 +88,6 @@ class QueuedDevice final : public Device {
   // Streams of the caller: the handle is a number that Python knows. Python passes events in place
   // of streams that a job starts after, so the current stream is never asked for.
   StreamRef current_stream() const override { return {index(), nullptr}; }
-  bool is_capturing(const StreamRef&) override { return false; }
   void wait_event(const StreamRef& stream, Event event) override;
 
   Event create_event(bool timed) override;
@@ -105,20 +97,11 @@ class QueuedDevice final : public Device {
   bool has_happened(Event event) override;
   double seconds_between(Event start, Event end) override;
 
-  // Slabs of one storage count as one allocation. Python knows which memory is pinned.
-  Allocations find_allocations(const std::vector<uint64_t>& cache,
-                               const std::vector<uint64_t>& host) override {
-    return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
+  const std::vector<CopyMethod>& copy_methods() const override {
+    static const std::vector<CopyMethod> methods{CopyMethod::kGeneric};
+    return methods;
   }
-  // Only a driver knows the memory of a device, and torch does not ask it.
-  void check_addresses(const FragmentList&) override {}
-  void register_host(void*, uint64_t) override { refuse_registration(); }
-  void unregister_host(void*) override { refuse_registration(); }
-  bool is_pinned(const void*) override { refuse_registration(); }
-
-  const std::vector<CopyMethod>& copy_methods() const override { return methods_; }
-  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
-                                      const Environment& environment) override;
+  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host) override;
 
  private:
   friend class QueuedCopier;
@@ -133,10 +116,8 @@ class QueuedDevice final : public Device {
   void append(Commands command, const std::unique_lock<std::mutex>&) noexcept;
   // Waits until this record of the event has happened. False when the device is lost.
   bool wait_until_happened(const QueuedEvent& event);
-  [[noreturn]] void refuse_registration() const;
 
   const std::string name_;
-  const std::vector<CopyMethod> methods_;
   std::mutex mutex_;
   std::condition_variable work_;      // there is a command, or stop() or wake() was called
   std::condition_variable happened_;  // an event has happened, or the device is lost
@@ -149,6 +130,6 @@ class QueuedDevice final : public Device {
 };
 
 // Makes the device with this index. Each index is used once. Throws ValueError otherwise.
-QueuedDevice& make_queued_device(int index, const std::string& name, bool has_batch);
+QueuedDevice& make_queued_device(int index, const std::string& name);
 
 }  // namespace kvswap

@@ -34,8 +34,6 @@ class Encoding : public Packing {
   virtual void check_slots(const Slabs& host) const = 0;
   // Null if no slot is ever rejected. Otherwise a copy writes the state of each rejected one.
   virtual const Rejection* rejection(bool is_store) const = 0;
-  // Adds what a copy reads and writes at least.
-  virtual void add_fragments(FragmentList& fragments, const PagedCopy& copy) const = 0;
   // Copies by the CPU, between host addresses.
   virtual void copy_on_host(const PagedCopy& copy) const = 0;
   // The table for a GPU, whose context is current. Null if its kernels cannot copy between these

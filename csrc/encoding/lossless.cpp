@@ -176,21 +176,6 @@ class LosslessEncoding : public Encoding {
     return fragments;
   }
 
-  // An encoded tile has three quarters of its bytes. Of the GPU's, these are the last ones.
-  void add_fragments(FragmentList& fragments, const PagedCopy& copy) const override {
-    const auto [begin, end] = format_.tiles_of(copy.slabs);
-    for (size_t i = 0; i < copy.count; ++i) {
-      for (uint32_t number = begin; number < end; ++number) {
-        const SlotFormat::Tile& tile = format_.tiles()[number];
-        const uint64_t bytes = encoded_bytes(tile.bytes);
-        const uint64_t tile_end =
-            copy.gpu->address(tile.slab, copy.blocks[i]) + tile.offset_in_slab + tile.bytes;
-        const uint64_t in_slot = copy.host_address(i) + tile.offset;
-        fragments.add(copy.fragment(i, tile_end - bytes, in_slot, bytes), /*merge=*/false);
-      }
-    }
-  }
-
   void copy_on_host(const PagedCopy& copy) const override {
     const std::vector<SlotTile> tiles = tiles_in(*copy.gpu, format_.tiles());
     const SlotTiles all{tiles.data(), format_.tile_count(), format_.max_escapes()};

@@ -163,13 +163,9 @@ class RawEncoding : public Encoding {
     return fragments;
   }
 
-  void add_fragments(FragmentList& fragments, const PagedCopy& copy) const override {
-    kvswap::add_fragments(fragments, copy.block_copy(), copy.slabs);
-  }
-
   void copy_on_host(const PagedCopy& copy) const override {
     FragmentList fragments(0);
-    add_fragments(fragments, copy);
+    add_fragments(fragments, copy.block_copy(), copy.slabs);
     kvswap::copy_on_host(fragments);
   }
 

@@ -33,7 +33,7 @@ Channel::Channel(int number, Device& device)
   try {
     stream_ = device_.create_stream();
     event_stream_ = device_.create_stream();
-    copier_ = device_.make_copier(stream_, number_ == kStores, environment_);
+    copier_ = device_.make_copier(stream_, number_ == kStores);
   } catch (...) {
     close();
     throw;
@@ -163,7 +163,6 @@ void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t
                    uint64_t bytes) {
   for (; !transfer.is_enqueued(); ++transfer.layer_group, transfer.next = {}) {
     list_copies(transfer, transfer.layer_group, groups, layers);
-    if (environment_.check_addresses) check_addresses();
     const Stream end =
         copier_->copy(part_copies_, transfer.start, any_is_pageable(groups), transfer.next, bytes);
     if (transfer.next.part < part_copies_.size()) return;
@@ -188,12 +187,6 @@ void Channel::list_copies(const Transfer& transfer, int layer_group,
          &group.runs,
          part.is_head_or_tail});
   }
-}
-
-void Channel::check_addresses() const {
-  FragmentList fragments(0);
-  for (const PartCopy& part : part_copies_) part.encoding->add_fragments(fragments, part);
-  device_.check_addresses(fragments);
 }
 
 bool Channel::has_ended(Transfer& transfer) const {

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "device/device.h"
-#include "environment.h"
 #include "event_pool.h"
 #include "offload/group.h"
 #include "offload/job.h"
@@ -107,13 +106,11 @@ class Channel {
   // Sets part_copies_ to the parts of the transfer, for one layer group.
   void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
                    int64_t layers);
-  void check_addresses() const;
   void take_states(Transfer& transfer, const std::vector<Group>& groups);
   void give_events(Transfer& transfer) noexcept;
 
   const int number_;
   Device& device_;
-  const Environment environment_;
   Stream stream_ = nullptr;        // the channel copies on it
   Stream event_stream_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;

@@ -25,17 +25,6 @@ constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
 // leaves the SMs alone in between (H200).
 constexpr double kMaxKernelBytes = 4 << 20;
 
-// Seconds for a fragment of this size, interpolated between the powers of two around it.
-double fragment_seconds(const double* table, double bytes) {
-  const double place = std::log2(bytes / 512);
-  const double last = CopyMethodCosts::kFragmentSizes - 1;
-  if (place <= 0) return table[0];
-  if (place >= last) return table[CopyMethodCosts::kFragmentSizes - 1] * std::exp2(place - last);
-  const auto below = static_cast<size_t>(place);
-  const double share = place - static_cast<double>(below);
-  return table[below] * (1 - share) + table[below + 1] * share;
-}
-
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
 // Beside kernels that hold all SMs, a kernel waits for SMs, and copy engines do not. A transfer
@@ -101,6 +90,15 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 
 }  // namespace
 
+double fragment_seconds(const std::vector<std::pair<double, double>>& known, double bytes) {
+  if (known.empty() || bytes <= known.front().first) return known.empty() ? 0 : known[0].second;
+  const auto above = std::upper_bound(known.begin(), known.end(), std::pair(bytes, -1.0));
+  const auto [size, seconds] = *std::prev(above);
+  if (above == known.end()) return seconds * bytes / size;
+  const double share = std::log2(bytes / size) / std::log2(above->first / size);
+  return seconds * (1 - share) + above->second * share;
+}
+
 MethodChooser::MethodChooser(const CopyMethodOptions& options,
                              const std::vector<CopyMethod>& available,
                              const std::vector<Group>& groups)
@@ -124,7 +122,7 @@ MethodChooser::MethodChooser(const CopyMethodOptions& options,
         const bool calls_for_each_run = method == static_cast<int>(CopyMethod::kStrided);
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(fitted.runs);
         costs.block_seconds +=
-            slabs * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / slabs);
+            slabs * fragment_seconds(costs.fragments, fitted.block_bytes / slabs);
         fitted.costs[direction][method] = costs;
       }
     }

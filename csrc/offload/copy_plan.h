@@ -14,6 +14,11 @@
 
 namespace kvswap {
 
+// Seconds for a fragment of this size, from `known` sizes in bytes and their seconds, ascending:
+// interpolated in the logarithm of the size, constant below the smallest size, and proportional to
+// the size above the largest one. 0 if no size is known.
+double fragment_seconds(const std::vector<std::pair<double, double>>& known, double bytes);
+
 // Chooses the copy method of a group's blocks: of those available, the one predicted to be fastest.
 class MethodChooser {
  public:

@@ -29,20 +29,12 @@ uint64_t Group::link_bytes(int layer_groups, int64_t num_layers) const {
 }
 
 Group read_group(const GroupLayout& from, Device& device) {
-  Group group;
-  group.number = from.number;
+  Group group{from, {}, {}};
   group.gpu.bases = from.gpu_bases;
   group.gpu.strides = from.gpu_strides;
   group.host.bases = from.host_bases;
   group.host.strides = from.host_strides;
   group.gpu.sizes = group.host.sizes = from.sizes;
-  group.layers = from.layers;
-  group.num_blocks = from.num_blocks;
-  group.num_pages = from.num_pages;
-  group.blocks_per_page = from.blocks_per_page;
-  group.block_space = from.block_space;
-  group.slot_space = from.slot_space;
-  group.ready_range = from.ready_range;
   group.host.chunk_blocks = &from.ready_range->chunk_blocks();
   Allocations found = device.find_allocations(group.gpu.bases, group.host.bases);
   group.host.allocations = std::move(found.host);
@@ -60,7 +52,6 @@ Group read_group(const GroupLayout& from, Device& device) {
   }
   for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
   group.runs = equidistant_runs(group.gpu, group.host);
-  group.encoding = from.encoding;
   group.encoding->check_slots(group.host);
   return group;
 }

@@ -17,35 +17,32 @@ inline int64_t layer_group_of(int64_t layer, int layer_groups, int64_t num_layer
   return layer * layer_groups / num_layers;
 }
 
-// A layout and its host pool, as Python describes them. The lists have an item for each slab.
-// gpu_storages: where the storage of each slab's tensor begins.
-struct GroupLayout {
-  std::vector<uint64_t> gpu_bases, gpu_strides, gpu_storages, sizes, host_bases, host_strides;
-  std::vector<int64_t> layers;
-  int64_t num_blocks, num_pages, blocks_per_page;
-  int block_space, slot_space;
-  std::shared_ptr<const Encoding> encoding;  // of the slots of host pages
-  std::shared_ptr<const ReadyRange> ready_range;
-  int64_t number = 0;  // in commands of a queued device
-};
-
 // A layout and its host pool, for layers that share their blocks: those of one kind of attention or
 // state. A layer group is something else: a range of the model's layers, of all groups. A host page
 // has `blocks_per_page` slots, each for one block.
-struct Group {
-  int64_t number = 0;  // GroupLayout::number
-  Slabs gpu, host;
+struct GroupShape {
   std::vector<int64_t> layers;  // the model's layer of each slab, ascending
-  int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
+  int64_t num_blocks, num_pages, blocks_per_page;
   // Groups with equal block_space share their blocks: an id is the same memory in all of them. The
   // same holds for slot_space and slots.
-  int block_space = 0, slot_space = 0;
+  int block_space, slot_space;
+  std::shared_ptr<const Encoding> encoding;       // of the slots of host pages
   std::shared_ptr<const ReadyRange> ready_range;  // of the pool
+  int64_t number = 0;                             // in commands of a queued device
+};
+
+// As Python describes a group. The lists have an item for each slab. gpu_storages: where the
+// storage of each slab's tensor begins.
+struct GroupLayout : GroupShape {
+  std::vector<uint64_t> gpu_bases, gpu_strides, gpu_storages, sizes, host_bases, host_strides;
+};
+
+struct Group : GroupShape {
+  Slabs gpu, host;
   bool host_is_pageable = false;
-  uint64_t block_bytes = 0;                  // in all slabs
-  std::shared_ptr<const Encoding> encoding;  // of the slots of host pages
-  std::vector<SlabRun> runs;                 // of slabs at equal distances
-  std::shared_ptr<PackTable> table;          // for the kernels; null if they cannot be used
+  uint64_t block_bytes = 0;          // in all slabs
+  std::vector<SlabRun> runs;         // of slabs at equal distances
+  std::shared_ptr<PackTable> table;  // for the kernels; null if they cannot be used
 
   // Whether a copy can end without some of its blocks, as slot states say.
   bool can_reject() const { return encoding->rejection(/*is_store=*/true) != nullptr; }

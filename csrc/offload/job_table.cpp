@@ -39,21 +39,17 @@ bool fails_readers(const Job& source) {
 }  // namespace
 
 JobTable::JobTable(const std::vector<Group>& groups) {
-  std::vector<int64_t> blocks, slots;  // how many, by space
+  rebind(make_block_records(groups));
+  std::vector<int64_t> slots;  // how many, by space
   for (const Group& group : groups) {
-    block_space_.push_back(group.block_space);
     slot_space_.push_back(group.slot_space);
     blocks_per_page_.push_back(group.blocks_per_page);
-    blocks.resize(std::max<size_t>(blocks.size(), group.block_space + 1));
     slots.resize(std::max<size_t>(slots.size(), group.slot_space + 1));
-    int64_t& of_blocks = blocks[group.block_space];
-    int64_t& of_slots = slots[group.slot_space];
-    of_blocks = std::max(of_blocks, group.num_blocks);
-    of_slots = std::max(of_slots, group.num_pages * group.blocks_per_page);
+    int64_t& of_space = slots[group.slot_space];
+    of_space = std::max(of_space, group.num_pages * group.blocks_per_page);
   }
   first_slot_.push_back(0);
   for (const int64_t count : slots) first_slot_.push_back(first_slot_.back() + count);
-  for (const int64_t count : blocks) latest_at_block_.emplace_back(count, kNoJobs);
   for (const int64_t count : slots) latest_at_slot_.emplace_back(count, kNoJobs);
   invalid_.resize(first_slot_.back());
 }

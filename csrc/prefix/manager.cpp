@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <string>
 
 #include "check.h"
@@ -70,10 +69,9 @@ int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) 
   return id;
 }
 
-std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, bool keep,
-                                                  Assigned& assigned, bool wait) {
+std::optional<Stored> BlockManager::prepare_store(const Keys& keys, bool keep, Assigned& assigned,
+                                                  bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
-  expire(now, wait);
   check_distinct(keys);
   find_pages(keys, true);
   if (!has_room(keys, keep)) return std::nullopt;
@@ -90,7 +88,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   const Stored stored{next_id(), keep ? next_id() : 0};
   const auto reservation = reservations_.emplace(stored.reservation, Reservation{true, {}}).first;
   try {
-    if (keep) leases_.emplace(stored.lease, Lease{{}, INFINITY});
+    if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
   } catch (...) {
     reservations_.erase(reservation);
     throw;
@@ -110,7 +108,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   if (keep) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
     kept = pins;
-    leases_.find(stored.lease)->second.pins = std::move(kept);
+    leases_.find(stored.lease)->second = std::move(kept);
   }
   reservation->second.pins = std::move(pins);
   if (written > 0) return stored;
@@ -208,37 +206,12 @@ void BlockManager::order(const Keys& keys, bool renew, bool wait) {
   }
 }
 
-int64_t BlockManager::lease(const Keys& keys, double now, double seconds, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
-  expire(now, wait);
-  find_pages(keys, true);
-  if (std::find(found_pages_.begin(), found_pages_.end(), kNone) != found_pages_.end()) return 0;
-  const int64_t id = next_id();
-  std::vector<Pin> pins;
-  pins.reserve(found_pages_.size());
-  size_t at = 0;
-  for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int64_t i = 0; i < keys.counts[g]; ++i) pins.push_back({g, found_pages_[at++], false});
-  }
-  const auto kept = leases_.emplace(id, Lease{std::move(pins), now + seconds}).first;
-  try {
-    if (std::isfinite(kept->second.end)) lease_ends_.emplace(kept->second.end, id);
-  } catch (...) {
-    leases_.erase(kept);
-    throw;
-  }
-  for (const Pin& pin : kept->second.pins) groups_[pin.group].pages->hold(pin.page);
-  return id;
-}
-
 bool BlockManager::release(int64_t id, bool wait) {
   const auto lock = lock_for(0, wait);
   const auto found = leases_.find(id);
   if (found == leases_.end()) return false;
-  const Lease& lease = found->second;
-  if (!wait && lease.pins.size() > kFewKeys) throw Busy{};
-  release_all(lease.pins);
-  lease_ends_.erase({lease.end, id});
+  if (!wait && found->second.size() > kFewKeys) throw Busy{};
+  release_all(found->second);
   leases_.erase(found);
   return true;
 }
@@ -248,7 +221,6 @@ void BlockManager::reset() {
   std::vector<std::unique_ptr<Pages>> pages;
   for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
   decltype(leases_) leases;
-  decltype(lease_ends_) ends;
   const std::lock_guard lock(mutex_);
   for (size_t g = 0; g < groups_.size(); ++g) {
     pages[g]->take_over(*groups_[g].pages);
@@ -258,24 +230,12 @@ void BlockManager::reset() {
     for (const Pin& pin : reservation.pins) groups_[pin.group].pages->keep_held(pin.page);
   }
   leases_.swap(leases);
-  lease_ends_.swap(ends);
   events_.record(BlockEventKind::kCleared, -1, {});
 }
 
 void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
-}
-
-void BlockManager::expire(double now, bool wait) {
-  for (size_t visits = 0; !lease_ends_.empty() && lease_ends_.begin()->first <= now;) {
-    const auto lease = leases_.find(lease_ends_.begin()->second);
-    visits += 1 + lease->second.pins.size();
-    if (!wait && visits > kFewKeys) throw Busy{};
-    release_all(lease->second.pins);
-    leases_.erase(lease);
-    lease_ends_.erase(lease_ends_.begin());
-  }
 }
 
 size_t BlockManager::num_keys(const Keys& keys) const {
@@ -441,10 +401,9 @@ size_t BlockManager::take_events(BlockEvent* events, size_t capacity) {
   return events_.take(events, capacity);
 }
 
-void BlockManager::stats(size_t group, double now,
+void BlockManager::stats(size_t group,
                          const std::function<void(const Counters&, const Pages&)>& read) {
   const std::lock_guard lock(mutex_);
-  expire(now, true);
   read(groups_.at(group).counters, *groups_.at(group).pages);
 }
 

@@ -4,7 +4,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -83,8 +82,7 @@ class BlockManager {
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
   // nullopt. keep: ignores the store threshold, and leases all keys until release().
-  std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, Assigned& assigned,
-                                      bool wait);
+  std::optional<Stored> prepare_store(const Keys& keys, bool keep, Assigned& assigned, bool wait);
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their
   // positions among the pages that the reservation was made for, ascending.
@@ -95,9 +93,7 @@ class BlockManager {
   // and all of them after the blocks of other keys. Does not count as a use. Pages that are held
   // take their place when they are released.
   void order(const Keys& keys, bool renew, bool wait);
-  // Holds the pages of all keys for some seconds. Returns the lease; 0 if some key is not cached.
-  int64_t lease(const Keys& keys, double now, double seconds, bool wait);
-  // Ends a lease. False if it had ended already.
+  // Ends a lease of prepare_store(). False if it had ended already.
   bool release(int64_t lease, bool wait);
   // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
@@ -107,8 +103,7 @@ class BlockManager {
   std::vector<std::pair<size_t, size_t>> needed_blocks(int64_t units) const;
 
   // Calls read(counters, pages) of a group.
-  void stats(size_t group, double now,
-             const std::function<void(const Counters&, const Pages&)>& read);
+  void stats(size_t group, const std::function<void(const Counters&, const Pages&)>& read);
 
  private:
   // A page that a reservation or a lease holds.
@@ -121,10 +116,6 @@ class BlockManager {
   struct Reservation {
     bool is_store;
     std::vector<Pin> pins;  // in the order of the keys
-  };
-  struct Lease {
-    std::vector<Pin> pins;
-    double end;  // INFINITY: only release() ends it
   };
   struct Group {
     GroupOptions options;
@@ -155,8 +146,6 @@ class BlockManager {
   // Throws unless these are ascending positions of pages that the reservation was made for.
   static void check_rejected(const Reservation& reservation, const std::vector<int64_t>& rejected);
   void release_all(const std::vector<Pin>& pins);
-  // Ends the leases that are over.
-  void expire(double now, bool wait);
 
   std::mutex mutex_;
   BlockEventQueue events_;
@@ -165,8 +154,7 @@ class BlockManager {
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;
   std::unordered_map<int64_t, Reservation> reservations_;
-  std::unordered_map<int64_t, Lease> leases_;
-  std::set<std::pair<double, int64_t>> lease_ends_;  // `end` and number of each finite lease
+  std::unordered_map<int64_t, std::vector<Pin>> leases_;
   // Of the call that is running; kept for their memory.
   std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
   // assigned_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().

@@ -408,88 +408,6 @@ def test_a_copy_to_another_device_is_in_the_order_of_both(accelerator):
     assert far.tolist() == [3] * 4
 
 
-# What drivers of vendors have.
-
-
-def copy_batch(accelerator: Accelerator, dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copies row by row."""
-    row_bytes = dst[0].nbytes
-    starts = torch.arange(len(dst)) * row_bytes
-    sizes = torch.full((len(dst),), row_bytes)
-    accelerator.copy_batch(starts + dst.data_ptr(), starts + src.data_ptr(), sizes, current())
-
-
-@pytest.mark.parametrize("to_host", [False, True])
-@on_fake_accelerator
-def test_a_batch_copies_addresses_when_its_stream_gets_there(accelerator, to_host):
-    cache, page = (tensor.view(8, 8) for tensor in device_and_page())
-    before = accelerator.counters()
-    dst, src = (page, cache) if to_host else (cache, page)
-    with accelerator.hold(current()):
-        copy_batch(accelerator, dst, src)
-        assert "batch of 8 copies" in accelerator.pending()
-        page.fill_(3)
-    after = accelerator.counters()
-    current().synchronize()
-    assert torch.equal(dst.cpu(), torch.full((8, 8), 1 if to_host else 3))
-    moved = "to_host" if to_host else "to_device"
-    assert getattr(after, f"bytes_{moved}") - getattr(before, f"bytes_{moved}") == 512
-    assert after.calls["batch"] == 1
-
-
-@on_fake_accelerator
-def test_a_batch_refuses_addresses_of_no_known_memory(accelerator):
-    cache, page = device_and_page()
-    with pytest.raises(
-        RuntimeError, match=r"dst\[0\]: 8 bytes at 0x.* neither device memory nor pinned"
-    ):
-        copy_batch(accelerator, page.clone(), cache)
-    address, size = torch.tensor([cache.data_ptr()]), torch.tensor([cache.nbytes + 1])
-    page = torch.zeros(NUM_VALUES + 1, dtype=torch.int64).pin_memory()
-    with pytest.raises(RuntimeError, match=r"src\[0\]: 513 bytes at 0x.* not in one allocation"):
-        accelerator.copy_batch(torch.tensor([page.data_ptr()]), address, size, current())
-    with pytest.raises(RuntimeError, match=r"dst\[0\]: 8 bytes at 0x.* another device"):
-        copy_batch(accelerator, torch.zeros(1, dtype=torch.int64, device=f"{DEVICE_TYPE}:1"), page)
-    with pytest.raises(RuntimeError, match="copy 0 is not between host and device"):
-        copy_batch(accelerator, cache, cache)
-    assert accelerator.counters().calls["batch"] == 0
-
-
-@on_fake_accelerator
-def test_memory_of_the_program_is_pinned_until_it_is_unpinned(accelerator):
-    page, cache = torch.zeros(NUM_VALUES, dtype=torch.int64), device_and_page()[0]
-    accelerator.pin(0, page.data_ptr(), page.nbytes)
-    assert page.is_pinned()
-    with accelerator.hold(current()):
-        page.copy_(cache, non_blocking=True)
-        assert values(page) == {0}
-    torch.accelerator.synchronize()
-    assert values(page) == {1}
-    with pytest.raises(RuntimeError, match="some of these 8 bytes are pinned already"):
-        accelerator.pin(0, page.data_ptr() + 8, 8)
-    accelerator.unpin(page.data_ptr())
-    assert not page.is_pinned()
-    with pytest.raises(RuntimeError, match="no memory was pinned at this address"):
-        accelerator.unpin(page.data_ptr())
-
-
-@pytest.mark.parametrize("batch", [False, True])
-@on_fake_accelerator
-def test_memory_that_is_unpinned_under_a_copy_is_told(accelerator, batch):
-    page, cache = torch.zeros(NUM_VALUES, dtype=torch.int64), device_and_page()[0]
-    accelerator.pin(0, page.data_ptr(), page.nbytes)
-    with accelerator.hold(current()):
-        if batch:
-            copy_batch(accelerator, page, cache)
-        else:
-            page.copy_(cache, non_blocking=True)
-        accelerator.unpin(page.data_ptr())
-    with pytest.raises(RuntimeError, match="it uses host memory that was unpinned before"):
-        torch.accelerator.synchronize()
-    assert values(page) == {0}
-    assert accelerator.take_error() != ""
-
-
 # Memory.
 
 
@@ -662,11 +580,9 @@ def test_each_call_can_fail(accelerator, call):
         with pytest.raises(RuntimeError, match=f"{call} call .* fails, as the test wants"):
             {
                 "allocate": lambda: torch.empty(1, device=DEVICE_TYPE),
-                "batch": lambda: copy_batch(accelerator, page, cache),
                 "copy": lambda: page.copy_(cache, non_blocking=True),
                 "create_stream": lambda: torch.Stream(DEVICE_TYPE),
                 "kernel": lambda: cache.add_(1),
-                "pin": lambda: accelerator.pin(0, page.data_ptr(), page.nbytes),
                 "query": recorded.query,
                 "record": recorded.record,
                 "synchronize": recorded.synchronize,

@@ -5,22 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_accelerator import DEVICE_TYPE, Accelerator
-from fake_backend import PinningBackend
+from fake_accelerator import Accelerator
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Accelerated
 from queued_devices import on_queued_device
 
-from torch_kvswap.devices import register_device_backend
 
-
-@pytest.mark.parametrize("method", ["generic", "batch"])
 @on_queued_device
-def test_random_jobs_leave_the_bytes_of_the_model(accelerator: Accelerator, method: str) -> None:
-    if method == "batch":
-        register_device_backend(DEVICE_TYPE, PinningBackend(accelerator))
-
+def test_random_jobs_leave_the_bytes_of_the_model(accelerator: Accelerator) -> None:
     def make(seed: int) -> Scenario:
         return Scenario(Accelerated(accelerator, seed), seed)
 

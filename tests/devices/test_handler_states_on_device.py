@@ -121,7 +121,7 @@ class Machine(HandlerMachine):
         queue = queue_of(self.handler)
         if self.is_lost:
             return
-        assert in_time(lambda: not queue.has_commands)
+        assert in_time(lambda: queue.commands.is_empty)
         assert (queue.records, queue._streams) == ({}, {})
         torch.accelerator.synchronize()
         assert self.accelerator.pending() == ""

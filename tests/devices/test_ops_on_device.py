@@ -7,7 +7,7 @@ from fake_accelerator import DEVICE_TYPE, on_fake_accelerator
 from torch.library import opcheck
 
 from torch_kvswap import ops
-from torch_kvswap.devices import generic_ops
+from torch_kvswap.devices import blocks, generic_ops
 
 OPS = torch.ops.torch_kvswap
 FIRST, SECOND = f"{DEVICE_TYPE}:0", f"{DEVICE_TYPE}:1"
@@ -94,9 +94,9 @@ def test_ids_and_staging_memory_may_be_used_again_before_the_copy_runs(accelerat
 
 @on_fake_accelerator
 def test_a_default_device_does_not_change_how_ids_are_copied(accelerator):
-    generic_ops._can_pin.cache_clear()
+    blocks.can_pin.cache_clear()
     with torch.device(DEVICE_TYPE):
-        assert generic_ops._can_pin(DEVICE_TYPE)
+        assert blocks.can_pin(DEVICE_TYPE)
 
 
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
@@ -232,13 +232,13 @@ def test_errors_name_the_device(accelerator):
 
 
 @on_fake_accelerator
-def test_a_copy_of_addresses_is_refused_without_a_vendors_call(accelerator):
+def test_a_copy_of_addresses_is_refused(accelerator):
     src, dst = torch.ones(4, device=DEVICE_TYPE), torch.zeros(4)
     addresses = [torch.tensor([tensor.data_ptr()]) for tensor in (src, dst)]
     assert message_of(lambda: ops.swap_blocks_batch(*addresses, torch.tensor([16]))) == (
-        "torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for "
-        "fakeaccel, the accelerator of this process; use swap_blocks or swap_kv_blocks, which take "
-        "tensors of any device"
+        "torch_kvswap::swap_blocks_batch: the accelerator of this process is fakeaccel, whose "
+        "addresses only torch knows; use swap_blocks or swap_kv_blocks, which take tensors of any "
+        "device"
     )
     assert not dst.any()
 

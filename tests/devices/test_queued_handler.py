@@ -21,7 +21,7 @@ from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 def let_it_run(rows: Rows) -> None:
     """Every command was carried out."""
     queue = queue_of(rows.handler)
-    assert in_time(lambda: not queue.has_commands)
+    assert in_time(lambda: queue.commands.is_empty)
 
 
 # Bytes

@@ -61,12 +61,7 @@ pop context
     )
 
 
-@pytest.mark.parametrize(
-    ("environment", "calls"),
-    [({}, [32, 32, 32, 32, 12]), ({"KVSWAP_BATCH_LIMIT": "100"}, [100, 40])],
-    ids=["default", "of the environment"],
-)
-def test_more_fragments_than_the_limit_go_in_several_calls(environment, calls):
+def test_more_fragments_than_the_limit_go_in_several_calls():
     def body(driver):
         gpu, host = driver.memory(4096, DEVICE), driver.memory(4096, HOST)
         host.random_(0, 256)
@@ -77,9 +72,11 @@ def test_more_fragments_than_the_limit_go_in_several_calls(environment, calls):
         print(driver.log(), end="")
         print(torch.equal(gpu[:2240].view(-1, 16)[:, :8], host[:2240].view(-1, 16)[:, :8]))
 
-    batches = [f"batch of {count} on stream 70, source order 1 from 0" for count in calls]
+    batches = [
+        f"batch of {count} on stream 70, source order 1 from 0" for count in (32, 32, 32, 32, 12)
+    ]
     expected = ["push context of device 0", *batches, "pop context", "True", ""]
-    assert simulated_driver.run(body, **environment) == "\n".join(expected)
+    assert simulated_driver.run(body) == "\n".join(expected)
 
 
 def copy_two_fragments(driver):
@@ -341,9 +338,7 @@ torch_kvswap::swap_blocks_batch: process N was forked from process N, which used
     )
 
 
-@pytest.mark.parametrize(
-    "variable", ["KVSWAP_BATCH", "KVSWAP_BATCH_LIMIT", "KVSWAP_CHECK_ADDRESSES"]
-)
+@pytest.mark.parametrize("variable", ["KVSWAP_BATCH", "KVSWAP_CHECK_ADDRESSES"])
 def test_an_environment_variable_that_says_nothing_known_is_refused(variable):
     def body(driver):
         gpu = driver.memory(64, DEVICE)

@@ -239,7 +239,6 @@ class Loads:
     block_bytes: int = 64  # in each layer
     blocks: int = 1
     staging_mib: int = 64
-    batch_limit: int = 32
 
 
 @pytest.mark.parametrize(
@@ -255,9 +254,6 @@ class Loads:
         pytest.param(
             Loads("batch", [range(i, i + 8) for i in (0, 8, 16, 24)], layer_groups=8, blocks=64),
             id="fewer layer groups than layers",
-        ),
-        pytest.param(
-            Loads("batch", layer_groups=1, blocks=32, batch_limit=4), id="batches of four"
         ),
         pytest.param(
             Loads("staged", [range(4)], layer_groups=4, block_bytes=9 << 20),
@@ -278,11 +274,9 @@ def test_a_channel_gives_the_driver_about_as_much_as_its_queue_takes(
     whole = torch.zeros((num_rows, loads.blocks, loads.block_bytes), dtype=torch.uint8)
     layouts = [on_device(driver, whole, [whole[i] for i in rows]) for rows in loads.layouts]
     pools = [pool(driver, layout, loads.blocks) for layout in layouts]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_BATCH_LIMIT", str(loads.batch_limit))
-        handler = CallerSubmits(
-            layouts, pools, copy_method=loads.method, staging_bytes=loads.staging_mib << 20
-        )
+    handler = CallerSubmits(
+        layouts, pools, copy_method=loads.method, staging_bytes=loads.staging_mib << 20
+    )
     driver.set_mode("manual")
     ids = [list(range(loads.blocks))] * len(layouts)
     with handler:

@@ -29,7 +29,7 @@ from simulated_cache import (
     needs_kernels,
     run_until,
 )
-from simulated_driver import DEVICE, Driver, place, run, simulated, without_cuda
+from simulated_driver import Driver, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.copy_method import CopyMethodCosts
@@ -212,29 +212,6 @@ record event 13 on kernels
 record event 9 on kernels
 """,
         )
-
-
-@pytest.mark.parametrize("checks", [True, False])
-@needs_kernels
-@simulated
-def test_addresses_of_encoded_blocks_are_checked_when_asked(driver: Driver, checks: bool) -> None:
-    layout = PagedLayout([(1 + torch.rand(4, VALUES)).bfloat16()])
-    # Its third block leaves the device's memory in its last byte.
-    driver.adopt(layout.tensors[0].view(-1).view(torch.uint8)[: 3 * 2 * VALUES - 1], DEVICE)
-    layout.device = torch.device("cuda", 0)
-    pool = HostPool(layout, 4, encoding="lossless")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSWAP_CHECK_ADDRESSES", str(int(checks)))
-        handler = OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES)
-    with handler:
-        for number, block in enumerate([0, 2]):
-            handler.store(gpu_block_ids=[block], page_ids=[number], after=())
-            handler.load(page_ids=[number], gpu_block_ids=[block], after=())
-        drain(handler)
-        results = {result.job_id: result for result in handler.poll()}
-        assert [results[job].ok for job in range(4)] == [True, True, not checks, not checks]
-        if checks:
-            assert re.search("only the first 3071 lie in memory", str(results[2].error))
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -258,11 +258,11 @@ def test_a_handler_that_cannot_be_made_leaves_no_streams(driver: Driver) -> None
     layout = place(driver, make_layout())
     streams = driver.live("streams")
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("torch knows no such device")
 
     with pytest.MonkeyPatch.context() as patch, HostPool(layout, 8) as pool:
-        patch.setattr("torch_kvswap.offload.handler.warn_of_unified_memory", fail)
+        patch.setattr(HostPool, "_register_user", fail)
         assert "no such device" in error_text(OffloadHandler, layout, pool)
     gc.collect()
     assert driver.live("streams") == streams

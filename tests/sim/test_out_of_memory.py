@@ -431,7 +431,6 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
     "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
     "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
     "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
-    "lease": lambda manager: manager.lease(["a", "b"], 60),
 }
 
 

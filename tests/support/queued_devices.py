@@ -27,16 +27,12 @@ def on_queued_device(body: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(body)
     def with_new_queue(accelerator: Accelerator, **arguments: object) -> None:
-        from torch_kvswap.devices import backend
-
         forget_queues()
-        backend._registered.clear()
         try:
             body(accelerator, **arguments)
         finally:
             gc.collect()  # handlers are closed while their queue works
             forget_queues()
-            backend._registered.clear()
 
     return on_fake_accelerator(with_new_queue)
 

@@ -161,8 +161,6 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
     for name, member in (item for cls in own for item in vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
-        if name == "__init__" and getattr(thing, "_is_protocol", False):
-            continue  # typing's own
         function = member.fget if isinstance(member, property) else getattr(thing, name)
         if inspect.isroutine(function):
             yield f"{thing.__name__}.{name}", inspect.signature(function)
@@ -172,7 +170,7 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
 CALLERS_OWN = {"Result.__init__": "tag"}
 
 
-PACKAGES = (kvs, kvs.devices, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
+PACKAGES = (kvs, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
 PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
 
 

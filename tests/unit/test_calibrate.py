@@ -40,7 +40,8 @@ def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Measure:
     def measure(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> Seconds:
         of_method = costs[direction, copy_method]
         submit = ANY_CALL + submit_seconds(of_method, copy_method, slabs, blocks)
-        return Seconds(of_method.seconds(blocks, slabs, size), submit)
+        fragments = blocks * slabs * of_method.fragment_seconds(size)
+        return Seconds(of_method.start + blocks * of_method.block + fragments, submit)
 
     return measure
 

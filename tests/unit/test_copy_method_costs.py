@@ -42,16 +42,6 @@ def test_a_size_in_between_lies_between_its_neighbours() -> None:
     assert [costs.fragment_seconds(size) for size in sizes] == [1.0, 1.0, 2.0, 3.0, 6.0]
 
 
-def test_a_transfer_is_the_start_the_blocks_and_the_fragments() -> None:
-    costs = CopyMethodCosts(100.0, 10.0, 7.0, 8.0, {512: 1.0})
-    assert costs.seconds(3, 4, 512) == 100 + 3 * 10 + 12
-
-
-def test_the_native_table_has_the_same_costs() -> None:
-    expected = [COSTS["load"]["strided"].fragment_seconds(512 << power) for power in range(14)]
-    assert COSTS["load"]["strided"].native() == (1e-5, 2e-6, 3e-6, 4e-6, expected)
-
-
 def test_json_gives_back_what_it_was_given() -> None:
     costs = COSTS["load"]["strided"]
     again = CopyMethodCosts.from_json(json.loads(json.dumps(costs.to_json())))

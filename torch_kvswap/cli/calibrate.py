@@ -15,7 +15,7 @@ import torch
 from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.copy_method import CopyMethodCosts, cache_files, write_costs
-from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.kind import is_native
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 

@@ -16,8 +16,7 @@ import torch
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import read_costs
-from torch_kvswap.devices.backend import is_native
-from torch_kvswap.devices.capabilities import capabilities
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
 from torch_kvswap.integrations import transformers
@@ -69,12 +68,10 @@ def _scattered_copies() -> Finding:
     if not native.driver_has_batch():
         return Finding("one call per fragment: the driver is older than CUDA 12.8")
     try:
-        limit = native.batch_limit()
-    except (RuntimeError, ValueError) as error:
+        is_on = native.batch_is_on()
+    except ValueError as error:
         return Finding(f"none: {error}", is_fault=True)
-    if limit == 0:
-        return Finding("one call per fragment: KVSWAP_BATCH=0")
-    return Finding(f"cuMemcpyBatchAsync, {limit} fragments a call")
+    return Finding("cuMemcpyBatchAsync" if is_on else "one call per fragment: KVSWAP_BATCH=0")
 
 
 def _gpus() -> dict[str, str]:
@@ -130,7 +127,7 @@ def _host_memory() -> str:
 def _encodings() -> str:
     """How host pages can be encoded, and what that gains."""
     gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
-    if capabilities("cuda").kernels:
+    if 0 < native.kernel_version() // 1000 <= native.driver_version() // 1000:
         where = "the CPU and CUDA"
     elif not native.driver_version():
         where = "the CPU only: there is no CUDA driver"
@@ -139,13 +136,12 @@ def _encodings() -> str:
     return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
 
 
-def _devices() -> dict[str, Finding]:
-    """What each type of device has that this process may use."""
-    types = {"cuda"} if is_native("cuda") and native.driver_version() else set()
+def _accelerator() -> dict[str, Finding]:
+    """An accelerator that PyTorch drives, if this process has one."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        types.add(accelerator.type)
-    return {f"device {kind}": Finding(str(capabilities(kind))) for kind in sorted(types)}
+    if accelerator is None or is_native(accelerator.type):
+        return {}
+    return {f"device {accelerator.type}": Finding("driven by PyTorch")}
 
 
 def report() -> dict[str, Finding]:
@@ -160,7 +156,7 @@ def report() -> dict[str, Finding]:
         **{f"GPU {address}": _gpu(address, model) for address, model in _gpus().items()},
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
-        **_devices(),
+        **_accelerator(),
         "encodings": Finding(_encodings()),
         "copy costs": _copy_method_costs(),
         "host memory": Finding(_host_memory()),

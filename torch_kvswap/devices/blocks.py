@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -133,3 +134,26 @@ def as_words(tensor: Tensor, block_dim: int, word: torch.dtype) -> Tensor:
     ]
     blocks = tensor.detach().as_strided(shape, [*strides, 1], tensor.storage_offset())
     return blocks.view(torch.uint8).view(word)
+
+
+def send_ids(ids: Tensor, device: torch.device) -> Tensor:
+    """The ids of a CPU tensor on a device, in the order of its current stream.
+
+    Waits for that stream only if PyTorch cannot pin memory for the device. PyTorch keeps pinned
+    memory until the copies from it have ended.
+    """
+    if device.type == "cpu" or not can_pin(device.type):
+        return ids.to(device)
+    return ids.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def can_pin(device_type: str) -> bool:
+    """Whether PyTorch pins memory for devices of this type."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        return False
+    try:
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except RuntimeError:
+        return False

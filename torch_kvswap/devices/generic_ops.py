@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_kvswap._native.loader import ops
-from torch_kvswap.devices.backend import is_native
-from torch_kvswap.devices.blocks import WORDS, alignment, as_words
+from torch_kvswap.devices.blocks import WORDS, alignment, as_words, send_ids
+from torch_kvswap.devices.kind import is_native
 
 # Of dense tensors with memory. Not CompositeExplicitAutograd, which includes sparse tensors.
 DISPATCH_KEYS = ["HPU", "IPU", "MAIA", "MPS", "MTIA", "PrivateUse1", "VE", "XPU"]
@@ -99,13 +98,13 @@ def _copy_blocks(
     targets = [as_words(tensor.data, 0, word) for _, tensor in pairs]
     is_one_device = sources[0].device == targets[0].device
     ids = torch.stack((src_block_ids, dst_block_ids))
-    src_ids = _without_waiting(ids, sources[0].device)
+    src_ids = send_ids(ids, sources[0].device)
     if is_one_device:
         dst_ids = src_ids
     elif sources[0].is_cpu:
         dst_ids = ids.to(targets[0].device)  # a copy from the host, before the source is read
     else:
-        dst_ids = _without_waiting(ids, targets[0].device)
+        dst_ids = send_ids(ids, targets[0].device)
 
     widths = [source.shape[1] for source in sources]
     pieces = list(_pieces(widths, ids.shape[1], STAGING_BYTES // word_bytes))
@@ -154,24 +153,3 @@ def _pieces(
             piece.append((t, begin, end, words))
             begin, room = end, room - words
     yield piece
-
-
-def _without_waiting(ids: Tensor, device: torch.device) -> Tensor:
-    """The ids on a device. Waits for its stream only if PyTorch cannot pin memory for the device.
-
-    PyTorch keeps pinned memory until the copies from it have ended.
-    """
-    if device.type == "cpu" or not _can_pin(device.type):
-        return ids.to(device)
-    return ids.pin_memory().to(device, non_blocking=True)
-
-
-@cache
-def _can_pin(device_type: str) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device_type:
-        return False
-    try:
-        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
-    except RuntimeError:
-        return False

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native.arguments import Int64Array, kind_of
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.kept import keep
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
-from torch_kvswap.devices.blocks import GroupTensors
+from torch_kvswap.devices.blocks import GroupTensors, send_ids
 from torch_kvswap.results import DeviceLostError
 
 _Kind = native.CommandKind
@@ -59,10 +58,9 @@ class _Record:
             without an event.
         is_timed: the event measures time.
         transfer: the record of the start of the transfer that this one ends.
-        buffers: memory that is in use until it has happened.
     """
 
-    __slots__ = ("buffers", "error", "event", "is_timed", "number", "record", "transfer")
+    __slots__ = ("error", "event", "is_timed", "number", "record", "transfer")
 
     def __init__(
         self, number: int, record: int, event: torch.Event | None, error: str | None
@@ -70,7 +68,6 @@ class _Record:
         self.number, self.record, self.event, self.error = number, record, event, error
         self.is_timed = False
         self.transfer: _Record | None = None
-        self.buffers: list[tuple[Tensor, Tensor]] = []
 
     def is_of(self, command: native.Command) -> bool:
         return self.number == command.event and self.record == command.record
@@ -84,7 +81,6 @@ class _Stream:
         self.records: deque[_Record] = deque()  # not reported yet
         self.error: str | None = None  # why a wait failed; the next record takes it over
         self.transfer: _Record | None = None  # the start of the copies so far
-        self.buffers: list[tuple[Tensor, Tensor]] = []  # their memory
         self.staging: Tensor | None = None
         self.timed: torch.Event | None = None  # the last one, and its time
         self.seconds = 0.0
@@ -118,7 +114,6 @@ class DeviceQueue:
         index (int): index of the native device.
 
     Attributes:
-        backend (DeviceBackend | None): what its vendor has added.
         is_timed (bool): events of the device measure time.
         groups: the tensors of the handlers' groups, by number.
         commands (native.CommandQueue): the native queue.
@@ -129,15 +124,13 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device, index: int) -> None:
         self.device, self.index = device, index
-        self.backend: DeviceBackend | None = find_device_backend(device.type)
         self.is_timed = _measures_time(device)
         self.groups: weakref.WeakValueDictionary[int, QueuedGroup] = weakref.WeakValueDictionary()
         self.records: dict[int, _Record] = {}
         self.lost: str | None = None
-        self.commands = native.make_queue(index, str(device), self.backend is not None)
+        self.commands = native.make_queue(index, str(device))
         self._streams: dict[int, _Stream] = {}
         self._waiting: dict[int, Waiting] = {}
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # unused pinned ids, ids on the device
         self._last_token = 0
         self._happened_at = 0.0
         self._turn: Any = threading.RLock()  # taken again only by _lose()
@@ -272,11 +265,6 @@ class DeviceQueue:
             self._waiting[self._last_token] = waiting
             return self._last_token, waiting
 
-    @property
-    def has_commands(self) -> bool:
-        """Whether some commands were not carried out yet."""
-        return not self.commands.is_empty
-
     def forget(self, token: int) -> None:
         """Drops a token that no command uses any more."""
         self._waiting.pop(token, None)
@@ -408,12 +396,11 @@ class DeviceQueue:
         record = _Record(command.event, command.record, event, error)
         record.is_timed = command.timed and self.is_timed
         record.transfer = stream.transfer
-        record.buffers = stream.buffers
         # CPython raises KeyboardInterrupt only at calls and loop ends. There is none in the next
         # three lines, so they cannot be torn apart.
         self.records[command.event] = record
         stream.records += (record,)
-        stream.error, stream.buffers = None, []
+        stream.error = None
         self._happened_at = time.perf_counter()  # something may happen soon
 
     def _wait(self, command: native.Command, stream: _Stream) -> None:
@@ -446,31 +433,18 @@ class DeviceQueue:
             return
         try:
             with stream.stream:
-                if command.kind is _Kind.BATCH:
-                    self._copy_batch(command, stream)
-                else:
-                    self._copy_blocks(command, stream)
+                self._copy_blocks(command, stream)
         except Exception as error:
             transfer.error = _text_of(error)
             self._lose_if_dead(stream.stream, transfer.error)
 
-    def _copy_batch(self, command: native.Command, stream: _Stream) -> None:
-        assert self.backend is not None
-        dst, src, sizes = (torch.from_numpy(command.numbers(i)) for i in range(3))
-        most = most_copies(self.backend)
-        for begin in range(0, command.count, most):
-            of_call = slice(begin, begin + most)
-            self.backend.copy_batch(
-                dst[of_call], src[of_call], sizes[of_call], stream.stream, command.to_host
-            )
-
     def _copy_blocks(self, command: native.Command, stream: _Stream) -> None:
         group = self.groups[command.group]
-        blocks, slots = command.numbers(0), command.numbers(1)
+        blocks, slots = command.blocks, command.slots
         if not (slots[1:] > slots[:-1]).all():  # sorted, so that one copy takes adjacent slots
             order = np.argsort(slots)
             blocks, slots = blocks[order], slots[order]
-        ids = self._send_ids(blocks, stream)
+        ids = send_ids(torch.from_numpy(blocks), self.device)
         slabs = command.first_slab, command.last_slab
         nbytes = group.tensors.slot_bytes_of(*slabs)
         staging = self._staging(stream, max(group.staging_bytes, nbytes))
@@ -479,23 +453,6 @@ class DeviceQueue:
         for begin in range(0, command.count, most):
             of_piece = slice(begin, begin + most)
             copy(slabs, slots[of_piece], ids[of_piece], staging)
-
-    def _send_ids(self, blocks: Int64Array, stream: _Stream) -> Tensor:
-        """The ids in memory of the device, until the transfer has ended."""
-        count = len(blocks)
-        for at, (host, _) in enumerate(self._buffers):
-            if len(host) >= count:
-                buffer = self._buffers.pop(at)
-                break
-        else:
-            size = 1 << max(count - 1, 63).bit_length()
-            host = _pinned(size, torch.int64)
-            buffer = host, torch.empty(size, dtype=torch.int64, device=self.device)
-        stream.buffers.append(buffer)
-        host, device = buffer
-        host[:count] = torch.from_numpy(blocks)
-        device[:count].copy_(host[:count], non_blocking=host.is_pinned())
-        return device[:count]
 
     def _staging(self, stream: _Stream, nbytes: int) -> Tensor:
         """The stream's staging memory; its copies are in order, so that one buffer is enough."""
@@ -521,7 +478,6 @@ class DeviceQueue:
                 seconds = self._seconds(stream, record)
                 self.commands.happened(record.number, record.record, seconds, error_text)
                 stream.records.popleft()
-                self._buffers += record.buffers
                 self._happened_at = time.perf_counter()
 
     def _seconds(self, stream: _Stream, record: _Record) -> float:
@@ -662,14 +618,6 @@ def _measures_time(device: torch.device) -> bool:
 def _is_plain_thread() -> bool:
     """Whether no mode of torch changes what its operations do in this thread."""
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
-
-
-def _pinned(count: int, dtype: torch.dtype) -> Tensor:
-    """Host memory, pinned if the device can pin."""
-    try:
-        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
-    except RuntimeError:
-        return torch.empty(count, dtype=dtype, device="cpu")
 
 
 def _text_of(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap._native.loader import native
-from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.layout import PagedLayout
 
 EncodingName = Literal["raw", "lossless"]

@@ -7,7 +7,6 @@ import fcntl
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.devices.backend import can_pin, find_device_backend, is_native
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.shape import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
@@ -216,7 +215,7 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
 
 
 class Registration:
-    """Registers parts of a memory with the CUDA driver, or with the backend of another device.
+    """Registers parts of a memory with the CUDA driver.
 
     Kept, with the memory, until remove() has ended, because registered memory must not be unmapped,
     and a thread may touch the part that is registered next. Does not use torch's CUDA runtime: it
@@ -228,7 +227,6 @@ class Registration:
         self._address = memory.data_ptr()
         self._held: Tensor | None = memory
         self._device = device
-        self._backend: Any = find_device_backend(device.type)
         self._process = ForkGuard()
         self._bytes: dict[int, int] = {}  # key: address
 
@@ -241,20 +239,10 @@ class Registration:
         address = self._address + first
         keep(self)
         self._bytes[address] = last - first
-        reason = self._register(address, last - first)
+        reason = _problem_of(native.register_host, self._device.index, address, last - first)
         if reason is not None:
             del self._bytes[address]
         return reason
-
-    def _register(self, address: int, nbytes: int) -> str | None:
-        if self._backend is not None:
-            return _problem_of(self._backend.pin, self._device, address, nbytes)
-        return _problem_of(native.register_host, self._device.index, address, nbytes)
-
-    def _unregister(self, address: int) -> str | None:
-        if self._backend is not None:
-            return _problem_of(self._backend.unpin, self._device, address)
-        return _problem_of(native.unregister_host, self._device.index, address)
 
     @property
     def is_empty(self) -> bool:
@@ -262,13 +250,8 @@ class Registration:
         return not self._bytes
 
     def is_known(self) -> bool:
-        """Whether something is registered, and the driver reports all of it as pinned.
-
-        A backend is not asked: what it has registered counts as pinned.
-        """
+        """Whether something is registered, and the driver reports all of it as pinned."""
         addresses = list(self._bytes)
-        if self._backend is not None:
-            return bool(addresses)
         return bool(addresses) and all(is_pinned(address, self._device) for address in addresses)
 
     def remove(self) -> None:
@@ -276,7 +259,7 @@ class Registration:
         kept, reason = 0, ""
         if self._process.is_current:
             for address, nbytes in list(self._bytes.items()):
-                if problem := self._unregister(address):
+                if problem := _problem_of(native.unregister_host, self._device.index, address):
                     kept, reason = kept + nbytes, problem
                 self._bytes.pop(address, None)
         self._held = None
@@ -301,9 +284,9 @@ def _problem_of(call: Callable[..., object], *arguments: object) -> str | None:
 def pins_with_torch(device: torch.device) -> bool:
     """Whether torch allocates and pins host memory for this device.
 
-    True where neither CUDA's driver nor a backend of the device can register existing memory.
+    Where it does, existing memory cannot be registered.
     """
-    return not is_native(device.type) and not can_pin(find_device_backend(device.type))
+    return not is_native(device.type)
 
 
 def is_pinned(address: int, device: torch.device | None = None) -> bool:

@@ -130,8 +130,7 @@ class HostPool(NotCopyable):
             bits for each value of a block. recommend_encoding() finds out which one is enough.
         pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
             driver refuses; True raises then, and is refused for a cache on the CPU; False uses
-            pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory, or
-            their backend pins it.
+            pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
@@ -613,7 +612,7 @@ def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None
         return
     reason = (
         f"the memory of a shared pool cannot be pinned for {device}: torch pins only memory that "
-        "it allocates itself, and no backend of the device registers memory"
+        "it allocates itself"
     )
     if pinning.pinned:
         raise ValueError(f"{reason}; leave pinned=True out")

@@ -6,7 +6,7 @@ import torch
 
 from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int
 from torch_kvswap._native.loader import native
-from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.offload.native import NativeHandler
 from torch_kvswap.offload.streams import resolve_waiting
 

@@ -11,7 +11,7 @@ import torch
 
 from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.loader import native, ops
-from torch_kvswap.devices.backend import is_native
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.devices.queue import QueuedGroup, queue_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, block_spaces

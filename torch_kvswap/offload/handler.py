@@ -29,7 +29,6 @@ from torch_kvswap.copy_method import (
     check_job_method,
     copy_method_options,
 )
-from torch_kvswap.devices.unified_memory import warn_of_unified_memory
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -37,7 +36,6 @@ from torch_kvswap.offload.gate import Gate, read_layer_group
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.metrics import Metrics, read_metrics
 from torch_kvswap.offload.native import NativeHandler
-from torch_kvswap.offload.nvtx import Ranges
 from torch_kvswap.offload.queued import QueuedHandler
 from torch_kvswap.offload.streams import After
 from torch_kvswap.results import DeviceLostError, Direction, Result, error_of
@@ -211,7 +209,6 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         submit_thread = read_switch("submit_thread", submit_thread)
         groups = Groups(gpu, host)
-        self._ranges = Ranges()
         # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.
         self._kept: dict[int, tuple[object, Any]] = {}
         self._tokens = itertools.count(1)
@@ -226,7 +223,6 @@ class OffloadHandler(NotCopyable):
         keep(self._native)
         for pool in groups.pools:
             pool._register_user(self._native)
-        warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:
         groups = self._native.groups
@@ -459,9 +455,6 @@ class OffloadHandler(NotCopyable):
                         self._warn_of_rejected_blocks()
                     if reserved is not None and end is not None:
                         end(result, reserved)
-                if self._ranges.enabled:
-                    for result, _ in ended:
-                        self._ranges.end(result.job_id)
                 more = self._native.report(ended, self._unreturned, results, self._kept)
 
     def synchronize(
@@ -649,12 +642,7 @@ class OffloadHandler(NotCopyable):
             options = gate, copy_method is not None, token, computed_from or None
             arguments: tuple[Any, ...] = (job, *ids, resolved[0], *options)
             try:
-                if self._ranges.enabled:
-                    with self._ranges.submit(job.direction):
-                        submitting.submit(*arguments)
-                        self._ranges.begin(job.id, job.direction, job.nbytes)
-                else:
-                    submitting.submit(*arguments)
+                submitting.submit(*arguments)
             finally:
                 # Ctrl-C may come right after the submission. It cannot come between these lines:
                 # CPython raises KeyboardInterrupt only at calls and loop ends.

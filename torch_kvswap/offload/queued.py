@@ -14,7 +14,6 @@ from torch_kvswap.offload.native import NativeHandler
 if TYPE_CHECKING:
     from torch_kvswap.offload.groups import Groups
 
-_BATCH, _GENERIC = map(native.copy_methods().index, ("batch", "generic"))
 _CHANNELS = 3
 
 
@@ -22,9 +21,6 @@ class QueuedHandler(NativeHandler):
     """A native handler whose commands torch carries out; see DeviceQueue.
 
     Each channel has a third of the staging memory.
-
-    Raises:
-        ValueError: copy_method="batch" with pages that are not pinned.
     """
 
     def __init__(
@@ -36,7 +32,10 @@ class QueuedHandler(NativeHandler):
         self._staging_bytes = options.staging_bytes // _CHANNELS
         self._bind(groups)
         if not all(pool._has_pinned_pages for pool in groups.pools):
-            _choose_generic(groups, options)
+            warn_once(
+                f"host pages for {groups.device} are not pinned: their copies are synchronous, and "
+                "delay other transfers of the device"
+            )
         super().__init__(groups, submit_thread, options)
 
     def _kind_and_index(self) -> tuple[native.DeviceKind, int]:
@@ -103,16 +102,3 @@ class QueuedHandler(NativeHandler):
         # The garbage collector has interrupted a thread that carries out commands, and the jobs of
         # this handler need that thread in order to end.
         threading.Thread(target=super().destroy, name="kvswap-close").start()
-
-
-def _choose_generic(groups: Groups, options: native.CopyMethodOptions) -> None:
-    """Keeps pages that are not pinned from a vendor's batched copies."""
-    if options.copy_method == _BATCH:
-        raise ValueError(
-            f"{options.setting} needs pinned host pages; leave it out, or pin the pages"
-        )
-    warn_once(
-        f"host pages for {groups.device} are not pinned: their copies are synchronous, and delay "
-        "other transfers of the device"
-    )
-    options.copy_method = _GENERIC

@@ -357,8 +357,8 @@ class PrefixCache(NotCopyable):
         copy_method, staging_bytes, submit_thread: see OffloadHandler.
 
     Attributes:
-        manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order(), lease()
-            and reset() may be used; leave reservations to the prefix cache.
+        manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order() and
+            reset() may be used; leave reservations to the prefix cache.
 
     Raises:
         TypeError: an argument has a wrong type.

@@ -13,7 +13,6 @@ from torch_kvswap._native.arguments import (
     NotCopyable,
     kind_of,
     read_int,
-    read_seconds,
     read_switch,
 )
 from torch_kvswap._native.loader import native
@@ -74,7 +73,6 @@ native.set_python(
     Lookup=Lookup,
     kind_of=kind_of,
     read_int=read_int,
-    read_seconds=read_seconds,
     read_switch=read_switch,
 )
 Reservation = LoadReservation | StoreReservation
@@ -114,7 +112,8 @@ class BlockStats:
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
-        filling_pages (int): pages being stored. The remaining pages are held by loads and leases.
+        filling_pages (int): pages being stored. The remaining pages are held by loads and by
+            preempted requests.
     """
 
     asked: int

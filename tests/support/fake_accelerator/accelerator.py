@@ -17,11 +17,9 @@ DEVICE_TYPE = "fakeaccel"
 NUM_DEVICES = 2
 Call = Literal[
     "allocate",
-    "batch",
     "copy",
     "kernel",
     "create_stream",
-    "pin",
     "query",
     "record",
     "synchronize",
@@ -78,7 +76,7 @@ class Accelerator:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name in ("failure", "error", "pending"):
             getattr(library, f"accelerator_{name}").restype = ctypes.c_char_p
-        for name in ("hold", "fail", "copy_batch", "pin", "unpin", "peek"):
+        for name in ("hold", "fail", "peek"):
             getattr(library, f"accelerator_{name}").restype = ctypes.c_int64
         library.accelerator_is_forked.restype = ctypes.c_bool
         self._library = library
@@ -119,8 +117,7 @@ class Accelerator:
 
         Args:
             call (str): which call. "copy" is any `copy_()` from, to or on the device, "kernel" any
-                other operator, "batch" copy_batch(). "query" and "synchronize" are those of streams
-                and of events.
+                other operator. "query" and "synchronize" are those of streams and of events.
             nth (int): 1 is the next.
             times (int): so many calls one after another.
             device (int): its index.
@@ -142,39 +139,6 @@ class Accelerator:
         error: str = self._library.accelerator_error(device).decode()
         self._library.accelerator_forget_error(device)
         return error
-
-    # What drivers of vendors have, and PyTorch has not.
-
-    def copy_batch(
-        self, dst: torch.Tensor, src: torch.Tensor, sizes: torch.Tensor, stream: torch.Stream
-    ) -> None:
-        """Queues copies between pinned memory and the device. They run in the opposite order.
-
-        Args:
-            dst, src (torch.Tensor): int64 [copies], CPU, contiguous: addresses.
-            sizes (torch.Tensor): int64 [copies], CPU, contiguous: bytes.
-            stream (torch.Stream): the stream.
-
-        Raises:
-            RuntimeError: an address is neither in device memory nor in pinned memory.
-        """
-        for tensor in (dst, src, sizes):
-            assert tensor.dtype == torch.int64
-            assert tensor.is_contiguous()
-            assert tensor.numel() == sizes.numel()
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (dst, src, sizes)]
-        index, number = stream.device_index, ctypes.c_int64(stream.stream_id)
-        count = ctypes.c_int64(sizes.numel())
-        self._check(self._library.accelerator_copy_batch(index, number, count, *addresses))
-
-    def pin(self, device: int, address: int, nbytes: int) -> None:
-        """Pins memory of the program, which has to unpin it before it is gone."""
-        start, size = ctypes.c_void_p(address), ctypes.c_int64(nbytes)
-        self._check(self._library.accelerator_pin(device, start, size))
-
-    def unpin(self, address: int) -> None:
-        """Undoes pin(). A copy that uses the memory and runs later loses its device."""
-        self._check(self._library.accelerator_unpin(ctypes.c_void_p(address)))
 
     # What can be seen.
 

@@ -27,9 +27,9 @@ EVERYTHING = 1 << 30
 class Queue:
     """A queued device and a handler of a cache in host memory."""
 
-    def __init__(self, has_batch: bool = False) -> None:
+    def __init__(self) -> None:
         self.index = next(indices)
-        self.commands = native.make_queue(self.index, "test:0", has_batch)
+        self.commands = native.make_queue(self.index, "test:0")
         self.cache = torch.arange(8, dtype=torch.int64)
         self.layout = PagedLayout([self.cache])
         self.pool = HostPool(self.layout, 6)
@@ -54,13 +54,10 @@ class Queue:
             done.append(command.kind.name.lower().replace("_", " "))
             if command.kind is KIND.BLOCKS:
                 assert command.group == 77
-                for block, slot in zip(*(command.numbers(i) for i in range(2)), strict=True):
+                for block, slot in zip(command.blocks, command.slots, strict=True):
                     ends = self.pool.pages.data_ptr() + 8 * slot, self.cache.data_ptr() + 8 * block
                     target, source = ends if command.to_host else reversed(ends)
                     ctypes.memmove(int(target), int(source), 8)
-            elif command.kind is KIND.BATCH:
-                for copy in zip(*(command.numbers(i).tolist() for i in range(3)), strict=True):
-                    ctypes.memmove(*copy)
             elif command.kind is KIND.RECORD:
                 event = command.event, command.record
                 self.commands.happened(*event, float(len(done)), self.error)
@@ -101,26 +98,17 @@ def test_a_transfer_is_a_start_its_copies_and_an_end() -> None:
     queue = Queue()
     job = queue.submit(STORES, 3, 0)
     assert queue.result(job) == ("running", None)
-    assert queue.carry_out() == ["record", "batch", "blocks", "record"]
+    assert queue.carry_out() == ["record", "blocks", "record"]
     assert queue.result(job) == ("done", None)
     assert int(queue.pool.pages.view(torch.int64)[0]) == 3
     del job
     assert set(queue.close()) == {"destroy event", "destroy stream"}
 
 
-def test_a_backend_gets_fragments() -> None:
-    queue = Queue(has_batch=True)
-    job = queue.submit(STORES, 3, 0)
-    assert queue.carry_out() == ["record", "batch", "record"]
-    assert int(queue.pool.pages.view(torch.int64)[0]) == 3
-    del job
-    queue.close()
-
-
 def test_jobs_that_share_a_page_wait_across_channels() -> None:
     queue = Queue()
     jobs = [queue.submit(STORES, 3, 0), queue.submit(LOADS, 5, 0)]
-    assert queue.carry_out()[4:] == ["wait", "record", "batch", "blocks", "record"]
+    assert queue.carry_out()[3:] == ["wait", "record", "blocks", "record"]
     assert [queue.result(job)[0] for job in jobs] == ["done", "done"]
     assert queue.cache.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
     del jobs
@@ -189,5 +177,5 @@ def test_threads_submit_while_another_one_carries_out_commands() -> None:
 def test_an_index_names_one_device() -> None:
     queue = Queue()
     with pytest.raises(ValueError, match=rf"^queued device {queue.index} exists: test:0$"):
-        native.make_queue(queue.index, "again", False)
+        native.make_queue(queue.index, "again")
     queue.close()

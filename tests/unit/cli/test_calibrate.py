@@ -27,7 +27,8 @@ class FakeMachine:
         costs = CopyMethodCosts(5e-6, 2e-6, 0, 0, {of: of * 1e-9 for of in SIZES})
         copies = blocks * (slabs if copy_method == "batch" else 1)
         submit = self.submit * (1 + copies) if blocks else 0.0
-        return Seconds(costs.seconds(blocks, slabs, size), submit)
+        fragments = blocks * slabs * costs.fragment_seconds(size)
+        return Seconds(costs.start + blocks * costs.block + fragments, submit)
 
     def close(self) -> None: ...
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from fake_procfs import write
-from simulated_driver import Driver, simulated
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.cli import doctor
@@ -112,14 +111,6 @@ def test_doctor_says_how_much_host_memory_is_available(tmp_path, monkeypatch):
     )
 
 
-@simulated
-def test_doctor_says_what_a_driver_has(driver: Driver) -> None:
-    built, runs = native.kernel_version() // 1000, native.driver_version() // 1000
-    kernels, lacks = ("kernels, ", "") if 0 < built <= runs else ("", "; lacks kernels")
-    found = doctor.report()["device cuda"].text
-    assert found == f"has batched copies, strided copies, {kernels}gates, host registration{lacks}"
-
-
 def test_doctor_says_why_blocks_are_encoded_on_the_cpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,5 +124,4 @@ def test_doctor_says_why_blocks_are_encoded_on_the_cpu_only(
         monkeypatch.setattr(native, "kernel_version", lambda version=kernels: version)
         monkeypatch.setattr(native, "driver_version", lambda version=runs: version)
         monkeypatch.setattr(native, "driver_has_batch", lambda: False)
-        monkeypatch.setattr(native, "driver_has_stream_words", lambda: False)
         assert doctor.report()["encodings"].text == prefix + said

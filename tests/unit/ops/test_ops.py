@@ -1,8 +1,5 @@
 """The ops' schemas, fake implementations and aliasing, as PyTorch checks them."""
 
-import ctypes
-from types import SimpleNamespace
-
 import pytest
 import torch
 from error_text import message_of
@@ -273,9 +270,8 @@ def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeyp
         dst.zero_()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert message_of(lambda: ops.swap_blocks_batch(*addresses, size)) == (
-        "torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for xpu, the "
-        "accelerator of this process; use swap_blocks or swap_kv_blocks, which take tensors of any "
-        "device"
+        "torch_kvswap::swap_blocks_batch: the accelerator of this process is xpu, whose addresses "
+        "only torch knows; use swap_blocks or swap_kv_blocks, which take tensors of any device"
     )
     assert not dst.any()
 
@@ -294,21 +290,7 @@ def wrong_addresses():
     ]
 
 
-@pytest.fixture(params=["native", "backend"])
-def copies_by(request, monkeypatch):
-    """Addresses are copied by the native kernel, then by the backend of a device."""
-
-    def copy_batch(dst, src, sizes, stream, _):
-        for operands in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
-            ctypes.memmove(*operands)
-
-    if request.param == "backend":
-        backend = SimpleNamespace(copy_batch=copy_batch, most_copies=2)
-        monkeypatch.setattr(ops, "_backend_of_other_device", lambda: backend)
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: None)
-
-
-def test_a_copy_of_no_bytes_may_have_any_addresses(copies_by):
+def test_a_copy_of_no_bytes_may_have_any_addresses():
     src, dst = torch.arange(1.0, 5), torch.zeros(4)
     addresses = [
         torch.tensor([0, *range(t.data_ptr(), t.data_ptr() + 16, 4), -64]) for t in (src, dst)
@@ -317,7 +299,7 @@ def test_a_copy_of_no_bytes_may_have_any_addresses(copies_by):
     assert dst.tolist() == [1, 0, 3, 4]
 
 
-def test_wrong_copies_of_addresses_are_named_alike(copies_by):
+def test_wrong_copies_of_addresses_are_named():
     assert_expected_inline(
         "\n".join(
             message_of(lambda: ops.swap_blocks_batch(*operands))  # noqa: B023

@@ -281,41 +281,6 @@ def test_what_was_asked_for_longest_ago_is_not_counted_for_ever():
 # Holding
 
 
-AT_ONCE = 1e-9  # seconds: such a lease is over at the next call
-
-
-def test_a_lease_keeps_blocks_until_it_ends_by_itself():
-    manager = BlockManager(2)
-    stored(manager, ["a", "b"])
-    long = manager.lease(["a", "b"], seconds=1000)
-    assert manager.prepare_store(["c"]) is None
-    assert manager.release(long)
-    short = manager.lease(["a", "b"], seconds=AT_ONCE)
-    assert manager.prepare_store(["c"]) is not None
-    assert not manager.release(short)
-
-
-def test_a_lease_ends_when_it_is_released_and_covers_blocks_on_their_way():
-    manager = BlockManager(2)
-    store = manager.prepare_store(["a"])
-    lease = manager.lease(["a"], seconds=1000)
-    assert manager.lease(["a", "x"], seconds=1000) is None
-    manager.complete(store)
-    assert manager.stats().idle_pages == 0
-    assert manager.release(lease)
-    assert manager.stats().idle_pages == 1
-
-
-def test_a_job_has_no_lease_that_could_end_under_it():
-    manager = BlockManager(1)
-    stored(manager, ["a"])
-    manager.lease(["a"], seconds=AT_ONCE)
-    load = manager.prepare_load(["a"])
-    assert manager.prepare_store(["b"]) is None
-    manager.complete(load)
-    assert manager.prepare_store(["b"]) is not None
-
-
 def test_of_too_many_keys_those_at_the_end_of_a_prompt_are_forgotten_first():
     manager = BlockManager(4, store_threshold=2)  # remembers as many keys as it has pages
     for keys in ("abcd", "e", "f"):
@@ -372,7 +337,7 @@ def test_a_reset_forgets_all_but_gives_no_page_of_a_running_job_away():
     manager = BlockManager(4)
     stored(manager, ["a", "b"])
     load, store = manager.prepare_load(["a"]), manager.prepare_store(["c"])
-    lease = manager.lease(["b"], seconds=1000)
+    lease = manager.preempt(["b"])
     manager.reset()
     assert manager.lookup(["a"]).found == manager.lookup(["c"]).found == 0
     assert manager.prepare_store(["x", "y", "z"]) is None
@@ -619,7 +584,6 @@ def test_errors_say_what_was_wrong():
         error_text(manager.prepare_load, ["a"], -1),
         error_text(manager.complete, store),
         error_text(manager.fail, load),
-        error_text(manager.lease, ["a"], 0),
         error_text(two.lookup, ["a"]),
         error_text(two.lookup, [["a"], b"x"]),
     ]
@@ -646,7 +610,6 @@ ValueError: the prefix needs 2 blocks of group 0, which has 1 key
 ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: reservation ~ has ended before, or is another manager's
 ValueError: reservation ~ has ended before, or is another manager's
-ValueError: seconds is 0; a lease must last longer
 ValueError: keys has 1 item for 2 groups; pass one for each group
 ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
 a list of keys""",
@@ -656,7 +619,7 @@ a list of keys""",
 def test_arguments_of_a_wrong_type_or_range_are_named():
     manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
     manager.complete(manager.prepare_store(["a"]))
-    lease = manager.lease(["a"], 1000)
+    held = manager.preempt(["a"])
     words = array("q", range(32))
     errors = [
         error_text(BlockManager, "4"),
@@ -693,17 +656,13 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         error_text(manager.prepare_load, ["a"], 2**64),
         error_text(manager.complete, None),
         error_text(manager.fail, 5),
-        error_text(manager.lease, ["a"], "x"),
-        error_text(manager.lease, ["a"], None),
-        error_text(manager.lease, ["a"], float("nan")),
-        error_text(manager.lease, ["a"], -1),
         error_text(manager.release, "x"),
         error_text(manager.release, None),
         error_text(manager.release, -1),
-        error_text(manager.release, lease + 2**64),
+        error_text(manager.release, held.lease + 2**64),
     ]
     assert_expected_inline(
-        "\n".join(errors).replace(str(lease + 2**64), "~"),
+        "\n".join(errors).replace(str(held.lease + 2**64), "~"),
         """\
 TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
 group of layers
@@ -751,16 +710,12 @@ TypeError: prefix is a float; it must be an integer
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
 TypeError: reservation is an int; pass what prepare_load() or prepare_store() returned
-TypeError: seconds is a str; it must be a number of seconds
-TypeError: seconds is None; it must be a number of seconds
-ValueError: seconds is nan; it must be 0 seconds or more
-ValueError: seconds is -1.0; it must be 0 seconds or more
 TypeError: lease is a str; it must be an integer
 TypeError: lease is None; it must be an integer
 ValueError: lease is -1; it must be 0 to 9223372036854775807
 ValueError: lease is ~; it must be 0 to 9223372036854775807""",
     )
-    assert manager.release(lease)
+    assert manager.release(held.lease)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

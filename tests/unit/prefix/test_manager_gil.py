@@ -103,7 +103,7 @@ def test_calls_with_many_keys_let_other_threads_run_and_those_with_few_do_not() 
             note("end of a store", manager.complete, kept[-1])
             note("touch", manager.touch, keys)
             note("order", manager.order, keys)
-            note("lease", manager.lease, keys, 100)
+            note("preempt", manager.preempt, keys)
             note("release", manager.release, kept[-1])
             note("prepare_load", manager.prepare_load, keys)
             note("end of a load", manager.fail, kept[-1])
@@ -122,33 +122,6 @@ def test_keys_of_all_groups_together_are_many() -> None:
             assert not lets_others_run(manager.lookup, [half, half])
         more = [half, MANY[: 16 * FEW + 32]]
         until(lambda: lets_others_run(manager.lookup, more))
-
-
-def test_leases_that_have_ended_are_released_without_the_gil_if_they_are_many() -> None:
-    manager = BlockManager(2 * FEW)
-    manager.complete(manager.prepare_store(MANY))
-    with watched() as lets_others_run:
-
-        def ends_without_the_gil(keys: int, leases: int, seconds: float) -> bool:
-            for _ in range(leases):
-                manager.lease(MANY[: 32 * keys], seconds)
-            over = time.monotonic() + seconds
-            until(lambda: time.monotonic() > over)
-            return lets_others_run(manager.lease, MANY[:32], 1e-9)
-
-        for _ in range(20):
-            assert not ends_without_the_gil(FEW - 3, 1, 1e-9)  # and the lease of the call before
-        until(lambda: ends_without_the_gil(FEW // 2, 2, 0.01))
-    assert manager.stats().idle_pages == FEW + 1
-
-
-def test_a_released_lease_leaves_nothing_behind_that_must_be_ended_later() -> None:
-    manager = BlockManager(1)
-    manager.complete(manager.prepare_store(MANY[:32]))
-    for _ in range(FEW + 1):
-        assert manager.release(manager.lease(MANY[:32], 1e-9))
-    with watched() as lets_others_run:
-        assert not lets_others_run(manager.prepare_store, MANY[:32])
 
 
 def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go() -> None:

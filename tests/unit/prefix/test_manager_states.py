@@ -42,7 +42,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
-        self.leases: dict[int | StoreReservation, list[int]] = {}
+        self.leases: dict[StoreReservation, list[int]] = {}
 
     @rule(ready=st.integers(0, PAGES))
     def grow(self, ready: int) -> None:
@@ -134,19 +134,6 @@ class Machine(RuleBasedStateMachine):
         self.model.release(flight.pages)
         with pytest.raises(ValueError, match="has ended before"):
             self.manager.complete(flight.job)
-
-    @rule(keys=lists, ends_at_once=st.booleans())
-    def lease(self, keys: list[int], ends_at_once: bool) -> None:
-        lease = self.manager.lease(keys, 1e-9 if ends_at_once else 1e6)
-        assert (lease is not None) == (set(keys) <= set(self.model.page_of))
-        if lease is not None:
-            pages = [self.model.page_of[key] for key in keys]
-            self.model.hold(pages)
-            if ends_at_once:
-                self.manager.stats()
-                self.model.release(pages)
-            else:
-                self.leases[lease] = pages
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "batch.h"
 #include "device.h"
 #include "memory.h"
 #include "torch_device.h"
@@ -98,30 +97,6 @@ void accelerator_reset() {
 }
 
 void accelerator_stop() { Device::stop(); }
-
-int64_t accelerator_copy_batch(int device, StreamId stream, int64_t count, char* const* dst,
-                               char* const* src, const int64_t* sizes) {
-  return attempt([&]() -> int64_t {
-    copy_batch(Device::at(device), stream, count, dst, src, sizes);
-    return 0;
-  });
-}
-
-int64_t accelerator_pin(int device, void* address, int64_t bytes) {
-  return attempt([&]() -> int64_t {
-    Device::at(device).enter(Call::kPin);
-    if (!pin(address, static_cast<size_t>(bytes)))
-      throw Failure("some of these " + std::to_string(bytes) + " bytes are pinned already");
-    return 0;
-  });
-}
-
-int64_t accelerator_unpin(void* address) {
-  return attempt([&]() -> int64_t {
-    if (!unpin(address)) throw Failure("no memory was pinned at this address");
-    return 0;
-  });
-}
 
 int64_t accelerator_peek(void* address, int64_t bytes, void* to) {
   return attempt([&]() -> int64_t {

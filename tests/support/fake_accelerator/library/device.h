@@ -32,21 +32,9 @@ struct Failure : std::runtime_error {
 };
 
 // Calls that are counted, and that a test can make fail.
-enum class Call {
-  kAllocate,
-  kBatch,
-  kCopy,
-  kKernel,
-  kCreateStream,
-  kPin,
-  kQuery,
-  kRecord,
-  kSynchronize,
-  kWait
-};
-constexpr std::array<const char*, 10> kCallNames = {"allocate",      "batch", "copy",  "kernel",
-                                                    "create_stream", "pin",   "query", "record",
-                                                    "synchronize",   "wait"};
+enum class Call { kAllocate, kCopy, kKernel, kCreateStream, kQuery, kRecord, kSynchronize, kWait };
+constexpr std::array<const char*, 8> kCallNames = {
+    "allocate", "copy", "kernel", "create_stream", "query", "record", "synchronize", "wait"};
 
 class Stream;
 

@@ -35,7 +35,6 @@ struct Memory {
   std::array<Usage, kDevices> usage = {};
   std::map<const char*, std::weak_ptr<Block>> blocks;
   std::map<const char*, std::weak_ptr<Pinned>> pinned;
-  std::map<const char*, std::shared_ptr<Pinned>> of_program;  // what the program pinned itself
 
   Memory() {
     for (char*& begin : begins) {
@@ -127,7 +126,6 @@ Usage memory_usage(int device) {
 }
 
 Pinned::~Pinned() {
-  if (!allocated) return;
   {
     std::lock_guard<std::mutex> lock(memory_lock());
     memory().pinned.erase(address);
@@ -135,42 +133,15 @@ Pinned::~Pinned() {
   std::free(address);
 }
 
-void Pinned::check_registered() const {
-  if (!registered) throw Failure("it uses host memory that was unpinned before");
-}
-
 std::shared_ptr<Pinned> allocate_pinned(size_t bytes) {
   const size_t size = whole_pages(bytes);
   auto* address = static_cast<char*>(std::aligned_alloc(kPage, size));
   if (!address) throw std::bad_alloc();
   std::memset(address, kFresh, size);
-  auto pinned = std::make_shared<Pinned>(address, bytes, true);
+  auto pinned = std::make_shared<Pinned>(address, bytes);
   std::lock_guard<std::mutex> lock(memory_lock());
   memory().pinned[address] = pinned;
   return pinned;
-}
-
-bool pin(void* address, size_t bytes) {
-  auto pinned = std::make_shared<Pinned>(static_cast<char*>(address), bytes, false);
-  std::lock_guard<std::mutex> lock(memory_lock());
-  const auto next = memory().pinned.lower_bound(pinned->address + bytes);
-  if (next != memory().pinned.begin()) {
-    const auto before = std::prev(next)->second.lock();
-    if (before && before->address + before->bytes > pinned->address) return false;
-  }
-  memory().pinned[pinned->address] = pinned;
-  memory().of_program[pinned->address] = std::move(pinned);
-  return true;
-}
-
-bool unpin(void* address) {
-  std::lock_guard<std::mutex> lock(memory_lock());
-  const auto found = memory().of_program.find(static_cast<char*>(address));
-  if (found == memory().of_program.end()) return false;
-  found->second->registered = false;
-  memory().pinned.erase(found->first);
-  memory().of_program.erase(found);
-  return true;
 }
 
 std::shared_ptr<Pinned> find_pinned(const void* address, size_t bytes) {

@@ -6,7 +6,6 @@
 // time: what uses memory that was freed is found out.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -51,26 +50,15 @@ Usage memory_usage(int device);
 
 // Memory of the host that copies can use while the program goes on.
 struct Pinned {
-  Pinned(char* address, size_t bytes, bool allocated)
-      : address(address), bytes(bytes), allocated(allocated) {}
+  Pinned(char* address, size_t bytes) : address(address), bytes(bytes) {}
   ~Pinned();
 
   char* const address;
   const size_t bytes;
-  const bool allocated;                // otherwise it is the program's memory
-  std::atomic<bool> registered{true};  // the program's memory is, until it unpins it
-
-  void check_registered() const;  // when a copy runs; throws if the program unpinned it too early
 };
 
 // New pinned memory, full of 0xCD.
 std::shared_ptr<Pinned> allocate_pinned(size_t bytes);
-
-// Pins the program's memory. False if some of these bytes are pinned already.
-bool pin(void* address, size_t bytes);
-
-// Undoes pin(). False if nothing was pinned at this address by pin().
-bool unpin(void* address);
 
 // The pinned memory in which these bytes are; nullptr if there is none.
 std::shared_ptr<Pinned> find_pinned(const void* address, size_t bytes);

@@ -50,7 +50,6 @@ class View {
   // The memory as a tensor of the CPU, which is there as long as `blocks` are.
   at::Tensor reach(std::vector<std::shared_ptr<Block>>& blocks) const {
     char* address = address_;
-    if (pinned_) pinned_->check_registered();
     if (on_device_ && bytes_) {
       blocks.push_back(find_block(address_, bytes_));
       if (!blocks.back()) throw Failure(freed(address_, bytes_));

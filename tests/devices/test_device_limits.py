@@ -1,0 +1,92 @@
+"""What devices that torch drives lack is refused, and torch pins their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import error_text as errors
+import torch
+from fake_accelerator import Accelerator
+from logged import logged
+from patience import PATIENCE
+from queued_devices import DEVICE, Rows, on_queued_device, queue_of
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+
+def error_text(*call: Any, **options: Any) -> str:
+    """In one line."""
+    return " ".join(errors.error_text(*call, **options).split())
+
+
+# Methods that a device lacks
+
+
+@on_queued_device
+def test_a_method_that_the_device_lacks_is_refused(accelerator: Accelerator) -> None:
+    rows = Rows()
+    lacking = [
+        error_text(OffloadHandler, rows.layout, rows.pool, copy_method=method)
+        for method in ("batch", "strided", "staged", "kernel")
+    ]
+    assert lacking == [
+        f"ValueError: copy_method='{method}' is no copy method of fakeaccel:0; it can be auto, "
+        "copy_engines, generic"
+        for method in ("batch", "strided", "staged", "kernel")
+    ]
+    assert error_text(rows.handler.gate) == (
+        "ValueError: a gate makes CUDA streams wait, but the cache is on fakeaccel:0, whose streams "
+        "cannot wait for a word in memory; let them wait for each job with Job.wait()"
+    )
+
+
+@on_queued_device
+def test_pages_that_are_not_pinned_are_copied_synchronously(accelerator: Accelerator) -> None:
+    layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=DEVICE)])
+    pool = HostPool(layout, 4, pinned=False)
+    with logged() as messages, OffloadHandler(layout, pool) as handler:
+        handler.store(gpu_block_ids=[3], page_ids=[0]).synchronize(PATIENCE)
+        handler.load(page_ids=[0], gpu_block_ids=[5]).synchronize(PATIENCE)
+        assert {result.copy_method for result in handler.poll()} == {"generic"}
+        queue = queue_of(handler)
+    assert layout.tensors[0].cpu().tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
+    assert messages in (
+        [],  # it was logged before in this process
+        [
+            "host pages for fakeaccel:0 are not pinned: their copies are synchronous, and delay "
+            "other transfers of the device"
+        ],
+    )
+    assert queue.lost is None
+
+
+@on_queued_device
+def test_doctor_says_what_the_device_has(accelerator: Accelerator) -> None:
+    from torch_kvswap.cli.doctor import report
+
+    assert report()["device fakeaccel"] == "driven by PyTorch"
+
+
+# Pinned memory
+
+
+@on_queued_device
+def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
+    rows = Rows()
+    progress: list[tuple[int, int]] = []
+    pool = HostPool(rows.layout, 3, pinned=True, on_progress=lambda *of: progress.append(of))
+    assert pool.is_pinned
+    assert pool.pages.is_pinned()
+    assert pool.wait_ready()
+    assert progress == [(3, 3)]
+    assert not pool.pages.any()
+    assert not HostPool(rows.layout, 3, pinned=False).is_pinned
+    shared = error_text(HostPool.create_shared, rows.layout, 4, pinned=True)
+    assert shared.startswith("ValueError: the memory of a shared pool cannot be pinned")
+    assert [
+        error_text(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
+        for name, value in (("huge_pages", True), ("numa_node", 0))
+    ] == ["ValueError: huge_pages=True", "ValueError: numa_node"]
+    with logged() as messages:
+        assert not HostPool.create_shared(rows.layout, 4).is_pinned
+    assert len(messages) == 1
