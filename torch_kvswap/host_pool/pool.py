@@ -54,6 +54,8 @@ class User(Protocol):
     It outlives its OffloadHandler until its jobs have ended.
     """
 
+    def check_open(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -78,7 +80,8 @@ class _Memory:
         # The native side reads it at each submission.
         self._ready_range = native.ReadyRange(shape.num_pages, ONE_CHUNK)
         self.pinning: Pinning | None = None
-        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        # The value: whether it assigns all pages, so that no other one may write them.
+        self.users: weakref.WeakKeyDictionary[User, bool] = weakref.WeakKeyDictionary()
 
     def make_pinning(self, shape: PoolShape, device: torch.device) -> Pinning:
         """Makes the object that pins the pages, and unpins them when this memory is dropped."""
@@ -113,11 +116,11 @@ class HostPool(NotCopyable):
     share. The memory has exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros.
     Pinning commits it; pageable memory is committed when it is written.
 
-    Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
-    is dropped is closed. One that is open when the process exits is unpinned by its end. Not thread
-    safe, except num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken
-    from `pages` can be used; for a pool of one process they read as zeros there, unless it has
-    huge_pages=True.
+    Several handlers may use one pool, but none beside a PrefixCache. A context manager that closes
+    the pool on exit. A pool that is dropped is closed. One that is open when the process exits is
+    unpinned by its end. Not thread safe, except num_ready_pages, is_ready and wait_ready(). In a
+    forked child only tensors taken from `pages` can be used; for a pool of one process they read as
+    zeros there, unless it has huge_pages=True.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -556,10 +559,26 @@ class HostPool(NotCopyable):
         """The memory, uint8 [slots of all pages, bytes of a slot]."""
         return self._memory.check_open().flatten(0, 1)
 
-    def _register_user(self, user: User) -> None:
+    def _check_new_user(self, assigns_pages: bool) -> None:
+        """Raises ValueError if the pages belong to an open PrefixCache, or the new user is one and
+        they have another open user.
+        """
+        for user, has_assigned in list(self._memory.users.items()):
+            if not has_assigned and not assigns_pages:
+                continue
+            with contextlib.suppress(RuntimeError):
+                user.check_open()
+                kind = "PrefixCache" if has_assigned else "handler"
+                raise ValueError(
+                    f"the host pool has an open {kind}, and a PrefixCache assigns all pages of its "
+                    "pools, which another handler would overwrite; close that first, or make "
+                    "another pool"
+                )
+
+    def _register_user(self, user: User, assigns_pages: bool = False) -> None:
         """Makes close() close this native handler first. Holds only a weak reference to it."""
         self._memory.check_open()
-        self._memory.users.add(user)
+        self._memory.users[user] = assigns_pages
 
     def close(self) -> None:
         """Closes the handlers of the pool and its views, then unpins and releases the memory.

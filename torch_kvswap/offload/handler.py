@@ -194,7 +194,8 @@ class OffloadHandler(NotCopyable):
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
-        ValueError: gpu and host do not match, or an option is invalid or not available here.
+        ValueError: gpu and host do not match, an option is invalid or not available here, or a pool
+            belongs to an open PrefixCache.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
@@ -209,8 +210,21 @@ class OffloadHandler(NotCopyable):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
     ) -> None:
+        self._open(Groups(gpu, host), copy_method, staging_bytes, submit_thread)
+
+    def _open(
+        self,
+        groups: Groups,
+        copy_method: str | None,
+        staging_bytes: int,
+        submit_thread: bool,
+        assigns_pages: bool = False,
+    ) -> None:
+        """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
         submit_thread = read_switch("submit_thread", submit_thread)
-        groups = Groups(gpu, host)
+        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
+        for pool in groups.pools:
+            pool._check_new_user(assigns_pages)
         self._ranges = Ranges()
         # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.
         self._kept: dict[int, tuple[object, Any]] = {}
@@ -218,14 +232,13 @@ class OffloadHandler(NotCopyable):
         self._unreturned: list[Result] = []  # results of poll() calls that an exception has ended
         self._reporting = threading.Lock()  # held while jobs become reported
         self._has_warned = False  # about rejected blocks
-        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy)
         keep(self._native)
         for pool in groups.pools:
-            pool._register_user(self._native)
+            pool._register_user(self._native, assigns_pages)
         warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:

@@ -2,13 +2,12 @@
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
 submit transfers themselves, with what it takes and returns; what `preempt()` and `resume()` return
-(`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, keys of
-`DIGEST_BYTES` each).
+(`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
 """
 
 from torch_kvswap.prefix.cache import Preempted, Resumed
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, MultiModalItem
+from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
 from torch_kvswap.prefix.manager import (
     BlockEvent,
     BlockManager,
@@ -19,7 +18,6 @@ from torch_kvswap.prefix.manager import (
 )
 
 __all__ = [
-    "DIGEST_BYTES",
     "BlockEvent",
     "BlockGroup",
     "BlockManager",
@@ -28,6 +26,7 @@ __all__ = [
     "Lookup",
     "MultiModalItem",
     "Preempted",
+    "PrefixKeys",
     "Resumed",
     "StoreReservation",
 ]

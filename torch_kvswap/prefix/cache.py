@@ -23,11 +23,12 @@ from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.gate import Gate
+from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.groups import BlockGroup, read_groups
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, PrefixKeys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import (
     BlockManager,
@@ -57,9 +58,10 @@ class _Pools:
         self._pools = pools
         self._is_list = is_list
         self.counts = [pool.num_pages for pool in pools]
+        self._block_tokens: list[int] = []  # of each group; empty without groups
 
-    def check_groups(self, groups: Sequence[BlockGroup] | None) -> None:
-        """Raises ValueError if these are not the groups of the pools."""
+    def set_groups(self, groups: Sequence[BlockGroup] | None) -> None:
+        """Raises ValueError if these are not the groups of the pools, or two pools share pages."""
         count = len(self._pools)
         if groups is None and self._is_list:
             raise ValueError(
@@ -76,6 +78,31 @@ class _Pools:
                 raise ValueError(
                     f"the groups have {named} pages, their pools {self.counts}; "
                     "make num_pages that of the pool"
+                )
+            self._block_tokens = [group.block_tokens for group in groups]
+        for later, pool in enumerate(self._pools):
+            for earlier in range(later):
+                if self._pools[earlier]._memory is pool._memory:
+                    raise ValueError(
+                        f"host[{earlier}] and host[{later}] are the same pages, and a PrefixCache "
+                        "assigns all pages of each; make a pool for each group"
+                    )
+
+    def check_tokens(self, keys: Any) -> None:
+        """Raises ValueError if keys are of other block_tokens than their group.
+
+        Only the keys of a PrefixHasher say so. A cache with one layout has no groups. What is no
+        list with an item for each group is refused elsewhere.
+        """
+        if not isinstance(keys, Sequence) or len(keys) != len(self._block_tokens):
+            return
+        for group, tokens in enumerate(self._block_tokens):
+            of_group = keys[group]
+            if isinstance(of_group, PrefixKeys) and of_group.block_tokens != tokens:
+                raise ValueError(
+                    f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
+                    f"block_tokens of group {group} is {tokens}; make both equal, in the "
+                    "PrefixHasher or in the BlockGroup"
                 )
 
     @property
@@ -112,6 +139,7 @@ class _Pools:
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
         split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
+        self.check_tokens(keys)
         digests = [
             read_digests(self.name_of_keys(group), keys)
             for group, (_, _, keys, _) in enumerate(split)
@@ -340,8 +368,9 @@ class PrefixCache(NotCopyable):
     """Finds prefixes of prompts in host memory: lookup(), load(), store() and poll().
 
     Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
-    page, that is, of `blocks_per_page` GPU blocks. Assigns all pages of its pools: no other handler
-    may write them. Pools may be pinned in the background: pages are used as soon as they are ready.
+    page, that is, of `blocks_per_page` GPU blocks. Assigns all pages of its pools: another handler
+    of one of them is refused until this one is closed or dropped. Pools may be pinned in the
+    background: pages are used as soon as they are ready.
 
     Any thread may call any method. A prefix cache cannot be copied or pickled.
 
@@ -362,7 +391,8 @@ class PrefixCache(NotCopyable):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, or the groups do not match the pools.
+        ValueError: an argument is out of range, the groups do not match the pools, or a pool has
+            another open handler.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
@@ -382,15 +412,10 @@ class PrefixCache(NotCopyable):
     ) -> None:
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
-        self._handler = OffloadHandler(
-            gpu,
-            host,
-            copy_method=copy_method,
-            staging_bytes=staging_bytes,
-            submit_thread=submit_thread,
-        )
-        self._pools = _Pools(self.pools, self._handler._native.groups.is_list)
-        self._pools.check_groups(groups)
+        # Everything else is refused before the handler takes staging memory.
+        of_handler = Groups(gpu, host)
+        self._pools = _Pools(of_handler.pools, of_handler.is_list)
+        self._pools.set_groups(groups)
         self._ready = self._pools.ready
         self.manager = BlockManager(
             self._pools.counts[0] if groups is None else groups,
@@ -399,8 +424,12 @@ class PrefixCache(NotCopyable):
             store_threshold=store_threshold,
             events=events,
         )
-        lazy = self.pools if store_policy == "lazy" else ()
+        lazy = of_handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
+        self._handler = OffloadHandler.__new__(OffloadHandler)
+        self._handler._open(
+            of_handler, copy_method, staging_bytes, submit_thread, assigns_pages=True
+        )
 
     def __repr__(self) -> str:
         return (
@@ -428,6 +457,7 @@ class PrefixCache(NotCopyable):
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
+        self._pools.check_tokens(keys)
         return self.manager.lookup(keys, again=again)
 
     def load(

@@ -157,17 +157,17 @@ class BlockManager(NotCopyable, native.BlockManager):
     reservation must be ended after its copy, even after reset().
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
-    a prompt are bytes, DIGEST_BYTES for each key, as from PrefixHasher.keys(), or a list of keys
-    made of None, bool, int, float, str, bytes and tuples of them. A block is only used together
-    with the blocks before it.
+    a prompt are those of a PrefixHasher, or a list of keys made of None, bool, int, float, str,
+    bytes and tuples of them, or bytes with the digests of keys (PrefixKeys.digests). A block is
+    only used together with the blocks before it.
 
     A manager needs no close(). It cannot be copied or pickled, and raises RuntimeError in a forked
     child.
 
     Threads: any thread may call any method, and each call is atomic. A call with up to 1,024 keys
     keeps the GIL for at most a few hundred microseconds, unless it must wait for another thread. A
-    call with more keys releases the GIL, and reads lists of keys in slices. Other calls proceed
-    while reset() prepares new tables.
+    call with more keys releases the GIL when it has read them. Other calls proceed while reset()
+    prepares new tables.
 
     Args:
         groups (int | Sequence[BlockGroup]): number of pages; for a hybrid model one BlockGroup per

@@ -17,7 +17,7 @@ from torch_kvswap.prefix.lazy import Chain, LazyStorePolicy
 
 
 def keys_of(number, blocks=2):
-    return HASHER.keys(prompt(number, blocks))
+    return HASHER.keys(prompt(number, blocks)).digests
 
 
 def evicting(storing, blocks):

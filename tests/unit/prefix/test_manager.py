@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import in_child
 
-from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.hashing import PrefixKeys, key_digest
 from torch_kvswap.prefix.manager import BlockEvent, BlockGroup, BlockManager, BlockStats
 
 
@@ -53,7 +53,7 @@ def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_key
     store = manager.prepare_store(b"".join(digests))
     assert store.key_indices.tolist() == [0, 1, 2]
     manager.complete(store)
-    for prompt in (digests, tuple(digests), bytearray(b"".join(digests))):
+    for prompt in (digests, tuple(digests), PrefixKeys(b"".join(digests), 1)):
         assert manager.lookup(prompt).ready == 3
     keys = [("tenant", 1, b"x"), "text", 7]
     manager.complete(manager.prepare_store(keys))
@@ -637,7 +637,7 @@ ValueError: num_ready_pages is 4; the groups have [4, 4] pages
 ValueError: num_ready_pages of group 1 is -1; it must be 0 to 4
 ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
 list of keys
-TypeError: keys is a str; pass bytes of digests or a list
+TypeError: keys is a str; pass keys of a PrefixHasher, or a list of keys
 TypeError: keys: a key, or a part of one, is of type object; make it of None, bool, int,
 float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
@@ -680,7 +680,7 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         error_text(manager.lookup, {"a": 1}),
         error_text(manager.lookup, {"a"}),
         error_text(manager.lookup, memoryview(words)),
-        error_text(manager.lookup, memoryview(bytes(128))[::2]),
+        error_text(manager.lookup, bytearray(64)),
         error_text(manager.lookup, [words]),
         error_text(manager.lookup, [np.arange(32)]),
         error_text(manager.lookup, [memoryview(bytes(64))[::2]]),
@@ -726,14 +726,12 @@ TypeError: store_threshold is a str; it must be an integer
 TypeError: events is an int; pass True, False or a list of kinds
 ValueError: events has []; kinds are stored, evicted, cleared, lost
 TypeError: num_ready_pages of group 1 is a str; it must be an integer
-TypeError: keys is None; pass bytes of digests or a list
-TypeError: keys is an int; pass bytes of digests or a list
-TypeError: keys is a dict; pass bytes of digests or a list
-TypeError: keys is a set; pass bytes of digests or a list
-TypeError: keys is a memoryview of items of 8 bytes, shape (32,); pass contiguous bytes
-of digests
-TypeError: keys is a memoryview of items of 1 bytes, shape (64,); pass contiguous bytes
-of digests
+TypeError: keys is None; pass keys of a PrefixHasher, or a list of keys
+TypeError: keys is an int; pass keys of a PrefixHasher, or a list of keys
+TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
+TypeError: keys is a set; pass keys of a PrefixHasher, or a list of keys
+TypeError: keys is a memoryview; pass keys of a PrefixHasher, or a list of keys
+TypeError: keys is a bytearray; pass keys of a PrefixHasher, or a list of keys
 TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
 float, str, bytes and tuples of them
 TypeError: keys: a key, or a part of one, is of type ndarray; make it of None, bool,
@@ -746,7 +744,7 @@ TypeError: keys: a key, or a part of one, is of type array; make it of None, boo
 float, str, bytes and tuples of them
 TypeError: keys is None; pass a list with the keys of each group
 TypeError: keys is a dict; pass a list with the keys of each group
-TypeError: keys[1] is None; pass bytes of digests or a list
+TypeError: keys[1] is None; pass keys of a PrefixHasher, or a list of keys
 TypeError: prefix is a float; it must be an integer
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
