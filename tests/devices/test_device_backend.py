@@ -305,14 +305,14 @@ def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
     assert progress == [(3, 3)]
     assert not pool.pages.any()
     assert not HostPool(rows.layout, 3, pinned=False).is_pinned
-    shared = error_text(HostPool.create_shared, rows.layout, 4, pinned=True)
+    shared = error_text(HostPool, rows.layout, 4, pinned=True, shared=True)
     assert shared.startswith("ValueError: the memory of a shared pool cannot be pinned")
     assert [
         error_text(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
         for name, value in (("huge_pages", True), ("numa_node", 0))
     ] == ["ValueError: huge_pages=True", "ValueError: numa_node"]
     with logged() as messages:
-        assert not HostPool.create_shared(rows.layout, 4).is_pinned
+        assert not HostPool(rows.layout, 4, shared=True).is_pinned
     assert len(messages) == 1
 
 
@@ -321,7 +321,7 @@ def test_a_backend_pins_memory_also_of_shared_pools(accelerator: Accelerator) ->
     backend = PinningBackend(accelerator)
     register_device_backend(DEVICE_TYPE, backend)
     layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=DEVICE)])
-    pool = HostPool.create_shared(layout, 2048)
+    pool = HostPool(layout, 2048, shared=True)
     assert pool.is_pinned
     assert backend.pinned == {pool.pages.data_ptr(): pool.nbytes}
     with OffloadHandler(layout, pool) as handler:
