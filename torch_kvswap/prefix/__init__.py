@@ -5,6 +5,7 @@ submit transfers themselves, with what it takes and returns; what `preempt()` an
 (`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
 """
 
+from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap.prefix.cache import Preempted, Resumed
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
@@ -12,9 +13,7 @@ from torch_kvswap.prefix.manager import (
     BlockEvent,
     BlockManager,
     BlockStats,
-    LoadReservation,
     Lookup,
-    StoreReservation,
 )
 
 __all__ = [

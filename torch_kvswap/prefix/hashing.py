@@ -17,7 +17,6 @@ from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torch_kvswap._native.arguments import (
     CONVERSION_ERRORS,
@@ -78,10 +77,6 @@ def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
     """How many full blocks of a prompt can come from a cache.
 
     The last token must be computed to predict the next one, so its block is never reused.
-
-    Args:
-        num_tokens (int): tokens of the prompt.
-        block_tokens (int): tokens per block.
     """
     return max(num_tokens - 1, 0) // block_tokens
 
@@ -144,14 +139,6 @@ class MultiModalItem:
             raise TypeError(f"key is {kind_of(self.key)}; it must be bytes")
 
 
-def _check_dtype(dtype: object) -> None:
-    if isinstance(dtype, torch.dtype):
-        name = str(dtype).removeprefix("torch.")
-        raise TypeError(f"dtype is {dtype}; pass its name, {name!r}")
-    if not isinstance(dtype, str):
-        raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
-
-
 class PrefixHasher:
     """Computes the keys of prompts' blocks.
 
@@ -190,7 +177,8 @@ class PrefixHasher:
         group = int(read_int("group", group))
         if not isinstance(model, str):
             raise TypeError(f"model is {kind_of(model)}; it must be a str")
-        _check_dtype(dtype)
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
         if not isinstance(salt, str | bytes | None):
             raise TypeError(f"salt is {kind_of(salt)}; it must be a str, bytes or None")
         for name, part in (("adapter", adapter), ("extra", extra)):
@@ -346,13 +334,7 @@ Keys = PrefixKeys | bytes | Sequence[Hashable]
 def read_digests(name: str, keys: Keys) -> bytes:
     """Converts keys to digests, one after another. Native code reads bytes and lists of digests.
 
-    Args:
-        name (str): the argument, as the caller wrote it.
-        keys: from a PrefixHasher, bytes of digests, or a sequence of keys.
-
-    Raises:
-        TypeError: keys is something else, or a key has no digest.
-        ValueError: the bytes are not a whole number of digests.
+    Raises TypeError or ValueError that calls the argument `name`.
     """
     if isinstance(keys, PrefixKeys):
         return keys.digests

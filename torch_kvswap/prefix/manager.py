@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
 
@@ -25,28 +25,8 @@ from torch_kvswap.prefix.groups import (
 )
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
-EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
+EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")  # by native number
 POLICIES = ("lru", "arc")  # index: native number
-
-
-def event_bits(events: bool | Collection[EventKind]) -> int:
-    """A bit mask of event kinds: bit i for EVENT_KINDS[i].
-
-    Raises:
-        TypeError: events is not a bool or a collection.
-        ValueError: a kind does not exist.
-    """
-    if isinstance(events, bool):
-        events = EVENT_KINDS if events else ()
-    if not isinstance(events, Iterable):
-        raise TypeError(f"events is {kind_of(events)}; pass True, False or a list of kinds")
-    wanted: list[str] = [events] if isinstance(events, str) else list(events)
-    unknown = sorted(repr(kind) for kind in wanted if kind not in EVENT_KINDS)
-    if unknown:
-        raise ValueError(f"events has {', '.join(unknown)}; kinds are {', '.join(EVENT_KINDS)}")
-    if wanted:
-        wanted += ["cleared", "lost"]
-    return sum(1 << number for number, kind in enumerate(EVENT_KINDS) if kind in wanted)
 
 
 class Lookup(NamedTuple):
@@ -131,23 +111,6 @@ class BlockStats:
     idle_pages: int
     filling_pages: int
 
-    @property
-    def hit_rate(self) -> float:
-        """hits / asked; 0 if nothing was asked for."""
-        return self.hits / self.asked if self.asked else 0.0
-
-
-__all__ = [
-    "BlockEvent",
-    "BlockGroup",
-    "BlockManager",
-    "BlockStats",
-    "LoadReservation",
-    "Lookup",
-    "Reservation",
-    "StoreReservation",
-]
-
 
 class BlockManager(NotCopyable, native.BlockManager):
     """Keeps track of which prefix blocks are on which host pages. Copies nothing.
@@ -177,8 +140,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
             it. As many keys as there are pages are counted, those that were looked up last.
-        events (bool | Collection[str]): record events for events(): all, none, or these kinds.
-            "cleared" and "lost" are always recorded with any other kind.
+        events (bool): record what changes, for events().
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -196,7 +158,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         num_ready_pages: int | Sequence[int] | None = None,
         eviction_policy: str = "lru",
         store_threshold: int = 1,
-        events: bool | Collection[EventKind] = False,
+        events: bool = False,
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
@@ -211,7 +173,8 @@ class BlockManager(NotCopyable, native.BlockManager):
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
-        policy, kinds = POLICIES.index(eviction_policy), event_bits(events)
+        policy = POLICIES.index(eviction_policy)
+        kinds = (1 << len(EVENT_KINDS)) - 1 if read_switch("events", events) else 0
         most = INT64_MAX // self.unit_tokens
         native.BlockManager.__init__(
             self, native_groups, self._is_list, most, policy, threshold, kinds

@@ -268,7 +268,7 @@ TypeError: extra: a key, or a part of one, is of type dict; make it of None, boo
 float, str, bytes and tuples of them
 TypeError: model is None; it must be a str
 TypeError: dtype is a type; pass its name, such as 'bfloat16'
-TypeError: dtype is torch.bfloat16; pass its name, 'bfloat16'
+TypeError: dtype is a dtype; pass its name, such as 'bfloat16'
 TypeError: tokens is a bytes; pass a list or an array of integers
 TypeError: tokens is a dict; pass a list or an array of integers
 TypeError: tokens is a bytes; pass a list or an array of integers

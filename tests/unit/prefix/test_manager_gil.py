@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from torch_kvswap.prefix.manager import BlockGroup, BlockManager
+from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.manager import BlockManager
 
 FEW = 1024  # kFewKeys of csrc/prefix/manager.h
 MANY = os.urandom(32 * (FEW + 1))
