@@ -441,13 +441,9 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         """Appends the results of jobs that have ended, from then on reported, to a list.
 
-        A caller that does not return the list to its own caller adds it to `_unreturned`.
-
-        Args:
-            results (list[Result]): the list.
-            timeout: see poll().
-            end: called for each job before it is reported, with its result and its `reserved`;
-                again by the next call if an exception comes before the job is reported.
+        A caller that does not return the list to its own caller adds it to `_unreturned`. `end` is
+        called for each job before it is reported, with its result and its `reserved`; again by the
+        next call if an exception comes before the job is reported.
         """
         self._native.check_process()  # a fork may have the lock, held forever
         self._report_ended(results, end)
@@ -496,8 +492,8 @@ class OffloadHandler(NotCopyable):
         """
         own = None
         if jobs is not None:
-            several = enumerate(_as_iterable(jobs))
-            own = [self._check_own(f"jobs[{index}]", job) for index, job in several]
+            several = jobs if isinstance(jobs, Iterable) else [jobs]
+            own = [self._check_own(f"jobs[{index}]", job) for index, job in enumerate(several)]
         timeout = read_timeout("timeout", timeout)
         answer = self._native.synchronize(own, timeout)
         if isinstance(answer, tuple):
@@ -560,7 +556,7 @@ class OffloadHandler(NotCopyable):
             gpu (PagedLayout | Sequence[PagedLayout]): new layouts with the same block sizes.
 
         Raises:
-            TypeError: gpu is no layout, or no list of as many layouts as before.
+            TypeError: gpu is no layout, or a list instead of one.
             ValueError: the new cache does not match the pools, or is on another device.
             RuntimeError: the handler is closed, a tensor of the new cache has moved, another thread
                 submits meanwhile, or the driver refuses what the new cache needs.
@@ -626,15 +622,11 @@ class OffloadHandler(NotCopyable):
     ) -> Job:
         """store() and load(), also those of a PrefixCache.
 
-        Args:
-            channel (int): STORES or LOADS.
-            ids: gpu_block_ids, page_ids and first_block.
-            after, copy_method, tag, layer_groups, gate, expedited: see load().
-            reserved: what the job uses, for _read_ended(). Its `job` is set before the submission;
-                `job.is_submitted` says whether there is one, also if an exception takes it from the
-                caller.
-            computed_from: of a store, ids of loads into blocks that its own were computed from. It
-                runs behind those that are not reported yet, and fails if one of them does.
+        `ids` are gpu_block_ids, page_ids and first_block. `reserved` is what the job uses, for
+        _read_ended(): its `job` is set before the submission, and `job.is_submitted` says whether
+        there is one, also if an exception takes it from the caller. `computed_from` are the loads
+        into blocks that those of a store were computed from: it runs behind those that are not
+        reported yet, and fails if one of them does.
         """
         # Each Python function that this path calls costs 3 us or more when it is not in the caches.
         submitting, groups = self._native, self._native.groups
@@ -712,12 +704,6 @@ class OffloadHandler(NotCopyable):
                 f"{name} is {job.direction} {job.id} of another handler; pass it to that handler"
             )
         return job
-
-
-def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
-    if isinstance(jobs, int | float):
-        raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
-    return jobs if not isinstance(jobs, Job) and isinstance(jobs, Iterable) else [jobs]
 
 
 def _describe_unended(unended: tuple[int, str, int], jobs: Sequence[Job] | None) -> str:

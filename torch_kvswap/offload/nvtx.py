@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 VARIABLE = "KVSWAP_NVTX"
-_NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 
 class Ranges:
     """The NVTX ranges of a handler.
 
     One range covers the native part of each submission, and one covers each job from its submission
-    until poll() reports it. If disabled, every method does nothing. Any thread may call any method.
+    until poll() reports it. Nothing is called if it is not enabled. Any thread may call any method.
+
+    Attributes:
+        enabled (bool): whether KVSWAP_NVTX is 1.
 
     Raises:
         ValueError: KVSWAP_NVTX is neither 0 nor 1.
@@ -34,28 +36,22 @@ class Ranges:
         if self.enabled:
             _check()
 
-    def submit(self, direction: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def submit(self, direction: str) -> Iterator[None]:
         """A context manager around the native call that submits a job, and around begin().
 
         No other thread can end a range meanwhile, so no range ends before it has begun.
         """
-        return self._submit(direction) if self.enabled else _NO_RANGE
-
-    @contextmanager
-    def _submit(self, direction: str) -> Iterator[None]:
         with self._lock, torch.cuda.nvtx.range(f"kvswap submit {direction}"):
             yield
 
     def begin(self, job_id: int, direction: str, nbytes: int) -> None:
         """Opens the range of a submitted job. Called once per job, inside submit()."""
-        if self.enabled:
-            name = f"{direction} {job_id}: {nbytes} bytes"
-            self._open[job_id] = torch.cuda.nvtx.range_start(name)
+        name = f"{direction} {job_id}: {nbytes} bytes"
+        self._open[job_id] = torch.cuda.nvtx.range_start(name)
 
     def end(self, job_id: int) -> None:
         """Closes the range of a reported job. Called once per job."""
-        if not self.enabled:
-            return
         with self._lock:
             opened = self._open.pop(job_id, None)  # none if Ctrl-C came before begin()
             if opened is not None:
