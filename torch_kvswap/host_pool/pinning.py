@@ -94,10 +94,11 @@ class Pinning:
         try:
             next(chunks)
             if options.in_background:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
                 )
-                self._thread.start()
+                thread.start()  # close() joins only what has begun
+                self._thread = thread
             else:
                 for _ in chunks:
                     pass
