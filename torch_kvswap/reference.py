@@ -164,6 +164,8 @@ class ReferenceHandler(NotCopyable):
                     start.record(self._stream)
                     swap_blocks_batch(src, dst, sizes)
                     end.record(self._stream)
+                job._submit_seconds = time.perf_counter() - called
+                self._jobs.append(job)
             except BaseException as error:  # KeyboardInterrupt too
                 end.record(self._stream)  # behind what the driver may have begun to copy
                 if not isinstance(error, RuntimeError):
@@ -171,8 +173,7 @@ class ReferenceHandler(NotCopyable):
                     self._flights.running.discard(end)
                     raise
                 job._error = TransferError(str(error))
-            job._submit_seconds = time.perf_counter() - called
-            self._jobs.append(job)
+                self._jobs.append(job)
             return job
 
     def _read(
