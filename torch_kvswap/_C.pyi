@@ -86,7 +86,7 @@ class DeviceKind(enum.Enum):
 
 def copy_methods() -> list[str]: ...
 
-FRAGMENT_SIZES: int = 13
+FRAGMENT_SIZES: int = 14
 
 BUCKETS: int = 26
 

@@ -13,7 +13,7 @@ import torch
 
 from torch_kvswap.copy_method import (
     DIRECTIONS,
-    SIZES,
+    SMALLEST_FRAGMENT,
     CopyMethodCosts,
     Costs,
     gpu_name,
@@ -23,6 +23,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, allocate_layers
 from torch_kvswap.offload.handler import OffloadHandler
 
+SIZES = tuple(SMALLEST_FRAGMENT << power for power in range(13))  # bytes per fragment
 # Without "kernel" for stores: a kernel that writes to the host nearly stops the compute beside it.
 COPY_METHODS = {
     "store": ("strided", "batch", "staged"),

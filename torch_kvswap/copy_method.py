@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_kvswap._native.arguments import kind_of, read_int
+from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.devices.backend import is_native
@@ -23,8 +24,7 @@ CHOICES = (AUTO, COPY_ENGINES, *(method for method in COPY_METHODS if method != 
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
 REFERENCE_GPU = "NVIDIA H200"  # its shipped costs are used for GPUs without costs of their own
-# Bytes of the fragments whose costs are known; the native side interpolates for others.
-SIZES = tuple(512 << power for power in range(native.FRAGMENT_SIZES))
+SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 256 << 20
 _MAX_MICROSECONDS = 1e12
 _FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in CopyMethodCosts
@@ -42,9 +42,9 @@ class CopyMethodCosts:
         submit_copy (float): seconds that it takes for each copy of the transfer: a fragment
             ("batch"), a block's run of equidistant slabs ("strided") or a block (other methods),
             in each layer group.
-        fragment (Mapping[int, float]): seconds per fragment, for each of SIZES. Interpolated in the
-            logarithm of the size; proportional to the size above the largest, constant below the
-            smallest.
+        fragment (Mapping[int, float]): seconds per fragment, by fragment size in bytes; at least
+            one size. Interpolated in the logarithm of the size; proportional to the size above the
+            largest entry, constant below the smallest.
     """
 
     start: float
@@ -53,9 +53,27 @@ class CopyMethodCosts:
     submit_copy: float
     fragment: Mapping[int, float]
 
+    def fragment_seconds(self, nbytes: int) -> float:
+        """Predicted seconds for one fragment of `nbytes` bytes."""
+        sizes = sorted(self.fragment)
+        if nbytes <= sizes[0]:
+            return self.fragment[sizes[0]]
+        if nbytes >= sizes[-1]:
+            return self.fragment[sizes[-1]] * nbytes / sizes[-1]
+        above = next(index for index, size in enumerate(sizes) if size > nbytes)
+        low, high = sizes[above - 1], sizes[above]
+        share = math.log2(nbytes / low) / math.log2(high / low)
+        return self.fragment[low] * (1 - share) + self.fragment[high] * share
+
+    def seconds(self, blocks: int, slabs: int, fragment_bytes: int) -> float:
+        """Predicted seconds of a transfer of `blocks` blocks with `slabs` fragments each."""
+        fragments = blocks * slabs * self.fragment_seconds(fragment_bytes)
+        return self.start + blocks * self.block + fragments
+
     def native(self) -> tuple[float, float, float, float, list[float]]:
         """The costs as native.CopyMethodOptions takes them."""
-        table = [self.fragment[size] for size in SIZES]
+        sizes = (SMALLEST_FRAGMENT << power for power in range(native.FRAGMENT_SIZES))
+        table = list(map(self.fragment_seconds, sizes))
         return self.start, self.block, self.submit_start, self.submit_copy, table
 
     @classmethod
@@ -65,12 +83,14 @@ class CopyMethodCosts:
         start, block, submit_start, submit_copy = (
             _read_microseconds(f"{name}.{field}", content[field]) / 1e6 for field in _FIELDS
         )
-        table = content["fragment_us"]
-        _check_keys(f"{name}.fragment_us", table, required=list(map(str, SIZES)))
-        fragment = {
-            size: _read_microseconds(f"{name}.fragment_us.{size}", table[str(size)]) / 1e6
-            for size in SIZES
-        }
+        fragment = {}
+        _check_keys(f"{name}.fragment_us", content["fragment_us"])
+        for size, microseconds in content["fragment_us"].items():
+            field = f"{name}.fragment_us.{size}"
+            nbytes = read_int(f"the size of {field}", int(size), 1, INT64_MAX)
+            fragment[nbytes] = _read_microseconds(field, microseconds) / 1e6
+        if not fragment:
+            raise ValueError(f"{name}.fragment_us needs at least one size, in bytes")
         return cls(start, block, submit_start, submit_copy, fragment)
 
     def to_json(self) -> dict[str, Any]:
@@ -215,14 +235,15 @@ def _check_keys(
     required: Collection[str] = (),
     optional: Collection[str] = (),
 ) -> None:
-    """Checks that the content is an object with these keys."""
+    """Checks that the content is an object with these keys, or with any if none are given."""
     if not isinstance(content, dict):
         raise TypeError(f"{name} is {kind_of(content)}; it must be an object")
     for key in required:
         if key not in content:
             raise ValueError(f"{name} lacks {key!r}")
     known = {*required, *optional}
-    if unknown := [key for key in content if key not in known]:
+    unknown = [key for key in content if known and key not in known]
+    if unknown:
         raise ValueError(f"{name} has the unknown key {unknown[0]!r}; the keys are {sorted(known)}")
 
 

@@ -29,7 +29,7 @@ inline const char* copy_method_name(CopyMethod method) {
 // copies * submit_copy. A copy is a fragment (batch), a block's run of equidistant slabs (strided),
 // or a block (other methods). Both are 0 if not known.
 struct CopyMethodCosts {
-  static constexpr int kFragmentSizes = 13;
+  static constexpr int kFragmentSizes = 14;
 
   double start_seconds = -1, block_seconds = 0;
   double submit_start_seconds = 0, submit_copy_seconds = 0;

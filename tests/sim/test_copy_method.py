@@ -15,7 +15,6 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from fragment_costs import proportional
 from logged import logged
 from patience import PATIENCE
 from simulated_cache import (
@@ -36,8 +35,6 @@ from torch_kvswap.copy_method import (
     CHOICES,
     COPY_ENGINES,
     COPY_METHODS,
-    DIRECTIONS,
-    SIZES,
     CopyMethodCosts,
     copy_method_options,
 )
@@ -152,7 +149,7 @@ def costs(
                 "block_us": 1000 * block,
                 "submit_start_us": submit[0],
                 "submit_copy_us": submit[1],
-                "fragment_us": proportional(1000 * fragment),
+                "fragment_us": {"512": 1000 * fragment},
             }
             for copy_method, (start, block, fragment) in of_methods.items()
         }
@@ -441,42 +438,14 @@ def test_a_large_expedited_load_ends_while_a_staged_load_waits(
     assert taken == ["staged", "kernel" if expedited else "staged"]
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (256, 1e-6),  # as the smallest
-        (512, 1e-6),
-        (724, 1.5e-6),  # in the middle, as 512 * 2**0.5 bytes
-        (1024, 2e-6),
-        (4096, 2e-6),
-        (8 << 20, 8e-6),  # of the largest size, 2 MiB, four
-    ],
-)
-@simulated
-def test_a_fragment_of_a_size_in_between_costs_what_lies_between(
-    driver: Driver, size: int, expected: float
-) -> None:
-    layout = on_device(driver, torch.zeros(1, 1, size, dtype=torch.uint8))
-    table = {of: 1e-6 if of == 512 else 2e-6 for of in SIZES}
-    by_fragment = CopyMethodCosts(0, 0, 0, 0, table)
-    with HostPool(layout, 1) as pool, pytest.MonkeyPatch.context() as patch:
-        for share, method in ((0.99, "batch"), (1.01, "strided")):
-            by_block = CopyMethodCosts(share * expected, 0, 0, 0, dict.fromkeys(SIZES, 0.0))
-            of_methods = {"strided": by_fragment, "batch": by_block}
-            patch.setattr(OffloadHandler, "_costs", dict.fromkeys(DIRECTIONS, of_methods))
-            with OffloadHandler(layout, pool) as handler:
-                handler.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
-                assert [result.copy_method for result in handler.poll()] == [method]
-
-
 @needs_kernels
 @simulated
 def test_what_only_large_loads_would_take_gets_memory_too(driver: Driver) -> None:
     layout = on_device(driver, torch.zeros(2, 1100, 512, dtype=torch.uint8))
     pool = HostPool(layout, 1100)
     with pytest.MonkeyPatch.context() as patch:
-        strided = CopyMethodCosts(0, 1e-6, 0, 0, proportional(0))
-        staged = CopyMethodCosts(1e-3, 0, 0, 0, proportional(0))  # as slow for 1,000 blocks
+        strided = CopyMethodCosts(0, 1e-6, 0, 0, {512: 0})
+        staged = CopyMethodCosts(1e-3, 0, 0, 0, {512: 0})  # as slow for 1,000 blocks
         costs = {"store": {"strided": strided}, "load": {"strided": strided, "staged": staged}}
         patch.setattr(OffloadHandler, "_costs", costs)
         handler = OffloadHandler(layout, pool)
@@ -787,8 +756,8 @@ def test_a_load_that_ends_with_a_staged_group_has_copied_the_batch_before(driver
     ]
     pools = [HostPool(layout, 8) for layout in layouts]
     with pytest.MonkeyPatch.context() as patch:
-        batch = CopyMethodCosts(0, 0, 0, 0, proportional(1e-6))  # for each fragment
-        staged = CopyMethodCosts(0, 2e-6, 0, 0, proportional(0))
+        batch = CopyMethodCosts(0, 0, 0, 0, {512: 1e-6})  # for each fragment
+        staged = CopyMethodCosts(0, 2e-6, 0, 0, {512: 0})
         costs = {kind: {"batch": batch, "staged": staged} for kind in ("store", "load")}
         patch.setattr(OffloadHandler, "_costs", costs)
         handler = OffloadHandler(layouts, pools)

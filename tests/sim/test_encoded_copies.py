@@ -18,7 +18,6 @@ from drained import drain
 from encoded_cache import STAGING_BYTES, VALUES, EncodedCache
 from encoded_fuzz import Fuzz
 from expecttest import assert_expected_inline
-from fragment_costs import proportional
 from fuzz import fuzz
 from logged import logged
 from patience import PATIENCE, in_time
@@ -38,7 +37,7 @@ from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import BlocksRejectedError, DeviceLostError, Result
 
 METHODS = ("staged", "kernel")
-FREE = CopyMethodCosts(0, 0, 0, 0, proportional(0))
+FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
 
 
 def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
@@ -317,7 +316,7 @@ def test_a_store_encodes_what_its_stream_has_written(
 @simulated
 def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> None:
     """The simulated driver refuses kernels of two streams that use the same ones."""
-    figures = {"staged": CopyMethodCosts(2e-3, 0, 0, 0, proportional(0)), "kernel": FREE}
+    figures = {"staged": CopyMethodCosts(2e-3, 0, 0, 0, {512: 0}), "kernel": FREE}
     sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192}
     with costs(figures), EncodedCache(driver, **sizes) as cache:
         before = [cache.block(block) for block in range(40)]
@@ -338,7 +337,7 @@ def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> Non
 def test_the_caller_begins_a_job_of_slots_larger_than_the_pieces_that_it_gives(
     driver: Driver, kind: str
 ) -> None:
-    figures = {"staged": CopyMethodCosts(0, 0, 0, 100e-6, proportional(0))}
+    figures = {"staged": CopyMethodCosts(0, 0, 0, 100e-6, {512: 0})}
     # A slot has more than 9 MiB.
     options = {"blocks": 2, "pages": 2, "layers": 1, "values": 6 << 20, "staging_bytes": 64 << 20}
     with costs(figures), EncodedCache(driver, copy_method="staged", **options) as cache:

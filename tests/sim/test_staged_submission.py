@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from corrupting_handler import CorruptingHandler
-from fragment_costs import proportional
 from fuzz import fuzz
 from patience import PATIENCE, in_time
 from simulated_cache import SIDE, Stream, needs_kernels, new_threads, rest, threads
@@ -50,7 +49,7 @@ class Handler(OffloadHandler):
     """Submitting each block is predicted to take 10 us."""
 
     _costs: ClassVar[Costs] = {
-        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 10e-6, proportional(1e-9))}
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 10e-6, {512: 1e-9})}
         for direction in ("store", "load")
     }
 
@@ -174,7 +173,7 @@ class ManyPieces(OffloadHandler):
     """Submitting a piece is predicted to take 5 us. A piece has 256 KiB."""
 
     _costs: ClassVar[Costs] = {
-        direction: {"staged": CopyMethodCosts(0.0, 0.0, 5e-6, 1e-6, proportional(1e-9))}
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 5e-6, 1e-6, {512: 1e-9})}
         for direction in ("store", "load")
     }
 
@@ -429,8 +428,8 @@ def costs_to_submit(staged: float, strided: float) -> Costs:
     seconds to submit a copy."""
     return {
         direction: {
-            "staged": CopyMethodCosts(10e-3, 0.0, 0.0, staged, proportional(1e-9)),
-            "strided": CopyMethodCosts(10.2e-3, 1e-6, 0.0, strided, proportional(1e-9)),
+            "staged": CopyMethodCosts(10e-3, 0.0, 0.0, staged, {512: 1e-9}),
+            "strided": CopyMethodCosts(10.2e-3, 1e-6, 0.0, strided, {512: 1e-9}),
         }
         for direction in ("store", "load")
     }
@@ -475,8 +474,8 @@ class TwoGroupsHandler(OffloadHandler):
 
     _costs: ClassVar[Costs] = {
         direction: {
-            "strided": CopyMethodCosts(0.0, 1e-6, 0.0, 10e-6, proportional(1e-12)),
-            "staged": CopyMethodCosts(0.0, 2e-6, 0.0, 10e-6, proportional(1e-12)),
+            "strided": CopyMethodCosts(0.0, 1e-6, 0.0, 10e-6, {512: 1e-12}),
+            "staged": CopyMethodCosts(0.0, 2e-6, 0.0, 10e-6, {512: 1e-12}),
         }
         for direction in ("store", "load")
     }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fragment_costs import proportional
-
 from torch_kvswap.copy_method import CopyMethodCosts, Costs
 from torch_kvswap.offload.handler import OffloadHandler
 
@@ -16,7 +14,7 @@ class CallerSubmits(OffloadHandler):
     _costs: ClassVar[Costs] = {
         direction: dict.fromkeys(
             ("batch", "strided", "staged", "kernel"),
-            CopyMethodCosts(0.0, 0.0, 0.0, 0.0, proportional(1e-9)),
+            CopyMethodCosts(0.0, 0.0, 0.0, 0.0, {512: 1e-9}),
         )
         for direction in ("store", "load")
     }

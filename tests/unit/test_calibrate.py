@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fragment_costs import proportional, seconds_of
 from simulated_cache import new_threads, threads
 from simulated_driver import Driver, on_device, simulated
 
@@ -41,7 +40,7 @@ def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Measure:
     def measure(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> Seconds:
         of_method = costs[direction, copy_method]
         submit = ANY_CALL + submit_seconds(of_method, copy_method, slabs, blocks)
-        return Seconds(seconds_of(of_method, blocks, slabs, size), submit)
+        return Seconds(of_method.seconds(blocks, slabs, size), submit)
 
     return measure
 
@@ -216,7 +215,7 @@ def test_a_handler_that_is_measured_submits_all_itself_whatever_the_costs_are(
     layout = on_device(driver, torch.zeros(4, 200, 512, dtype=torch.uint8))
     ids = list(range(200))
     file = tmp_path / "costs.json"
-    costs = CopyMethodCosts(1e-6, 1e-6, 51e-6, 0.0, proportional(1e-6)).to_json()
+    costs = CopyMethodCosts(1e-6, 1e-6, 51e-6, 0.0, {512: 1e-6}).to_json()
     file.write_text(json.dumps({key: {"strided": costs} for key in DIRECTIONS}))
 
     def new_threads_of(handler: OffloadHandler) -> int:
@@ -259,7 +258,7 @@ def test_a_gpu_is_calibrated() -> None:
         assert set(costs[direction]) == set(copy_methods)
         big = max(SIZES)
         for of_method in costs[direction].values():
-            assert 1e9 < big / of_method.fragment[big] < 2e11  # bytes a second
+            assert 1e9 < big / of_method.fragment_seconds(big) < 2e11  # bytes a second
             assert of_method.submit_start < 1e-3
             assert of_method.submit_copy < 1e-4
         assert costs[direction]["strided"].submit_copy > 1e-7  # a driver call for each block

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from fragment_costs import proportional
 
 from torch_kvswap import copy_method
 from torch_kvswap._native.log import warn_once
@@ -26,7 +25,7 @@ from torch_kvswap.copy_method import (
 )
 
 COSTS = {
-    direction: {"strided": CopyMethodCosts(1e-5, 2e-6, 3e-6, 4e-6, proportional(1e-7))}
+    direction: {"strided": CopyMethodCosts(1e-5, 2e-6, 3e-6, 4e-6, {1024: 1e-7, 4096: 3e-7})}
     for direction in DIRECTIONS
 }
 
@@ -37,8 +36,19 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+def test_a_size_in_between_lies_between_its_neighbours() -> None:
+    costs = CopyMethodCosts(0, 0, 0, 0, {1024: 1.0, 4096: 3.0})
+    sizes = (1, 1024, 2048, 4096, 8192)
+    assert [costs.fragment_seconds(size) for size in sizes] == [1.0, 1.0, 2.0, 3.0, 6.0]
+
+
+def test_a_transfer_is_the_start_the_blocks_and_the_fragments() -> None:
+    costs = CopyMethodCosts(100.0, 10.0, 7.0, 8.0, {512: 1.0})
+    assert costs.seconds(3, 4, 512) == 100 + 3 * 10 + 12
+
+
 def test_the_native_table_has_the_same_costs() -> None:
-    expected = [1e-7 * 2**power for power in range(13)]
+    expected = [COSTS["load"]["strided"].fragment_seconds(512 << power) for power in range(14)]
     assert COSTS["load"]["strided"].native() == (1e-5, 2e-6, 3e-6, 4e-6, expected)
 
 
@@ -92,7 +102,7 @@ def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
     assert file == cache_file("Imaginary 9000")
     read = read_costs("Imaginary 9000")
     assert read.source == str(file)
-    assert read.costs["store"]["strided"].fragment == pytest.approx(proportional(1e-7))
+    assert read.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
     assert read_costs("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
 
 
@@ -171,7 +181,7 @@ FIELDS = {
     "block_us": "1",
     "submit_start_us": "1",
     "submit_copy_us": "1",
-    "fragment_us": json.dumps(proportional(1)),
+    "fragment_us": '{"512": 1}',
 }
 
 
@@ -193,16 +203,11 @@ def with_cost(field: str, text: str | None) -> str:
         (with_cost("block_us", "Infinity"), "ValueError: store.strided.block_us is inf"),
         (with_cost("block_us", "1" + "0" * 400), "ValueError: store.strided.block_us is 1"),
         (with_cost("block_us", '"1"'), "TypeError: store.strided.block_us is a str"),
-        (
-            with_cost("fragment_us", json.dumps({**proportional(1), 512: float("nan")})),
-            "store.strided.fragment_us.512 is nan",
-        ),
-        (
-            with_cost("fragment_us", json.dumps({**proportional(1), 700: 1})),
-            "store.strided.fragment_us has the unknown key '700'",
-        ),
+        (with_cost("fragment_us", '{"512": NaN}'), "store.strided.fragment_us.512 is nan"),
+        (with_cost("fragment_us", '{"0": 1}'), "the size of store.strided.fragment_us.0 is 0"),
+        (with_cost("fragment_us", f'{{"{10**400}": 1}}'), "the size of store.strided.fragment_us"),
         (with_cost("fragment_us", "[]"), "TypeError: store.strided.fragment_us is a list"),
-        (with_cost("fragment_us", "{}"), "store.strided.fragment_us lacks '512'"),
+        (with_cost("fragment_us", "{}"), "store.strided.fragment_us needs at least one size"),
         (with_cost("submit_copy_us", "-1"), "store.strided.submit_copy_us is -1"),
         *((with_cost(key, None), f"store.strided lacks '{key}'") for key in FIELDS),
         (with_cost("submit_us", "1"), "store.strided has the unknown key 'submit_us'"),

@@ -60,7 +60,7 @@ def _table(direction: str, of_direction: Mapping[str, CopyMethodCosts]) -> str:
     lines = [header + "   fragments in GB/s:" + "".join(f"{size >> 10:>5} KiB" for size in _SHOWN)]
     for copy_method, costs in of_direction.items():
         seconds = (costs.start, costs.block, costs.submit_start, costs.submit_copy)
-        rates = (size / max(costs.fragment[size], 1e-12) / 1e9 for size in _SHOWN)
+        rates = (size / max(costs.fragment_seconds(size), 1e-12) / 1e9 for size in _SHOWN)
         line = f"{copy_method:8}" + "".join(f"{1e6 * figure:15.2f}" for figure in seconds)
         lines.append(f"{line}{'':21}" + "".join(f"{rate:9.1f}" for rate in rates))
     return "\n".join(lines)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from fragment_costs import seconds_of
 
 from torch_kvswap.calibrate import COPY_METHODS, SIZES, Seconds
 from torch_kvswap.cli import calibrate as command
@@ -28,7 +27,7 @@ class FakeMachine:
         costs = CopyMethodCosts(5e-6, 2e-6, 0, 0, {of: of * 1e-9 for of in SIZES})
         copies = blocks * (slabs if copy_method == "batch" else 1)
         submit = self.submit * (1 + copies) if blocks else 0.0
-        return Seconds(seconds_of(costs, blocks, slabs, size), submit)
+        return Seconds(costs.seconds(blocks, slabs, size), submit)
 
     def close(self) -> None: ...
 
