@@ -267,7 +267,7 @@ def measure_all(
     """what: its name in the line of progress."""
     kinds = [*product(plan.directions, plan.counts)]
     number = len(plan.shapes) * len(options.arrangements) * len(kinds)
-    progress = Progress(what, number, True, sys.stderr)
+    progress = Progress(what, number, sys.stderr)
     nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
     comparison = Comparison(device, options, nbytes, number * len(plan.states))
     at_once = 2 if BOTH in plan.directions else 1

@@ -69,7 +69,7 @@ def measure_all(
 ) -> list[Cell]:
     kinds = [*product(DIRECTIONS, counts)]
     number = len(options.arrangements) * len(shapes) * len(kinds)
-    progress = Progress("copy methods", number, True, sys.stderr)
+    progress = Progress("copy methods", number, sys.stderr)
     nbytes = max(counts) * max(shape.block_bytes for shape in shapes)
     comparison = Comparison(device, options, nbytes, len(STATES) * number)
     cells = []

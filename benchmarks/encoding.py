@@ -106,7 +106,7 @@ def measure_all(
 ) -> list[Cell]:
     kinds = [*product((*DIRECTIONS, BOTH), counts)]
     number = len(shapes) * len(kinds)
-    progress = Progress("encoding", number, True, sys.stderr)
+    progress = Progress("encoding", number, sys.stderr)
     nbytes = max(counts) * max(shape.block_bytes for shape in shapes)
     comparison = Comparison(device, options, nbytes, number)
     cells = []

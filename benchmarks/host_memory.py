@@ -68,9 +68,9 @@ def _parser() -> ArgumentParser:
 def pinned_ways(device: torch.device) -> dict[str, Way]:
     layout = PagedLayout([torch.zeros(1, PAGE, dtype=torch.uint8, device=device)])
 
-    def way(create: Callable[..., HostPool] = HostPool, **options: Any) -> Way:
+    def way(**options: Any) -> Way:
         def make(nbytes: int) -> Memory:
-            pool = create(layout, nbytes // PAGE, pinned=True, **options)
+            pool = HostPool(layout, nbytes // PAGE, pinned=True, **options)
             return pool.pages.view(-1), pool
 
         return make
@@ -80,7 +80,7 @@ def pinned_ways(device: torch.device) -> dict[str, Way]:
         "HostPool": way(),
         "first chunk, background": way(pin_in_background=True),
         "small pages": way(huge_pages=False),
-        "shared": way(HostPool.create_shared),
+        "shared": way(shared=True),
     }
 
 
@@ -104,7 +104,7 @@ def touched_ways() -> dict[str, Way]:
 
 def measure(ways: dict[str, Way], nbytes: int, samples: int) -> list[Cell]:
     cells = [Cell(name, nbytes) for name in ways]
-    progress = Progress("host memory", (samples + 1) * len(ways), True, sys.stderr)
+    progress = Progress("host memory", (samples + 1) * len(ways), sys.stderr)
     for number in range(-1, samples):
         for cell in in_turn(cells, number):
             take(cell, ways[cell.name], number >= 0)

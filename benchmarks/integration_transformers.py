@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     cells = [Cell(size, count) for size in sizes for count in counts]
     rates = [Rate(asynchronous) for asynchronous in modes]
     for_cells = 0.4 * options.seconds
-    progress = Progress("transformers", len(cells) + len(rates), True, sys.stderr)
+    progress = Progress("transformers", len(cells) + len(rates), sys.stderr)
     with pageable_without(on_cuda):
         for number, cell in enumerate(cells, 1):
             measure(cell, model, options.samples, begin + for_cells * number / len(cells))

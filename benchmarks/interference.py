@@ -91,7 +91,7 @@ def measure_all(
     kinds = list(product(DIRECTIONS, beside_what))
     number = len(options.arrangements) * len(shapes) * len(kinds)
     limit = TimeLimit(options.time_limit, number)
-    progress = Progress("interference", number, True, sys.stderr)
+    progress = Progress("interference", number, sys.stderr)
     cells, wrong = [], 0
     for arrangement, shape in product(options.arrangements, shapes):
         count = max(1, nbytes // shape.block_bytes)

@@ -94,7 +94,7 @@ def measure_all(
 ) -> list[Run]:
     """big: seconds of one big copy of all bytes, by direction."""
     total = len(DIRECTIONS) * sum(map(_rounds, scenarios))
-    progress = Progress("rounds", total, True, sys.stderr)
+    progress = Progress("rounds", total, sys.stderr)
     runs = []
     for scenario, direction in product(scenarios, DIRECTIONS):
         for run in measure(handler, blocks, scenario, direction, big[direction]):

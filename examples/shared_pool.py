@@ -46,7 +46,7 @@ def main() -> None:
     )
     other.start()
     _, gpu = make_cache(device, 1.0)
-    with kvs.HostPool.create_shared(gpu, num_pages=100) as pool:
+    with kvs.HostPool(gpu, num_pages=100, shared=True) as pool:
         with kvs.OffloadHandler(gpu, pool) as handler:
             handler.store(gpu_block_ids=[5, 6], page_ids=[0, 1]).synchronize()
         handle = pool.share()

@@ -11,14 +11,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command.
-
-    Args:
-        arguments (list[str]): the command's name, then its arguments.
-
-    Returns:
-        int: the exit code; 2 for an unknown command.
-    """
+    """Runs a command with its arguments. Returns its exit code; 2 for an unknown command."""
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
         module, _ = COMMANDS[name]

@@ -116,14 +116,9 @@ def _seconds_per_byte(lines: _Lines) -> float:
 
 
 def _fit(lines: _Lines, link: float) -> tuple[float, float, dict[int, float]]:
-    """Fits the time of transfers.
+    """Fits the time of transfers: seconds per transfer, per block, and per fragment by its size.
 
-    Args:
-        lines: seconds of transfers.
-        link: seconds per byte of the link.
-
-    Returns:
-        tuple: seconds per transfer, per block, and per fragment by its size.
+    `link` is the seconds per byte of the link.
     """
     # A block takes block + slabs * fragment seconds. Two numbers of slabs give both unknowns.
     few, many = lines[_SPLIT_SIZE, _FEW].more, lines[_SPLIT_SIZE, _slabs(_SPLIT_SIZE)].more
@@ -208,12 +203,9 @@ def _new_layout(
 
 
 class Machine:
-    """Measures transfers on a device, which should be otherwise idle.
+    """Measures transfers on a CUDA device, which should be otherwise idle.
 
     Allocates up to 752 MiB on the device, and up to 48 MiB on the host.
-
-    Args:
-        device (torch.device): a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -228,15 +220,7 @@ class Machine:
     ) -> Seconds:
         """Measures a transfer with scattered ids that the calling thread submits.
 
-        Args:
-            copy_method (str): see copy_method.CHOICES.
-            direction (str): "store" or "load".
-            size (int): bytes per fragment.
-            slabs (int): fragments per block.
-            blocks (int): blocks per transfer.
-
-        Returns:
-            Seconds: the least of several transfers, because disturbances only add time.
+        Returns the least of several transfers, because disturbances only add time.
 
         Raises:
             RuntimeError: another thread had to submit the transfer.

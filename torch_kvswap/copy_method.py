@@ -62,15 +62,7 @@ class CopyMethodCosts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> CopyMethodCosts:
-        """Reads costs that to_json() has written.
-
-        Args:
-            content (Mapping[str, Any]): the parsed JSON.
-            name (str): position in the file, for error messages.
-
-        Raises:
-            TypeError, ValueError: the content is malformed.
-        """
+        """Reads what to_json() has written; `name` is its place in the file, for errors."""
         _check_keys(name, content, required=(*_FIELDS, "fragment_us"))
         start, block, submit_start, submit_copy = (
             _read_microseconds(f"{name}.{field}", content[field]) / 1e6 for field in _FIELDS
@@ -118,14 +110,11 @@ class MeasuredCosts:
 
 
 def read_costs(gpu: str) -> MeasuredCosts:
-    """Reads the costs for a GPU from the first source that exists.
+    """Reads the costs for a GPU, "" if its name is not known, from the first source that exists.
 
     The sources are: the file named by KVSWAP_COPY_METHOD_COSTS, the user's cache, the shipped costs
     for this GPU, the shipped costs for REFERENCE_GPU. A cache file that cannot be opened is skipped
     with a warning in the log.
-
-    Args:
-        gpu (str): the GPU's name; "" if it is not known.
 
     Raises:
         ValueError: the file named by KVSWAP_COPY_METHOD_COSTS cannot be opened, or a file is
@@ -162,14 +151,7 @@ def shipped_costs(gpu: str) -> MeasuredCosts:
 
 
 def write_costs(gpu: str, costs: Costs) -> Path:
-    """Writes costs to the user's cache, for all later processes.
-
-    Args:
-        gpu (str): the GPU's name.
-        costs (Costs): by direction, then by copy method.
-
-    Returns:
-        Path: the file.
+    """Writes costs to the user's cache, for all later processes. Returns the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -201,21 +183,8 @@ def cache_file(gpu: str) -> Path:
     """
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
     driver = native.driver_version()
-    return _cache_folder() / f"copy-method-costs-{name}-{driver}.json"
-
-
-def cache_files() -> list[Path]:
-    """The existing cache files, of every GPU and driver.
-
-    Raises:
-        RuntimeError: there is no home directory.
-    """
-    return sorted(_cache_folder().glob("copy-method-costs-*.json"))
-
-
-def _cache_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "torch_kvswap"
+    return folder / "torch_kvswap" / f"copy-method-costs-{name}-{driver}.json"
 
 
 def _read(file: Path, content: bytes) -> Costs:
@@ -276,14 +245,9 @@ def copy_method_options(
     device: torch.device,
     costs: Costs | None = None,
 ) -> native.CopyMethodOptions:
-    """The options of a native handler that choose the copy method.
+    """The options of a native handler that choose the copy method, from those of OffloadHandler.
 
-    Args:
-        copy_method (str | None): one of CHOICES; None reads KVSWAP_COPY_METHOD, which defaults to
-            "auto".
-        staging_bytes (int): device memory for copies, as in OffloadHandler.
-        device (torch.device): the device of the cache.
-        costs (Costs | None): those of this device; None reads them. A cache on the CPU has none.
+    Costs of None are those of the device. A cache on the CPU has none.
 
     Raises:
         TypeError: staging_bytes is not an integer.

@@ -52,15 +52,9 @@ class Slabs:
         advice: str,
         names: tuple[str, str] = ("the cache", "the host pool"),
     ) -> None:
-        """Checks that a block here has the slab sizes of a block in a host pool.
+        """Raises ValueError if a block here has other slab sizes than one in a host pool.
 
-        Args:
-            host_sizes (np.ndarray): int64 [slabs], the sizes in the pool.
-            advice (str): what to do if they differ.
-            names (tuple[str, str]): what the error calls the cache and the pool.
-
-        Raises:
-            ValueError: the number of slabs or a slab size differs.
+        The error calls the cache and the pool by `names`, and says `advice`.
         """
         cache, pool = names
         if len(self.sizes) != len(host_sizes):
@@ -187,13 +181,8 @@ class PagedLayout(Slabs):
         return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
     def _check_unmoved(self, name: str = "tensors") -> None:
-        """Checks that every tensor still has the memory it had at construction.
-
-        Args:
-            name (str): what the error calls the list of tensors.
-
-        Raises:
-            RuntimeError: a tensor has moved, or its storage was freed or shrunk.
+        """Raises RuntimeError if a tensor has moved since construction, or its storage was freed or
+        shrunk. The error calls the list of tensors `name`.
         """
         for index, tensor in enumerate(self.tensors):
             problem = _storage_problem(tensor, self.storage_ends[index])
@@ -404,10 +393,8 @@ def block_spaces(layouts: Sequence[Slabs]) -> list[int]:
     """Finds layouts whose blocks are the same memory.
 
     Hybrid models let several groups of layers use the same tensors in turn, so a block of one group
-    may have been a block of another.
-
-    Returns:
-        list[int]: a number per layout, equal for layouts that share their blocks.
+    may have been a block of another. Returns a number per layout, equal for layouts that share
+    their blocks.
 
     Raises:
         ValueError: layouts share memory, but block i of one is not block i of the other.

@@ -25,16 +25,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native.arguments import NotCopyable, count_of, read_int, read_timeout
+from torch_kvswap._native.arguments import NotCopyable, count_of, read_int
 from torch_kvswap._native.ids import Ids, read_ids
 from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap.host_pool.pool import HostPool
@@ -46,8 +46,9 @@ from torch_kvswap.results import DeviceLostError, Direction, Result, TransferErr
 class ReferenceHandler(NotCopyable):
     """Stores blocks of a paged cache into host pages and loads them back, asynchronously.
 
-    A program that uses store(), load(), poll(), synchronize() and close() only, with one group of
-    raw pages on CUDA or the CPU, runs with this handler or with an OffloadHandler. A failed store
+    A program that uses store(), load(), poll(), synchronize() and close() only, without timeouts,
+    with one group of raw pages on CUDA or the CPU, runs with this handler or with an
+    OffloadHandler. A failed store
     does not fail the loads of its pages here, and poll() reports in order of submission. Do not
     capture a CUDA graph while it has jobs in flight.
 
@@ -79,10 +80,10 @@ class ReferenceHandler(NotCopyable):
         gpu._check_same_blocks(host.layout.sizes, "make the pool from this layout")
         self._torch: Any = torch.get_device_module(self.device)  # torch.cuda or torch.cpu
         self._stream = self._torch.Stream(self.device)
-        self._unused: list[_Events] = []  # the end of their last transfer has happened
         self._jobs: deque[Job] = deque()  # poll() has not reported these
         self._numbers = itertools.count()
         self._flights = _Flights(gpu, host)
+        host._check_new_user(assigns_pages=False)
         host._register_user(self._flights)
         keep(self._flights)
         weakref.finalize(self, self._flights.close)
@@ -104,45 +105,29 @@ class ReferenceHandler(NotCopyable):
         """Copies host pages to blocks of the cache: store() in the other direction."""
         return self._submit("load", gpu_block_ids, page_ids, first_block, tag)
 
-    def poll(self, timeout: float | None = 0.0) -> list[Result]:
-        """Returns the jobs that have ended since the last call, in order of submission.
-
-        Call it regularly: a job keeps its events until someone has seen its end.
-
-        Args:
-            timeout (float | None): if none has ended, seconds to wait for one; None waits forever.
-        """
+    def poll(self) -> list[Result]:
+        """Returns the jobs that have ended since the last call, in order of submission."""
         results: list[Result] = []
-
-        def is_over() -> bool:
-            with self._flights.lock:
-                while self._jobs and (result := self._jobs[0]._look()):
-                    results.append(result)
-                    self._jobs.popleft()
-                return bool(results) or not self._jobs
-
-        _wait_until(is_over, timeout)
+        with self._flights.lock:
+            while self._jobs and (result := self._jobs[0]._look()):
+                results.append(result)
+                self._jobs.popleft()
         return results
 
-    def synchronize(
-        self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
-    ) -> None:
+    def synchronize(self, jobs: Job | Iterable[Job] | None = None) -> None:
         """Blocks the host until jobs have ended. poll() still reports them.
 
         Args:
             jobs (Job | Iterable[Job] | None): None is every job that poll() has not reported.
-            timeout (float | None): seconds; None waits forever.
 
         Raises:
             TransferError: some of the jobs failed; its `results` are theirs.
-            TimeoutError: some of the jobs still run after the timeout.
         """
-        waited = list(self._jobs if jobs is None else [jobs] if isinstance(jobs, Job) else jobs)
-        if not _wait_until(lambda: all(job.query() for job in waited), timeout):
-            raise TimeoutError(
-                f"after {timeout} s some of {count_of(len(waited), 'job')} still run"
-            )
-        if failed := [job.result for job in waited if job.result and not job.result.ok]:
+        waited = tuple(self._jobs if jobs is None else [jobs] if isinstance(jobs, Job) else jobs)
+        for job in waited:
+            with suppress(torch.AcceleratorError):  # the result says that the device is lost
+                job._end.synchronize()
+        if failed := [result for job in waited if (result := job._look()) and not result.ok]:
             raise error_of(failed)
 
     def close(self) -> None:
@@ -168,27 +153,26 @@ class ReferenceHandler(NotCopyable):
             on_host = _addresses_of(self.host.layout, slots)
             src, dst = (on_gpu, on_host) if direction == "store" else (on_host, on_gpu)
             sizes = torch.from_numpy(self.gpu.sizes).repeat(len(blocks))
+            ready, start, end = (self._new_event() for _ in range(3))
             nbytes = len(blocks) * self.gpu.block_bytes
-            job = Job(self, next(self._numbers), direction, nbytes, tag)
-            events = self._unused.pop() if self._unused else self._new_events()
-            events.ready.record(self._compute_stream())
-            self._stream.wait_event(events.ready)
-            self._flights.running.add(events)
+            job = Job(self, next(self._numbers), direction, nbytes, tag, start, end)
+            ready.record(self._compute_stream())
+            self._stream.wait_event(ready)
+            self._flights.running.add(end)
             try:
                 with self._torch.stream(self._stream):
-                    events.start.record(self._stream)
+                    start.record(self._stream)
                     swap_blocks_batch(src, dst, sizes)
-                    events.end.record(self._stream)
+                    end.record(self._stream)
                 job._submit_seconds = time.perf_counter() - called
-                job._events = events
                 self._jobs.append(job)
             except BaseException as error:  # KeyboardInterrupt too
-                events.end.record(self._stream)  # the driver may have begun to copy
-                events.end.synchronize()
-                self._flights.running.discard(events)
+                end.record(self._stream)  # behind what the driver may have begun to copy
                 if not isinstance(error, RuntimeError):
+                    end.synchronize()
+                    self._flights.running.discard(end)
                     raise
-                job._end(error=TransferError(str(error)))
+                job._error = TransferError(str(error))
                 self._jobs.append(job)
             return job
 
@@ -214,9 +198,9 @@ class ReferenceHandler(NotCopyable):
     def _compute_stream(self) -> Any:
         return self._torch.current_stream(self.device)
 
-    def _new_events(self) -> _Events:
+    def _new_event(self) -> Any:
         timed = _HostEvent if self.device.type == "cpu" else self._torch.Event
-        return _Events(*(timed(enable_timing=True) for _ in range(3)))
+        return timed(enable_timing=True)
 
 
 @dataclass(eq=False)
@@ -237,17 +221,19 @@ class Job:
     direction: Direction
     nbytes: int
     tag: Any
+    _start: Any  # events around the copy, on the copy stream
+    _end: Any
     result: Result | None = None
-    _events: _Events | None = None  # None once the end was seen
+    _error: TransferError | None = None
     _submit_seconds: float = 0.0
 
     def query(self) -> bool:
         """Returns whether the job has ended, without waiting."""
         return self._look() is not None
 
-    def synchronize(self, timeout: float | None = None) -> None:
+    def synchronize(self) -> None:
         """Blocks the host until the job has ended. See ReferenceHandler.synchronize()."""
-        self.handler.synchronize(self, timeout)
+        self.handler.synchronize(self)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Makes work submitted to the stream after this call wait for the job.
@@ -259,36 +245,33 @@ class Job:
         Raises:
             TransferError: the job has already failed.
         """
-        with self.handler._flights.lock:  # nobody records the event again meanwhile
-            self._look()
-            if self._events is not None:
-                self._events.end.wait(stream or self.handler._compute_stream())
-        if self.result is not None and not self.result.ok:
-            raise error_of([self.result])
+        result = self._look()
+        if result is None:
+            self._end.wait(stream or self.handler._compute_stream())
+        elif not result.ok:
+            raise error_of([result])
 
     def _look(self) -> Result | None:
         """Asks whether the copy has ended, and returns the result if it has."""
         with self.handler._flights.lock:
-            events = self._events
-            if events is None:
-                return self.result
-            try:
-                if not events.end.query():
-                    return None
-                self._end(events.start.elapsed_time(events.end) / 1e3)
-            except torch.AcceleratorError as error:
-                self._end(error=DeviceLostError(f"the device is lost: {error}"))
-            self._events = None
-            self.handler._flights.running.discard(events)
-            if self.result and self.result.ok:
-                self.handler._unused.append(events)
+            if self.result is None:
+                seconds = 0.0
+                try:
+                    if not self._end.query():
+                        return None
+                    if self._error is None:
+                        seconds = self._start.elapsed_time(self._end) / 1e3
+                except torch.AcceleratorError as error:
+                    self._error = DeviceLostError(f"the device is lost: {error}")
+                self.handler._flights.running.discard(self._end)
+                self.result = self._make_result(seconds)
             return self.result
 
-    def _end(self, copy_seconds: float = 0.0, error: TransferError | None = None) -> None:
-        self.result = Result(
+    def _make_result(self, copy_seconds: float) -> Result:
+        return Result(
             job_id=self.id,
             direction=self.direction,
-            state="failed" if error else "done",
+            state="failed" if self._error else "done",
             nbytes=self.nbytes,
             link_bytes=self.nbytes,
             copy_method="host" if self.handler.device.type == "cpu" else "batch",
@@ -296,17 +279,9 @@ class Job:
             queue_seconds=0.0,
             copy_seconds=copy_seconds,
             rejected=(),
-            error=error,
+            error=self._error,
             tag=self.tag,
         )
-
-
-class _Events(NamedTuple):
-    """The events of a transfer: on the compute stream, and around the copy on the copy stream."""
-
-    ready: Any
-    start: Any
-    end: Any
 
 
 class _HostEvent(torch.cpu.Event):
@@ -331,7 +306,7 @@ class _Flights:
     def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
         self.memory = gpu, host
         self.lock = threading.RLock()  # guards what the handler and its jobs change
-        self.running: set[_Events] = set()
+        self.running: set[Any] = set()  # the event behind each copy
         self.is_closed = False
 
     def check_open(self) -> None:
@@ -343,9 +318,9 @@ class _Flights:
     def close(self) -> None:
         with self.lock:
             self.is_closed = True
-        for events in tuple(self.running):
+        for end in tuple(self.running):
             with suppress(torch.AcceleratorError):  # a lost device copies nothing any more
-                events.end.synchronize()
+                end.synchronize()
         let_go(self)
 
 
@@ -363,14 +338,3 @@ def _addresses_of(slabs: Slabs, blocks: Tensor) -> Tensor:
     """int64 [blocks * slabs], where each block begins in each slab."""
     bases, strides = torch.from_numpy(slabs.bases), torch.from_numpy(slabs.strides)
     return (bases + blocks[:, None] * strides).flatten()
-
-
-def _wait_until(is_over: Callable[[], bool], timeout: float | None) -> bool:
-    """Asks until is_over() says so. Returns False after the timeout, in seconds."""
-    seconds = read_timeout("timeout", timeout)
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    while not is_over():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0)  # lets other threads have the GIL
-    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch_kvswap._native.loader import native
@@ -115,13 +115,6 @@ class Result:
     def ok(self) -> bool:
         """Whether the job is done, that is, neither failed nor cancelled."""
         return self.state == "done"
-
-    def __repr__(self) -> str:
-        left_out = {"tag"} if self.tag is None else set()
-        if not self.rejected:
-            left_out.add("rejected")
-        names = [one.name for one in fields(self) if one.name not in left_out]
-        return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # The tag may be any object, also one that cannot be pickled.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torch_kvswap as kvs
 from serving_demo.model import Model
-from torch_kvswap.prefix import DIGEST_BYTES, Preempted
+from torch_kvswap.prefix import Preempted
 
 
 @dataclass(eq=False)
@@ -236,7 +236,7 @@ class Server:
         keys = self._hasher.lookup_keys(list(request.prompt))
         ready = self._prefixes.lookup(keys).ready
         if ready:
-            blocks = request.blocks[: len(keys) // DIGEST_BYTES]
+            blocks = request.blocks[: len(keys)]
             job = self._prefixes.load(keys, blocks, prefix=ready)
             if job is None:
                 return 0
@@ -250,7 +250,7 @@ class Server:
             request.blocks = []
             return
         keys = self._hasher.keys(list(request.prompt))
-        self._prefixes.store(keys, request.blocks[: len(keys) // DIGEST_BYTES])
+        self._prefixes.store(keys, request.blocks[: len(keys)])
         # The store just made, and earlier ones that still read these blocks.
         self._leaving.append((self._prefixes.evict(request.blocks), request.blocks))
         request.blocks = []

@@ -149,5 +149,5 @@ def test_the_log_says_that_blocks_are_moved(driver: Driver) -> None:
         ((text, pool), _) = info.call_args
     assert text % pool == (
         "torch_kvswap moves the KV-cache blocks of vLLM: HostPool(num_pages=16, "
-        "blocks_per_page=1, page_bytes=64, device=cuda:0, closed)"
+        "blocks_per_page=1, page_bytes=64, encoding='raw', device=cuda:0, closed)"
     )

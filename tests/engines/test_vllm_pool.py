@@ -123,7 +123,7 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(vllm_pool.PoolHandle, "receive", comes)
-    monkeypatch.setattr(vllm_pool.HostPool, "create_shared", fails)
+    monkeypatch.setattr(vllm_pool.HostPool, "__init__", fails)
     with ThreadPoolExecutor(2) as threads:
         others = threads.submit(make, 1, 2, engine)
         first = threads.submit(make, 0, 2, engine)
@@ -141,13 +141,13 @@ def test_two_engines_of_one_name_are_told_apart(engine):
 
 
 def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
-    has_hung_up, create_shared = threading.Event(), HostPool.create_shared
+    has_hung_up, make_pool = threading.Event(), HostPool.__init__
 
-    def create_late(*arguments: Any, **options: Any) -> HostPool:
+    def make_late(*arguments: Any, **options: Any) -> None:
         assert has_hung_up.wait(PATIENCE)  # else it may be given the pool before it hangs up
-        return create_shared(*arguments, **options)
+        make_pool(*arguments, **options)
 
-    monkeypatch.setattr(vllm_pool.HostPool, "create_shared", create_late)
+    monkeypatch.setattr(vllm_pool.HostPool, "__init__", make_late)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(make, 0, 2, engine)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:

@@ -43,7 +43,7 @@ def test_a_store_waits_for_the_kernel_that_writes_its_block(
     if order == "kept":
         assert not job.query()
         gpu.release()
-    job.synchronize(60)
+    job.synchronize()
     assert gpu.page() == (NEW + 1 if order == "kept" else OLD)
 
 
@@ -58,7 +58,7 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
     if order == "kept":
         assert not job.query()
         gpu.release()
-    job.synchronize(60)
+    job.synchronize()
     gpu.release()
     torch.cuda.synchronize()
     assert only(gpu.seen[1]) == (OLD if order == "kept" else NEW)
@@ -78,7 +78,7 @@ def test_a_load_waits_for_the_store_of_its_page(
     if order == "kept":
         assert not load.query()
         gpu.release()
-    load.synchronize(60)
+    load.synchronize()
     assert only(gpu.cache[2]) == (OLD if order == "kept" else NEW)
 
 

@@ -294,7 +294,7 @@ def test_what_owns_native_memory_is_not_copied(
     owner: str, duplicate: Callable[[Any], object]
 ) -> None:
     layout = make_layout()
-    handler = OffloadHandler(layout, HostPool.create_shared(layout, 8))
+    handler = OffloadHandler(layout, HostPool(layout, 8, shared=True))
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         duplicate(OWNERS[owner](handler))
     handler.synchronize()

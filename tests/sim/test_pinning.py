@@ -194,12 +194,12 @@ def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None
         patch.setattr(native, "bind_host", bind)
         write(Path(root), "sys/devices/system/node/online", "0-1,3\n")
         HostPool(layout, 2, numa_node=3).close()
-        HostPool.create_shared(layout, 2, numa_node=1).close()
+        HostPool(layout, 2, numa_node=1, shared=True).close()
         HostPool(layout, 2, numa_node=3, pinned=False).close()
         for attribute, value in ((50, 0), (33, 1), (34, 2)):  # PCI domain, bus and device
             driver.set_attribute(attribute, value)
         write(Path(root), "sys/bus/pci/devices/0000:01:02.0/numa_node", "0\n")
-        maker = HostPool.create_shared(layout, 2)
+        maker = HostPool(layout, 2, shared=True)
         HostPool.attach(layout, maker.share()).close()  # its pages are placed already
         maker.close()
         refused = error_text(HostPool, layout, 2, numa_node=2)

@@ -206,54 +206,40 @@ def test_a_stream_waits_for_a_job_and_the_host_does_not(
 
 
 @simulated
-def test_a_wait_on_the_host_ends_with_the_job_or_after_the_timeout(driver: Driver) -> None:
+def test_a_wait_on_the_host_ends_with_the_job(driver: Driver) -> None:
     sim = Simulated(driver, "threaded")
-    hold = driver.hold(CURRENT)
-    job = sim.store(1, 2)
-    for call in (job.synchronize, sim.handler.synchronize):
-        with pytest.raises(TimeoutError, match="some of 1 job still run"):
-            call(timeout=0.001)
-    assert sim.handler.poll(0.001) == []
-    driver.release(hold)
-    assert sim.handler.poll(None) == [job.result]
-    assert sim.handler.poll(None) == []  # there is none to wait for
+    for call in (Job.synchronize, lambda job: sim.handler.synchronize()):
+        hold, released = driver.hold(CURRENT), list[bool]()
+        job = sim.store(1, 2)
+
+        def release(hold: int = hold, released: list[bool] = released) -> None:
+            released.append(True)
+            driver.release(hold)
+
+        assert sim.handler.poll() == []
+        thread = when_it_waits(driver, release)
+        call(job)
+        assert released
+        assert sim.handler.poll() == [job.result]
+        thread.join()
 
 
 @simulated
-def test_events_are_used_again_when_the_end_of_their_transfer_has_happened(driver: Driver) -> None:
-    sim = Simulated(driver)
-    hold = driver.hold(CURRENT)
-    jobs = [sim.store(i, i) for i in range(3)]
-    assert sim.handler.poll() == []
-    sim.store(3, 3)
-    assert len(sim.cuda.events) == 4 * 3
-    driver.release(hold)
-    driver.run()
-    assert len(sim.handler.poll()) == 4
-    again = sim.store(4, 4)
-    assert len(sim.cuda.events) == 4 * 3
-    jobs[0].wait()  # an ended job has no event, so nobody waits for the next job that has it
-    driver.run()
-    assert again.query()
-
-
-@simulated
-def test_a_copy_of_which_the_driver_has_taken_a_part_is_waited_for_and_fails(
+def test_a_copy_of_which_the_driver_has_taken_a_part_fails_when_that_has_ended(
     driver: Driver,
 ) -> None:
     sim = Simulated(driver, "threaded")
     everything, hold = list(range(BLOCKS)), driver.hold(CURRENT)
     driver.fail("cuMemcpyBatchAsync", nth=2)
-    thread = when_it_waits(driver, lambda: driver.release(hold))
     bad = sim.handler.store(gpu_block_ids=everything, page_ids=everything)
-    assert driver.pending() == ""
+    assert not bad.query()
+    driver.release(hold)
     good = sim.store(3, 4)
     sim.handler.synchronize([good])
     assert [result.state for result in sim.handler.poll()] == ["failed", "done"]
     assert bad.result is not None
     assert "cuMemcpyBatchAsync" in str(bad.result.error)
     assert sim.page(4) == sim.block(3)
-    thread.join()
 
 
 @simulated

@@ -67,7 +67,7 @@ class PrefixServer:
         """How many blocks of the prompt were found on the host, and not on the GPU."""
         self.collect()
         keys = HASHER.keys(tokens)
-        split = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
+        split = list(keys)
         here = next((i for i, key in enumerate(split) if key not in self.gpu), len(split))
         for key in reversed(split):
             if key in self.gpu:

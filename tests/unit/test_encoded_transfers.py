@@ -182,7 +182,7 @@ def test_a_rebound_cache_is_encoded_too(encoded: Encoded) -> None:
         error_text(encoded.handler.rebind, PagedLayout(halves, block_dim=1)),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
-torch.float16; pass a layout of torch.bfloat16""",
+torch.float16; make the pool from this layout with encoding='raw'""",
     )
 
 

@@ -117,12 +117,10 @@ ValueError: the cache is on cuda:1, the host pool was made for cpu; make the poo
 this layout
 ValueError: encoding='lossless' is for torch.bfloat16, but gpu[1] is of torch.float16;
 make host[1] from gpu[1] with encoding='raw'
-ValueError: a block has 28 bytes in slab 1 of gpu[1] and 24 in host[1]; pass a layout
-with the block sizes of the handler's pool
-ValueError: gpu[1] has 1 slab, host[1] has 2; pass a layout with the block sizes of the
-handler's pool
-ValueError: the cache was on cpu, gpu[0] is on cuda:1; make a new handler and pool for
-it""",
+ValueError: a block has 28 bytes in slab 1 of gpu[1] and 24 in host[1]; make host[1]
+from gpu[1]
+ValueError: gpu[1] has 1 slab, host[1] has 2; make host[1] from gpu[1]
+ValueError: gpu[0] is on cuda:1, host[0] was made for cpu; make host[0] from gpu[0]""",
     )
 
 
@@ -152,7 +150,7 @@ ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of torch
 make the pool from this layout with encoding='raw', or pass dtype=torch.bfloat16 to
 PagedLayout if the tensors are views of such values
 ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
-torch.float16; pass a layout of torch.bfloat16""",
+torch.float16; make the pool from this layout with encoding='raw'""",
     )
 
 
@@ -170,13 +168,13 @@ def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; pass a
-layout with the block sizes of the handler's pool
-ValueError: the cache has 2 slabs, the host pool has 1; pass a layout with the block
-sizes of the handler's pool
-ValueError: the cache was on cpu, the new one is on cuda:1; make a new handler and pool
-for it
-TypeError: gpu is a PagedLayout; rebind() takes a list of 1 PagedLayout for this handler""",
+ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; make
+the pool from this layout
+ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
+ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
+this layout
+TypeError: gpu is a PagedLayout, host is a tuple of 1 HostPool; pass one of each, or a
+list of each""",
     )
 
 

@@ -61,8 +61,8 @@ def test_what_is_printed_names_sizes_and_states(driver: Driver) -> None:
 Job(store 0, nbytes=12, state=running, tag='request 5')
 Job(store 0, nbytes=12, state=done, tag='request 5')
 PagedLayout(tensors=1, num_blocks=8, block_bytes=12, device=cpu)
-HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, 4 of 4 pages ready)
-HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, closed)""",
+HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, encoding='raw', device=cpu, 4 of 4 pages ready)
+HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, encoding='raw', device=cpu, closed)""",
     )
 
 

@@ -73,18 +73,8 @@ def test_a_wrong_integer_is_refused_by_a_pool(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes"])
-def test_a_wrong_integer_is_refused_by_a_shared_pool(
-    name: str, value: Any, error: type[Exception]
-) -> None:
-    given = {"num_pages": 4, name: value}
-    create = HostPool.create_shared
-    is_refused(name, error, lambda **options: create(make_layout(), **options), **given)
-
-
-@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 def test_a_wrong_integer_is_refused_by_an_attached_pool(value: Any, error: type[Exception]) -> None:
-    handle = HostPool.create_shared(make_layout(), 4).share()
+    handle = HostPool(make_layout(), 4, shared=True).share()
     attach = lambda: HostPool.attach(make_layout(), handle, chunk_bytes=value)  # noqa: E731
     is_refused("chunk_bytes", error, attach)
 
@@ -179,11 +169,11 @@ def make_pool(**options: Any) -> None:
 
 
 def make_shared_pool(**options: Any) -> None:
-    HostPool.create_shared(make_layout(), 4, **options)
+    HostPool(make_layout(), 4, **options, shared=True)
 
 
 def attach_pool(**options: Any) -> None:
-    handle = HostPool.create_shared(make_layout(), 4).share()
+    handle = HostPool(make_layout(), 4, shared=True).share()
     HostPool.attach(make_layout(), handle, **options)
 
 
@@ -366,9 +356,9 @@ def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:
         handler.synchronize([job, None])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=rf"^jobs\[0\] is 'j'{advice}"):
         handler.synchronize("job")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^jobs is 5; pass Jobs, or timeout=5$"):
+    with pytest.raises(TypeError, match=r"^jobs\[0\] is 5; pass the Job"):
         handler.synchronize(5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^jobs is 0\.5; pass Jobs, or timeout=0\.5$"):
+    with pytest.raises(TypeError, match=r"^jobs\[0\] is 0\.5; pass the Job"):
         handler.synchronize(0.5)  # type: ignore[arg-type]
     handler.synchronize(iter([job, other]))
 

@@ -87,27 +87,8 @@ def test_count_and_mean_are_of_all_values() -> None:
     assert (histogram.count, histogram.mean) == (4, 2.0)
 
 
-def test_a_quantile_lies_within_the_bucket_as_far_as_its_rank() -> None:
-    histogram = Histogram((1.0, 2.0, 4.0, 8.0), (0, 10, 0, 10, 0), 0.0)
-    quantiles = [histogram.quantile(q) for q in (0, 0.25, 0.5, 0.75, 1)]
-    assert quantiles == [1.0, 1.5, 2.0, 6.0, 8.0]
-
-
-def test_a_quantile_beyond_the_last_bound_is_that_bound() -> None:
-    histogram = Histogram((1.0, 2.0), (1, 0, 9), 0.0)
-    assert histogram.quantile(0.5) == 2.0
-    assert histogram.quantile(0.1) == 1.0
-
-
-def test_nothing_seen_has_no_mean_and_no_quantile() -> None:
+def test_nothing_seen_has_no_mean() -> None:
     assert math.isnan(EMPTY.mean)
-    assert math.isnan(EMPTY.quantile(0.5))
-
-
-@pytest.mark.parametrize("q", [-0.1, 50, math.nan])
-def test_a_quantile_outside_0_to_1_is_refused(q: float) -> None:
-    with pytest.raises(ValueError, match="it must be 0 to 1"):
-        EMPTY.quantile(q)
 
 
 # Text

@@ -94,15 +94,15 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
                 for moved in (wider, halves, [layout, layout], [cache], cache, handler.pools[0])
             ),
             """\
-ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; pass a
-layout with the block sizes of the handler's pool
-ValueError: the cache has 2 slabs, the host pool has 1; pass a layout with the block
-sizes of the handler's pool
-TypeError: gpu is a list of 2 PagedLayouts; rebind() takes a PagedLayout for this
-handler
+ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; make
+the pool from this layout
+ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
+TypeError: gpu is a list of 2 PagedLayouts, host is a HostPool; pass one of each, or a
+list of each
 TypeError: gpu is a list of 1 Tensor; pass PagedLayout(tensors)
 TypeError: gpu is a Tensor; pass PagedLayout([tensor])
-TypeError: gpu is a HostPool; rebind() takes a PagedLayout for this handler""",
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; got a HostPool instead of a PagedLayout""",
         )
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
@@ -118,11 +118,13 @@ def test_another_kind_of_cache_is_refused_without_waiting_for_jobs() -> None:
 def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:
     layouts = [PagedLayout([make_cache("cpu", number)]) for number in (1, 2)]
     with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
-        for wrong in (layouts[0], layouts[:1], [layouts[0], 5], []):
-            with pytest.raises(
-                TypeError, match=r"; rebind\(\) takes a list of 2 PagedLayouts for this handler$"
-            ):
-                handler.rebind(wrong)  # type: ignore[arg-type]
+        for wrong, error in (
+            (layouts[0], "TypeError: gpu is a PagedLayout, host is a tuple of 2 HostPools"),
+            ([layouts[0], 5], "TypeError: a handler takes a PagedLayout"),
+            (layouts[:1], "ValueError: 1 layout and 2 host pools"),
+            ([], "ValueError: 0 layouts and 2 host pools"),
+        ):
+            assert error_text(handler.rebind, wrong).startswith(error)
         handler.rebind(layouts)
 
 

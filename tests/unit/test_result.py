@@ -107,7 +107,6 @@ def rejecting(*positions: int) -> Result:
 def test_a_result_and_its_error_name_the_rejected_blocks() -> None:
     one = rejecting(4, 9)
     assert ", rejected=(4, 9), error=BlocksRejectedError(" in repr(one)
-    assert "rejected=" not in repr(DONE)
     error = error_of([one])
     assert isinstance(error, BlocksRejectedError)
     assert (str(error), error.rejected) == ("store 7 failed: blocks do not fit", (4, 9))
@@ -130,7 +129,5 @@ def test_rejected_blocks_survive_pickling(duplicate: Callable[[Any], Any]) -> No
 def test_a_tag_is_compared_with_nothing_and_is_not_pickled() -> None:
     tagged = replace(DONE, tag=lambda: "cannot be pickled")
     assert tagged == DONE
-    assert "tag" not in repr(DONE)
-    assert repr(replace(DONE, tag="request 5")).endswith(", tag='request 5')")
     other = pickle.loads(pickle.dumps(tagged))
     assert (other, other.tag) == (tagged, None)

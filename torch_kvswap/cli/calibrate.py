@@ -14,7 +14,7 @@ import torch
 
 from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.copy_method import CopyMethodCosts, cache_files, write_costs
+from torch_kvswap.copy_method import CopyMethodCosts, write_costs
 from torch_kvswap.devices.kind import is_native
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
@@ -23,14 +23,8 @@ _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code; 1 if it fails, 2 if there is no such GPU."""
     parser = argparse.ArgumentParser("python -m torch_kvswap calibrate", description=__doc__)
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--device", type=int, default=0, help="number of the GPU")
-    either.add_argument(
-        "--forget", action="store_true", help="only remove what was measured before, on any GPU"
-    )
+    parser.add_argument("--device", type=int, default=0, help="number of the GPU")
     options = parser.parse_args(arguments)
-    if options.forget:
-        return _forget()
     if not torch.cuda.is_available():
         print("there is no GPU to measure", file=sys.stderr)
         return 2
@@ -44,7 +38,7 @@ def main(arguments: list[str]) -> int:
         return 2
     device = torch.device("cuda", options.device)
     gpu = torch.cuda.get_device_name(device)
-    progress = Progress("measurements", STEPS, True, sys.stderr)
+    progress = Progress("measurements", STEPS, sys.stderr)
     machine = Machine(device)
     try:
         costs = calibrate(machine.measure, lambda: progress.advance(1))
@@ -56,18 +50,6 @@ def main(arguments: list[str]) -> int:
     for direction, of_direction in costs.items():
         print(_table(direction, of_direction))
     print(f"kept in {write_costs(gpu, costs)}")
-    return 0
-
-
-def _forget() -> int:
-    """Removes the measurements of all GPUs, and returns the exit code."""
-    try:
-        for file in cache_files():
-            file.unlink(missing_ok=True)
-            print(f"removed {file}")
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-        print(error, file=sys.stderr)
-        return 1
     return 0
 
 

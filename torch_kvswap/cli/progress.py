@@ -6,19 +6,11 @@ WIDTH = 32
 
 
 class Progress:
-    """A progress bar on a terminal, or a line per 10 % elsewhere.
+    """A progress bar on a terminal, or a line per 10 % elsewhere, of a run that ends at `total`."""
 
-    Args:
-        label (str): text in front of the bar.
-        total (int): count at which the run is complete.
-        enabled (bool): False prints nothing.
-        stream (TextIO): where to print.
-    """
-
-    def __init__(self, label: str, total: int, enabled: bool, stream: TextIO) -> None:
+    def __init__(self, label: str, total: int, stream: TextIO) -> None:
         self._label = label
         self._total = total
-        self._enabled = enabled
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._done = 0
@@ -29,7 +21,7 @@ class Progress:
         self._done += count
         percent = 100 * self._done // self._total
         shown = percent if self._is_terminal else percent // 10
-        if not self._enabled or shown == self._shown:
+        if shown == self._shown:
             return
         self._shown = shown
         if self._is_terminal:

@@ -39,16 +39,6 @@ class EncodingRecommendation:
     rejected: Mapping[float, float]
     text: str
 
-    @property
-    def mean_escapes(self) -> float:
-        """The mean of `escapes`; 0 if it is empty."""
-        return sum(self.escapes) / len(self.escapes) if self.escapes else 0.0
-
-    @property
-    def max_escapes(self) -> int:
-        """The largest of `escapes`; 0 if it is empty."""
-        return max(self.escapes, default=0)
-
     def __str__(self) -> str:
         return self.text
 

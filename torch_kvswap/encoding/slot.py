@@ -47,14 +47,7 @@ class Encoding:
         return 0 if self.bits_per_value is None else int(self.bits_per_value * 8)
 
     def for_native(self, sizes: Int64Array) -> native.Encoding:
-        """What the native side asks about the slots of such blocks.
-
-        Args:
-            sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
-
-        Raises:
-            ValueError: such blocks cannot be encoded.
-        """
+        """What the native side asks about the slots. Raises ValueError if none can hold a block."""
         if self.bits_per_value is None:
             return native.raw_encoding(sizes)
         return native.lossless_encoding(sizes, self.width_eighths)
@@ -67,16 +60,11 @@ class Encoding:
         is_width_open: bool = True,
         name: str = "the layout",
     ) -> int:
-        """Bytes of a slot for a block of the layout.
-
-        Args:
-            layout (PagedLayout): the cache.
-            advice (str): what to do if its blocks cannot be encoded.
-            is_width_open (bool): the caller can choose another bits_per_value.
-            name (str): what the error calls the layout.
+        """Bytes of a slot for a block of the layout, which errors call `name`.
 
         Raises:
-            ValueError: its blocks cannot be encoded.
+            ValueError: its blocks cannot be encoded. Says `advice`, and another bits_per_value if
+                the caller can choose one (`is_width_open`).
         """
         if self.bits_per_value is None:
             return layout.block_bytes
@@ -107,14 +95,9 @@ class Encoding:
             raise ValueError(f"{error}; {wide}{advice}") from None
 
     def block_in(self, slot: Tensor, sizes: Int64Array) -> Tensor | None:
-        """Copies the block out of a slot, and decodes it on the CPU if it is encoded.
+        """Copies the block out of a slot in CPU memory, and decodes it on the CPU if it is encoded.
 
-        Args:
-            slot (Tensor): uint8, contiguous, on the CPU.
-            sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
-
-        Returns:
-            Tensor | None: uint8, the slabs in a row; None if the slot holds no block.
+        Returns uint8, the slabs in a row; None if the slot holds no block.
         """
         nbytes = int(sizes.sum())
         if self.bits_per_value is None:

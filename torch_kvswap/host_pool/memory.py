@@ -13,11 +13,10 @@ from torch import Tensor
 
 from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap._native.loader import ForkGuard, native
-from torch_kvswap._native.log import log, warn_once
+from torch_kvswap._native.log import log
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.shape import SYSTEM_PAGE
-from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.host_pool.system import check_room
 
 MAX_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
@@ -27,19 +26,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Mapping:
-    """Zeroed memory, mapped until `tensor` and every view of it are gone.
+    """Zeroed memory of `nbytes`, mapped until `tensor` (uint8) and every view of it are gone.
 
-    Args:
-        nbytes (int): size of the tensor.
-        fd (int | None): a file from create_file() to map; this object closes it. None maps private
-            memory, which a forked child sees as zeros.
-        huge_pages (bool | None): False keeps the kernel from using transparent huge pages.
-
-    Attributes:
-        tensor (Tensor): the memory, uint8 [nbytes].
-        address (int): its address.
-        nbytes (int): its size.
-        fd (int | None): the file.
+    Maps `fd`, a file from create_file() that this object closes; without one private memory, which
+    a forked child sees as zeros. huge_pages=False keeps the kernel from using transparent ones.
 
     Raises:
         RuntimeError: the kernel does not map the memory.
@@ -65,8 +55,6 @@ class Mapping:
         self.address, self._last = address, address + mapped
         # From Linux 6.1 on also where the setting for shared memory is "never".
         self._collapse = fd is not None and wants_huge and unit == SYSTEM_PAGE
-        if huge_pages is None and unit == SYSTEM_PAGE and nbytes >= _ALIGNMENT:
-            _warn_of_small_pages(shared=fd is not None)
         self._cpus: list[int] = []
 
     @property
@@ -83,9 +71,7 @@ class Mapping:
     def place(self, device: torch.device, numa_node: int | None) -> None:
         """Places the pages on a NUMA node when they are first touched, while it has memory.
 
-        Args:
-            device (torch.device): the device that pins the memory.
-            numa_node (int | None): the node; None is that of a CUDA GPU, and any node for others.
+        The default is the node of a CUDA GPU, and any node for other devices.
         """
         node = numa_node
         if node is None and device.type == "cuda" and is_native("cuda"):
@@ -99,39 +85,18 @@ class Mapping:
     def touch(self, first: int, last: int) -> None:
         """Commits the bytes from `first` to `last` with several threads, without changing them.
 
-        Raises:
-            RuntimeError: there is not enough memory.
+        Raises RuntimeError if there is not enough memory.
         """
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
         native.touch_host(address, last - first, threads, self._collapse, self._cpus)
 
 
-def _warn_of_small_pages(shared: bool) -> None:
-    if system.offers_huge_pages(shared):
-        return
-    memory, name, value = (
-        (" of shared memory", "shmem_enabled", "advise") if shared else ("", "enabled", "madvise")
-    )
-    warn_once(
-        f"this kernel makes no huge pages{memory} (/sys/kernel/mm/transparent_hugepage/{name}): "
-        f"host memory takes longer to pin; set it to {value}, or reserve huge pages and pass "
-        "huge_pages=True"
-    )
-
-
 class TorchMemory:
-    """Zeroed memory that torch has pinned, until `tensor` and every view of it are gone.
+    """A Mapping of zeroed memory that torch has pinned, for devices that cannot register memory.
 
-    For devices without registration of host memory. Torch may allocate more than was asked for: the
-    allocators of some devices round up to a power of two.
-
-    Args:
-        nbytes (int): size of the tensor.
-        page_bytes (int | None): see check_room().
-
-    Attributes:
-        tensor, address, nbytes, fd: as in Mapping.
+    Torch may allocate more than was asked for: the allocators of some devices round up to a power
+    of two.
 
     Raises:
         ValueError: the machine does not have this much memory.
@@ -156,13 +121,7 @@ class TorchMemory:
 def map_new(
     nbytes: int, huge_pages: bool | None, *, shared: bool, page_bytes: int | None = None
 ) -> Mapping:
-    """Maps the memory of a new pool: a file if other processes will map it too.
-
-    Args:
-        nbytes (int): size of the pool.
-        huge_pages (bool | None): see HostPool.
-        shared (bool): other processes will map it.
-        page_bytes (int | None): see check_room().
+    """Maps the memory of a new pool: a file if other processes will map it too (`shared`).
 
     Raises:
         ValueError: the machine does not have this much memory.
@@ -170,11 +129,6 @@ def map_new(
     check_room(nbytes, reserved=huge_pages is True, page_bytes=page_bytes)
     fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
     return Mapping(nbytes, fd, huge_pages)
-
-
-def map_handle(handle: PoolHandle, nbytes: int) -> Mapping:
-    """Maps the memory behind a handle. Huge pages are allowed if its maker allows them."""
-    return Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -187,17 +141,10 @@ def _node_of(device: torch.device) -> int | None:
 
 
 def create_file(nbytes: int, huge_pages: bool) -> int:
-    """Creates an unnamed memory file of a fixed size.
+    """Creates an unnamed memory file of a fixed size, rounded up to whole (huge) pages.
 
     It is freed when the last process that has it ends, even if that process is killed. No process
-    can change its size.
-
-    Args:
-        nbytes (int): size, rounded up to whole (huge) pages.
-        huge_pages (bool): use reserved huge pages.
-
-    Returns:
-        int: the file descriptor.
+    can change its size. Returns the file descriptor.
 
     Raises:
         OSError: the kernel does not create the file.
@@ -292,10 +239,7 @@ def pins_with_torch(device: torch.device) -> bool:
 def is_pinned(address: int, device: torch.device | None = None) -> bool:
     """Whether the driver reports an address as pinned.
 
-    Args:
-        address (int): a host address.
-        device (torch.device | None): the GPU in whose context to ask. None asks in the thread's
-            context, which does not initialise CUDA.
+    Without a device it asks in the thread's context, which does not initialise CUDA.
     """
     index = -1 if device is None else device.index
     try:

@@ -79,10 +79,8 @@ class Pinning:
     def start(self, options: PinningOptions) -> None:
         """Pins the pages; called once.
 
-        Args:
-            options (PinningOptions): not stored in this object: a finalizer keeps this object
-                alive, so an `on_progress` that refers to the pool would keep the pool alive
-                forever.
+        The options are not stored in this object: a finalizer keeps it alive, so an `on_progress`
+        that refers to the pool would keep the pool alive forever.
 
         Raises:
             RuntimeError: the driver refuses, and `pinned` is True.
@@ -96,7 +94,11 @@ class Pinning:
         try:
             next(chunks)
             if options.in_background:
-                self._continue_in_background(chunks)
+                thread = threading.Thread(
+                    target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
+                )
+                thread.start()  # close() joins only what has begun
+                self._thread = thread
             else:
                 for _ in chunks:
                     pass
@@ -110,14 +112,7 @@ class Pinning:
             raise
 
     def wait(self, page: int, timeout: float | None) -> bool:
-        """Waits until all pages before `page` are ready.
-
-        Args:
-            page (int): index in the pool.
-            timeout (float | None): seconds; None waits forever.
-
-        Returns:
-            bool: False if the timeout passed first.
+        """Waits until all pages before `page` are ready. Returns False after the timeout, in s.
 
         Raises:
             RuntimeError: pinning has stopped.
@@ -147,13 +142,10 @@ class Pinning:
             self.registration.remove()
 
     def finish(self, owner: weakref.ref[object]) -> None:
-        """Finalizer: closes, unless the process exits.
+        """Finalizer: closes, unless the process exits, when the memory of the pool is still alive.
 
         At exit it only stops pinning, because a handler may not have been able to wait for its
         jobs. The pages are unpinned when the process has ended.
-
-        Args:
-            owner: the memory of the pool, which is still alive if the process exits.
         """
         if owner() is None:
             self.close()
@@ -225,13 +217,6 @@ class Pinning:
                 raise _RefusedError(reason)
             self._chunk //= 2
             end = self._end_of(begin)
-
-    def _continue_in_background(self, chunks: Iterator[None]) -> None:
-        thread = threading.Thread(
-            target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
-        )
-        thread.start()
-        self._thread = thread
 
     def _pin_rest(self, chunks: Iterator[None]) -> None:
         """The body of the background thread."""

@@ -14,8 +14,10 @@ from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
     bytes_text,
+    kind_of,
     read_int,
     read_optional_switch,
+    read_switch,
     read_timeout,
 )
 from torch_kvswap._native.loader import ForkGuard, native
@@ -31,7 +33,6 @@ from torch_kvswap.host_pool.memory import (
     Mapping,
     TorchMemory,
     is_pinned,
-    map_handle,
     map_new,
     pins_with_torch,
 )
@@ -44,7 +45,7 @@ from torch_kvswap.host_pool.pinning import (
     read_pinning,
 )
 from torch_kvswap.host_pool.shape import PoolShape, check_layout
-from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle, check_handle
+from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle
 from torch_kvswap.layout import PagedLayout
 
 
@@ -53,6 +54,8 @@ class User(Protocol):
 
     It outlives its OffloadHandler until its jobs have ended.
     """
+
+    def check_open(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -78,7 +81,8 @@ class _Memory:
         # The native side reads it at each submission.
         self._ready_range = native.ReadyRange(shape.num_pages, ONE_CHUNK)
         self.pinning: Pinning | None = None
-        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        # The value: whether it assigns all pages, so that no other one may write them.
+        self.users: weakref.WeakKeyDictionary[User, bool] = weakref.WeakKeyDictionary()
 
     def make_pinning(self, shape: PoolShape, device: torch.device) -> Pinning:
         """Makes the object that pins the pages, and unpins them when this memory is dropped."""
@@ -109,15 +113,15 @@ class _Memory:
 class HostPool(NotCopyable):
     """Host pages, each with `blocks_per_page` blocks, each block with all its slabs in a row.
 
-    A pool belongs to one process; create_shared() and attach() make pools that several processes
-    share. The memory has exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros.
-    Pinning commits it; pageable memory is committed when it is written.
+    A pool belongs to one process, unless it is made with shared=True or attach(). The memory has
+    exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros. Pinning commits it;
+    pageable memory is committed when it is written.
 
-    Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
-    is dropped is closed. One that is open when the process exits is unpinned by its end. Not thread
-    safe, except num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken
-    from `pages` can be used; for a pool of one process they read as zeros there, unless it has
-    huge_pages=True.
+    Several handlers may use one pool, but none beside a PrefixCache. A context manager that closes
+    the pool on exit. A pool that is dropped is closed. One that is open when the process exits is
+    unpinned by its end. Not thread safe, except num_ready_pages, is_ready and wait_ready(). In a
+    forked child only tensors taken from `pages` can be used; for a pool of one process they read as
+    zeros there, unless it has huge_pages=True.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -143,6 +147,9 @@ class HostPool(NotCopyable):
         numa_node (int | None): NUMA node of pinned pages; None is the GPU's node. Refused if
             PyTorch pins, and for a cache on the CPU.
         chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
+        shared (bool): whether other processes of this machine can attach() to the pool. Each of
+            them pins and uses all pages; the caller must make sure that no process reads or writes
+            a page while another one writes it.
 
     Attributes:
         device (torch.device): the device of the cache.
@@ -162,7 +169,7 @@ class HostPool(NotCopyable):
             cannot be encoded, or the machine does not have this much memory, or no such NUMA node.
         RuntimeError: the driver does not pin the memory, or the kernel does not map it. Nothing
             stays mapped.
-        OSError: huge_pages=True or create_shared() cannot make a file in memory.
+        OSError: huge_pages=True or shared=True needs a file in memory that cannot be made.
     """
 
     def __init__(
@@ -179,6 +186,7 @@ class HostPool(NotCopyable):
         huge_pages: bool | None = None,
         numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        shared: bool = False,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         shape = PoolShape(layout, num_pages, blocks_per_page, encoding=kept)
@@ -186,48 +194,10 @@ class HostPool(NotCopyable):
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
-        mapping = _map_private(layout.device, shape, pinning, huge_pages)
-        self._open(layout, shape, mapping, kept, pinning, None)
-
-    @classmethod
-    def create_shared(
-        cls,
-        layout: PagedLayout,
-        num_pages: int,
-        blocks_per_page: int = 1,
-        *,
-        encoding: EncodingName = "raw",
-        bits_per_value: float | None = None,
-        pinned: bool | None = None,
-        pin_in_background: bool = False,
-        on_progress: Progress | None = None,
-        huge_pages: bool | None = None,
-        numa_node: int | None = None,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    ) -> HostPool:
-        """Makes a pool that other processes of this machine can attach() to.
-
-        Each process pins and uses all pages. The caller must make sure that no process reads or
-        writes a page while another one writes it. Processes that share nothing need no shared pool:
-        each makes its own.
-
-        Args:
-            layout (PagedLayout): the cache. Every argument is that of HostPool.
-
-        Raises:
-            TypeError, ValueError, RuntimeError, OSError: see HostPool.
-        """
-        kept = read_encoding(encoding, bits_per_value)
-        shape = PoolShape(layout, num_pages, blocks_per_page, kept)
-        huge_pages = read_optional_switch("huge_pages", huge_pages)
-        pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
-        )
-        _check_shared_pinning(layout.device, pinning)
-        mapping = map_new(shape.nbytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
-        pool = cls.__new__(cls)
-        pool._open(layout, shape, mapping, kept, pinning, huge_pages is not False)
-        return pool
+        map_pool = _map_shared if read_switch("shared", shared) else _map_private
+        mapping = map_pool(layout.device, shape, pinning, huge_pages)
+        self._shares_huge_pages = huge_pages is not False if shared else None
+        self._open(layout, shape, mapping, kept, pinning)
 
     @classmethod
     def attach(
@@ -254,7 +224,11 @@ class HostPool(NotCopyable):
                 cannot be encoded as the handle says, or an argument is out of range.
             RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
-        check_handle(handle)
+        if not isinstance(handle, PoolHandle):
+            raise TypeError(
+                f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
+                "receive() returned"
+            )
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
@@ -264,9 +238,11 @@ class HostPool(NotCopyable):
             layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes
         )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
-        mapping = map_handle(handle, shape.nbytes)
+        # Huge pages are allowed if its maker allows them.
+        mapping = Mapping(shape.nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
         pool = cls.__new__(cls)
-        pool._open(layout, shape, mapping, kept, pinning, handle.huge_pages)
+        pool._shares_huge_pages = handle.huge_pages
+        pool._open(layout, shape, mapping, kept, pinning)
         return pool
 
     @staticmethod
@@ -298,24 +274,12 @@ class HostPool(NotCopyable):
         mapping: Mapping | TorchMemory,
         encoding: Encoding,
         pinning: PinningOptions,
-        shares_huge_pages: bool | None,
     ) -> None:
-        """Initializes a pool of any kind.
-
-        Args:
-            layout (PagedLayout): the cache.
-            shape (PoolShape): its shape.
-            mapping (Mapping | TorchMemory): the memory.
-            encoding (Encoding): how blocks are kept.
-            pinning (PinningOptions): the pinning options.
-            shares_huge_pages (bool | None): huge_pages of a PoolHandle; None for a pool of one
-                process.
-        """
+        """Initializes a pool of any kind; _shares_huge_pages is set."""
         self.device = layout.device
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
         self.slot_bytes = shape.slot_bytes
         self.page_bytes, self.nbytes = shape.page_bytes, shape.nbytes
-        self._shares_huge_pages = shares_huge_pages
         self._shape = shape
         self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
@@ -337,15 +301,11 @@ class HostPool(NotCopyable):
     def __repr__(self) -> str:
         is_open = self._memory.pages is not None
         ready = f"{self._ready_range.end_page} of {self.num_pages} pages ready"
-        encoding = (
-            ""
-            if self._encoding is RAW
-            else f"encoding={self.encoding!r}, bits_per_value={self.bits_per_value}, "
-        )
+        kept = "" if self._encoding is RAW else f", bits_per_value={self.bits_per_value}"
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
-            f"page_bytes={self.page_bytes}, {encoding}device={self.device}, "
-            f"{ready if is_open else 'closed'})"
+            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{kept}, "
+            f"device={self.device}, {ready if is_open else 'closed'})"
         )
 
     def share(self) -> PoolHandle:
@@ -361,9 +321,7 @@ class HostPool(NotCopyable):
         self._memory.check_open()
         fd = self._memory.mapping.fd
         if self._shares_huge_pages is None or fd is None:
-            raise ValueError(
-                "this pool belongs to one process; make it with HostPool.create_shared()"
-            )
+            raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
@@ -387,8 +345,7 @@ class HostPool(NotCopyable):
             bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
-            ValueError: the slots are larger, the blocks cannot be encoded, or the pool has raw
-                slots that hold these blocks as they are, so that nothing is gained.
+            ValueError: the slots are larger, or the blocks cannot be encoded.
             RuntimeError: the pool is closed.
         """
         self._memory.check_open()
@@ -406,18 +363,11 @@ class HostPool(NotCopyable):
                 f"blocks of {layout.block_bytes} bytes{of} do not fit into slots of "
                 f"{self.slot_bytes} bytes; make the pool from the layout with the largest slots"
             )
-        if kept is not RAW and pool is RAW:
-            if layout.block_bytes <= self.slot_bytes:
-                raise ValueError(
-                    f"encoding='lossless' makes slots of {needed} bytes from blocks of "
-                    f"{layout.block_bytes}, but the raw slots of this pool have {self.slot_bytes} "
-                    "bytes, so no page gets smaller; leave encoding out"
-                )
-            if self.slot_bytes % SLOT_ALIGNMENT:
-                raise ValueError(
-                    f"the slots of this pool have {self.slot_bytes} bytes, which is no multiple of "
-                    f"{SLOT_ALIGNMENT}, as encoded blocks need; leave encoding out"
-                )
+        if kept is not RAW and self.slot_bytes % SLOT_ALIGNMENT:
+            raise ValueError(
+                f"the slots of this pool have {self.slot_bytes} bytes, which is no multiple of "
+                f"{SLOT_ALIGNMENT}, as encoded blocks need; leave encoding out"
+            )
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
         view._keep(layout, kept)
@@ -535,10 +485,7 @@ class HostPool(NotCopyable):
     def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
 
-        Args:
-            layout (PagedLayout): a cache with the slab sizes of the pool.
-            name (str): what the error calls it.
-            advice (str): what to do then.
+        The error calls the layout `name`, and says `advice`.
         """
         self._encoding.slot_bytes(layout, advice, is_width_open=False, name=name)
 
@@ -554,10 +501,26 @@ class HostPool(NotCopyable):
         """The memory, uint8 [slots of all pages, bytes of a slot]."""
         return self._memory.check_open().flatten(0, 1)
 
-    def _register_user(self, user: User) -> None:
+    def _check_new_user(self, assigns_pages: bool) -> None:
+        """Raises ValueError if the pages belong to an open PrefixCache, or the new user is one and
+        they have another open user.
+        """
+        for user, has_assigned in list(self._memory.users.items()):
+            if not has_assigned and not assigns_pages:
+                continue
+            with contextlib.suppress(RuntimeError):
+                user.check_open()
+                kind = "PrefixCache" if has_assigned else "handler"
+                raise ValueError(
+                    f"the host pool has an open {kind}, and a PrefixCache assigns all pages of its "
+                    "pools, which another handler would overwrite; close that first, or make "
+                    "another pool"
+                )
+
+    def _register_user(self, user: User, assigns_pages: bool = False) -> None:
         """Makes close() close this native handler first. Holds only a weak reference to it."""
         self._memory.check_open()
-        self._memory.users.add(user)
+        self._memory.users[user] = assigns_pages
 
     def close(self) -> None:
         """Closes the handlers of the pool and its views, then unpins and releases the memory.
@@ -604,6 +567,14 @@ def _map_private(
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
         return map_new(shape.nbytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
+
+
+def _map_shared(
+    device: torch.device, shape: PoolShape, pinning: PinningOptions, huge_pages: bool | None
+) -> Mapping:
+    """Maps the memory of a pool that other processes can attach to."""
+    _check_shared_pinning(device, pinning)
+    return map_new(shape.nbytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

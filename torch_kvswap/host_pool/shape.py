@@ -16,20 +16,7 @@ SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class PoolShape:
-    """The shape of a host pool.
-
-    Args:
-        layout (PagedLayout): the cache whose blocks the pages hold.
-        num_pages (int): number of pages.
-        blocks_per_page (int): blocks per page.
-        encoding (Encoding): how blocks are kept.
-
-    Attributes:
-        num_pages (int): number of pages.
-        blocks_per_page (int): blocks per page.
-        slot_bytes (int): bytes per block.
-        page_bytes (int): bytes per page.
-        nbytes (int): bytes of all pages.
+    """The number and size of a pool's pages, in bytes: see HostPool.
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
@@ -71,15 +58,10 @@ class PoolShape:
         return memory.view(self.num_pages, self.blocks_per_page, -1)
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
-        """The slabs of the pages' blocks.
+        """The slabs of the pages' blocks in `memory`, for the blocks of `layout`.
 
         The slabs of a raw block lie in a row. Those of an encoded block have no addresses of their
         own: each has the address of the slot.
-
-        Args:
-            memory (Tensor): uint8 [nbytes].
-            layout (Slabs): the cache whose blocks the pages hold.
-            encoding (Encoding): how its blocks are kept.
         """
         offsets = np.cumsum(layout.sizes) - layout.sizes
         return Slabs(

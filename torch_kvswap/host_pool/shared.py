@@ -152,15 +152,6 @@ class PoolHandle(NotCopyable):
 
         Processes read each other's blocks, so their slabs must be the same. The file must also be
         large enough and sealed against shrinking: an access beyond its end would kill the process.
-
-        Args:
-            shape (PoolShape): the shape of the pool.
-            layout (PagedLayout): the cache whose blocks the pages hold.
-
-        Raises:
-            ValueError: the page size or a slab size differs, or the file is too small or can
-                shrink.
-            RuntimeError: the handle is closed.
         """
         if shape.page_bytes != self.page_bytes:
             raise ValueError(
@@ -203,15 +194,6 @@ def _receive_rest(
             "pool; send it with PoolHandle.send"
         )
     return message
-
-
-def check_handle(handle: object) -> None:
-    """Raises TypeError if this is not a PoolHandle."""
-    if not isinstance(handle, PoolHandle):
-        raise TypeError(
-            f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
-            "receive() returned"
-        )
 
 
 def _check_connection(connection: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 import resource
 from collections.abc import Iterator
@@ -12,17 +11,10 @@ from typing import NamedTuple
 from torch_kvswap._native.arguments import bytes_text, count_of
 
 ROOT = Path("/")  # contains proc and sys; tests use another folder
-_COLLAPSE = 25  # MADV_COLLAPSE, which Python does not name
 
 
 class Limit(NamedTuple):
-    """A memory limit of a control group.
-
-    Attributes:
-        left (int): bytes that are left.
-        allowed (int): bytes that are allowed.
-        file (str): the file with the limit.
-    """
+    """A memory limit of a control group: bytes that are left, and allowed, and the file with it."""
 
     left: int
     allowed: int
@@ -30,13 +22,7 @@ class Limit(NamedTuple):
 
 
 class HugePages(NamedTuple):
-    """Reserved huge pages.
-
-    Attributes:
-        free (int): pages that are free.
-        total (int): all pages.
-        size (int): bytes per page.
-    """
+    """Reserved huge pages: how many are free, how many there are, and the bytes of one."""
 
     free: int
     total: int
@@ -55,28 +41,11 @@ def reserved_huge_pages() -> HugePages:
     return HugePages(free, total, memory.get("Hugepagesize", 2 << 20))
 
 
-def offers_huge_pages(shared: bool) -> bool:
-    """Whether the kernel makes transparent huge pages on request.
-
-    Args:
-        shared (bool): of shared memory, where collapsing small pages is a request too.
-    """
-    name = "shmem_enabled" if shared else "enabled"
-    text = _read(f"sys/kernel/mm/transparent_hugepage/{name}")
+def offers_huge_pages() -> bool:
+    """Whether the kernel makes transparent huge pages on request."""
+    text = _read("sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(.+)\]", text)
-    if chosen is None or chosen[1] == "deny":
-        return False
-    return chosen[1] != "never" or (shared and collapses_pages())
-
-
-def collapses_pages() -> bool:
-    """Whether the kernel makes huge pages out of small ones on request: from Linux 6.1 on."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
-        try:
-            memory.madvise(_COLLAPSE, 0, 0)  # 0 bytes: asks whether the kernel can
-        except OSError:
-            return False
-    return True
+    return chosen is not None and chosen[1] not in ("never", "deny")
 
 
 def memlock_limit() -> int | None:
@@ -177,14 +146,10 @@ def _read(file: str | Path) -> str:
 
 
 def check_room(nbytes: int, reserved: bool, page_bytes: int | None = None) -> None:
-    """Checks that the machine has room for a pool of this size.
+    """Checks that the machine has room for a pool of this size, on reserved huge pages or others.
 
-    Without this check the kernel would kill the process when it touches the memory.
-
-    Args:
-        nbytes (int): size of the pool.
-        reserved (bool): the pool uses reserved huge pages.
-        page_bytes (int | None): size of a page of the pool, if the error is to say how many fit.
+    Without this check the kernel would kill the process when it touches the memory. With the bytes
+    of a page of the pool the error says how many fit.
 
     Raises:
         ValueError: it does not fit; the message has the limit and what to do.

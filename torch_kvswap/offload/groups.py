@@ -138,32 +138,16 @@ class Groups:
         """Combines the same pools with other layouts.
 
         Raises:
-            TypeError: these are no layouts, or not as many.
+            TypeError: these are no layouts, or a list instead of one.
             ValueError: the layouts do not match the pools, or the device or number of tensors
                 changed.
         """
-        _check_no_tensors(gpu)
-        several = gpu if isinstance(gpu, Sequence) else [gpu]
-        if (
-            isinstance(gpu, Sequence) != self.is_list
-            or len(several) != len(self.layouts)
-            or not all(isinstance(layout, PagedLayout) for layout in several)
-        ):
-            of_all = f"list of {count_of(len(self.layouts), 'PagedLayout')}"
-            wanted = of_all if self.is_list else "PagedLayout"
-            raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
-        for layout, pool, names in zip(several, self.pools, names_of(several), strict=True):
-            if layout.device != self.device:
-                new = "the new one" if len(several) == 1 else names[0]
-                raise ValueError(
-                    f"the cache was on {self.device}, {new} is on {layout.device}; make a new "
-                    "handler and pool for it"
-                )
-            layout._check_same_blocks(
-                pool.layout.sizes, "pass a layout with the block sizes of the handler's pool", names
-            )
-            pool._check_encodable(layout, names[0], "pass a layout of torch.bfloat16")
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
+        if groups.device != self.device:
+            raise ValueError(
+                f"the cache was on {self.device}, the new one is on {groups.device}; make a new "
+                "handler and pool for it"
+            )
         if groups.num_layers != self.num_layers:
             tensors = count_of(self.num_layers, "tensor")
             raise ValueError(f"the cache had {tensors}, the new one has {groups.num_layers}")

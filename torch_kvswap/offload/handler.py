@@ -192,7 +192,8 @@ class OffloadHandler(NotCopyable):
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
-        ValueError: gpu and host do not match, or an option is invalid or not available here.
+        ValueError: gpu and host do not match, an option is invalid or not available here, or a pool
+            belongs to an open PrefixCache.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
@@ -207,22 +208,34 @@ class OffloadHandler(NotCopyable):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
     ) -> None:
+        self._open(Groups(gpu, host), copy_method, staging_bytes, submit_thread)
+
+    def _open(
+        self,
+        groups: Groups,
+        copy_method: str | None,
+        staging_bytes: int,
+        submit_thread: bool,
+        assigns_pages: bool = False,
+    ) -> None:
+        """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
         submit_thread = read_switch("submit_thread", submit_thread)
-        groups = Groups(gpu, host)
+        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
+        for pool in groups.pools:
+            pool._check_new_user(assigns_pages)
         # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.
         self._kept: dict[int, tuple[object, Any]] = {}
         self._tokens = itertools.count(1)
         self._unreturned: list[Result] = []  # results of poll() calls that an exception has ended
         self._reporting = threading.Lock()  # held while jobs become reported
         self._has_warned = False  # about rejected blocks
-        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy)
         keep(self._native)
         for pool in groups.pools:
-            pool._register_user(self._native)
+            pool._register_user(self._native, assigns_pages)
 
     def __repr__(self) -> str:
         groups = self._native.groups
@@ -424,13 +437,9 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         """Appends the results of jobs that have ended, from then on reported, to a list.
 
-        A caller that does not return the list to its own caller adds it to `_unreturned`.
-
-        Args:
-            results (list[Result]): the list.
-            timeout: see poll().
-            end: called for each job before it is reported, with its result and its `reserved`;
-                again by the next call if an exception comes before the job is reported.
+        A caller that does not return the list to its own caller adds it to `_unreturned`. `end` is
+        called for each job before it is reported, with its result and its `reserved`; again by the
+        next call if an exception comes before the job is reported.
         """
         self._native.check_process()  # a fork may have the lock, held forever
         self._report_ended(results, end)
@@ -476,8 +485,8 @@ class OffloadHandler(NotCopyable):
         """
         own = None
         if jobs is not None:
-            several = enumerate(_as_iterable(jobs))
-            own = [self._check_own(f"jobs[{index}]", job) for index, job in several]
+            several = jobs if isinstance(jobs, Iterable) else [jobs]
+            own = [self._check_own(f"jobs[{index}]", job) for index, job in enumerate(several)]
         timeout = read_timeout("timeout", timeout)
         answer = self._native.synchronize(own, timeout)
         if isinstance(answer, tuple):
@@ -540,7 +549,7 @@ class OffloadHandler(NotCopyable):
             gpu (PagedLayout | Sequence[PagedLayout]): new layouts with the same block sizes.
 
         Raises:
-            TypeError: gpu is no layout, or no list of as many layouts as before.
+            TypeError: gpu is no layout, or a list instead of one.
             ValueError: the new cache does not match the pools, or is on another device.
             RuntimeError: the handler is closed, a tensor of the new cache has moved, another thread
                 submits meanwhile, or the driver refuses what the new cache needs.
@@ -606,15 +615,11 @@ class OffloadHandler(NotCopyable):
     ) -> Job:
         """store() and load(), also those of a PrefixCache.
 
-        Args:
-            channel (int): STORES or LOADS.
-            ids: gpu_block_ids, page_ids and first_block.
-            after, copy_method, tag, layer_groups, gate, expedited: see load().
-            reserved: what the job uses, for _read_ended(). Its `job` is set before the submission;
-                `job.is_submitted` says whether there is one, also if an exception takes it from the
-                caller.
-            computed_from: of a store, ids of loads into blocks that its own were computed from. It
-                runs behind those that are not reported yet, and fails if one of them does.
+        `ids` are gpu_block_ids, page_ids and first_block. `reserved` is what the job uses, for
+        _read_ended(): its `job` is set before the submission, and `job.is_submitted` says whether
+        there is one, also if an exception takes it from the caller. `computed_from` are the loads
+        into blocks that those of a store were computed from: it runs behind those that are not
+        reported yet, and fails if one of them does.
         """
         # Each Python function that this path calls costs 3 us or more when it is not in the caches.
         submitting, groups = self._native, self._native.groups
@@ -687,12 +692,6 @@ class OffloadHandler(NotCopyable):
                 f"{name} is {job.direction} {job.id} of another handler; pass it to that handler"
             )
         return job
-
-
-def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
-    if isinstance(jobs, int | float):
-        raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
-    return jobs if not isinstance(jobs, Job) and isinstance(jobs, Iterable) else [jobs]
 
 
 def _describe_unended(unended: tuple[int, str, int], jobs: Sequence[Job] | None) -> str:

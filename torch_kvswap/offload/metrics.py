@@ -41,30 +41,6 @@ class Histogram:
         """Mean duration in seconds; NaN without durations."""
         return self.sum / self.count if self.count else math.nan
 
-    def quantile(self, q: float) -> float:
-        """Estimates a quantile, assuming that durations are spread evenly within a bucket.
-
-        Args:
-            q (float): 0 to 1.
-
-        Returns:
-            float: seconds, off by less than the width of the bucket. NaN without durations;
-                the last bound if the quantile is beyond it.
-
-        Raises:
-            ValueError: q is not in 0 to 1.
-        """
-        if not 0 <= q <= 1:
-            raise ValueError(f"q is {q}; it must be 0 to 1")
-        if not self.count:
-            return math.nan
-        rank, below, lower = q * self.count, 0, 0.0
-        for upper, count in zip(self.bounds, self.counts, strict=False):
-            if count and below + count >= rank:
-                return lower + (upper - lower) * (rank - below) / count
-            below, lower = below + count, upper
-        return self.bounds[-1]
-
 
 @dataclass(frozen=True)
 class ChannelMetrics:
@@ -155,16 +131,7 @@ def _read_channel(of: dict[str, Any]) -> ChannelMetrics:
 
 
 def _prometheus_text(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -> str:
-    """Formats the samples of all channels in the text format 0.0.4 of Prometheus.
-
-    Args:
-        channels (Mapping[str, ChannelMetrics]): by name: "stores", "loads" and "expedited".
-        labels (Mapping[str, str]): labels to add to every sample.
-
-    Raises:
-        TypeError: a label name or value is not a string.
-        ValueError: a label name is invalid or already in use.
-    """
+    """Metrics.prometheus()."""
     for name, text in labels.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise TypeError(f"label {name!r} is {text!r}; both must be strings")

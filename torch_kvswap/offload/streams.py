@@ -14,15 +14,10 @@ After = torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | No
 
 
 def resolve_after(after: object, device: torch.device) -> tuple[list[tuple[bool, int]] | None]:
-    """Converts an `after` argument.
+    """Converts an `after` argument for a cache on this device.
 
-    Args:
-        after: see After.
-        device (torch.device): the device of the cache.
-
-    Returns:
-        For each stream or event, whether it is an event, and its handle; None for the current
-        stream. In a tuple, as DeviceQueue.resolve_after() returns more.
+    Returns, in a tuple because DeviceQueue.resolve_after() returns more: for each stream or event,
+    whether it is an event, and its handle; None for the current stream.
 
     Raises:
         TypeError: after is something else, or a stream or event for a cache on the CPU.
@@ -62,15 +57,11 @@ def _resolve(after: object, name: str, device: torch.device) -> tuple[bool, int]
 
 
 def resolve_waiting(stream: object, device: torch.device) -> tuple[int, int]:
-    """Converts the stream that must wait.
+    """Converts the stream that must wait: a torch.cuda.Stream of any GPU, or None for the current
+    stream of the cache's GPU.
 
-    Args:
-        stream: a torch.cuda.Stream of any GPU, or None for the current stream of the cache's GPU.
-        device (torch.device): the device of the cache.
-
-    Returns:
-        tuple[int, int]: handle and GPU of the stream, (0, CURRENT) for None. The handle
-            alone is not enough: 0 is the default stream of every GPU.
+    Returns its handle and its GPU, (0, CURRENT) for None. The handle alone is not enough: 0 is the
+    default stream of every GPU.
 
     Raises:
         TypeError: stream is something else.

@@ -2,24 +2,21 @@
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
 submit transfers themselves, with what it takes and returns; what `preempt()` and `resume()` return
-(`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, keys of
-`DIGEST_BYTES` each).
+(`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
 """
 
+from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap.prefix.cache import Preempted, Resumed
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, MultiModalItem
+from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
 from torch_kvswap.prefix.manager import (
     BlockEvent,
     BlockManager,
     BlockStats,
-    LoadReservation,
     Lookup,
-    StoreReservation,
 )
 
 __all__ = [
-    "DIGEST_BYTES",
     "BlockEvent",
     "BlockGroup",
     "BlockManager",
@@ -28,6 +25,7 @@ __all__ = [
     "Lookup",
     "MultiModalItem",
     "Preempted",
+    "PrefixKeys",
     "Resumed",
     "StoreReservation",
 ]

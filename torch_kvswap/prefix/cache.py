@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap._native.arguments import (
     UINT64_MAX,
     Int64Array,
@@ -23,43 +24,36 @@ from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.gate import Gate
+from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.groups import BlockGroup, read_groups
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, PrefixKeys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import (
     BlockManager,
-    EventKind,
-    LoadReservation,
     Lookup,
     Reservation,
-    StoreReservation,
 )
 from torch_kvswap.results import Result
 
 
 class _Pools:
-    """Host pools: their usable pages, and the conversion of arguments per pool.
+    """Host pools: their usable pages (`counts`), and the conversion of arguments per pool.
 
-    The manager numbers the usable pages of each pool from 0 on.
-
-    Args:
-        pools: the host pools.
-        is_list (bool): whether keys, ids and pages are lists with one entry per pool.
-
-    Attributes:
-        counts (list[int]): usable pages of each pool.
+    The manager numbers the usable pages of each pool from 0 on. With `is_list`, keys, ids and pages
+    are lists with one entry per pool.
     """
 
     def __init__(self, pools: Sequence[HostPool], is_list: bool) -> None:
         self._pools = pools
         self._is_list = is_list
         self.counts = [pool.num_pages for pool in pools]
+        self._block_tokens: list[int] = []  # of each group; empty without groups
 
-    def check_groups(self, groups: Sequence[BlockGroup] | None) -> None:
-        """Raises ValueError if these are not the groups of the pools."""
+    def set_groups(self, groups: Sequence[BlockGroup] | None) -> None:
+        """Raises ValueError if these are not the groups of the pools, or two pools share pages."""
         count = len(self._pools)
         if groups is None and self._is_list:
             raise ValueError(
@@ -77,6 +71,30 @@ class _Pools:
                     f"the groups have {named} pages, their pools {self.counts}; "
                     "make num_pages that of the pool"
                 )
+            self._block_tokens = [group.block_tokens for group in groups]
+        for later, pool in enumerate(self._pools):
+            for earlier in range(later):
+                if self._pools[earlier]._memory is pool._memory:
+                    raise ValueError(
+                        f"host[{earlier}] and host[{later}] are the same pages, and a PrefixCache "
+                        "assigns all pages of each; make a pool for each group"
+                    )
+
+    def check_tokens(self, keys: Any) -> None:
+        """Raises ValueError if keys are of other block_tokens than their group.
+
+        Only the keys of a PrefixHasher say so. A cache with one layout has no groups.
+        """
+        if not self._block_tokens:
+            return
+        of_groups = self.split("keys", keys)
+        for group, (of_group, tokens) in enumerate(zip(of_groups, self._block_tokens, strict=True)):
+            if isinstance(of_group, PrefixKeys) and of_group.block_tokens != tokens:
+                raise ValueError(
+                    f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
+                    f"block_tokens of group {group} is {tokens}; make both equal, in the "
+                    "PrefixHasher or in the BlockGroup"
+                )
 
     @property
     def ready(self) -> list[int]:
@@ -89,37 +107,30 @@ class _Pools:
         return list(map(_select, self._pools, blocks, indices))
 
     def pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
-        """The positions of the pages that hold some blocks of a job.
-
-        Args:
-            positions (Sequence[int]): positions of the blocks, ascending. The blocks of all pools
-                count in a row, and so do the pages.
-            blocks: the blocks of the job, per pool. All pages are full, except that the last one of
-                a pool may have fewer blocks.
+        """The positions of the pages that hold these blocks of a job, which has full pages, except
+        that the last one of a pool may have fewer blocks. The blocks of all pools count in a row,
+        and so do the pages.
         """
-        pages: list[int] = []
-        first_block, first_page = 0, 0
-        for pool, count in zip(self._pools, map(len, blocks), strict=True):
-            of_pool = range(first_block, first_block + count)
-            pages += [
-                first_page + (position - first_block) // pool.blocks_per_page
-                for position in positions
-                if position in of_pool
-            ]
-            first_block, first_page = of_pool.stop, first_page - (-count // pool.blocks_per_page)
-        return list(dict.fromkeys(pages))
+        page_of_block: list[int] = []
+        first_page = 0
+        for pool, of_pool in zip(self._pools, blocks, strict=True):
+            places = range(len(of_pool))
+            page_of_block += [first_page + place // pool.blocks_per_page for place in places]
+            first_page += -(-len(of_pool) // pool.blocks_per_page)
+        return list(dict.fromkeys(page_of_block[position] for position in positions))
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
-        split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
+        of_pools = self.split("keys", keys)
+        self.check_tokens(keys)
         digests = [
-            read_digests(self.name_of_keys(group), keys)
-            for group, (_, _, keys, _) in enumerate(split)
+            read_digests(self.name_of("keys", group), of_pool)
+            for group, of_pool in enumerate(of_pools)
         ]
-        blocks = [
-            _blocks_of(pool, name, len(of_pool) // DIGEST_BYTES, ids)
-            for of_pool, (pool, name, _, ids) in zip(digests, split, strict=True)
-        ]
+        blocks = self.read_blocks(gpu_block_ids)
+        for group, (pool, of_pool) in enumerate(zip(self._pools, digests, strict=True)):
+            name = self.name_of("gpu_block_ids", group)
+            _check_count(pool, name, len(of_pool) // DIGEST_BYTES, blocks[group])
         return digests, blocks
 
     def keys_on_gpu(
@@ -138,60 +149,46 @@ class _Pools:
             first, end = keys.start * pool.blocks_per_page, keys.stop * pool.blocks_per_page
             if -1 in of_pool[first:end]:
                 at = of_pool.index(-1, first)
+                name = self.name_of("gpu_block_ids", group)
                 raise ValueError(
-                    f"{self.name_of_blocks(group)}[{at}] is -1, but what follows the prefix needs "
-                    "this block; pass a GPU block for each block of manager.needed_blocks(prefix)"
+                    f"{name}[{at}] is -1, but what follows the prefix needs this block; pass a GPU "
+                    "block for each block of manager.needed_blocks(prefix)"
                 )
-
-    def keys(self, digests: list[bytes]) -> Any:
-        """The keys in the form in which a caller passes them."""
-        return digests if self._is_list else digests[0]
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
-        split = self._split(gpu_block_ids=gpu_block_ids)
-        return [native.read_ids(name, ids) for _, name, ids in split]
+        return [
+            native.read_ids(self.name_of("gpu_block_ids", group), ids)
+            for group, ids in enumerate(self.split("gpu_block_ids", gpu_block_ids))
+        ]
 
-    def only(self, group: int, value: Any) -> Any:
-        """An argument that has `value` for one group and is empty for the others."""
+    def name_of(self, argument: str, group: int) -> str:
+        """What errors call the part of an argument for this group."""
+        return f"{argument}[{group}]" if self._is_list else argument
+
+    def split(self, name: str, argument: Any) -> Sequence[Any]:
+        """The part of an argument for each pool."""
         if not self._is_list:
-            return value
-        return [value if index == group else [] for index in range(len(self._pools))]
-
-    def name_of_keys(self, group: int) -> str:
-        """What errors call the argument with the keys of a group."""
-        return f"keys[{group}]" if self._is_list else "keys"
-
-    def name_of_blocks(self, group: int) -> str:
-        """What errors call the argument with the GPU blocks of a group."""
-        return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
-
-    def _split(self, **arguments: Any) -> list[tuple[Any, ...]]:
-        """For each pool: the pool, the name of its GPU blocks, and its part of each argument."""
-        if not self._is_list:
-            return [(self._pools[0], self.name_of_blocks(0), *arguments.values())]
+            return [argument]
         count = len(self._pools)
-        for name, of_pools in arguments.items():
-            if isinstance(of_pools, bytes | str) or not isinstance(of_pools, Sequence):
-                raise TypeError(
-                    f"{name} is {kind_of(of_pools)}; pass a list with an item for each group"
-                )
-            if len(of_pools) != count:
-                raise ValueError(
-                    f"{name} has {count_of(len(of_pools), 'item')} for {count_of(count, 'group')}; "
-                    "pass one for each group"
-                )
-        names = map(self.name_of_blocks, range(count))
-        return list(zip(self._pools, names, *arguments.values(), strict=True))
+        if isinstance(argument, bytes | str) or not isinstance(argument, Sequence):
+            raise TypeError(
+                f"{name} is {kind_of(argument)}; pass a list with an item for each group"
+            )
+        if len(argument) != count:
+            raise ValueError(
+                f"{name} has {count_of(len(argument), 'item')} for {count_of(count, 'group')}; "
+                "pass one for each group"
+            )
+        return argument
 
-    def join(self, of_pools: Sequence[Ids]) -> Ids | Sequence[Ids]:
-        """Joins the parts of all pools into the form in which the caller passes ids."""
+    def join(self, of_pools: Sequence[Any]) -> Any:
+        """The parts of all pools in the form in which the caller passes arguments."""
         return of_pools if self._is_list else of_pools[0]
 
 
-def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
-    """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
-    blocks: array[int] = native.read_ids(name, ids)
+def _check_count(pool: HostPool, name: str, count: int, blocks: array[int]) -> None:
+    """Checks that there are blocks_per_page for each of `count` keys; the last may have fewer."""
     per_page = pool.blocks_per_page
     if -(-len(blocks) // per_page) != count:
         raise ValueError(
@@ -199,17 +196,11 @@ def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
             f"{count_of(per_page, 'block')} each; pass one for each block of all keys, -1 for a "
             "block that is not on the GPU"
         )
-    return blocks
 
 
 def _check_blocks(name: str, count: int, blocks: array[int]) -> bool:
-    """Checks that each block is one of the cache's `count` blocks, or -1.
-
-    Returns:
-        bool: whether one is -1.
-
-    Raises:
-        IndexError: one is neither.
+    """Whether one of the blocks is -1. Raises IndexError if one is neither that nor one of the
+    cache's `count` blocks.
     """
     numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
     if not len(numbers) or numbers.max() < count:
@@ -340,8 +331,9 @@ class PrefixCache(NotCopyable):
     """Finds prefixes of prompts in host memory: lookup(), load(), store() and poll().
 
     Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
-    page, that is, of `blocks_per_page` GPU blocks. Assigns all pages of its pools: no other handler
-    may write them. Pools may be pinned in the background: pages are used as soon as they are ready.
+    page, that is, of `blocks_per_page` GPU blocks. Assigns all pages of its pools: another handler
+    of one of them is refused until this one is closed or dropped. Pools may be pinned in the
+    background: pages are used as soon as they are ready.
 
     Any thread may call any method. A prefix cache cannot be copied or pickled.
 
@@ -362,7 +354,8 @@ class PrefixCache(NotCopyable):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, or the groups do not match the pools.
+        ValueError: an argument is out of range, the groups do not match the pools, or a pool has
+            another open handler.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
@@ -375,22 +368,17 @@ class PrefixCache(NotCopyable):
         store_policy: Literal["eager", "lazy"] = "eager",
         eviction_policy: str = "lru",
         store_threshold: int = 1,
-        events: bool | Collection[EventKind] = False,
+        events: bool = False,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
     ) -> None:
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
-        self._handler = OffloadHandler(
-            gpu,
-            host,
-            copy_method=copy_method,
-            staging_bytes=staging_bytes,
-            submit_thread=submit_thread,
-        )
-        self._pools = _Pools(self.pools, self._handler._native.groups.is_list)
-        self._pools.check_groups(groups)
+        # Everything else is refused before the handler takes staging memory.
+        of_handler = Groups(gpu, host)
+        self._pools = _Pools(of_handler.pools, of_handler.is_list)
+        self._pools.set_groups(groups)
         self._ready = self._pools.ready
         self.manager = BlockManager(
             self._pools.counts[0] if groups is None else groups,
@@ -399,8 +387,12 @@ class PrefixCache(NotCopyable):
             store_threshold=store_threshold,
             events=events,
         )
-        lazy = self.pools if store_policy == "lazy" else ()
+        lazy = of_handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
+        self._handler = OffloadHandler.__new__(OffloadHandler)
+        self._handler._open(
+            of_handler, copy_method, staging_bytes, submit_thread, assigns_pages=True
+        )
 
     def __repr__(self) -> str:
         return (
@@ -428,6 +420,7 @@ class PrefixCache(NotCopyable):
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
+        self._pools.check_tokens(keys)
         return self.manager.lookup(keys, again=again)
 
     def load(
@@ -473,7 +466,7 @@ class PrefixCache(NotCopyable):
                 digests, blocks = self._pools.keys_on_gpu(digests, blocks)
             else:
                 self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
-        load = self.manager.prepare_load(self._pools.keys(digests), prefix)
+        load = self.manager.prepare_load(self._pools.join(digests), prefix)
         if load is None:
             self._handler._check_options(after, layer_groups, gate)
             return None
@@ -570,9 +563,8 @@ class PrefixCache(NotCopyable):
             with self._handler._reporting:
                 for group, lazy in enumerate(self._lazy):
                     for keys, ids, loads in lazy.chains_of(leaving[group]):
-                        digests, blocks = self._pools.read(
-                            self._pools.only(group, keys), self._pools.only(group, ids)
-                        )
+                        digests, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
+                        digests[group], blocks[group] = keys, array("q", ids)
                         job = self._store(
                             _Prompt(digests, blocks, blocks, loads),
                             after=after,
@@ -610,7 +602,7 @@ class PrefixCache(NotCopyable):
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
         self._grow()
-        store = self.manager.preempt(self._pools.keys(prompt.digests))
+        store = self.manager.preempt(self._pools.join(prompt.digests))
         if store is None:
             return None
         started = []
@@ -776,7 +768,7 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_process()  # a fork may have the lock, held forever
         prompt = self._read(keys, gpu_block_ids)
         for group, digests in enumerate(prompt.digests):
-            _check_distinct_keys(self._pools.name_of_keys(group), digests)
+            _check_distinct_keys(self._pools.name_of("keys", group), digests)
         with self._handler._reporting:
             loads = tuple(self._handler._native.unreported_loads(self._pools.join(prompt.named)))
             for lazy, digests, blocks in zip(
@@ -789,7 +781,7 @@ class PrefixCache(NotCopyable):
         digests, named = self._pools.read(keys, gpu_block_ids)
         some_left_out = self._check_gpu_blocks(named)
         for group, blocks in enumerate(named):
-            _check_distinct(self._pools.name_of_blocks(group), blocks)
+            _check_distinct(self._pools.name_of("gpu_block_ids", group), blocks)
         if not some_left_out:
             return _Prompt(digests, named, named)
         return _Prompt(*self._pools.keys_on_gpu(digests, named), named)
@@ -803,7 +795,9 @@ class PrefixCache(NotCopyable):
         """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
         return any(
             [  # a list: all are checked
-                _check_blocks(self._pools.name_of_blocks(group), layout.num_blocks, blocks)
+                _check_blocks(
+                    self._pools.name_of("gpu_block_ids", group), layout.num_blocks, blocks
+                )
                 for group, (layout, blocks) in enumerate(
                     zip(self._handler.layouts, several, strict=True)
                 )
@@ -813,14 +807,10 @@ class PrefixCache(NotCopyable):
     def _store(self, prompt: _Prompt, **options: Any) -> Job | None:
         """Stores the blocks that the host does not have; None if there are none, or no room.
 
-        The caller holds the handler's lock `_reporting`.
-
-        Args:
-            prompt (_Prompt): all keys and blocks.
-            **options: see _submit().
+        The caller holds the handler's lock `_reporting`. The options are those of _submit().
         """
         self._grow()
-        store = self.manager.prepare_store(self._pools.keys(prompt.digests))
+        store = self.manager.prepare_store(self._pools.join(prompt.digests))
         if store is None or store.id == 0:
             self._handler._check_options(options["after"])
             return None
@@ -842,14 +832,10 @@ class PrefixCache(NotCopyable):
         blocks: Sequence[array[int]],
         **options: Any,
     ) -> Job:
-        """Submits the job that the pages are reserved for.
+        """Submits the job that the pages are reserved for, of the GPU blocks of all keys, per pool.
 
-        Ends the reservation if the job cannot be submitted.
-
-        Args:
-            reservation (Reservation): from the manager.
-            blocks: the GPU blocks of all keys, per pool.
-            **options: of OffloadHandler._submit(), without ids.
+        Ends the reservation if the job cannot be submitted. The options are those of
+        OffloadHandler._submit(), without ids.
         """
         is_load = isinstance(reservation, LoadReservation)
         channel = LOADS if is_load else STORES

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from io import BytesIO
-from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torch_kvswap._native.arguments import (
     CONVERSION_ERRORS,
@@ -35,8 +32,6 @@ DIGEST_BYTES: int = native.DIGEST_BYTES
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
 _BLOCK_HEAD = struct.Struct("<II")  # tokens; multimodal items that begin in the block
 _ITEM_HEAD = struct.Struct("<IQ")  # position of the first token in the block; tokens
-# Tokens converted by one call into C, which holds the GIL. Other threads may run between the calls.
-_TOKEN_SLICE = 1 << 14
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -82,12 +77,41 @@ def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
     """How many full blocks of a prompt can come from a cache.
 
     The last token must be computed to predict the next one, so its block is never reused.
-
-    Args:
-        num_tokens (int): tokens of the prompt.
-        block_tokens (int): tokens per block.
     """
     return max(num_tokens - 1, 0) // block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKeys(Sequence[bytes]):
+    """Keys of a prompt's blocks from a PrefixHasher: a sequence of digests.
+
+    Immutable. A slice of adjacent keys is PrefixKeys too.
+
+    Attributes:
+        digests (bytes): DIGEST_BYTES for each key, one digest after another.
+        block_tokens (int): tokens per key, those of the hasher.
+    """
+
+    digests: bytes
+    block_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.digests) // DIGEST_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PrefixKeys: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | PrefixKeys:
+        places = range(len(self))[index]
+        if isinstance(places, int):
+            return self.digests[places * DIGEST_BYTES : (places + 1) * DIGEST_BYTES]
+        if places.step != 1:
+            raise ValueError(f"a slice of keys has the step {places.step}; take adjacent keys")
+        part = self.digests[places.start * DIGEST_BYTES : places.stop * DIGEST_BYTES]
+        return PrefixKeys(part, self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -113,14 +137,6 @@ class MultiModalItem:
         read_int("num_tokens", self.num_tokens, 0, UINT64_MAX)
         if not isinstance(self.key, bytes):
             raise TypeError(f"key is {kind_of(self.key)}; it must be bytes")
-
-
-def _check_dtype(dtype: object) -> None:
-    if isinstance(dtype, torch.dtype):
-        name = str(dtype).removeprefix("torch.")
-        raise TypeError(f"dtype is {dtype}; pass its name, {name!r}")
-    if not isinstance(dtype, str):
-        raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
 
 
 class PrefixHasher:
@@ -161,7 +177,8 @@ class PrefixHasher:
         group = int(read_int("group", group))
         if not isinstance(model, str):
             raise TypeError(f"model is {kind_of(model)}; it must be a str")
-        _check_dtype(dtype)
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
         if not isinstance(salt, str | bytes | None):
             raise TypeError(f"salt is {kind_of(salt)}; it must be a str, bytes or None")
         for name, part in (("adapter", adapter), ("extra", extra)):
@@ -176,7 +193,7 @@ class PrefixHasher:
         # The digest is equal for equal settings only, and does not give away the salt.
         return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
 
-    def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> bytes:
+    def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> PrefixKeys:
         """The keys of all full blocks of a prompt: what can be stored.
 
         Args:
@@ -184,7 +201,7 @@ class PrefixHasher:
             multi_modal_items (Sequence[MultiModalItem]): items of the prompt.
 
         Returns:
-            bytes: DIGEST_BYTES per block, one digest after another.
+            PrefixKeys: a key for each block.
 
         Raises:
             TypeError: tokens is not a sequence of integers, or an item is not a MultiModalItem.
@@ -192,11 +209,11 @@ class PrefixHasher:
                 tokens is not 1-D.
         """
         content = _token_bytes(tokens)
-        return self._digests(content, multi_modal_items, len(content) // 4 // self.block_tokens)
+        return self._first_keys(content, multi_modal_items, len(content) // 4 // self.block_tokens)
 
     def lookup_keys(
         self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
-    ) -> bytes:
+    ) -> PrefixKeys:
         """The keys of the blocks that a prompt can reuse: what to look up.
 
         Like keys(), but without the block that holds the last token, which must be computed.
@@ -205,19 +222,19 @@ class PrefixHasher:
             tokens, multi_modal_items: see keys().
 
         Returns:
-            bytes: DIGEST_BYTES per block, one digest after another.
+            PrefixKeys: a key for each block.
 
         Raises:
             TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
-        return self._digests(
+        return self._first_keys(
             content, multi_modal_items, reusable_blocks(len(content) // 4, self.block_tokens)
         )
 
     def request_keys(
         self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
-    ) -> bytes:
+    ) -> PrefixKeys:
         """The keys of all blocks of a request, also of a partly filled last one: for preempt().
 
         The key of a partly filled block covers its number of tokens, so it differs from the key of
@@ -227,19 +244,19 @@ class PrefixHasher:
             tokens, multi_modal_items: see keys().
 
         Returns:
-            bytes: DIGEST_BYTES per block, one digest after another; those of keys() come first.
+            PrefixKeys: a key for each block; those of keys() come first.
 
         Raises:
             TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
         blocks = -(-(len(content) // 4) // self.block_tokens)
-        return self._digests(content, multi_modal_items, blocks)
+        return self._first_keys(content, multi_modal_items, blocks)
 
-    def _digests(
+    def _first_keys(
         self, content: bytes, multi_modal_items: Sequence[MultiModalItem], blocks: int
-    ) -> bytes:
-        """The digests of the first blocks; `content` has the tokens as 32-bit words."""
+    ) -> PrefixKeys:
+        """The keys of the first blocks; `content` has the tokens as 32-bit words."""
         of_block = (
             self._items_of_blocks(multi_modal_items, len(content) // 4)
             if multi_modal_items != ()
@@ -257,7 +274,7 @@ class PrefixHasher:
             else:
                 parent = sha256(head + parent + part).digest()
             digests.append(parent)
-        return b"".join(digests)
+        return PrefixKeys(b"".join(digests), self.block_tokens)
 
     def _items_of_blocks(
         self, multi_modal_items: Sequence[MultiModalItem], num_tokens: int
@@ -304,44 +321,23 @@ def _token_bytes(tokens: Tokens) -> bytes:
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
         raise TypeError(f"tokens is {kind_of(tokens)}; pass a list or an array of integers")
     try:
-        if len(tokens) <= _TOKEN_SLICE:
-            return array("I", tokens).tobytes()
-        words, left = array("I"), iter(tokens)
-        while some := list(islice(left, _TOKEN_SLICE)):
-            words.extend(array("I", some))
-        return words.tobytes()
+        return array("I", tokens).tobytes()
     except CONVERSION_ERRORS:
         every = enumerate(tokens)
         read = [read_int(f"tokens[{place}]", token, 0, UINT32_MAX) for place, token in every]
         return array("I", read).tobytes()
 
 
-Keys = bytes | bytearray | memoryview | Sequence[Hashable]
-
-# Keys read or copied by one call into C, which holds the GIL. Other threads may run between calls.
-SLICE = 1024
-_SLICE_BYTES = SLICE * DIGEST_BYTES
+Keys = PrefixKeys | bytes | Sequence[Hashable]
 
 
 def read_digests(name: str, keys: Keys) -> bytes:
     """Converts keys to digests, one after another. Native code reads bytes and lists of digests.
 
-    Args:
-        name (str): the argument, as the caller wrote it.
-        keys: bytes of digests, or a sequence of keys.
-
-    Raises:
-        TypeError: keys is something else, or a key has no digest.
-        ValueError: the bytes are not a whole number of digests.
+    Raises TypeError or ValueError that calls the argument `name`.
     """
-    if isinstance(keys, bytearray | memoryview):
-        view = memoryview(keys)
-        if view.itemsize != 1 or not view.c_contiguous:
-            raise TypeError(
-                f"{name} is a memoryview of items of {view.itemsize} bytes, shape {view.shape}; "
-                "pass contiguous bytes of digests"
-            )
-        keys = join_digests([view.cast("B")] if view.nbytes else [])
+    if isinstance(keys, PrefixKeys):
+        return keys.digests
     if isinstance(keys, bytes):
         if len(keys) % DIGEST_BYTES:
             raise ValueError(
@@ -349,26 +345,14 @@ def read_digests(name: str, keys: Keys) -> bytes:
                 "pass digests one after another, or a list of keys"
             )
         return keys
-    if isinstance(keys, str) or not isinstance(keys, Sequence):
-        raise TypeError(f"{name} is {kind_of(keys)}; pass bytes of digests or a list")
+    if isinstance(keys, str | bytearray | memoryview) or not isinstance(keys, Sequence):
+        raise TypeError(
+            f"{name} is {kind_of(keys)}; pass keys of a PrefixHasher, or a list of keys"
+        )
     try:
-        if len(keys) <= SLICE:
-            return _digests_of(keys)
-        every = iter(keys)
-        return _write(map(_digests_of, iter(lambda: list(islice(every, SLICE)), [])))
+        return _digests_of(keys)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from error
-
-
-def join_digests(parts: Sequence[bytes | memoryview]) -> bytes:
-    """`b"".join(parts)`, in slices if it is long. Items of memoryviews must be single bytes."""
-    if sum(map(len, parts)) <= _SLICE_BYTES:
-        return b"".join(parts)
-    return _write(
-        view[start : start + _SLICE_BYTES]
-        for view in [memoryview(part) for part in parts]
-        for start in range(0, len(view), _SLICE_BYTES)
-    )
 
 
 def _digests_of(keys: Sequence[Hashable]) -> bytes:
@@ -382,13 +366,6 @@ def _digests_of(keys: Sequence[Hashable]) -> bytes:
     except (TypeError, BufferError):
         pass  # some keys are not bytes
     return b"".join(map(key_digest, keys))
-
-
-def _write(parts: Iterable[bytes | memoryview]) -> bytes:
-    whole = BytesIO()
-    for part in parts:
-        whole.write(part)
-    return whole.getvalue()
 
 
 native.set_python(read_digests=read_digests)

@@ -45,13 +45,10 @@ class LazyStorePolicy:
     def record(
         self, keys: bytes, gpu_block_ids: Sequence[int], loads: tuple[int, ...] = ()
     ) -> None:
-        """Records that a request's first blocks were computed and have these keys.
+        """Records that a request's first blocks, one page for each key, were computed.
 
-        Args:
-            keys (bytes): distinct digests from the first block of the prompt on, one per page.
-            gpu_block_ids: their GPU blocks.
-            loads (tuple[int, ...]): ids of loads into blocks of the prompt that are not reported
-                yet.
+        The keys are distinct digests, from the first block of the prompt on. `loads` are ids of
+        loads into blocks of the prompt that are not reported yet.
         """
         parent = None
         for place in range(len(keys) // DIGEST_BYTES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
 
@@ -24,28 +24,8 @@ from torch_kvswap.prefix.groups import (
 )
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
-EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
+EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")  # by native number
 POLICIES = ("lru", "arc")  # index: native number
-
-
-def event_bits(events: bool | Collection[EventKind]) -> int:
-    """A bit mask of event kinds: bit i for EVENT_KINDS[i].
-
-    Raises:
-        TypeError: events is not a bool or a collection.
-        ValueError: a kind does not exist.
-    """
-    if isinstance(events, bool):
-        events = EVENT_KINDS if events else ()
-    if not isinstance(events, Iterable):
-        raise TypeError(f"events is {kind_of(events)}; pass True, False or a list of kinds")
-    wanted: list[str] = [events] if isinstance(events, str) else list(events)
-    unknown = sorted(repr(kind) for kind in wanted if kind not in EVENT_KINDS)
-    if unknown:
-        raise ValueError(f"events has {', '.join(unknown)}; kinds are {', '.join(EVENT_KINDS)}")
-    if wanted:
-        wanted += ["cleared", "lost"]
-    return sum(1 << number for number, kind in enumerate(EVENT_KINDS) if kind in wanted)
 
 
 class Lookup(NamedTuple):
@@ -130,23 +110,6 @@ class BlockStats:
     idle_pages: int
     filling_pages: int
 
-    @property
-    def hit_rate(self) -> float:
-        """hits / asked; 0 if nothing was asked for."""
-        return self.hits / self.asked if self.asked else 0.0
-
-
-__all__ = [
-    "BlockEvent",
-    "BlockGroup",
-    "BlockManager",
-    "BlockStats",
-    "LoadReservation",
-    "Lookup",
-    "Reservation",
-    "StoreReservation",
-]
-
 
 class BlockManager(NotCopyable, native.BlockManager):
     """Keeps track of which prefix blocks are on which host pages. Copies nothing.
@@ -156,17 +119,17 @@ class BlockManager(NotCopyable, native.BlockManager):
     reservation must be ended after its copy, even after reset().
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
-    a prompt are bytes, DIGEST_BYTES for each key, as from PrefixHasher.keys(), or a list of keys
-    made of None, bool, int, float, str, bytes and tuples of them. A block is only used together
-    with the blocks before it.
+    a prompt are those of a PrefixHasher, or a list of keys made of None, bool, int, float, str,
+    bytes and tuples of them, or bytes with the digests of keys (PrefixKeys.digests). A block is
+    only used together with the blocks before it.
 
     A manager needs no close(). It cannot be copied or pickled, and raises RuntimeError in a forked
     child.
 
     Threads: any thread may call any method, and each call is atomic. A call with up to 1,024 keys
     keeps the GIL for at most a few hundred microseconds, unless it must wait for another thread. A
-    call with more keys releases the GIL, and reads lists of keys in slices. Other calls proceed
-    while reset() prepares new tables.
+    call with more keys releases the GIL when it has read them. Other calls proceed while reset()
+    prepares new tables.
 
     Args:
         groups (int | Sequence[BlockGroup]): number of pages; for a hybrid model one BlockGroup per
@@ -176,8 +139,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
             it. As many keys as there are pages are counted, those that were looked up last.
-        events (bool | Collection[str]): record events for events(): all, none, or these kinds.
-            "cleared" and "lost" are always recorded with any other kind.
+        events (bool): record what changes, for events().
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -195,7 +157,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         num_ready_pages: int | Sequence[int] | None = None,
         eviction_policy: str = "lru",
         store_threshold: int = 1,
-        events: bool | Collection[EventKind] = False,
+        events: bool = False,
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
@@ -210,7 +172,8 @@ class BlockManager(NotCopyable, native.BlockManager):
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
-        policy, kinds = POLICIES.index(eviction_policy), event_bits(events)
+        policy = POLICIES.index(eviction_policy)
+        kinds = (1 << len(EVENT_KINDS)) - 1 if read_switch("events", events) else 0
         most = INT64_MAX // self.unit_tokens
         native.BlockManager.__init__(
             self, native_groups, self._is_list, most, policy, threshold, kinds

@@ -89,28 +89,3 @@ def test_a_gpu_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert command.main(["--device", device]) == 2
     assert capsys.readouterr() == ("", f"there is no GPU {device}; {there}\n")
-
-
-def test_measurements_are_forgotten_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [cache_file(gpu) for gpu in ("Imaginary 8000", "Imaginary 9000")]
-    other = files[0].with_name("other.json")
-    other.parent.mkdir()
-    for file in (*files, other):
-        file.write_text("{}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([]) == 2
-    assert all(file.exists() for file in files)
-    assert command.main(["--forget"]) == 0
-    assert capsys.readouterr().out == "".join(f"removed {file}\n" for file in files)
-    assert list(other.parent.iterdir()) == [other]
-    assert command.main(["--forget"]) == 0
-
-
-def test_measurements_that_cannot_be_removed_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache_file("Imaginary 9000").mkdir(parents=True)
-    assert command.main(["--forget"]) == 1
-    assert str(cache_file("Imaginary 9000")) in capsys.readouterr().err

@@ -8,8 +8,8 @@ class Terminal(StringIO):
         return True
 
 
-def shown(stream, enabled=True):
-    progress = Progress("serving", 200, enabled, stream)
+def shown(stream):
+    progress = Progress("serving", 200, stream)
     for _ in range(200):
         progress.advance(1)
     return stream.getvalue()
@@ -25,7 +25,3 @@ def test_a_terminal_gets_one_line_that_grows():
 def test_elsewhere_there_is_a_line_every_tenth():
     tenths = [f"serving {percent:3d} %" for percent in range(0, 101, 10)]
     assert shown(StringIO()).splitlines() == tenths
-
-
-def test_nothing_is_shown_unless_enabled():
-    assert shown(Terminal(), enabled=False) == ""

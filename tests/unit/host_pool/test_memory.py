@@ -25,7 +25,6 @@ from processes import in_child, live_fork, run_script
 from simulated_driver import Driver, simulated
 
 from torch_kvswap._native.loader import native
-from torch_kvswap._native.log import warn_once
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Mapping, TorchMemory, create_file, map_new
 
@@ -103,60 +102,8 @@ def test_memory_that_is_not_there_is_an_error_when_it_is_touched(kind: str, hole
         mapped.touch(0, 2 * MIB)
 
 
-def test_a_kernel_that_makes_no_huge_pages_is_named_in_the_log_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_once.cache_clear()
-    write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")
-    monkeypatch.setattr(system, "ROOT", tmp_path)
-    Mapping(2 * MIB)
-    assert not caplog.messages
-    write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]")
-    Mapping(2 * MIB, huge_pages=False)  # asks for none
-    Mapping(MIB)  # has no room for one
-    assert not caplog.messages
-    for _ in range(2):
-        Mapping(2 * MIB)
-    (message,) = caplog.messages
-    assert message.startswith("this kernel makes no huge pages (/sys/kernel/mm/transparent_hu")
-
-
-@pytest.mark.parametrize(
-    ("setting", "collapses", "warns"),
-    [
-        ("never", False, True),
-        ("never", True, False),
-        ("advise", False, False),
-        ("deny", True, True),
-    ],
-)
-def test_a_kernel_that_makes_no_huge_pages_of_shared_memory_is_named_in_the_log_once(
-    setting: str,
-    collapses: bool,
-    warns: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    warn_once.cache_clear()
-    write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", f"always [{setting}]")
-    monkeypatch.setattr(system, "ROOT", tmp_path)
-    monkeypatch.setattr(system, "collapses_pages", lambda: collapses)
-    map_new(2 * MIB, False, shared=True)  # asks for none
-    map_new(MIB, None, shared=True)  # has no room for one
-    assert not caplog.messages
-    for _ in range(2):
-        map_new(2 * MIB, None, shared=True)
-    if not warns:
-        assert not caplog.messages
-        return
-    (message,) = caplog.messages
-    assert message.startswith("this kernel makes no huge pages of shared memory (/sys/kernel/mm/")
-    assert "shmem_enabled" in message
-
-
 def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> None:
-    if not system.offers_huge_pages(shared=False):
+    if not system.offers_huge_pages():
         pytest.skip("this kernel makes none")
     mapped = Mapping(16 * MIB)
     assert mapped.huge_bytes == 0
@@ -171,22 +118,14 @@ def test_without_huge_pages_there_are_none(kind: str) -> None:
     assert mapped.huge_bytes == 0
 
 
-def test_a_shared_mapping_lies_on_huge_pages_or_says_that_it_does_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    warn_once.cache_clear()
+def test_a_shared_mapping_lies_on_huge_pages_from_linux_6_1_on() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    version = tuple(map(int, os.uname().release.split(".")[:2]))
+    if version < (6, 1) or not setting.exists() or "[deny]" in setting.read_text():
+        pytest.skip("this kernel makes none")
     mapped = mapping("shared", 16 * MIB)
     mapped.touch(0, 16 * MIB)
-    if system.offers_huge_pages(shared=True):
-        assert (mapped.huge_bytes, caplog.messages) == (16 * MIB, [])
-    else:
-        assert (mapped.huge_bytes, len(caplog.messages)) == (0, 1)
-
-
-def test_a_kernel_collapses_pages_from_linux_6_1_on() -> None:
-    version = tuple(map(int, os.uname().release.split(".")[:2]))
-    has_huge_pages = Path("/sys/kernel/mm/transparent_hugepage").exists()
-    assert system.collapses_pages() == (version >= (6, 1) and has_huge_pages)
+    assert mapped.huge_bytes == 16 * MIB
 
 
 @KINDS

@@ -159,8 +159,7 @@ def test_an_option_that_is_neither_true_nor_false_nor_none_is_refused(
     name: str, value: object
 ) -> None:
     expected = f"TypeError: {name} is {value!r}; it must be True, False or None"
-    for make in (HostPool, HostPool.create_shared):
-        assert error_text(make, make_layout(), 2, **{name: value}) == expected
+    assert error_text(HostPool, make_layout(), 2, **{name: value}) == expected
 
 
 def test_what_is_no_layout_is_refused() -> None:
@@ -169,9 +168,9 @@ def test_what_is_no_layout_is_refused() -> None:
         error_text(HostPool, tensors, 1),
         """TypeError: a host pool is made from a PagedLayout, not a list""",
     )
-    handle = HostPool.create_shared(make_layout(), 2).share()
+    handle = HostPool(make_layout(), 2, shared=True).share()
     for refused in (
-        error_text(HostPool.create_shared, tensors, 2),
+        error_text(HostPool, tensors, 2, shared=True),
         error_text(HostPool.attach, tensors, handle),
         error_text(HostPool.page_bytes_of, tensors),
         error_text(HostPool(make_layout(), 1).view_for, tensors),
@@ -449,7 +448,7 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
     [
         HostPool,
         functools.partial(HostPool, huge_pages=False),
-        HostPool.create_shared,
+        functools.partial(HostPool, shared=True),
     ],
 )
 def test_every_kind_of_memory_is_pinned_and_copied(make: Callable[..., HostPool]) -> None:

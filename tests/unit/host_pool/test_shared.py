@@ -44,7 +44,7 @@ def through_a_socket(handle: PoolHandle) -> PoolHandle:
 
 
 def test_a_handle_goes_through_a_socket() -> None:
-    pool = HostPool.create_shared(layout(), 6, blocks_per_page=2)
+    pool = HostPool(layout(), 6, blocks_per_page=2, shared=True)
     handle = through_a_socket(pool.share())
     assert (handle.num_pages, handle.blocks_per_page, handle.page_bytes) == (6, 2, 2 * BLOCK)
     assert handle.huge_pages
@@ -61,7 +61,7 @@ def open_files() -> int:
 
 
 def test_a_closed_handle_sends_no_other_file() -> None:
-    pool = HostPool.create_shared(layout(), 4)
+    pool = HostPool(layout(), 4, shared=True)
     handle = pool.share()
     number = handle.fd
     handle.close()
@@ -94,7 +94,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
 def test_a_handle_that_does_not_come_leaves_no_file(
     sent: int, ends: bool, error: type[Exception]
 ) -> None:
-    handle = HostPool.create_shared(layout(), 4).share()
+    handle = HostPool(layout(), 4, shared=True).share()
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(0.05)
@@ -114,7 +114,7 @@ def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
             there.close()
             return sent
 
-    handle = HostPool.create_shared(layout(), 4).share()
+    handle = HostPool(layout(), 4, shared=True).share()
     here, there = socket.socketpair()
     with Connection(fileno=here.detach()) as connection:
         handle.send(connection)
@@ -122,7 +122,7 @@ def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
 
 def test_a_closed_pool_has_no_file() -> None:
     before = open_files()
-    pool = HostPool.create_shared(layout(), 4)
+    pool = HostPool(layout(), 4, shared=True)
     pool.share().close()
     assert open_files() == before + 1
     pool.close()
@@ -130,7 +130,7 @@ def test_a_closed_pool_has_no_file() -> None:
 
 
 def test_the_memory_stays_while_one_process_has_it() -> None:
-    pool = HostPool.create_shared(layout(), 4)
+    pool = HostPool(layout(), 4, shared=True)
     pool.pages.fill_(5)
     handle = pool.share()
     pool.close()
@@ -144,7 +144,7 @@ def test_the_memory_stays_while_one_process_has_it() -> None:
 def test_pages_are_used_by_all_processes() -> None:
     cache = layout()
     cache.tensors[0].copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, BLOCK))
-    pool = HostPool.create_shared(cache, 4)
+    pool = HostPool(cache, 4, shared=True)
     mine = layout()
     other = HostPool.attach(mine, pool.share())
     with OffloadHandler(cache, pool) as handler:
@@ -157,7 +157,7 @@ def test_pages_are_used_by_all_processes() -> None:
 @simulated
 def test_each_process_pins_all_pages(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(2)]
-    pool = HostPool.create_shared(caches[0], 3)
+    pool = HostPool(caches[0], 3, shared=True)
     pool.pages.fill_(7)
     other = HostPool.attach(caches[1], pool.share(), pin_in_background=True)
     assert other.wait_ready(PATIENCE)
@@ -166,17 +166,17 @@ def test_each_process_pins_all_pages(driver: Driver) -> None:
 
 
 def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
-    handle = HostPool.create_shared(layout(), 4, huge_pages=False).share()
+    handle = HostPool(layout(), 4, huge_pages=False, shared=True).share()
     assert not handle.huge_pages
     other = HostPool.attach(layout(), through_a_socket(handle))
     assert not other.share().huge_pages
 
 
 def test_a_process_attaches_without_huge_pages_if_they_are_not_wanted() -> None:
-    handle = HostPool.create_shared(layout(1 << 21), 4, huge_pages=False).share()
-    mapped = memory.map_handle(handle, 8 << 20)
-    mapped.touch(0, 8 << 20)
-    assert mapped.huge_bytes == 0
+    handle = HostPool(layout(1 << 21), 4, huge_pages=False, shared=True).share()
+    pool = HostPool.attach(layout(1 << 21), handle)
+    pool.pages.fill_(1)
+    assert pool.huge_bytes == 0
 
 
 def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,14 +199,14 @@ def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None
     cache = place(driver, layout(656))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "register_host", note)
-        pool = HostPool.create_shared(cache, 4000, chunk_bytes=1 << 18)
+        pool = HostPool(cache, 4000, chunk_bytes=1 << 18, shared=True)
     assert len(begins) > 2
     assert all(begin % os.sysconf("SC_PAGE_SIZE") == 0 for begin in begins)
     assert all(driver.cuda.memory_type(page) == HOST for page in pool.pages)
 
 
 def test_a_handle_of_something_else_is_refused() -> None:
-    pool = HostPool.create_shared(layout(), 6)
+    pool = HostPool(layout(), 6, shared=True)
     handle = pool.share()
     assert_expected_inline(
         error_text(HostPool.attach, layout(8), handle),
@@ -222,7 +222,7 @@ returned""",
     )
     assert_expected_inline(
         error_text(HostPool(layout(), 1).share),
-        """ValueError: this pool belongs to one process; make it with HostPool.create_shared()""",
+        """ValueError: this pool belongs to one process; make it with HostPool(shared=True)""",
     )
 
 
@@ -231,7 +231,7 @@ def of_slabs(*sizes: int) -> PagedLayout:
 
 
 def test_processes_with_other_slabs_cannot_use_the_same_pages() -> None:
-    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, 2)
+    pool = HostPool(of_slabs(1024, 3072), 4, 2, shared=True)
     attached = HostPool.attach(of_slabs(1024, 3072), through_a_socket(pool.share()))
     for handle in (pool.share(), attached.share(), through_a_socket(attached.share())):
         assert_expected_inline(
@@ -249,7 +249,7 @@ that the pool was made for""",
 
 
 def test_the_handle_of_a_view_has_the_slabs_of_its_pool() -> None:
-    pool = HostPool.create_shared(of_slabs(1024, 3072), 4)
+    pool = HostPool(of_slabs(1024, 3072), 4, shared=True)
     handle = through_a_socket(pool.view_for(of_slabs(2048, 2048)).share())
     assert handle.slab_sizes.tolist() == [1024, 3072]
     assert HostPool.attach(of_slabs(1024, 3072), handle).num_pages == 4
@@ -271,7 +271,7 @@ def test_a_handle_with_many_slabs_comes_in_parts() -> None:
 
 
 def test_a_handle_that_ends_in_its_slabs_leaves_no_file() -> None:
-    handle = HostPool.create_shared(of_slabs(1024, 3072), 4).share()
+    handle = HostPool(of_slabs(1024, 3072), 4, shared=True).share()
     here, there = socket.socketpair()
     with here, there:
         before = open_files()
@@ -289,7 +289,7 @@ it with PoolHandle.send""",
 
 
 def test_a_handle_with_more_slabs_than_its_pages_can_have_is_refused_at_once() -> None:
-    handle = HostPool.create_shared(layout(), 4).share()
+    handle = HostPool(layout(), 4, shared=True).share()
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(0.05)
@@ -305,7 +305,7 @@ must be 1 to 4096""",
 
 
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
-    pool = HostPool.create_shared(layout(), 6)
+    pool = HostPool(layout(), 6, shared=True)
     small = pool.share()
     small.num_pages = 7
     assert_expected_inline(
@@ -346,7 +346,7 @@ it with PoolHandle.send""",
 
 
 def test_a_handle_needs_a_connected_unix_socket() -> None:
-    handle = HostPool.create_shared(layout(), 6).share()
+    handle = HostPool(layout(), 6, shared=True).share()
     here, there = socket.socketpair()
     closed = socket.socket(socket.AF_UNIX)
     closed.close()
@@ -370,7 +370,7 @@ ConnectionError: connection is closed; pass a connected Unix stream socket""",
 
 
 def test_a_handle_prints_what_it_is_for() -> None:
-    handle = HostPool.create_shared(layout(), 6, blocks_per_page=2).share()
+    handle = HostPool(layout(), 6, blocks_per_page=2, shared=True).share()
     text = "PoolHandle(num_pages=6, blocks_per_page=2, page_bytes=8192, encoding='raw', "
     assert repr(handle) == f"{text}fd={handle.fd})"
     handle.close()
@@ -433,7 +433,7 @@ def users_of(files: set[int]) -> set[int]:
 def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     script = f"""
         connection, cache = rank(int(sys.argv[1]))
-        pool = HostPool.create_shared(cache, 64)
+        pool = HostPool(cache, 64, shared=True)
         pool.pages.fill_(3)
         if {moment!r} != "before sending":
             pool.share().send(connection)
@@ -476,7 +476,7 @@ def test_several_processes_see_the_same_pages(shm: None) -> None:
     """
     here, there = socket.socketpair()
     with here, there:
-        pool = HostPool.create_shared(layout(1 << 20, 1), 6)
+        pool = HostPool(layout(1 << 20, 1), 6, shared=True)
         pool.pages[:3].fill_(1)
         process = start(script, there)
         there.close()
@@ -509,7 +509,7 @@ def test_a_process_loads_the_encoded_pages_of_another(shm: None) -> None:
     here, there = socket.socketpair()
     options: dict[str, Any] = {"encoding": "lossless", "bits_per_value": 12.5}
     paged = PagedLayout([cache])
-    with here, there, HostPool.create_shared(paged, 3, **options) as pool:
+    with here, there, HostPool(paged, 3, **options, shared=True) as pool:
         process = start(script, there)
         there.close()
         with OffloadHandler(paged, pool) as handler:
@@ -540,7 +540,7 @@ def test_several_processes_store_into_the_same_pages(shm: None) -> None:
     """
     here, there = socket.socketpair()
     cache = PagedLayout([torch.ones(2, 1 << 20, dtype=torch.uint8, device="cuda")])
-    with here, there, HostPool.create_shared(cache, 6, pinned=True) as pool:
+    with here, there, HostPool(cache, 6, pinned=True, shared=True) as pool:
         process = start(script, there)
         there.close()
         pool.share().send(here)

@@ -35,7 +35,7 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
     assert system.available_bytes() is None
     assert list(system.control_group_limits()) == []
     assert system.reserved_huge_pages() == (0, 0, 2 << 20)
-    assert not system.offers_huge_pages(shared=False)
+    assert not system.offers_huge_pages()
     assert system.numa_node_of("0000:18:00.0") is None
     assert system.cpus_of(0) == []
     assert system.numa_nodes() == []
@@ -60,9 +60,7 @@ def test_huge_pages_are_offered_unless_the_setting_is_off(
     tree: Path, text: str, offers: bool
 ) -> None:
     write(tree, "sys/kernel/mm/transparent_hugepage/enabled", text + "\n")
-    write(tree, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [deny]\n")
-    assert system.offers_huge_pages(shared=False) == offers
-    assert not system.offers_huge_pages(shared=True)
+    assert system.offers_huge_pages() == offers
 
 
 def test_a_limit_of_version_2_counts_files_that_can_go(tree: Path) -> None:

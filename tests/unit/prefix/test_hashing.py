@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from array import array
 from hashlib import sha256
@@ -36,7 +37,7 @@ def split(keys: bytes) -> list[bytes]:
 
 
 def keys(tokens=TOKENS, multi_modal_items=(), **settings) -> list[bytes]:
-    return split(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, multi_modal_items))
+    return list(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, multi_modal_items))
 
 
 # Who shares blocks
@@ -56,7 +57,7 @@ def test_keys_are_the_same_for_lists_and_arrays_and_in_every_process():
     assert (
         keys(torch.tensor(TOKENS)) == keys(array("H", TOKENS)) == keys(range(1000, 1064)) == keys()
     )
-    many = np.arange(40_000) % 7  # read in slices
+    many = np.arange(40_000) % 7
     assert keys(many.tolist()) == keys(many)
     assert_expected_inline(
         keys()[-1].hex(), """38979b2ed4a38253b1c5e5f68ca3f56f4e6855ad4db7b543b77d2b1b17de1d2a"""
@@ -165,8 +166,8 @@ def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
     def part_of(tokens: list[int]) -> bytes:
         full = hasher.keys(tokens)
         of_all = hasher.request_keys(tokens)
-        assert of_all.startswith(full)
-        return of_all[len(full) :]
+        assert of_all[: len(full)] == full
+        return of_all.digests[len(full) * DIGEST_BYTES :]
 
     part = part_of(TOKENS[:20])
     head = b"\x02" + struct.pack("<II", 4, 0)  # a block of 4 tokens, without items
@@ -177,6 +178,24 @@ def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
     assert part_of(TOKENS[:32]) == b""
     zero = part_of([*TOKENS[:20], 0])
     assert zero != part  # a token 0 is a token
+
+
+def test_the_keys_of_a_prompt_are_a_sequence():
+    hasher = PrefixHasher(**SETTINGS)
+    of_prompt = hasher.keys(TOKENS)
+    assert len(of_prompt) == 4
+    assert list(of_prompt) == [of_prompt[place] for place in range(4)] == keys()
+    assert of_prompt[-1] == keys()[3]
+    assert of_prompt[1:-1] == of_prompt[1:3]
+    assert list(of_prompt[1:3]) == keys()[1:3]
+    assert of_prompt[:2] == hasher.keys(TOKENS[:32])
+    assert not hasher.keys([])
+    assert {of_prompt} == {pickle.loads(pickle.dumps(of_prompt))}
+    assert error_text(lambda: of_prompt[::2]) == (
+        "ValueError: a slice of keys has the step 2; take adjacent keys"
+    )
+    with pytest.raises(IndexError):
+        of_prompt[4]
 
 
 # Errors
@@ -249,7 +268,7 @@ TypeError: extra: a key, or a part of one, is of type dict; make it of None, boo
 float, str, bytes and tuples of them
 TypeError: model is None; it must be a str
 TypeError: dtype is a type; pass its name, such as 'bfloat16'
-TypeError: dtype is torch.bfloat16; pass its name, 'bfloat16'
+TypeError: dtype is a dtype; pass its name, such as 'bfloat16'
 TypeError: tokens is a bytes; pass a list or an array of integers
 TypeError: tokens is a dict; pass a list or an array of integers
 TypeError: tokens is a bytes; pass a list or an array of integers

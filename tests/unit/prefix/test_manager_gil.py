@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from torch_kvswap.prefix import hashing
-from torch_kvswap.prefix.hashing import SLICE, join_digests, read_digests
-from torch_kvswap.prefix.manager import BlockGroup, BlockManager
+from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.manager import BlockManager
 
 FEW = 1024  # kFewKeys of csrc/prefix/manager.h
 MANY = os.urandom(32 * (FEW + 1))
@@ -142,37 +141,6 @@ def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go() -> None:
         finally:
             over.set()
             thread.join()
-
-
-def test_many_keys_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    inner, write = hashing._digests_of, hashing._write
-
-    def read(keys: Any) -> bytes:
-        lengths.append(len(keys))
-        return inner(keys)
-
-    def written(parts: Any) -> bytes:
-        kept = list(parts)
-        lengths.extend(len(part) // 32 for part in kept)
-        return write(kept)
-
-    monkeypatch.setattr(hashing, "_digests_of", read)
-    monkeypatch.setattr(hashing, "_write", written)
-    whole = os.urandom(32 * (3 * SLICE + 5))
-    cut = [whole[i : i + 32] for i in range(0, len(whole), 32)]
-    for keys in (cut, tuple(cut), bytearray(whole), memoryview(whole)):
-        lengths.clear()
-        assert read_digests("keys", keys) == whole
-        assert set(lengths) == {SLICE, 5}
-    lengths.clear()
-    assert join_digests([whole, whole[:64]]) == whole + whole[:64]
-    assert set(lengths) == {SLICE, 5, 2}
-    names = list(range(SLICE)) + cut
-    assert read_digests("keys", names)[32 * SLICE :] == whole
-
-
-# Its own lock
 
 
 def test_no_lookup_waits_for_most_of_a_reset() -> None:

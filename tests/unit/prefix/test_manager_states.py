@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 )
 from manager_model import Model
 
+from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap.prefix.hashing import key_digest
-from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation, StoreReservation
+from torch_kvswap.prefix.manager import BlockManager, Reservation
 
 PAGES, KEYS = 6, 10
 lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)
@@ -219,4 +220,4 @@ def test_in_a_million_operations_every_block_is_found_with_its_own_content(polic
     stats = manager.stats()
     assert stats.free_pages + stats.idle_pages == pages
     assert stats.evicted > pages
-    assert 0.2 < stats.hit_rate < 1
+    assert 0.2 * stats.asked < stats.hits < stats.asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import time
@@ -22,8 +23,16 @@ from prefix_bytes import BLOCKS, CHECKS, PAGES, make
 from processes import in_child
 from simulated_driver import Driver, cache, place, simulated
 
-from torch_kvswap import HostPool, PagedLayout, PrefixCache, Result
+from torch_kvswap import (
+    HostPool,
+    OffloadHandler,
+    PagedLayout,
+    PrefixCache,
+    PrefixHasher,
+    Result,
+)
 from torch_kvswap.prefix import BlockGroup
+from torch_kvswap.reference import ReferenceHandler
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -180,6 +189,60 @@ def test_a_prefix_cache_that_was_refused_keeps_no_pool_open() -> None:
     pool.close()
 
 
+@simulated
+def test_a_prefix_cache_that_was_refused_has_taken_no_memory(driver: Driver) -> None:
+    layout, host = cache(driver, 4, 4)
+    before = driver.calls("cuMemAlloc"), driver.calls("cuStreamCreateWithPriority")
+    for wrong in ({"eviction_policy": "never"}, {"groups": [BlockGroup(4)]}, {"events": 5}):
+        with pytest.raises((ValueError, TypeError), match=r"eviction_policy|groups|events"):
+            PrefixCache(layout, host, **wrong)
+    assert (driver.calls("cuMemAlloc"), driver.calls("cuStreamCreateWithPriority")) == before
+
+
+@pytest.mark.parametrize("kind", [OffloadHandler, ReferenceHandler, PrefixCache])
+def test_no_other_handler_has_the_pages_of_a_prefix_cache(kind: Any) -> None:
+    layout = PagedLayout([torch.zeros(4, 4)])
+    pool = HostPool(layout, 4)
+    for first, second in ((PrefixCache, kind), (kind, PrefixCache)):
+        for closed in (True, False):  # a closed or dropped handler has no pages
+            handler = first(layout, pool)
+            if closed:
+                handler.close()
+            else:
+                with pytest.raises(ValueError, match=r"^the host pool has an open .*make another"):
+                    second(layout, pool.view_for(layout))
+                del handler
+                gc.collect()
+        second(layout, pool).close()
+    views = [pool, pool.view_for(layout)]
+    with pytest.raises(ValueError, match=r"^host\[0\] and host\[1\] are the same pages"):
+        PrefixCache([layout, layout], views, [BlockGroup(4), BlockGroup(4)])
+    OffloadHandler([layout, layout], views).close()
+
+
+def test_keys_of_another_number_of_tokens_than_their_group_are_refused() -> None:
+    layout = PagedLayout([torch.zeros(4, 4)])
+    groups = [BlockGroup(4, block_tokens=2), BlockGroup(4, block_tokens=4)]
+    tokens = list(range(8))
+    two, four = (PrefixHasher("m", "bfloat16", number).keys(tokens) for number in (2, 4))
+    hosts = [HostPool(layout, 4), HostPool(layout, 4)]
+    with PrefixCache([layout, layout], hosts, groups) as prefixes:
+        for call in (
+            prefixes.lookup,
+            lambda keys: prefixes.load(keys, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+            lambda keys: prefixes.store(keys, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+            lambda keys: prefixes.preempt(keys, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        ):
+            with pytest.raises(
+                ValueError, match=r"^keys\[1\] stand for 2 tokens each, but block_t"
+            ):
+                call([two, two])
+        assert prefixes.store([two, four], [[0, 1, 2, 3], [0, 1]]) is not None
+        prefixes.poll()
+        assert prefixes.lookup([two, four]).ready == 2
+        assert prefixes.lookup([two[:2], four[:1]]).ready == 1
+
+
 @pytest.mark.parametrize("keys", [["a", "b"], ["x", "y"]], ids=["stored", "new"])
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: str) -> None:
@@ -214,7 +277,7 @@ def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
                 call(keys, [[0, 7], [0, 1]])
             with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
                 call(keys, [[0, 1], [0, 1, 2]])
-            with pytest.raises(TypeError, match=r"^keys\[1\] is None; pass bytes"):
+            with pytest.raises(TypeError, match=r"^keys\[1\] is None; pass keys of"):
                 call([["a"], None], [[0], [0]])
 
 
@@ -632,8 +695,8 @@ TypeError: PrefixCache.load() got an unexpected keyword argument 'first_block'
 TypeError: PrefixCache.preempt() got an unexpected keyword argument 'first_block'
 TypeError: PrefixCache.evict() got an unexpected keyword argument 'first_block'
 TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
-TypeError: keys is None; pass bytes of digests or a list
-TypeError: keys is a dict; pass bytes of digests or a list
+TypeError: keys is None; pass keys of a PrefixHasher, or a list of keys
+TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
 TypeError: preempted is an int; pass what preempt() returned
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU

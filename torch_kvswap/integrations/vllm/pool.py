@@ -149,11 +149,8 @@ def _serve(
             "machine; give each engine its own engine_id"
         ) from error
     meeting.listen(replicas.world)  # before the pool is made, so that the others wait in receive()
-    pool = HostPool.create_shared(
-        layout,
-        num_pages,
-        blocks_per_page,
-        pin_in_background=pin_in_background,
+    pool = HostPool(
+        layout, num_pages, blocks_per_page, pin_in_background=pin_in_background, shared=True
     )
     handle = pool.share()
     try:

@@ -10,9 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
-from torch_kvswap._C import fold_keys
+from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation, StoreReservation
+from torch_kvswap.prefix.manager import BlockManager, Reservation
 
 Key = bytes  # vLLM's OffloadKey
 # In vLLM 0.26 the medium is a string, in later releases an enum member.
