@@ -506,14 +506,23 @@ void bind_layouts(nb::module_& module) {
              nb::handle host_strides, nb::handle layers, int64_t num_blocks, int64_t num_pages,
              int64_t blocks_per_page, int block_space, int slot_space, const PyEncoding& encoding,
              const PyReadyRange& ready_range) {
-            new (self) GroupLayout{{read_numbers(layers), num_blocks, num_pages, blocks_per_page,
-                                    block_space, slot_space, encoding.encoding, ready_range.range},
-                                   read_numbers<uint64_t>(gpu_bases),
-                                   read_numbers<uint64_t>(gpu_strides),
-                                   read_numbers<uint64_t>(gpu_storages),
-                                   read_numbers<uint64_t>(sizes),
-                                   read_numbers<uint64_t>(host_bases),
-                                   read_numbers<uint64_t>(host_strides)};
+            // One by one: g++ 12 frees the base of an aggregate twice if a later member throws.
+            GroupLayout layout;
+            layout.layers = read_numbers(layers);
+            layout.num_blocks = num_blocks;
+            layout.num_pages = num_pages;
+            layout.blocks_per_page = blocks_per_page;
+            layout.block_space = block_space;
+            layout.slot_space = slot_space;
+            layout.encoding = encoding.encoding;
+            layout.ready_range = ready_range.range;
+            layout.gpu_bases = read_numbers<uint64_t>(gpu_bases);
+            layout.gpu_strides = read_numbers<uint64_t>(gpu_strides);
+            layout.gpu_storages = read_numbers<uint64_t>(gpu_storages);
+            layout.sizes = read_numbers<uint64_t>(sizes);
+            layout.host_bases = read_numbers<uint64_t>(host_bases);
+            layout.host_strides = read_numbers<uint64_t>(host_strides);
+            new (self) GroupLayout(std::move(layout));
           },
           nb::kw_only(), "gpu_bases"_a, "gpu_strides"_a, "gpu_storages"_a, "sizes"_a,
           "host_bases"_a, "host_strides"_a, "layers"_a, "num_blocks"_a, "num_pages"_a,
@@ -543,8 +552,7 @@ void bind_layouts(nb::module_& module) {
             new (self) CopyMethodOptions(std::move(options));
           },
           "copy_method"_a, "without_kernels"_a, "setting"_a, "staging_bytes"_a, "costs"_a)
-      .def_rw("copy_method", &CopyMethodOptions::copy_method)
-      .def_ro("setting", &CopyMethodOptions::copy_method_setting)
+      .def_ro("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
 }
 

@@ -91,7 +91,8 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 }  // namespace
 
 double fragment_seconds(const std::vector<std::pair<double, double>>& known, double bytes) {
-  if (known.empty() || bytes <= known.front().first) return known.empty() ? 0 : known[0].second;
+  if (known.empty()) return 0;
+  if (bytes <= known.front().first) return known.front().second;
   const auto above = std::upper_bound(known.begin(), known.end(), std::pair(bytes, -1.0));
   const auto [size, seconds] = *std::prev(above);
   if (above == known.end()) return seconds * bytes / size;

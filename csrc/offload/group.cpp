@@ -29,7 +29,8 @@ uint64_t Group::link_bytes(int layer_groups, int64_t num_layers) const {
 }
 
 Group read_group(const GroupLayout& from, Device& device) {
-  Group group{from, {}, {}};
+  Group group;
+  static_cast<GroupShape&>(group) = from;
   group.gpu.bases = from.gpu_bases;
   group.gpu.strides = from.gpu_strides;
   group.host.bases = from.host_bases;

@@ -22,10 +22,10 @@ inline int64_t layer_group_of(int64_t layer, int layer_groups, int64_t num_layer
 // has `blocks_per_page` slots, each for one block.
 struct GroupShape {
   std::vector<int64_t> layers;  // the model's layer of each slab, ascending
-  int64_t num_blocks, num_pages, blocks_per_page;
+  int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
   // Groups with equal block_space share their blocks: an id is the same memory in all of them. The
   // same holds for slot_space and slots.
-  int block_space, slot_space;
+  int block_space = 0, slot_space = 0;
   std::shared_ptr<const Encoding> encoding;       // of the slots of host pages
   std::shared_ptr<const ReadyRange> ready_range;  // of the pool
   int64_t number = 0;                             // in commands of a queued device
@@ -37,6 +37,7 @@ struct GroupLayout : GroupShape {
   std::vector<uint64_t> gpu_bases, gpu_strides, gpu_storages, sizes, host_bases, host_strides;
 };
 
+// A group with its addresses, and what its device says of them.
 struct Group : GroupShape {
   Slabs gpu, host;
   bool host_is_pageable = false;
