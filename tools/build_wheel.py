@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 MANYLINUX = ROOT / "tools" / "manylinux"
-PLATFORM = "manylinux_2_28_x86_64"
+PLATFORM = f"manylinux_2_28_{platform.machine()}"
 NEWEST_VERSIONS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}  # of PLATFORM
 BUILD_PACKAGES = ("nanobind", "ninja", "setuptools", "torch")
 

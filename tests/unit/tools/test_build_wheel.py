@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 from processes import in_child
 
+import torch_kvswap as kvs
 from torch_kvswap._native.loader import native
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +60,9 @@ def test_the_wheel_is_small_installs_anywhere_and_works_without_the_sources(
 ):
     monkeypatch.setenv("KVSWAP_CUDA", "1" if native.kernel_version() else "0")
     (wheel,) = tool.build_wheels([sys.executable], tmp_path / "dist")
-    assert re.fullmatch(r"torch_kvswap-[\w.]+-cp\d+-\w+-manylinux_2_28_x86_64\.whl", wheel.name)
+    python = "cp{}{}".format(*sys.version_info)
+    tags = "cp312-abi3" if sys.version_info >= (3, 12) else f"{python}-{python}"
+    assert wheel.name == f"torch_kvswap-{kvs.__version__}-{tags}-{tool.PLATFORM}.whl"
     assert wheel.stat().st_size < 1e6
 
     installed, folder = tmp_path / "installed", tmp_path / "tests"
