@@ -3,11 +3,11 @@
 # ARGS is passed on: make test ARGS="tests/unit/test_layout.py -x", make demo ARGS="--device cuda".
 
 PYTHON ?= python3
-environment = $(PYTHON) tools/environment.py
-native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+environment = $(firstword $(PYTHON)) tools/environment.py
+native = $(shell find csrc tests tools -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: bench demo docs test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build stub clean
+.PHONY: bench demo docs test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build wheel stub clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
@@ -64,6 +64,10 @@ lint:
 
 build:
 	@$(environment) build
+
+# dist/*.whl for glibc 2.28 and later, with kernels; PYTHON="python3.11 python3.12" makes one for each.
+wheel:
+	@python=$$($(environment) wheel) && "$$python" tools/build_wheel.py $(PYTHON)
 
 # The types of the native library, for mypy, after a change of csrc/bindings.
 stub:

@@ -157,7 +157,10 @@ def find_cuda() -> Cuda | None:
     if cuda is None:
         missing = f"no CUDA 12.0 or later is in {', '.join(map(str, homes))}"
         if choice == "1":
-            fail(f"KVSWAP_CUDA is 1, but {missing}. Name its folder in CUDA_HOME.")
+            fail(
+                f"KVSWAP_CUDA is 1, but {missing}. Name its folder in CUDA_HOME, or set "
+                "KVSWAP_CUDA=0 to leave the kernels out."
+            )
         say(f"the kernels are left out: {missing}")
     return cuda
 

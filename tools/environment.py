@@ -1,6 +1,6 @@
 """Gets ready what the Makefile's commands need, on a bare machine too.
 
-    python3 tools/environment.py build|coverage|demo|docs|lint|test|test-transformers
+    python3 tools/environment.py build|coverage|demo|docs|lint|test|test-transformers|wheel
 
 Finds or makes a Python environment with torch, installs the command's tools into it, and builds the
 native library. Says so on stderr, a line each; the only line on stdout is the path of the Python to
@@ -40,8 +40,9 @@ EXTRAS: dict[str, list[str]] = {
     "demo": [],
     "docs": ["docs"],
     "lint": ["lint"],
-    "test": ["test"],
+    "test": ["test", "wheel"],
     "test-transformers": ["test", "transformers"],
+    "wheel": ["wheel"],
 }
 
 
@@ -197,7 +198,7 @@ def ensure_packages(python: Path, extras: list[str]) -> None:
 def main(command: str) -> None:
     python = find_python()
     ensure_packages(python, EXTRAS[command])
-    if command != "lint":
+    if command not in ("lint", "wheel"):
         run(python, "setup.py", "--quiet", "build_ext", "--inplace")  # does only what is needed
     say(f"using torch {torch_version(python)} of {python}")
     print(python)

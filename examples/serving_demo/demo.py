@@ -19,7 +19,7 @@ import torch_kvswap as kvs
 from serving_demo.model import Model, same_bits_every_time
 from serving_demo.server import Request, Server
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"  # which never changes
 BLOCK_SIZE = 16
 LONGEST_PROMPT = 96
 Encoding = Literal["raw", "lossless"]
@@ -45,8 +45,8 @@ def parser() -> ArgumentParser:
 
 
 def make_prompts(count: int, seed: int) -> list[bytes]:
-    """Prompts from the README that begin in one of two ways and continue differently."""
-    text, random, half = README.read_bytes(), Random(seed), LONGEST_PROMPT // 2
+    """Prompts from `TEXT` that begin in one of two ways and continue differently."""
+    text, random, half = TEXT.read_bytes(), Random(seed), LONGEST_PROMPT // 2
 
     def cut(length: int) -> bytes:
         start = random.randrange(len(text) - length)

@@ -98,7 +98,7 @@ torch_kvswap: the kernels are left out: no CUDA 12.0 or later is in /nowhere, /o
         setup.find_cuda()
     assert_expected_inline(
         str(stop.value),
-        """torch_kvswap: KVSWAP_CUDA is 1, but no CUDA 12.0 or later is in /nowhere, /or/here. Name its folder in CUDA_HOME.""",
+        """torch_kvswap: KVSWAP_CUDA is 1, but no CUDA 12.0 or later is in /nowhere, /or/here. Name its folder in CUDA_HOME, or set KVSWAP_CUDA=0 to leave the kernels out.""",
     )
 
 
