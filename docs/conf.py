@@ -31,22 +31,32 @@ napoleon_use_rtype = False
 
 # Where the site has what lies outside of docs/.
 _OUTSIDE = {
-    "../README.md": "index.md",
-    "../CONTRIBUTING.md": "contributing.md",
-    "../torch_kvswap/reference.py": "reference/plain_form.md",
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "torch_kvswap/reference.py": "reference/plain_form.md",
 }
 
 
-def _redirect_links(app: object, page: str, source: list[str]) -> None:
-    """Makes links that leave docs/ lead to the copies that the site has."""
+def _redirect(text: str, root: str) -> str:
+    """Makes links to files outside of docs/ lead to what the site has.
 
-    def target_of(found: re.Match[str]) -> str:
-        text, path = found[1], found[2]
-        if path.startswith("../benchmarks/results/"):
-            return f'<a href="{Path(path).name}">{text}</a>'
-        return f"[{text}]({_OUTSIDE.get(path, path)})"
+    Args:
+        text (str): of a page.
+        root (str): what the page's links to such files begin with.
+    """
+    results = rf"\[([^\[\]]+)\]\({re.escape(root)}benchmarks/results/([^)]+)\)"
+    text = re.sub(results, r'<a href="\2">\1</a>', text)
+    for path, page in _OUTSIDE.items():
+        text = text.replace(f"]({root}{path}", f"]({page}")
+    return text
 
-    source[0] = re.sub(r"\[([^\[\]]+)\]\((\.\./[^)#]+)\)", target_of, source[0])
+
+def _read_page(app: object, page: str, source: list[str]) -> None:
+    source[0] = _redirect(source[0], "../")
+
+
+def _read_included(app: object, path: Path, page: str, source: list[str]) -> None:
+    source[0] = _redirect(source[0], "").replace("](docs/", "](")
 
 
 def _skip_fields(
@@ -57,5 +67,6 @@ def _skip_fields(
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", _redirect_links)
+    app.connect("source-read", _read_page)
+    app.connect("include-read", _read_included)
     app.connect("autodoc-skip-member", _skip_fields)

@@ -64,7 +64,7 @@ def test_pages_that_are_not_pinned_are_copied_synchronously(accelerator: Acceler
 def test_doctor_says_what_the_device_has(accelerator: Accelerator) -> None:
     from torch_kvswap.cli.doctor import report
 
-    assert report()["device fakeaccel"] == "driven by PyTorch"
+    assert report()["device fakeaccel"].text == "driven by PyTorch"
 
 
 # Pinned memory
@@ -81,12 +81,12 @@ def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
     assert progress == [(3, 3)]
     assert not pool.pages.any()
     assert not HostPool(rows.layout, 3, pinned=False).is_pinned
-    shared = error_text(HostPool.create_shared, rows.layout, 4, pinned=True)
+    shared = error_text(HostPool, rows.layout, 4, pinned=True, shared=True)
     assert shared.startswith("ValueError: the memory of a shared pool cannot be pinned")
     assert [
         error_text(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
         for name, value in (("huge_pages", True), ("numa_node", 0))
     ] == ["ValueError: huge_pages=True", "ValueError: numa_node"]
     with logged() as messages:
-        assert not HostPool.create_shared(rows.layout, 4).is_pinned
+        assert not HostPool(rows.layout, 4, shared=True).is_pinned
     assert len(messages) == 1
