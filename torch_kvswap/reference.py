@@ -3,7 +3,7 @@
 A transfer is three steps. The ids of pages become ids of their slots, ids become addresses, and one
 op copies the bytes between them::
 
-    slots = expand_block_ids(page_ids, blocks_per_page, first_block, len(gpu_block_ids))
+    slots = expand_block_ids(page_ids, blocks_per_page, first_slot, len(gpu_block_ids))
     src, dst = addresses_of(gpu, gpu_block_ids), addresses_of(host.layout, slots)
     swap_blocks_batch(src, dst, sizes)
 
@@ -89,21 +89,21 @@ class ReferenceHandler(NotCopyable):
         weakref.finalize(self, self._flights.close)
 
     def store(
-        self, *, gpu_block_ids: Ids, page_ids: Ids, first_block: int = 0, tag: object = None
+        self, *, gpu_block_ids: Ids, page_ids: Ids, first_slot: int = 0, tag: object = None
     ) -> Job:
         """Copies blocks of the cache to host pages. See OffloadHandler.store().
 
-        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
-        `(first_block + j) % k`, where k is `HostPool.blocks_per_page`. The first and the last page
+        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_slot + j) // k]`, slot
+        `(first_slot + j) % k`, where k is `HostPool.blocks_per_page`. The first and the last page
         may be partly filled.
         """
-        return self._submit("store", gpu_block_ids, page_ids, first_block, tag)
+        return self._submit("store", gpu_block_ids, page_ids, first_slot, tag)
 
     def load(
-        self, *, page_ids: Ids, gpu_block_ids: Ids, first_block: int = 0, tag: object = None
+        self, *, page_ids: Ids, gpu_block_ids: Ids, first_slot: int = 0, tag: object = None
     ) -> Job:
         """Copies host pages to blocks of the cache: store() in the other direction."""
-        return self._submit("load", gpu_block_ids, page_ids, first_block, tag)
+        return self._submit("load", gpu_block_ids, page_ids, first_slot, tag)
 
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, in order of submission."""
@@ -142,13 +142,13 @@ class ReferenceHandler(NotCopyable):
         self.close()
 
     def _submit(
-        self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_block: int, tag: object
+        self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_slot: int, tag: object
     ) -> Job:
         called = time.perf_counter()
         with self._flights.lock:
             self._flights.check_open()
             self.gpu._check_unmoved()
-            blocks, slots = self._read(direction, gpu_block_ids, page_ids, first_block)
+            blocks, slots = self._read(direction, gpu_block_ids, page_ids, first_slot)
             on_gpu = _addresses_of(self.gpu, blocks)
             on_host = _addresses_of(self.host.layout, slots)
             src, dst = (on_gpu, on_host) if direction == "store" else (on_host, on_gpu)
@@ -177,18 +177,18 @@ class ReferenceHandler(NotCopyable):
             return job
 
     def _read(
-        self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_block: int
+        self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_slot: int
     ) -> tuple[Tensor, Tensor]:
         """Checks the ids of a transfer. Returns the block and the slot of each copy, int64 [n]."""
         ready, per_page = self.host._ready_range, self.host.blocks_per_page
         blocks = _read_ids("gpu_block_ids", gpu_block_ids, range(self.gpu.num_blocks))
         pages = _read_ids("page_ids", page_ids, range(ready.end_page))
-        first = read_int("first_block", first_block, 0, per_page - 1)
+        first = read_int("first_slot", first_slot, 0, per_page - 1)
         needed = math.ceil((first + len(blocks)) / per_page) if len(blocks) else 0
         if len(pages) != needed:
             raise ValueError(
                 f"page_ids has {count_of(len(pages), 'page')} of {per_page}; for "
-                f"{count_of(len(blocks), 'block')} from first_block={first} on, pass {needed}"
+                f"{count_of(len(blocks), 'block')} from first_slot={first} on, pass {needed}"
             )
         name, written = ("page_ids", pages) if direction == "store" else ("gpu_block_ids", blocks)
         if len(set(written.tolist())) < len(written):

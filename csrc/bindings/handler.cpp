@@ -148,7 +148,7 @@ class PyHandler {
     without_gil([&] { handler.check_open(); });
   }
 
-  void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_block,
+  void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
               nb::handle after, const PyGate* gate, bool without_kernels, int64_t token,
               nb::handle computed_from);
 
@@ -412,7 +412,7 @@ class PyGate {
 };
 
 void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids,
-                       nb::handle first_block, nb::handle after, const PyGate* gate,
+                       nb::handle first_slot, nb::handle after, const PyGate* gate,
                        bool without_kernels, int64_t token, nb::handle computed_from) {
   Request request;
   request.began = now();
@@ -446,14 +446,14 @@ void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids
     read_ids("page_ids", page_ids, request.parts[0].pages);
   }
   int overflow = 0;
-  if (PyLong_CheckExact(first_block.ptr())) {
-    const int64_t first = PyLong_AsLongLongAndOverflow(first_block.ptr(), &overflow);
-    for (Request::Part& part : request.parts) part.first_block = first;
+  if (PyLong_CheckExact(first_slot.ptr())) {
+    const int64_t first = PyLong_AsLongLongAndOverflow(first_slot.ptr(), &overflow);
+    for (Request::Part& part : request.parts) part.first_slot = first;
   }
-  if (!PyLong_CheckExact(first_block.ptr()) || overflow != 0) {
-    const nb::object read = python.read_first_blocks(first_block, is_list_ ? num_groups_ : 0);
+  if (!PyLong_CheckExact(first_slot.ptr()) || overflow != 0) {
+    const nb::object read = python.read_first_slots(first_slot, is_list_ ? num_groups_ : 0);
     size_t g = 0;
-    for (const nb::handle one : read) request.parts[g++].first_block = nb::cast<int64_t>(one);
+    for (const nb::handle one : read) request.parts[g++].first_slot = nb::cast<int64_t>(one);
   }
   if (!computed_from.is_none()) request.computed_from = items_of<int64_t>(computed_from);
   JobRef submitted;
@@ -614,8 +614,8 @@ void bind_handler(nb::module_& module) {
       .def_prop_ro("is_current_process", &PyHandler::is_current_process)
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
-           "first_block"_a.none(), "after"_a.none(), "gate"_a.none(), "without_kernels"_a,
-           "token"_a, "computed_from"_a.none())
+           "first_slot"_a.none(), "after"_a.none(), "gate"_a.none(), "without_kernels"_a, "token"_a,
+           "computed_from"_a.none())
       .def("ended", &PyHandler::ended, "kept"_a)
       .def("report", &PyHandler::report, "ended"_a, "unreturned"_a, "results"_a, "kept"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())

@@ -36,7 +36,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 void set_python(const nb::kwargs& named) {
   const std::map<std::string, nb::handle*> places{{"read_ids", &python.read_ids},
                                                   {"split_ids", &python.split_ids},
-                                                  {"read_first_blocks", &python.read_first_blocks},
+                                                  {"read_first_slots", &python.read_first_slots},
                                                   {"read_digests", &python.read_digests},
                                                   {"kind_of", &python.kind_of},
                                                   {"read_int", &python.read_int},

@@ -27,7 +27,7 @@ using namespace nanobind::literals;
 struct Python {
   nb::handle read_ids;                        // (name, ids, num_groups) -> array("q")
   nb::handle split_ids;                       // (name, ids, num_groups) -> list
-  nb::handle read_first_blocks;               // (first_block, num_groups) -> list
+  nb::handle read_first_slots;                // (first_slot, num_groups) -> list
   nb::handle read_digests;                    // (name, keys) -> bytes
   nb::handle kind_of, read_int, read_switch;  // of arguments.py
   nb::handle make_error;                      // (kind, message, rejected) -> TransferError

@@ -48,10 +48,10 @@ JobTable::JobTable(const std::vector<Group>& groups) {
     int64_t& of_space = slots[group.slot_space];
     of_space = std::max(of_space, group.num_pages * group.blocks_per_page);
   }
-  first_slot_.push_back(0);
-  for (const int64_t count : slots) first_slot_.push_back(first_slot_.back() + count);
+  space_begin_.push_back(0);
+  for (const int64_t count : slots) space_begin_.push_back(space_begin_.back() + count);
   for (const int64_t count : slots) latest_at_slot_.emplace_back(count, kNoJobs);
-  invalid_.resize(first_slot_.back());
+  invalid_.resize(space_begin_.back());
 }
 
 template <typename Visit>
@@ -142,9 +142,9 @@ std::string JobTable::source_name(const Job& job, size_t i) const {
            item_of(names.list("gpu_block_ids"), position) + ")";
   }
   const int64_t per_page = blocks_per_page_[group], *slots = work.slots();
-  const int64_t first_block = slots[i - in_part] % per_page;
+  const int64_t first_slot = slots[i - in_part] % per_page;
   return "page " + std::to_string(slots[i] / per_page) + " (" +
-         item_of(names.list("page_ids"), (first_block + position) / per_page) + ")";
+         item_of(names.list("page_ids"), (first_slot + position) / per_page) + ")";
 }
 
 // Why a job fails whose i-th block `source` was to write.
@@ -179,7 +179,7 @@ int64_t JobTable::latest_load(const Work& work, size_t i) const noexcept {
 }
 
 int64_t JobTable::slot_number(const Work& work, size_t i) const noexcept {
-  return first_slot_[slot_space_[group_of(work, i)]] + work.slots()[i];
+  return space_begin_[slot_space_[group_of(work, i)]] + work.slots()[i];
 }
 
 Job* JobTable::find(int64_t id) const {

@@ -124,7 +124,7 @@ class JobTable {
 
   std::vector<int> block_space_, slot_space_;  // by group; see Group
   std::vector<int64_t> blocks_per_page_;       // by group
-  std::vector<int64_t> first_slot_;            // by slot space: the number of its first slot
+  std::vector<int64_t> space_begin_;           // by slot space: the number of its first slot
   // The latest job of each channel at each GPU block and at each slot of a host page.
   std::vector<std::vector<JobNumbers>> latest_at_block_, latest_at_slot_;  // by space, then by id
 

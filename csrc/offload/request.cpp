@@ -95,22 +95,22 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
   const int64_t *blocks = part.blocks.data(), *pages = part.pages.data();
   const auto num_blocks = static_cast<int64_t>(part.blocks.size());
   const auto num_pages = static_cast<int64_t>(part.pages.size());
-  const int64_t first_block = part.first_block;
+  const int64_t first_slot = part.first_slot;
   const int64_t per_page = group.blocks_per_page;
   const std::string block_list = names.list("gpu_block_ids"), page_list = names.list("page_ids");
   check_blocks(block_list, blocks, num_blocks, group.num_blocks);
   check_pages(page_list, pages, num_pages, group);
-  if (first_block < 0 || first_block >= per_page) {
-    fail<ValueError>(names.list("first_block"), "=", first_block,
+  if (first_slot < 0 || first_slot >= per_page) {
+    fail<ValueError>(names.list("first_slot"), "=", first_slot,
                      " is no slot of the first page: with blocks_per_page=", per_page,
                      " a page has ",
                      per_page == 1 ? "slot 0 only" : "slots 0 to " + std::to_string(per_page - 1));
   }
-  const int64_t needed = num_blocks ? (first_block + num_blocks + per_page - 1) / per_page : 0;
+  const int64_t needed = num_blocks ? (first_slot + num_blocks + per_page - 1) / per_page : 0;
   if (num_pages != needed) {
     fail<ValueError>(page_list, " has ", count_of(num_pages, "page"), " of ",
                      count_of(per_page, "block"), "; for ", count_of(num_blocks, "block"),
-                     " from first_block=", first_block, " on, pass ", count_of(needed, "page"));
+                     " from first_slot=", first_slot, " on, pass ", count_of(needed, "page"));
   }
   if (job.channel == kStores) {
     refuse_duplicates(page_seen_[group.slot_space], page_list, pages, num_pages);

@@ -19,7 +19,7 @@ struct Request {
   // In one group.
   struct Part {
     std::vector<int64_t> blocks, pages;
-    int64_t first_block = 0;
+    int64_t first_slot = 0;
   };
 
   int channel;  // ChannelNumber

@@ -63,7 +63,7 @@ def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed:
             blocks = rng.sample(range(NUM_BLOCKS), rng.randint(0, most))
             slots = [divmod(first + j, host.blocks_per_page) for j in range(len(blocks))]
             page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
-            ids = {"gpu_block_ids": blocks, "page_ids": page_ids, "first_block": first}
+            ids = {"gpu_block_ids": blocks, "page_ids": page_ids, "first_slot": first}
             if rng.random() < 0.5:
                 handler.store(**ids)
                 for block, (page, slot) in zip(blocks, slots, strict=True):

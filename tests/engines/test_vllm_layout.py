@@ -43,7 +43,7 @@ def lists(move: Move) -> tuple[list[list[int]], list[list[int]], list[int]]:
     return (
         [blocks.tolist() for blocks in move.blocks],
         [pages.tolist() for pages in move.pages],
-        move.first_blocks,
+        move.first_slots,
     )
 
 
@@ -90,7 +90,7 @@ def test_the_first_chunk_can_be_used_from_its_middle_and_the_last_in_part():
     assert lists(move) == ([[5]], [[9]], [2])
 
 
-def test_each_group_has_its_own_first_block_and_may_be_empty():
+def test_each_group_has_its_own_first_slot_and_may_be_empty():
     move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), [True] * 3, 3)
     assert lists(move) == ([[1, 2], [], [3, 4, 5]], [[7], [], [8, 9]], [0, 0, 1])
 

@@ -57,11 +57,11 @@ class Hybrid:
         self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0
     ) -> None:
         reference = self.references[group]
-        reference.store(gpu_block_ids=blocks, page_ids=pages, first_block=first).synchronize()
+        reference.store(gpu_block_ids=blocks, page_ids=pages, first_slot=first).synchronize()
 
     def load(self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0) -> None:
         reference = self.references[group]
-        reference.load(page_ids=pages, gpu_block_ids=blocks, first_block=first).synchronize()
+        reference.load(page_ids=pages, gpu_block_ids=blocks, first_slot=first).synchronize()
 
     def check(self) -> None:
         self.handler.synchronize()
@@ -108,22 +108,22 @@ def test_each_group_goes_to_its_own_pages_and_comes_back(hybrid: Hybrid) -> None
     assert [result.state for result in hybrid.handler.poll()] == ["done", "done"]
 
 
-def test_each_group_has_its_own_first_block(hybrid: Hybrid) -> None:
+def test_each_group_has_its_own_first_slot(hybrid: Hybrid) -> None:
     blocks, pages = [[7, 0, 3], [5, 1], [2]], [[4, 1], [3, 0], [2]]
-    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_block=[1, 2, 0])
+    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_slot=[1, 2, 0])
     for group, first in enumerate([1, 2, 0]):
         hybrid.store(group, blocks[group], pages[group], first)
     hybrid.check()
     targets = [[1, 8, 2], [0, 3], [0]]
-    hybrid.handler.load(page_ids=pages, gpu_block_ids=targets, first_block=[1, 2, 0])
+    hybrid.handler.load(page_ids=pages, gpu_block_ids=targets, first_slot=[1, 2, 0])
     for group, first in enumerate([1, 2, 0]):
         hybrid.load(group, targets[group], pages[group], first)
     hybrid.check()
 
 
-def test_one_first_block_is_that_of_all_groups(hybrid: Hybrid) -> None:
+def test_one_first_slot_is_that_of_all_groups(hybrid: Hybrid) -> None:
     blocks, pages = [[7, 0, 3], [5, 1], []], [[4, 1], [3], []]
-    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_block=1)
+    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_slot=1)
     for group in range(2):
         hybrid.store(group, blocks[group], pages[group], 1)
     hybrid.check()
@@ -164,14 +164,14 @@ def test_random_jobs_of_all_groups_do_what_the_reference_does(device: str, seed:
                 blocks.append(rng.sample(range(layout.num_blocks), count))
                 pages.append(rng.sample(range(host.num_pages), needed))
             if rng.random() < 0.5:
-                job = hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_block=first)
+                job = hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_slot=first)
                 for group in range(3):
                     hybrid.store(group, blocks[group], pages[group], first[group])
             else:
                 options = {"layer_groups": 2} if rng.random() < 0.3 else {}
                 options |= {"expedited": True} if rng.random() < 0.3 else {}
                 job = hybrid.handler.load(
-                    page_ids=pages, gpu_block_ids=blocks, first_block=first, **options
+                    page_ids=pages, gpu_block_ids=blocks, first_slot=first, **options
                 )
                 for group in range(3):
                     hybrid.load(group, blocks[group], pages[group], first[group])
@@ -218,8 +218,8 @@ def test_a_wrong_id_is_named_with_its_group(hybrid: Hybrid) -> None:
         hybrid.handler.store(gpu_block_ids=[[1, 2, 3], [], []], page_ids=[[4, 4], [], []])
     with pytest.raises(ValueError, match=r"page_ids\[1\] has 2"):
         hybrid.handler.store(gpu_block_ids=good, page_ids=[[0], [0, 1], [0]])
-    with pytest.raises(ValueError, match=r"first_block\[1\]=3"):
-        hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_block=[0, 3, 0])
+    with pytest.raises(ValueError, match=r"first_slot\[1\]=3"):
+        hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_slot=[0, 3, 0])
     with pytest.raises(TypeError, match=r"gpu_block_ids\[2\]"):
         hybrid.handler.store(gpu_block_ids=[[0], [0], [0.5]], page_ids=good)
     hybrid.check()
@@ -231,12 +231,12 @@ def test_every_argument_has_an_entry_for_each_group(hybrid: Hybrid) -> None:
     for call in (
         lambda: hybrid.handler.store(gpu_block_ids=good[:2], page_ids=good),
         lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good[:2]),
-        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_block=[0, 0]),
+        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_slot=[0, 0]),
         lambda: hybrid.handler.store(
             gpu_block_ids=[0, 1, 2], page_ids=good
         ),  # plain ids, not lists of ids
     ):
-        with pytest.raises((TypeError, ValueError), match=r"gpu_block_ids|page_ids|first_block"):
+        with pytest.raises((TypeError, ValueError), match=r"gpu_block_ids|page_ids|first_slot"):
             call()
     hybrid.check()
     assert hybrid.handler.poll() == []
@@ -363,7 +363,7 @@ def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
     assert [one.nbytes for one in pools] == [4 * 2 * 96] * 2
     with OffloadHandler(layouts, pools) as handler:
         handler.synchronize(
-            handler.store(gpu_block_ids=[[2], [2]], page_ids=[[1], [3]], first_block=[0, 1])
+            handler.store(gpu_block_ids=[[2], [2]], page_ids=[[1], [3]], first_slot=[0, 1])
         )
         before[1, 0] = tensors[0][2].cpu()
         before[3, 1, :64] = torch.cat([tensors[1][2], tensors[2][2]]).cpu()
@@ -372,7 +372,7 @@ def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
         for tensor in tensors:
             tensor[2] = 0
         handler.synchronize(
-            handler.load(page_ids=[[1], [3]], gpu_block_ids=[[2], [2]], first_block=[0, 1])
+            handler.load(page_ids=[[1], [3]], gpu_block_ids=[[2], [2]], first_slot=[0, 1])
         )
     assert all(map(torch.equal, tensors, expected))
     pool.close()

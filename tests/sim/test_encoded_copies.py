@@ -83,11 +83,11 @@ def test_every_bit_arrives_and_no_other_changes(
     ) as cache:  # fmt: skip
         cache.spoil(5)
         before = [cache.block(block) for block in range(16)]
-        stored = cache.store([3, 11, 0, 5, 7], [4, 9, 2], first_block=1)
+        stored = cache.store([3, 11, 0, 5, 7], [4, 9, 2], first_slot=1)
         assert outcomes(finish(cache, stored)) == [("failed", (3,))]
         cache.clear(3, 11, 0, 7)
         targets = {8: 3, 1: 11, 2: 0, 4: 5, 15: 7}
-        loaded = cache.load([4, 9, 2], list(targets), first_block=1, layer_groups=layer_groups)
+        loaded = cache.load([4, 9, 2], list(targets), first_slot=1, layer_groups=layer_groups)
         (result,) = finish(cache, loaded)
         assert (result.state, result.rejected) == ("failed", (3,))
         assert {stored.result and stored.result.copy_method, result.copy_method} == {method}

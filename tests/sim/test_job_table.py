@@ -222,13 +222,13 @@ def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Dri
     with SimulatedCache(driver, pages=4, per_page=3) as sim:
         before = sim.submit("store", [0, 1], [1])
         driver.fail("cuMemcpyAsync")  # their bytes lie in one piece
-        failed = sim.submit("store", [2, 3, 4], [1, 2], first_block=2)
+        failed = sim.submit("store", [2, 3, 4], [1, 2], first_slot=2)
         assert (state(before), state(failed)) == ("open", "failed")
         jobs = {
             "slots 0 and 1 of page 1": sim.submit("load", [8, 9], [1]),
-            "slot 2 of page 1": sim.submit("load", [10], [1], first_block=2),
+            "slot 2 of page 1": sim.submit("load", [10], [1], first_slot=2),
             "slots 0 and 1 of page 2": sim.submit("load", [11, 12], [2]),
-            "slot 2 of page 2": sim.submit("load", [13], [2], first_block=2),
+            "slot 2 of page 2": sim.submit("load", [13], [2], first_slot=2),
             "all of page 1": sim.submit("load", [5, 6, 7], [1]),
         }
         sim.finish()
@@ -240,7 +240,7 @@ def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Dri
             "failed",
         ]
         assert (sim.block(8) == sim.block(0)).all()
-        sim.submit("store", [2], [1], first_block=2)
+        sim.submit("store", [2], [1], first_slot=2)
         whole = sim.submit("load", [5, 6, 7], [1])
         sim.finish()
         assert state(whole) == "done"
@@ -266,12 +266,12 @@ def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Drive
 def test_an_error_names_the_first_page_that_is_invalid(driver: Driver, failed: str) -> None:
     with SimulatedCache(driver, per_page=2) as sim:
         stores = [sim.submit("store", [2 * i, 2 * i + 1], [i]) for i in range(4)]
-        load = sim.submit("load", range(8, 13), [3, 1, 2], first_block=1)
+        load = sim.submit("load", range(8, 13), [3, 1, 2], first_slot=1)
         for store in stores[1:3]:
             assert sim.handler.cancel(store)
         sim.finish()
         if failed == "earlier":
-            load = sim.submit("load", range(8, 13), [3, 1, 2], first_block=1)
+            load = sim.submit("load", range(8, 13), [3, 1, 2], first_slot=1)
             sim.finish()
         assert error(load) == invalid_page(1, stores[1], at=1)
 

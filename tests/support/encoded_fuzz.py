@@ -237,7 +237,7 @@ class Fuzz:
             for at, block in enumerate(blocks, first):
                 moves.append((group, block, pages[at // PER_PAGE] * PER_PAGE + at % PER_PAGE))
         blocks_, pages_, firsts = ([of[part] for of in lists] for part in range(3))
-        options["first_block"] = firsts
+        options["first_slot"] = firsts
         if is_store:
             job = self.cache.store(blocks_, pages_, **options)
         else:

@@ -313,11 +313,11 @@ class Session:
                 options["after"] = self.rng.choice(afters)
                 if kind == "store":
                     job = self.calls.store(
-                        gpu_block_ids=gpu, page_ids=pages, first_block=first, **options
+                        gpu_block_ids=gpu, page_ids=pages, first_slot=first, **options
                     )
                 else:
                     job = self.calls.load(
-                        page_ids=pages, gpu_block_ids=gpu, first_block=first, **options
+                        page_ids=pages, gpu_block_ids=gpu, first_slot=first, **options
                     )
         except RuntimeError:
             assert self.device.faults()[0]  # one of the calls that a submission itself needs

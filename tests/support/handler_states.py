@@ -254,11 +254,11 @@ class HandlerMachine(RuleBasedStateMachine):
                     options["after"] = ()
                 if kind == "store":
                     job = self.handler.store(
-                        gpu_block_ids=blocks, page_ids=pages, first_block=first, **options
+                        gpu_block_ids=blocks, page_ids=pages, first_slot=first, **options
                     )
                 else:
                     job = self.handler.load(
-                        page_ids=pages, gpu_block_ids=blocks, first_block=first, **options
+                        page_ids=pages, gpu_block_ids=blocks, first_slot=first, **options
                     )
         except (RuntimeError, self.device_errors):
             # A call that a submission itself needs, or the test, was made in vain.

@@ -118,9 +118,9 @@ def check_round_trip(
     page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
     first = 0 if blocks_per_page == 1 else 2
     with make(cache.layout, host) as handler:
-        store = handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
+        store = handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_slot=first)
         store.synchronize()
-        load = handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
+        load = handler.load(page_ids=page_ids, gpu_block_ids=targets, first_slot=first)
         load.synchronize()
         for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
             page, slot = divmod(first + j, blocks_per_page)

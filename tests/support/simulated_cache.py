@@ -153,7 +153,7 @@ class SimulatedCache:
             job = self.handler.load(
                 page_ids=pages, gpu_block_ids=blocks, expedited=kind == "expedited", **options
             )
-        per_page, first = self.host.blocks_per_page, options.get("first_block", 0)
+        per_page, first = self.host.blocks_per_page, options.get("first_slot", 0)
         slots = [
             int(pages[i // per_page]) * per_page + i % per_page
             for i in range(first, first + len(blocks))

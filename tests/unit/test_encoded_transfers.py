@@ -49,8 +49,8 @@ def test_blocks_come_back_bit_for_bit(kind: str, per_page: int) -> None:
     expected = [one.cache.bytes_of(block) for block in range(5)]
     pages, first = ([5, 2], 1) if per_page == 3 else ([5, 2, 7, 1, 0], 0)
     with one.handler as handler:
-        handler.store(gpu_block_ids=range(5), page_ids=pages, first_block=first)
-        handler.load(page_ids=pages, gpu_block_ids=range(9, 14), first_block=first)
+        handler.store(gpu_block_ids=range(5), page_ids=pages, first_slot=first)
+        handler.load(page_ids=pages, gpu_block_ids=range(9, 14), first_slot=first)
         handler.synchronize()
         assert [one.cache.bytes_of(block) for block in range(9, 14)] == expected
         store, load = handler.poll()
@@ -306,7 +306,7 @@ def run_random_jobs(seed: int, change: Any = None) -> None:
                 page_ids[at // per_page] * per_page + at % per_page
                 for at in range(first, first + count)
             ]
-            options = {"gpu_block_ids": of_job, "page_ids": page_ids, "first_block": first}
+            options = {"gpu_block_ids": of_job, "page_ids": page_ids, "first_slot": first}
             rejected = []
             if rng.random() < 0.5:
                 job = handler.store(**options)  # type: ignore[arg-type]

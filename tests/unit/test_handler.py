@@ -156,12 +156,12 @@ def test_random_jobs_do_what_plain_indexing_does(make: Any, seed: int, device: s
             job = handler.store(
                 gpu_block_ids=torch.tensor(blocks, dtype=torch.int32),
                 page_ids=page_ids,
-                first_block=first,
+                first_slot=first,
             )
             for block, (page, slot) in zip(blocks, slots, strict=True):
                 expected.store(block, pages[page_ids[page], slot])
         else:
-            job = handler.load(page_ids=page_ids, gpu_block_ids=blocks, first_block=first)
+            job = handler.load(page_ids=page_ids, gpu_block_ids=blocks, first_slot=first)
             for block, (page, slot) in zip(blocks, slots, strict=True):
                 expected.load(pages[page_ids[page], slot], block)
         assert job.nbytes == len(blocks) * cache.layout.block_bytes

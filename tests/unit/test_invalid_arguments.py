@@ -125,7 +125,7 @@ def test_a_gate_has_no_more_layer_groups_than_the_cache_has_tensors(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-@pytest.mark.parametrize("name", ["first_block", "layer_groups"])
+@pytest.mark.parametrize("name", ["first_slot", "layer_groups"])
 def test_a_wrong_integer_is_refused_and_there_is_no_job(
     handler: OffloadHandler, name: str, value: Any, error: type[Exception]
 ) -> None:
@@ -136,11 +136,11 @@ def test_a_wrong_integer_is_refused_and_there_is_no_job(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_a_wrong_first_block_is_refused_with_its_group(
+def test_a_wrong_first_slot_is_refused_with_its_group(
     hybrid: OffloadHandler, value: Any, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=r"^first_block\[1\] "):
-        hybrid.store(gpu_block_ids=[[0], [0]], page_ids=[[0], [0]], first_block=[0, value])
+    with pytest.raises(error, match=r"^first_slot\[1\] "):
+        hybrid.store(gpu_block_ids=[[0], [0]], page_ids=[[0], [0]], first_slot=[0, value])
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)

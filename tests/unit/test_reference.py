@@ -43,9 +43,9 @@ def test_jobs_and_results_are_those_of_an_offload_handler() -> None:
     for kind in (OffloadHandler, ReferenceHandler):
         with make(kind) as handler:
             jobs = [
-                handler.store(gpu_block_ids=[1, 5, 2], page_ids=[4, 0], first_block=1, tag="a"),
+                handler.store(gpu_block_ids=[1, 5, 2], page_ids=[4, 0], first_slot=1, tag="a"),
                 handler.load(page_ids=np.array([4]), gpu_block_ids=torch.tensor([7])),
-                handler.load(page_ids=[], gpu_block_ids=[], first_block=1),
+                handler.load(page_ids=[], gpu_block_ids=[], first_slot=1),
             ]
             handler.synchronize(jobs)
             results = handler.poll()
@@ -62,10 +62,10 @@ WRONG = {
     "a block that is none": {"gpu_block_ids": [BLOCKS], "page_ids": [0]},
     "a negative block": {"gpu_block_ids": [0, -1], "page_ids": [0]},
     "a page that is none": {"gpu_block_ids": [0], "page_ids": [PAGES]},
-    "too few pages": {"gpu_block_ids": [0, 1], "page_ids": [0], "first_block": 1},
+    "too few pages": {"gpu_block_ids": [0, 1], "page_ids": [0], "first_slot": 1},
     "too many pages": {"gpu_block_ids": [0, 1], "page_ids": [0, 1]},
     "a page without blocks": {"gpu_block_ids": [], "page_ids": [0]},
-    "no slot of a page": {"gpu_block_ids": [0], "page_ids": [0], "first_block": PER_PAGE},
+    "no slot of a page": {"gpu_block_ids": [0], "page_ids": [0], "first_slot": PER_PAGE},
     "ids that are no integers": {"gpu_block_ids": [0.5], "page_ids": [0]},
     "no list": {"gpu_block_ids": 1, "page_ids": [0]},
     "a page twice": {"gpu_block_ids": [0, 1, 2], "page_ids": [0, 0]},

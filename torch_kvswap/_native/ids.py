@@ -113,25 +113,25 @@ def _split(name: str, several: object, num_groups: int) -> Sequence[Any]:
     return several
 
 
-def _read_first_blocks(first_block: object, num_groups: int) -> list[int]:
-    """The first block of each group. The native side checks it against blocks_per_page.
+def _read_first_slots(first_slot: object, num_groups: int) -> list[int]:
+    """The first slot of each group. The native side checks it against blocks_per_page.
 
     Args:
-        first_block (object): as in OffloadHandler.store().
+        first_slot (object): as in OffloadHandler.store().
         num_groups (int): 0 for a handler without a list of groups.
     """
-    if not num_groups or not isinstance(first_block, Sequence | np.ndarray):
-        return [read_int("first_block", first_block, INT64_MIN)] * max(num_groups, 1)
-    if len(first_block) != num_groups:
+    if not num_groups or not isinstance(first_slot, Sequence | np.ndarray):
+        return [read_int("first_slot", first_slot, INT64_MIN)] * max(num_groups, 1)
+    if len(first_slot) != num_groups:
         raise ValueError(
-            f"first_block has length {len(first_block)}; this handler has "
+            f"first_slot has length {len(first_slot)}; this handler has "
             f"{count_of(num_groups, 'group')}: pass a number for each, or one for all"
         )
     return [
-        read_int(f"first_block[{group}]", of_group, INT64_MIN)
-        for group, of_group in enumerate(first_block)
+        read_int(f"first_slot[{group}]", of_group, INT64_MIN)
+        for group, of_group in enumerate(first_slot)
     ]
 
 
-native.set_python(read_ids=read_ids, split_ids=_split, read_first_blocks=_read_first_blocks)
+native.set_python(read_ids=read_ids, split_ids=_split, read_first_slots=_read_first_slots)
 native.set_python(empty=np.empty, int64=np.dtype(np.int64))

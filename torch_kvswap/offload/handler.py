@@ -278,7 +278,7 @@ class OffloadHandler(NotCopyable):
         *,
         gpu_block_ids: Ids | Sequence[Ids],
         page_ids: Ids | Sequence[Ids],
-        first_block: int | Sequence[int] = 0,
+        first_slot: int | Sequence[int] = 0,
         after: After = None,
         copy_method: str | None = None,
         tag: object = None,
@@ -288,8 +288,8 @@ class OffloadHandler(NotCopyable):
         In a pool with encoding="lossless", a block that does not fit into its slot is rejected: the
         job fails with a BlocksRejectedError, and all other blocks are stored (Result.rejected).
 
-        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
-        `(first_block + j) % k`, where k is `HostPool.blocks_per_page`.
+        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_slot + j) // k]`, slot
+        `(first_slot + j) % k`, where k is `HostPool.blocks_per_page`.
 
         Until the job has ended, nothing may write the blocks or access the pages, except work on a
         stream that waits for the job (`Job.wait`).
@@ -303,7 +303,7 @@ class OffloadHandler(NotCopyable):
             gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
                 is the fastest; copied before the call returns.
             page_ids: host pages, in the same form as gpu_block_ids.
-            first_block (int | Sequence[int]): slot of the first block in the first page. The last
+            first_slot (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.
             after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): what
                 the copy waits for: all work submitted to this stream so far, this event, or all of
@@ -330,7 +330,7 @@ class OffloadHandler(NotCopyable):
                 what to do after each error.
             MemoryError: host memory is exhausted.
         """
-        ids = gpu_block_ids, page_ids, first_block
+        ids = gpu_block_ids, page_ids, first_slot
         return self._submit(STORES, ids, after, copy_method, tag)
 
     def load(
@@ -338,7 +338,7 @@ class OffloadHandler(NotCopyable):
         *,
         page_ids: Ids | Sequence[Ids],
         gpu_block_ids: Ids | Sequence[Ids],
-        first_block: int | Sequence[int] = 0,
+        first_slot: int | Sequence[int] = 0,
         after: After = None,
         layer_groups: int | None = None,
         expedited: bool = False,
@@ -358,7 +358,7 @@ class OffloadHandler(NotCopyable):
         Args:
             page_ids: host pages, as in store().
             gpu_block_ids: blocks of the cache to overwrite, as in store().
-            first_block (int | Sequence[int]): as in store().
+            first_slot (int | Sequence[int]): as in store().
             after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): as
                 in store(). None orders the copy behind the kernels that read or wrote the blocks
                 before.
@@ -380,7 +380,7 @@ class OffloadHandler(NotCopyable):
                 to another handler, or as in store().
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
-        ids = gpu_block_ids, page_ids, first_block
+        ids = gpu_block_ids, page_ids, first_slot
         return self._submit(LOADS, ids, after, copy_method, tag, layer_groups, gate, expedited)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
@@ -615,7 +615,7 @@ class OffloadHandler(NotCopyable):
     ) -> Job:
         """store() and load(), also those of a PrefixCache.
 
-        `ids` are gpu_block_ids, page_ids and first_block. `reserved` is what the job uses, for
+        `ids` are gpu_block_ids, page_ids and first_slot. `reserved` is what the job uses, for
         _read_ended(): its `job` is set before the submission, and `job.is_submitted` says whether
         there is one, also if an exception takes it from the caller. `computed_from` are the loads
         into blocks that those of a store were computed from: it runs behind those that are not

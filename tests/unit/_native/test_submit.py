@@ -49,26 +49,26 @@ def test_block_j_lies_in_its_slot_of_its_page(data: st.DataObject) -> None:
     page_ids = data.draw(st.permutations(range(7)))[: slots[-1][0] + 1 if slots else 0]
     for block, (page, slot) in zip(blocks, slots, strict=True):
         expected[page_ids[page], slot] = bytes_of(handler, block)
-    handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
+    handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_slot=first)
     assert torch.equal(pages, expected)
     targets = data.draw(st.permutations(range(BLOCKS)))[: len(blocks)]
     (cache,) = handler.layouts[0].tensors
     loaded = cache.clone()
     for block, target in zip(blocks, targets, strict=True):
         loaded[:, target] = cache[:, block]
-    handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
+    handler.load(page_ids=page_ids, gpu_block_ids=targets, first_slot=first)
     assert torch.equal(cache, loaded)
     assert torch.equal(pages, expected)
     handler.close()
 
 
-def test_each_group_has_its_blocks_pages_and_first_block() -> None:
+def test_each_group_has_its_blocks_pages_and_first_slot() -> None:
     with make_hybrid() as handler:
         for tensor in (handler.layouts[0].tensors[0], handler.layouts[1].tensors[0]):
             tensor.copy_(torch.arange(1.0, len(tensor) + 1)[:, None].expand_as(tensor))
-        handler.store(gpu_block_ids=[[5, 0, 3], [2]], page_ids=[[3, 0], [4]], first_block=[1, 0])
+        handler.store(gpu_block_ids=[[5, 0, 3], [2]], page_ids=[[3, 0], [4]], first_slot=[1, 0])
         handler.store(gpu_block_ids=[[], [1]], page_ids=[[], [0]])
-        handler.store(gpu_block_ids=[[4], []], page_ids=[[1], []], first_block=1)
+        handler.store(gpu_block_ids=[[4], []], page_ids=[[1], []], first_slot=1)
         first, second = (pool.pages.view(torch.float32)[..., 0] for pool in handler.pools)
         assert first.tolist() == [[1, 4], [0, 5], [0, 0], [0, 6]]
         assert second.flatten().tolist() == [2, 0, 0, 0, 3]
@@ -105,12 +105,12 @@ def test_a_wrong_request_is_refused_with_what_is_wrong() -> None:
         lambda: handler.load(page_ids=[0, -1, 9], gpu_block_ids=[0, 1, 2]),
         lambda: handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[1, 3, 2, 3]),
         lambda: handler.load(page_ids=[0, 1, 2, 3], gpu_block_ids=[4, 0, 0, 4]),
-        lambda: pairs.store(gpu_block_ids=[0, 1], page_ids=[0], first_block=1),
+        lambda: pairs.store(gpu_block_ids=[0, 1], page_ids=[0], first_slot=1),
         lambda: pairs.store(gpu_block_ids=[0, 1], page_ids=[0, 1]),
-        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=2),
-        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=-1),
-        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=0.0),  # type: ignore[arg-type]
-        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=[0, 1]),
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_slot=2),
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_slot=-1),
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_slot=0.0),  # type: ignore[arg-type]
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_slot=[0, 1]),
         lambda: handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=0),
         lambda: handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=2),
         lambda: handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=1.0),  # type: ignore[arg-type]
@@ -124,16 +124,16 @@ ValueError: page_ids[1] and page_ids[3] are both 3: it would be written twice; p
 destination once
 ValueError: gpu_block_ids[1] and gpu_block_ids[2] are both 0: it would be written twice;
 pass each destination once
-ValueError: page_ids has 1 page of 2 blocks; for 2 blocks from first_block=1 on, pass 2
+ValueError: page_ids has 1 page of 2 blocks; for 2 blocks from first_slot=1 on, pass 2
 pages
-ValueError: page_ids has 2 pages of 2 blocks; for 2 blocks from first_block=0 on, pass 1
+ValueError: page_ids has 2 pages of 2 blocks; for 2 blocks from first_slot=0 on, pass 1
 page
-ValueError: first_block=2 is no slot of the first page: with blocks_per_page=2 a page
+ValueError: first_slot=2 is no slot of the first page: with blocks_per_page=2 a page
 has slots 0 to 1
-ValueError: first_block=-1 is no slot of the first page: with blocks_per_page=2 a page
+ValueError: first_slot=-1 is no slot of the first page: with blocks_per_page=2 a page
 has slots 0 to 1
-TypeError: first_block is a float; it must be an integer
-TypeError: first_block is a list; it must be an integer
+TypeError: first_slot is a float; it must be an integer
+TypeError: first_slot is a list; it must be an integer
 ValueError: layer_groups is 0; it must be 1 to 1
 ValueError: layer_groups is 2; it must be 1 to 1
 TypeError: layer_groups is a float; it must be an integer""",
@@ -155,8 +155,8 @@ def test_a_wrong_request_of_groups_is_refused_with_the_group() -> None:
         lambda: handler.store(gpu_block_ids=[[0], 1], page_ids=[[0], [1]]),
         lambda: handler.store(gpu_block_ids=[0, 1], page_ids=[0, 1]),
         lambda: handler.load(page_ids=[0, 1], gpu_block_ids=[[0], None]),
-        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_block=[0, 1]),
-        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_block=[0]),
+        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_slot=[0, 1]),
+        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_slot=[0]),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
@@ -167,7 +167,7 @@ ValueError: page_ids[1][0] and page_ids[1][1] are both 3: it would be written tw
 pass each destination once
 ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be written
 twice; pass each destination once
-ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_block=0 on, pass
+ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_slot=0 on, pass
 1 page
 ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
 handler has 2 groups; use an empty list for a group without blocks
@@ -179,9 +179,9 @@ TypeError: gpu_block_ids[0] is an int; this handler has 2 groups: pass a list, n
 array or CPU tensor for each
 TypeError: gpu_block_ids[1] is None; this handler has 2 groups: pass a list, numpy array
 or CPU tensor for each
-ValueError: first_block[1]=1 is no slot of the first page: with blocks_per_page=1 a page
+ValueError: first_slot[1]=1 is no slot of the first page: with blocks_per_page=1 a page
 has slot 0 only
-ValueError: first_block has length 1; this handler has 2 groups: pass a number for each,
+ValueError: first_slot has length 1; this handler has 2 groups: pass a number for each,
 or one for all""",
     )
     assert handler.poll() == []

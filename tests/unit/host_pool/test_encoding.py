@@ -295,8 +295,8 @@ def test_a_handle_has_the_encoding_and_what_one_process_stores_another_loads(wid
         with HostPool.attach(other.layout, handle) as attached:
             assert (attached.encoding, attached.bits_per_value) == ("lossless", width)
             here, there = OffloadHandler(cache.layout, pool), OffloadHandler(other.layout, attached)
-            here.store(gpu_block_ids=[3], page_ids=[2], first_block=1).synchronize()
-            there.load(page_ids=[2], gpu_block_ids=[7], first_block=1).synchronize()
+            here.store(gpu_block_ids=[3], page_ids=[2], first_slot=1).synchronize()
+            there.load(page_ids=[2], gpu_block_ids=[7], first_slot=1).synchronize()
             assert other.bytes_of(7) == cache.bytes_of(3)
 
 
@@ -363,7 +363,7 @@ def test_a_block_is_read_out_of_its_page(encoding: str) -> None:
     cache.fill(5, "normal")
     with HostPool(cache.layout, 4, 3, encoding=encoding) as pool:  # type: ignore[arg-type]
         handler = OffloadHandler(cache.layout, pool)
-        handler.store(gpu_block_ids=[5], page_ids=[2], first_block=1).synchronize()
+        handler.store(gpu_block_ids=[5], page_ids=[2], first_slot=1).synchronize()
         block = pool.read_block(2, 1)
         assert block.numpy().tobytes() == cache.bytes_of(5)
         block.zero_()

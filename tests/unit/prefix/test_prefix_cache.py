@@ -656,10 +656,10 @@ def test_errors_say_what_was_wrong():
             error_text(PrefixCache, layout, pool, store_policy="never"),
             error_text(PrefixCache, layout, pool, num_ready_pages=3),
             error_text(PrefixCache, [layout], [pool], [4]),
-            error_text(prefixes.store, ["a"], [1], first_block=1),
-            error_text(prefixes.load, ["a"], [1], first_block=1),
-            error_text(prefixes.preempt, ["a"], [1], first_block=1),
-            error_text(prefixes.evict, [1], first_block=1),
+            error_text(prefixes.store, ["a"], [1], first_slot=1),
+            error_text(prefixes.load, ["a"], [1], first_slot=1),
+            error_text(prefixes.preempt, ["a"], [1], first_slot=1),
+            error_text(prefixes.evict, [1], first_slot=1),
             error_text(prefixes.store, ["a"], None),
             error_text(prefixes.store, None, [1]),
             error_text(prefixes.lookup, {"a": 1}),
@@ -690,10 +690,10 @@ each; got None instead of a PagedLayout
 ValueError: store_policy is 'never'; it can be eager or lazy
 TypeError: PrefixCache.__init__() got an unexpected keyword argument 'num_ready_pages'
 TypeError: groups[0] is an int; pass a BlockGroup
-TypeError: PrefixCache.store() got an unexpected keyword argument 'first_block'
-TypeError: PrefixCache.load() got an unexpected keyword argument 'first_block'
-TypeError: PrefixCache.preempt() got an unexpected keyword argument 'first_block'
-TypeError: PrefixCache.evict() got an unexpected keyword argument 'first_block'
+TypeError: PrefixCache.store() got an unexpected keyword argument 'first_slot'
+TypeError: PrefixCache.load() got an unexpected keyword argument 'first_slot'
+TypeError: PrefixCache.preempt() got an unexpected keyword argument 'first_slot'
+TypeError: PrefixCache.evict() got an unexpected keyword argument 'first_slot'
 TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
 TypeError: keys is None; pass keys of a PrefixHasher, or a list of keys
 TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys

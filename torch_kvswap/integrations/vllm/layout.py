@@ -34,12 +34,12 @@ class Move(NamedTuple):
     Attributes:
         blocks (list[np.ndarray]): int64, GPU blocks.
         pages (list[np.ndarray]): int64, host pages.
-        first_blocks (list[int]): slot of the first block in the first page.
+        first_slots (list[int]): slot of the first block in the first page.
     """
 
     blocks: list[Int64Array]
     pages: list[Int64Array]
-    first_blocks: list[int]
+    first_slots: list[int]
 
     def places(self, slots: int) -> list[Place]:
         """The places of all blocks, in the order of Result.rejected.
@@ -117,7 +117,7 @@ def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: 
         raise ValueError(
             f"the transfer has {len(gpu.group_sizes)} groups, but the cache has {len(has_layers)}"
         )
-    blocks, pages, first_blocks = [], [], []
+    blocks, pages, first_slots = [], [], []
     block, page = 0, 0
     for size, index, is_here in zip(gpu.group_sizes, gpu.block_indices, has_layers, strict=True):
         first = index % blocks_per_page if size else 0
@@ -125,7 +125,7 @@ def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: 
         if is_here:
             blocks.append(block_ids[block : block + size])
             pages.append(page_ids[page:last_page])
-            first_blocks.append(first)
+            first_slots.append(first)
         block, page = block + size, last_page
     if (block, page) != (len(block_ids), len(page_ids)):
         raise ValueError(
@@ -133,4 +133,4 @@ def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: 
             f"groups of {list(gpu.group_sizes)} blocks starting at {list(gpu.block_indices)} need "
             f"{block} and {page}"
         )
-    return Move(blocks, pages, first_blocks)
+    return Move(blocks, pages, first_slots)

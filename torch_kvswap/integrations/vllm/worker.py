@@ -116,7 +116,7 @@ class KVSwapWorker(base.OffloadingWorker):
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
             job = self._handler.store(
-                gpu_block_ids=blocks, page_ids=pages, first_block=first, tag=job_id
+                gpu_block_ids=blocks, page_ids=pages, first_slot=first, tag=job_id
             )
             self._open[job_id] = _Open(move, job)
             if self._kept:
@@ -137,7 +137,7 @@ class KVSwapWorker(base.OffloadingWorker):
             job = self._handler.load(
                 page_ids=pages,
                 gpu_block_ids=blocks,
-                first_block=first,
+                first_slot=first,
                 expedited=expedited,
                 tag=job_id,
             )
