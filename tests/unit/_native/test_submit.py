@@ -128,8 +128,8 @@ ValueError: page_ids has 1 page of 2 blocks; for 2 blocks from first_slot=1 on, 
 pages
 ValueError: page_ids has 2 pages of 2 blocks; for 2 blocks from first_slot=0 on, pass 1
 page
-ValueError: first_slot=2 is no slot of the first page: with blocks_per_page=2 a page
-has slots 0 to 1
+ValueError: first_slot=2 is no slot of the first page: with blocks_per_page=2 a page has
+slots 0 to 1
 ValueError: first_slot=-1 is no slot of the first page: with blocks_per_page=2 a page
 has slots 0 to 1
 TypeError: first_slot is a float; it must be an integer
@@ -167,8 +167,8 @@ ValueError: page_ids[1][0] and page_ids[1][1] are both 3: it would be written tw
 pass each destination once
 ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be written
 twice; pass each destination once
-ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_slot=0 on, pass
-1 page
+ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_slot=0 on, pass 1
+page
 ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
 handler has 2 groups; use an empty list for a group without blocks
 ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
