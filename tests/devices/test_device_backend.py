@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from fake_accelerator import DEVICE_TYPE, Accelerator
 from fake_backend import Backend, PinningBackend
 from logged import logged
-from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE
 from queued_devices import DEVICE, Rows, current, on_queued_device, queue_of
 
@@ -118,35 +116,6 @@ def test_a_thread_that_asks_while_another_one_loads_the_backend_gets_it(
 
 
 # Copying
-
-
-@pytest.mark.parametrize("seed", range(8))
-@on_queued_device
-def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed: int) -> None:
-    register_device_backend(DEVICE_TYPE, PinningBackend(accelerator))
-    rng = random.Random(seed)
-    name = rng.choice(list(LAYOUTS))
-    cache, expected = Cache(name, seed, DEVICE), Cache(name, seed)
-    host = HostPool(cache.layout, 4, blocks_per_page=2)
-    pages = host.pages.clone()
-    with OffloadHandler(cache.layout, host) as handler:
-        for _ in range(10):
-            blocks = rng.sample(range(NUM_BLOCKS), 4)
-            page_ids = rng.sample(range(4), 2)
-            slots = [(page_ids[j // 2], j % 2) for j in range(4)]
-            if rng.random() < 0.5:
-                handler.store(gpu_block_ids=blocks, page_ids=page_ids)
-                for block, slot in zip(blocks, slots, strict=True):
-                    expected.store(block, pages[slot])
-            else:
-                groups = rng.randint(1, len(cache.tensors))
-                handler.load(page_ids=page_ids, gpu_block_ids=blocks, layer_groups=groups)
-                for block, slot in zip(blocks, slots, strict=True):
-                    expected.load(pages[slot], block)
-        handler.synchronize(timeout=PATIENCE)
-        assert {result.copy_method for result in handler.poll()} == {"batch"}
-        assert torch.equal(host.pages, pages)
-    assert cache.same_bytes(expected)
 
 
 @on_queued_device

@@ -3,13 +3,11 @@ control, in which something else is the only thing that is missing."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
-from paged_caches import LAYOUTS, NUM_BLOCKS, Cache, check_round_trip
+from paged_caches import LAYOUTS, check_round_trip
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
 from torch.overrides import TorchFunctionMode
@@ -44,38 +42,6 @@ def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
 ) -> None:
     results = check_round_trip(name, blocks_per_page, DEVICE)
     assert [result.copy_method for result in results] == ["generic", "generic"]
-
-
-@pytest.mark.parametrize("seed", range(12))
-@on_queued_device
-def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed: int) -> None:
-    rng = random.Random(seed)
-    name = rng.choice(list(LAYOUTS))
-    cache, expected = Cache(name, seed, DEVICE), Cache(name, seed)
-    host = HostPool(cache.layout, num_pages=rng.randint(3, 6), blocks_per_page=rng.randint(1, 4))
-    pages = host.pages.clone()
-    layers = len(cache.tensors)
-    staging = rng.choice([0, 3000, 1 << 20])  # from one block at a time to all at once
-    with OffloadHandler(cache.layout, host, staging_bytes=staging) as handler:
-        for _ in range(rng.randint(1, 20)):
-            first = rng.randrange(host.blocks_per_page)
-            most = min(NUM_BLOCKS, host.num_pages * host.blocks_per_page - first)
-            blocks = rng.sample(range(NUM_BLOCKS), rng.randint(0, most))
-            slots = [divmod(first + j, host.blocks_per_page) for j in range(len(blocks))]
-            page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
-            ids = {"gpu_block_ids": blocks, "page_ids": page_ids, "first_block": first}
-            if rng.random() < 0.5:
-                handler.store(**ids)
-                for block, (page, slot) in zip(blocks, slots, strict=True):
-                    expected.store(block, pages[page_ids[page], slot])
-            else:
-                groups = rng.randint(1, layers)
-                handler.load(**ids, layer_groups=groups, expedited=rng.random() < 0.3)
-                for block, (page, slot) in zip(blocks, slots, strict=True):
-                    expected.load(pages[page_ids[page], slot], block)
-        handler.synchronize(timeout=PATIENCE)
-        assert torch.equal(host.pages, pages)
-    assert cache.same_bytes(expected)
 
 
 @on_queued_device
