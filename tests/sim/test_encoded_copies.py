@@ -114,28 +114,6 @@ def test_the_cpu_reads_what_the_kernels_have_written(driver: Driver) -> None:
         assert cache.is_same(0, before[1])
 
 
-@pytest.mark.parametrize("layer_groups", [1, 4])
-@needs_kernels
-@simulated
-def test_raw_and_encoded_groups_are_copied_by_one_job(driver: Driver, layer_groups: int) -> None:
-    encodings = ("raw", "lossless", "raw", "lossless")
-    with EncodedCache(driver, encodings=encodings, layers=2) as cache:
-        cache.spoil(5, group=1)
-        cache.spoil(5, group=2)  # raw: it fits
-        before = [[cache.block(block, group) for block in range(8)] for group in range(4)]
-        lists = [[1, 2], [3, 5, 4], [5], [6, 7]]
-        stored = cache.store(lists, lists)
-        loaded = cache.load(
-            lists, [[block + 8 for block in of_group] for of_group in lists],
-            layer_groups=layer_groups,
-        )  # fmt: skip
-        assert outcomes(finish(cache, stored, loaded)) == [("failed", (3,)), ("failed", (3,))]
-        for group, of_group in enumerate(lists):
-            for block in of_group:
-                if (group, block) != (1, 5):
-                    assert cache.is_same(block + 8, before[group][block], group)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", METHODS)
 @needs_kernels
