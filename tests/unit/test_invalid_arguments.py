@@ -24,7 +24,6 @@ from torch_kvswap import (
 from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.prefix import BlockManager
 
-INTEGER = "it must be an integer"
 WRONG_INTEGERS: list[tuple[Any, type[Exception]]] = [
     ("1", TypeError),
     (1.5, TypeError),
@@ -217,40 +216,15 @@ def test_a_closed_handler_says_so_before_it_looks_at_an_option(handler: OffloadH
 # Ids
 
 
-@pytest.mark.parametrize(
-    ("ids", "error", "said"),
-    [
-        ([2**63, 1], IndexError, r"\[0\] is 9223372036854775808; no block has such a number"),
-        ([1, 2**64], IndexError, r"\[1\] is 18446744073709551616; no block has such a number"),
-        ([0, -1], IndexError, r"\[1\] is -1; there are"),
-        ([0, 8], IndexError, r"\[1\] is 8; there are"),
-        ([0, 1.0], TypeError, rf"\[1\] is a float; {INTEGER}"),
-        ([0, "1"], TypeError, rf"\[1\] is a str; {INTEGER}"),
-        ([0, [1]], ValueError, r"\[1\] is a list; the ids must have one dimension"),
-        (None, TypeError, " is None; pass a list, numpy array or CPU tensor"),
-        ("01", TypeError, " is a str; pass a list, numpy array or CPU tensor"),
-        (np.array([0.5]), TypeError, " is of float64; ids must be integers"),
-        ([True, False], TypeError, rf"\[0\] is a bool; {INTEGER}"),
-        ([0] * 40 + [True], TypeError, rf"\[40\] is a bool; {INTEGER}"),
-        ((0, False), TypeError, rf"\[1\] is a bool; {INTEGER}"),
-        ([np.True_], TypeError, rf"\[0\] is a bool; {INTEGER}"),
-        (np.array([True, False]), TypeError, " is of bool; ids must be integers"),
-        (torch.tensor([True, False]), TypeError, r" is of torch\.bool; ids must be integers"),
-        (torch.tensor([0.5]), TypeError, r" is of torch\.float32; ids must be integers"),
-        (torch.zeros(1, 1, dtype=torch.int64), ValueError, " has shape"),
-    ],
-    ids=repr,
-)
-def test_ids_are_refused_with_their_position(
-    handler: OffloadHandler, ids: Any, error: type[Exception], said: str
-) -> None:
+def test_wrong_ids_are_refused_with_the_name_of_their_argument(handler: OffloadHandler) -> None:
+    ids = [0, 1.0]
     for name, call in (
         ("gpu_block_ids", lambda: handler.store(gpu_block_ids=ids, page_ids=[0])),
         ("gpu_block_ids", lambda: handler.load(page_ids=[0], gpu_block_ids=ids)),
         ("page_ids", lambda: handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=ids)),
         ("page_ids", lambda: handler.load(page_ids=ids, gpu_block_ids=[0, 1, 2, 3])),
     ):
-        with pytest.raises(error, match=f"^{name}{said}"):
+        with pytest.raises(TypeError, match=rf"^{name}\[1\] is a float; it must be an integer"):
             call()
     assert handler.poll() == []
 
