@@ -19,12 +19,11 @@ import traffic
 from big_copy import BigCopy, Reference
 from comparison import BIG, COLD, LEAST, OURS, REFERENCE, SUBMIT, WARM, Cell, Comparison, Samples
 from computes import Idle
-from copy_methods_report import candidates
 from fake_clock import Clock
 from interference_report import Sample
 from prefix_cache_model import PrefixCacheModel, block_keys
-from timing import Hold, Move, Spread, TimeLimit, resident_bytes
-from traffic import HandlerWay, Traffic, beside
+from timing import Move, Spread
+from traffic import HandlerWay, beside
 from transfers import Kind, Shape, link_us, move
 
 from torch_kvswap import OffloadHandler, TransferError
@@ -74,16 +73,6 @@ def test_a_limit_of_time_leaves_the_least_number_of_samples(clock: Clock) -> Non
         assert comparison.alternate(ways, lambda: None, range(20), end).count == count
 
 
-def test_what_a_part_does_not_take_is_left_to_those_after_it(clock: Clock) -> None:
-    limit = TimeLimit(12, parts=3)
-    assert limit.next_part() == 4
-    clock.sleep(2)
-    assert limit.next_part() == 2 + 5
-    clock.sleep(11)  # longer than all of it
-    assert limit.next_part() == 13
-    assert TimeLimit(None, 1).next_part() == float("inf")
-
-
 def test_only_what_is_cold_has_other_work_before_it() -> None:
     parser = ArgumentParser()
     comparison.add_comparison(parser, samples=6, cold_samples=2)
@@ -94,16 +83,6 @@ def test_only_what_is_cold_has_other_work_before_it() -> None:
     assert done == []
     assert compared.run(compared.copies(KIND), KIND, COLD).count == 2
     assert done == ["work"] * 2 * 3  # two ways; a round that warms up, and two samples
-
-
-def test_methods_that_cannot_be_the_best_are_not_measured_on() -> None:
-    def moves(**us: float) -> dict[str, list[Move]]:
-        return {name: [Move(one, 1)] for name, one in us.items()}
-
-    found = moves(auto=50, strided=10, staged=20, batch=21) | {REFERENCE: [Move(500, 1)]}
-    assert candidates(1, found) == ["auto", "strided", "staged", REFERENCE]
-    found = moves(auto=200, strided=10, staged=99, batch=101)
-    assert candidates(-3, found) == ["auto", "strided", "staged"]
 
 
 def test_each_repeat_beside_a_compute_has_a_floor_of_its_own(
@@ -154,14 +133,6 @@ def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() 
 def test_a_spread_is_in_microseconds() -> None:
     samples = torch.arange(1001).numpy() * 1000
     assert Spread.of(samples) == Spread(500.0, 500.0, 900.0, 990.0, 999.0, 1000.0)
-
-
-def test_resident_memory_is_seen_while_it_is_held_and_gone_afterwards() -> None:
-    before = resident_bytes()
-    held = b"\1" * (64 << 20)  # malloc maps it for itself, and unmaps it when it is freed
-    assert 60e6 < resident_bytes() - before < 80e6
-    del held
-    assert resident_bytes() - before < 16e6
 
 
 # What is timed
@@ -244,21 +215,6 @@ def test_a_move_is_timed_after_its_ids_are_there_and_leaves_out_both_ends(direct
 
 
 @pytest.mark.gpu
-def test_a_held_stream_is_busy_for_about_as_long_as_asked() -> None:
-    stream = torch.cuda.Stream()
-    Hold(stream, 0.01).wait()  # measures the clock
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        start.record()
-        hold = Hold(stream, 0.2)
-        end.record()
-    assert torch.cuda.current_stream().query()
-    assert not hold.is_over
-    end.synchronize()
-    assert 150 < start.elapsed_time(end) < 400
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("directions", [["store"], ["load"], ["store", "load"]])
 def test_the_time_on_a_gpu_has_no_host_in_it_and_the_bytes_are_right(directions: list[str]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
@@ -297,17 +253,6 @@ def test_what_moved_beside_a_compute_is_told_with_its_speed(clock: Clock) -> Non
     assert speed == pytest.approx(1, rel=0.01)
     assert gigabytes == pytest.approx(0.1 * speed, rel=0.01)
     assert beside(Idle(0.01), None) == (10, 0, 0)
-
-
-def test_two_transfers_are_under_way_and_bytes_between_two_ends_count_in_part(clock: Clock) -> None:
-    way = SteadyWay(clock)
-    traffic = Traffic(way)
-    clock.sleep(0.015)
-    traffic.look()
-    assert way.started == 3
-    traffic.stop(0)
-    traffic._times, traffic._bytes = [0.0, 1.0, 3.0], [0, 100, 300]
-    assert traffic.moved(0.5, 2.0) == 150
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

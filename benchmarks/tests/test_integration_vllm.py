@@ -14,15 +14,6 @@ from vllm_server import make_prompts
 pytestmark = pytest.mark.slow  # of a benchmark program
 
 
-def test_prompts_follow_from_the_seed_and_share_prefixes():
-    prompts = make_prompts(3, 5, (20, 30), prefixes=2, prefix=8, vocabulary=100)
-    assert prompts == make_prompts(3, 5, (20, 30), prefixes=2, prefix=8, vocabulary=100)
-    assert prompts != make_prompts(4, 5, (20, 30), prefixes=2, prefix=8, vocabulary=100)
-    assert prompts[0][:8] == prompts[2][:8] != prompts[1][:8]
-    assert prompts[0][8:] != prompts[2][8:]
-    assert {20 <= len(prompt) <= 30 for prompt in prompts} == {True}
-
-
 class Server:
     """Serves at once, with the hits that the model says, plus `more`."""
 

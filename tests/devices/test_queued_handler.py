@@ -45,22 +45,6 @@ def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
 
 
 @on_queued_device
-def test_groups_of_a_hybrid_model_share_pages_and_blocks(accelerator: Accelerator) -> None:
-    raw = torch.arange(8 * 64, dtype=torch.int32, device=DEVICE).view(8, 64)
-    large, small = PagedLayout([raw]), PagedLayout([raw[:, :24], raw[:, 32:40]])
-    pool = HostPool(large, 6)
-    with OffloadHandler([large, small], [pool, pool.view_for(small)]) as handler:
-        store = handler.store(gpu_block_ids=[[1], [2]], page_ids=[[3], [4]])
-        handler.load(page_ids=[[3], [4]], gpu_block_ids=[[5], [6]]).synchronize(PATIENCE)
-        assert store.query()
-    before = torch.arange(8 * 64, dtype=torch.int32).view(8, 64)
-    after = before.clone()
-    after[5] = before[1]
-    after[6, :24], after[6, 32:40] = before[2, :24], before[2, 32:40]
-    assert torch.equal(raw.cpu(), after)
-
-
-@on_queued_device
 def test_a_store_of_adjacent_pages_is_one_copy(accelerator: Accelerator) -> None:
     rows = Rows()
     before = accelerator.counters()
@@ -205,49 +189,6 @@ def test_a_stream_can_wait_for_a_group_of_layers(accelerator: Accelerator, layer
         assert not load.query()
     load.synchronize(PATIENCE)
     assert set(seen.cpu().tolist()) == ({100} if layer == 0 else {3})
-
-
-@on_queued_device
-def test_a_channel_runs_its_jobs_in_the_order_of_submission(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        rows.write(3, 100)
-        first = rows.store(3, 0)
-        second = rows.store(4, 1, after=())
-        let_it_run(rows)
-        assert not second.query()
-    second.synchronize(PATIENCE)
-    assert first.query()
-    assert rows.page(0) == {100}
-
-
-@pytest.mark.parametrize("shares", [True, False])
-@on_queued_device
-def test_a_load_waits_for_the_store_of_its_page(accelerator: Accelerator, shares: bool) -> None:
-    rows = Rows()
-    rows.set_page(1, 50)
-    with accelerator.hold(current()):
-        rows.write(3, 100)
-        rows.store(3, 0)
-        load = rows.load(0 if shares else 1, 5, after=())
-        let_it_run(rows)
-        if not shares:
-            load.synchronize(PATIENCE)
-        assert load.query() is not shares
-    load.synchronize(PATIENCE)
-    assert rows.block(5) == ({100} if shares else {50})
-    rows.handler.synchronize(timeout=PATIENCE)
-
-
-@on_queued_device
-def test_an_expedited_load_overtakes_another_load(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        slow = rows.load(0, 3)
-        fast = rows.load(1, 4, after=(), expedited=True)
-        fast.synchronize(PATIENCE)
-        assert not slow.query()
-    slow.synchronize(PATIENCE)
 
 
 @on_queued_device

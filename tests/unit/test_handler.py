@@ -329,33 +329,6 @@ def test_a_closed_handler_says_so_before_it_looks_at_anything_else(device: str) 
         handler.rebind(None)  # type: ignore[arg-type]
 
 
-def test_a_closed_pool_takes_no_handler(device: str) -> None:
-    handler = make_handler(device)
-    handler.pools[0].close()
-    with pytest.raises(RuntimeError, match="the host pool is closed"):
-        OffloadHandler(handler.layouts[0], handler.pools[0])
-
-
-def test_a_pool_of_another_number_of_slabs_is_refused() -> None:
-    rows = torch.zeros(4, 6)
-    host = HostPool(PagedLayout([rows]), num_pages=1)
-    assert_expected_inline(
-        error_text(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
-        """ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout""",
-    )
-
-
-def test_a_pool_of_other_blocks_is_refused() -> None:
-    layout = PagedLayout([torch.zeros(4, 6), torch.zeros(4, 5)])
-    host = HostPool(PagedLayout([torch.zeros(4, 6), torch.zeros(4, 7)]), num_pages=1)
-    assert_expected_inline(
-        error_text(OffloadHandler, layout, host),
-        """\
-ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
-the pool from this layout""",
-    )
-
-
 def test_what_is_no_layout_and_no_pool_is_refused() -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
     host = HostPool(layout, num_pages=1)
@@ -365,28 +338,6 @@ def test_what_is_no_layout_and_no_pool_is_refused() -> None:
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; got a HostPool instead of a PagedLayout""",
     )
-    assert_expected_inline(
-        error_text(OffloadHandler(layout, host).synchronize, [0]),
-        """TypeError: jobs[0] is 0; pass the Job that store() or load() returned""",
-    )
-    assert_expected_inline(
-        error_text(OffloadHandler(layout, host).cancel, 0),
-        """TypeError: job is 0; pass the Job that store() or load() returned""",
-    )
-    assert_expected_inline(
-        error_text(HostPool, [torch.zeros(4, 6)], 1),
-        """TypeError: a host pool is made from a PagedLayout, not a list""",
-    )
-
-
-def test_a_cache_that_moved_is_refused() -> None:
-    rows = torch.zeros(4, 6)
-    layout = PagedLayout([rows])
-    handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
-    rows.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] .* was freed or resized to 0 since"):
-        handler.store(gpu_block_ids=[0], page_ids=[0])
-    assert handler.poll() == []
 
 
 # What only shows while jobs run: a driver that ends nothing until it is told to

@@ -206,13 +206,6 @@ def test_a_job_has_the_copy_method_of_its_handler_or_copy_engines(
         )
 
 
-def test_a_closed_handler_says_so_before_it_looks_at_an_option(handler: OffloadHandler) -> None:
-    handler.close()
-    for name in ("expedited", "copy_method"):
-        with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
-            handler.load(page_ids=[0], gpu_block_ids=[0], **{name: "no"})  # type: ignore[arg-type]
-
-
 # Ids
 
 
