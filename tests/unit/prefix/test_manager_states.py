@@ -183,10 +183,10 @@ class Machine(RuleBasedStateMachine):
         return {(event.kind, key_of[event.key]) for event in self.manager.events()}
 
 
-@pytest.mark.slow
-def test_random_calls_do_what_the_model_does():
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.slow)])
+def test_random_calls_do_what_the_model_does(examples):
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
+        Machine, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None)
     )
 
 
