@@ -354,11 +354,14 @@ def test_a_job_whose_rest_fails_ends_with_nothing_in_flight(
 ) -> None:
     with staged(driver, kind) as sim:
         with driver.stopped(sim.worker):
+            driver.set_mode("manual")  # nothing runs unless it is waited for
             job = sim.submit()
+            assert driver.pending() != ""
             driver.fail(call)
         with pytest.raises(TransferError, match=call):
             sim.handler.synchronize(job)
         assert driver.pending() == ""
+        driver.set_mode("immediate")
         sim.handler.poll()
         sim.handler.synchronize(sim.submit("store"))  # writes again what the failed one should
         sim.handler.synchronize(sim.submit("load"))
@@ -645,7 +648,7 @@ class Contents:
 
 
 class BegunJobs:
-    """Random jobs, most of them so large that their caller only begins them. Other threads wait for
+    """Random jobs, most of them so large that their caller only begins them: those of fuzz.py are not. Other threads wait for
     them, and so give the rest, and cancel some. The device runs as it likes.
 
     Args:
