@@ -22,7 +22,7 @@ from computes import Idle
 from fake_clock import Clock
 from interference_report import Sample
 from prefix_cache_model import PrefixCacheModel, block_keys
-from timing import Move, Spread
+from timing import Move, Spread, synchronize
 from traffic import HandlerWay, beside
 from transfers import Kind, Shape, link_us, move
 
@@ -152,6 +152,7 @@ def test_copies_have_landed_when_their_time_is_told_and_what_is_before_them_is_n
             source.fill_(7)
             target.zero_()
             targets.append(target)
+        synchronize(where)  # a big copy waits for no kernel
         seen: list[bool] = []
         moved = copy.move(directions, 48, lambda t=targets, s=seen: s.append(bool(t[0].any())))
         assert seen == [False]

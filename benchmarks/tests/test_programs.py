@@ -61,6 +61,7 @@ def test_a_program_runs_and_leaves_its_figures(
     figures = json.loads(file.read_text())
     assert (figures["benchmark"], figures["machine"]["torch"]) == (name, torch.__version__)
     assert set(wrong_counts(figures)) <= {0}
+    assert all("met" in verdict for verdict in figures["verdicts"])  # run_all.py counts them
     if device == "cpu" and PROGRAMS[name][1] is not None:
         assert len(figures["cells"]) == PROGRAMS[name][1]
 
