@@ -240,25 +240,6 @@ def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(drive
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
-    driver: Driver, kind: str
-) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        before = threads()
-        for i in range(10):
-            sim.submit(kind, [i, i + 1], [i + 1, i])
-        assert new_threads(before) == 0
-        sim.finish()
-        everything = list(range(BLOCKS))
-        sim.submit(kind, everything, everything[::-1])
-        assert new_threads(before) == 1
-        sim.submit(kind, [5], [5])
-        assert states(sim.finish()) == ["done", "done"]
-        assert sim.is_right()
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=True) as sim:
         before = threads()

@@ -184,23 +184,6 @@ def test_only_a_virtual_environment_with_torch_is_used_itself(environment, machi
     assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
 
 
-@pytest.mark.slow
-def test_a_venv_really_sees_the_torch_of_a_system_python(checkout, monkeypatch, tmp_path):
-    system = Path(sys._base_executable)
-    monkeypatch.delenv("PYTHONNOUSERSITE", raising=False)
-    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path / "user"))
-    where = subprocess.run([system, "-m", "site", "--user-site"], capture_output=True, text=True)
-    metadata = Path(where.stdout.strip(), "torch-2.11.5.dist-info", "METADATA")
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.5\n")
-    monkeypatch.setattr(sys, "executable", str(system))
-    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-    shutil.rmtree(checkout.folder / ".venv")
-    python = checkout.environment.find_python()
-    assert python == checkout.python
-    assert checkout.environment.torch_version(python) == "2.11.5"
-
-
 def test_a_torch_that_is_too_old_counts_as_none(environment, machine, capsys):
     machine.answers["m.version('torch')"] = "2.10.1+cpu\n"
     environment.find_python()
