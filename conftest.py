@@ -10,6 +10,11 @@ import torch
 # hold up others that share its queue. CUDA reads it when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
+# Tensors of tests are small. OpenMP's threads wait for each other in a loop, which takes a hundred
+# times as long where other processes need the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 
 def pytest_collection_finish() -> None:
     gc.collect()

@@ -40,14 +40,6 @@ def test_all_run_and_a_missed_target_is_no_failure(
     assert said.count("missed: b") == len(run_all.SHARES)
 
 
-def test_programs_share_the_seconds_that_their_starts_leave() -> None:
-    assert sum(run_all.SHARES.values()) == pytest.approx(1)
-    every = run_all.limits(list(run_all.SHARES), 420)
-    assert sum(every.values()) == pytest.approx(420 - 6 * run_all.START)
-    assert run_all.limits(["duplex"], 60) == {"duplex": pytest.approx(50)}
-    assert run_all.limits(["duplex"], 1) == {"duplex": 0}
-
-
 def test_a_benchmark_that_fails_does_not_keep_the_others_from_running(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

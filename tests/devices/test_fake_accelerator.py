@@ -1,15 +1,11 @@
 """The fake accelerator behaves like an accelerator of PyTorch, and what it is told to do wrong, it does."""
 
-import copy
 import ctypes
-import gc
 import importlib.util
-import io
 import re
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,36 +52,6 @@ def values(tensor: torch.Tensor) -> set[int]:
 
 
 @on_fake_accelerator
-def test_torch_accelerator_has_two_devices(accelerator):
-    assert torch.accelerator.current_accelerator() == torch.device(DEVICE_TYPE)
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.device_count() == 2
-    assert torch.accelerator.current_device_index() == 0
-    with torch.accelerator.device_index(1):
-        assert torch.empty(1, device=DEVICE_TYPE).device == torch.device(DEVICE_TYPE, 1)
-    assert torch.empty(1, device=DEVICE_TYPE).device == torch.device(DEVICE_TYPE, 0)
-    with pytest.raises(RuntimeError, match="fakeaccel:2 does not exist: there are 2 devices"):
-        torch.empty(1, device=f"{DEVICE_TYPE}:2")
-
-
-@on_fake_accelerator
-def test_each_thread_has_a_current_stream_for_each_device(accelerator):
-    stream = torch.Stream(f"{DEVICE_TYPE}:1")
-    default = torch.accelerator.current_stream(1)
-    others = []
-    with stream:
-        assert torch.accelerator.current_stream(1) == stream
-        assert torch.accelerator.current_device_index() == 1
-        thread = threading.Thread(target=lambda: others.append(torch.accelerator.current_stream(1)))
-        thread.start()
-        thread.join()
-    assert others == [default]
-    assert torch.accelerator.current_stream(1) == default
-    assert torch.accelerator.current_device_index() == 0
-    assert default.stream_id == 0
-
-
-@on_fake_accelerator
 def test_pinned_memory_is_known_and_other_memory_is_not(accelerator):
     pinned = torch.zeros(64).pin_memory()
     assert pinned.is_pinned()
@@ -97,107 +63,6 @@ def test_pinned_memory_is_known_and_other_memory_is_not(accelerator):
     assert again.is_pinned()
     del pinned
     assert not again.is_pinned()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
-@on_fake_accelerator
-def test_tensors_are_copied_printed_cloned_and_saved_as_on_other_devices(accelerator, dtype):
-    host = torch.arange(24).to(dtype).view(2, 3, 4)
-    tensor = host.to(DEVICE_TYPE)
-    assert repr(tensor).replace(", device='fakeaccel:0'", "") == repr(host)
-    for other in (tensor.clone(), copy.deepcopy(tensor), tensor.to(f"{DEVICE_TYPE}:1")):
-        assert torch.equal(other.cpu(), host)
-    assert torch.equal(tensor.transpose(0, 2).cpu(), host.transpose(0, 2))
-    assert torch.equal(tensor[:, 1:, ::2].contiguous().cpu(), host[:, 1:, ::2])
-    storage = tensor.untyped_storage()
-    assert torch.equal(
-        torch.tensor(storage.cpu().tolist()), torch.tensor(host.untyped_storage().tolist())
-    )
-    assert torch.empty(0, dtype=dtype, device=DEVICE_TYPE).resize_(2, 3).shape == (2, 3)
-    assert tensor.view(24)[5].item() == host.view(24)[5].item()
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    loaded = torch.load(file)
-    assert loaded.device == tensor.device
-    assert torch.equal(loaded.cpu(), host)
-
-
-@on_fake_accelerator
-def test_an_operator_computes_what_it_computes_on_the_cpu(accelerator):
-    def compute(device: str) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        cache = torch.rand(8, 4, generator=generator).to(device)
-        ids, rows = (
-            torch.tensor([5, 0, 2]).to(device),
-            torch.rand(3, 4, generator=generator).to(device),
-        )
-        found = [cache.index_select(0, ids), cache[ids], cache @ cache.T, cache.argmax(1)]
-        found.append(torch.empty(3, 4, device=device))
-        torch.index_select(cache, 0, ids, out=found[-1])
-        found += [cache.clone().index_copy_(0, ids, rows), cache.clone()]
-        found[-1][ids] = rows
-        found += [
-            cache[cache > 0.5],
-            torch.cat([cache, rows]),
-            cache.sum(),
-            torch.zeros_like(cache),
-        ]
-        found += [cache.to(torch.float16), cache.sort(1).values, cache.unfold(0, 2, 3).clone()]
-        found[-1][0].mul_(2).add_(1)
-        return [tensor.cpu() for tensor in found]
-
-    for ours, right in zip(compute(DEVICE_TYPE), compute("cpu"), strict=True):
-        assert torch.equal(ours, right)
-
-
-@on_fake_accelerator
-def test_a_model_gets_the_gradients_that_it_gets_on_the_cpu(accelerator):
-    torch.manual_seed(7)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
-    on_device, rows = copy.deepcopy(model).to(DEVICE_TYPE), torch.rand(4, 8)
-    for copied, device in ((model, "cpu"), (on_device, DEVICE_TYPE)):
-        copied(rows.to(device)).softmax(-1).pow(2).sum().backward()
-    for ours, right in zip(on_device.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours.grad.cpu(), right.grad)
-
-
-@on_fake_accelerator
-def test_a_result_that_has_the_wrong_shape_is_resized(accelerator):
-    rows = torch.arange(4.0).view(2, 2).to(DEVICE_TYPE)
-    out = torch.empty(0, device=DEVICE_TYPE)
-    torch.add(rows, rows, out=out)
-    assert out.tolist() == [[0, 2], [4, 6]]
-
-
-@on_fake_accelerator
-def test_an_operator_without_a_kernel_for_the_device_says_so(accelerator):
-    torch.library.define("fake_accelerator_test::double", "(Tensor x) -> Tensor")
-    torch.library.impl("fake_accelerator_test::double", "CPU", lambda x: 2 * x)
-    with pytest.raises(NotImplementedError, match="double has no kernel for fakeaccel"):
-        torch.ops.fake_accelerator_test.double(torch.ones(1, device=DEVICE_TYPE))
-
-
-@pytest.mark.parametrize("other", ["cpu", f"{DEVICE_TYPE}:1"])
-@on_fake_accelerator
-def test_an_operator_refuses_tensors_of_two_devices(accelerator, other):
-    ones, ids = torch.ones(2, device=DEVICE_TYPE), torch.zeros(2, dtype=torch.int64, device=other)
-    for call in (
-        lambda: ones + ids,
-        lambda: ones.index_select(0, ids),
-        lambda: ones.sum().add(ids),
-    ):
-        with pytest.raises(RuntimeError, match=f"same device.*, fakeaccel:0 and {other}"):
-            call()
-    assert (ones + torch.tensor(1)).tolist() == [2, 2]
-    if other == "cpu":
-        assert ones[ids].tolist() == [1, 1]
-
-
-@on_fake_accelerator
-def test_an_operator_with_wrong_arguments_says_what_pytorch_says(accelerator):
-    with pytest.raises(RuntimeError, match=r"size of tensor a \(2\) must match"):
-        torch.ones(2, device=DEVICE_TYPE) + torch.ones(3, device=DEVICE_TYPE)
 
 
 # Order.
@@ -217,15 +82,6 @@ def test_a_copy_to_pinned_memory_returns_before_it_has_run(accelerator):
     assert values(page) == {1}
     assert current().query()
     assert accelerator.pending() == ""
-
-
-@on_fake_accelerator
-def test_a_copy_from_pinned_memory_reads_it_when_it_runs(accelerator):
-    cache, page = device_and_page()
-    with accelerator.hold(current()):
-        cache.copy_(page.fill_(2), non_blocking=True)
-        page.fill_(3)
-    assert values(cache) == {3}
 
 
 @pytest.mark.parametrize("how", ["blocking", "pageable", "of another dtype", "strided"])
@@ -313,61 +169,6 @@ def test_a_stream_that_waits_for_an_event_sees_the_bytes_before_it(accelerator):
 @on_fake_accelerator
 def test_a_stream_that_does_not_wait_sees_old_bytes(accelerator):
     assert load_after_compute(accelerator, wait=False) == {0}
-
-
-@on_fake_accelerator
-def test_a_wait_is_for_the_record_before_it_and_a_query_for_the_last(accelerator):
-    first, second = torch.Stream(DEVICE_TYPE), torch.Stream(DEVICE_TYPE)
-    recorded = event()
-    first.wait_event(recorded)
-    with accelerator.hold(second):
-        recorded.record(second)
-        first.synchronize()
-        assert not recorded.query()
-    recorded.synchronize()
-    assert recorded.query()
-
-
-@on_fake_accelerator
-def test_an_event_that_was_never_recorded_holds_nothing_up(accelerator):
-    never = torch.Event(DEVICE_TYPE)
-    current().wait_event(never)
-    assert never.query()
-    never.synchronize()
-    assert accelerator.counters().live_events == 0
-
-
-@on_fake_accelerator
-def test_a_thread_that_synchronizes_goes_on_when_another_releases(accelerator):
-    hold = accelerator.hold(current())
-    recorded = event()
-    threads = [
-        threading.Thread(target=wait)
-        for wait in (recorded.synchronize, current().synchronize, torch.accelerator.synchronize)
-    ]
-    for thread in threads:
-        thread.start()
-    assert in_time(lambda: accelerator.counters().calls["synchronize"] == 3)
-    assert all(thread.is_alive() for thread in threads)
-    hold.release()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-
-
-@on_fake_accelerator
-def test_elapsed_time_counts_the_delay_of_copies(accelerator):
-    cache, page = device_and_page()
-    accelerator.set_copy_delay(0.02)
-    start = event(enable_timing=True)
-    page.copy_(cache, non_blocking=True)
-    end = event(enable_timing=True)
-    end.synchronize()
-    assert start.elapsed_time(end) >= 20
-    with accelerator.hold(current()):
-        later = event(enable_timing=True)
-        with pytest.raises(RuntimeError, match=r"have happened|completed"):
-            start.elapsed_time(later)
 
 
 @on_fake_accelerator
@@ -462,23 +263,6 @@ def free_under_a_copy(accelerator: Accelerator, record: bool) -> torch.Tensor:
     return page
 
 
-def num_mappings() -> int:
-    """How many ranges of addresses the process has. The kernel allows 65,530."""
-    return len(Path("/proc/self/maps").read_text().splitlines())
-
-
-@on_fake_accelerator
-def test_freed_memory_leaves_no_mapping_behind(accelerator):
-    torch.zeros(1, device=DEVICE_TYPE)  # starts the stream's thread
-    before = num_mappings()
-    made = [torch.empty(4096, dtype=torch.uint8, device=DEVICE_TYPE) for _ in range(500)]
-    assert num_mappings() >= before + len(made)
-    while made:
-        made.pop(len(made) // 3)
-    torch.accelerator.synchronize()  # memory is freed in the order of the stream
-    assert num_mappings() < before + 50
-
-
 @on_fake_accelerator
 def test_memory_that_another_stream_uses_is_kept_if_it_was_recorded(accelerator):
     page = free_under_a_copy(accelerator, record=True)
@@ -509,65 +293,7 @@ def test_pinned_memory_is_freed_after_the_copies_that_use_it(accelerator):
     assert values(cache) == {6}
 
 
-@on_fake_accelerator
-def test_tensors_events_and_threads_leave_nothing_behind(accelerator):
-    before, threads = accelerator.counters(), threading.active_count()
-    for _ in range(3):
-        cache, page = device_and_page()
-        recorded = event()
-        page.copy_(cache, non_blocking=True)
-        recorded.synchronize()
-        seen = weakref.ref(cache)
-        assert accelerator.counters().live_events == 1
-    del cache, recorded
-    gc.collect()
-    torch.accelerator.synchronize()
-    after = accelerator.counters()
-    assert seen() is None
-    assert (after.live_blocks, after.live_bytes) == (before.live_blocks, before.live_bytes)
-    assert (after.live_events, after.live_streams) == (0, 0)
-    assert torch.accelerator.memory_allocated() == after.live_bytes
-    assert threading.active_count() == threads
-
-
-@on_fake_accelerator
-def test_a_test_can_see_device_memory_although_copies_wait(accelerator):
-    cache, page = device_and_page()
-    with accelerator.hold_copies():
-        cache.copy_(page.fill_(6), non_blocking=True)
-        assert values(accelerator.peek(cache)) == {1}
-    torch.accelerator.synchronize()
-    assert values(accelerator.peek(cache[1:3])) == {6}
-    with pytest.raises(RuntimeError, match="not in one allocation of device memory"):
-        accelerator.peek(page)
-
-
-@on_fake_accelerator
-def test_counters_count_bytes_by_direction(accelerator):
-    cache, page = device_and_page()
-    before = accelerator.counters()
-    page.copy_(cache)
-    cache[:8].copy_(page[:8])
-    cache.clone()
-    after = accelerator.counters()
-    assert after.bytes_to_host - before.bytes_to_host == 512
-    assert after.bytes_to_device - before.bytes_to_device == 64
-    assert after.copies_on_device - before.copies_on_device == 1
-    assert accelerator.counters(device=1).calls["copy"] == 0
-
-
 # Failures.
-
-
-@on_fake_accelerator
-def test_the_copy_that_is_to_fail_fails_and_does_nothing(accelerator):
-    cache, page = device_and_page()
-    accelerator.fail("copy", nth=2)
-    page[:8].copy_(cache[:8])
-    with pytest.raises(RuntimeError, match=r"^fakeaccel:0: copy call 2 fails, as the test wants"):
-        page[8:16].copy_(cache[8:16])
-    page[16:24].copy_(cache[16:24])
-    assert page[:24].tolist() == [1] * 8 + [0] * 8 + [1] * 8
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -604,15 +330,6 @@ def test_a_copy_that_fails_when_it_runs_loses_the_device(accelerator):
     assert values(page) == {0}
 
 
-@on_fake_accelerator
-def test_an_index_that_is_out_of_range_loses_the_device(accelerator):
-    cache, _ = device_and_page()
-    rows = cache.index_select(0, torch.tensor([NUM_VALUES]).to(DEVICE_TYPE))
-    with pytest.raises(RuntimeError, match=r"is lost: .*index_select: .*out of range"):
-        rows.cpu()
-    assert "index_select" in accelerator.take_error()
-
-
 def calls_that_use(stream: torch.Stream) -> dict[str, Callable[[], object]]:
     """Calls that need the device, each with objects that exist already."""
     cache, page = device_and_page()
@@ -647,40 +364,6 @@ def test_a_lost_device_fails_every_call_but_those_that_free(accelerator):
     del call
     counters = accelerator.counters()
     assert (counters.live_blocks, counters.live_events) == (0, 0)
-
-
-@on_fake_accelerator
-def test_a_loss_ends_waits_and_drops_what_is_pending(accelerator):
-    cache, page = device_and_page()
-    accelerator.hold(current())
-    page.copy_(cache, non_blocking=True)
-    pending, failures = event(), []
-
-    def synchronize() -> None:
-        try:
-            pending.synchronize()
-        except RuntimeError as error:
-            failures.append(str(error).splitlines()[0])
-
-    before = accelerator.counters().calls["synchronize"]
-    thread = threading.Thread(target=synchronize)
-    thread.start()
-    assert in_time(lambda: accelerator.counters().calls["synchronize"] > before)
-    accelerator.lose(message="it fell off the bus")
-    thread.join(PATIENCE)
-    assert failures == ["fakeaccel:0 is lost: it fell off the bus"]
-    assert accelerator.pending() == ""
-    assert values(page) == {0}
-
-
-@on_fake_accelerator
-def test_a_stream_that_waits_for_an_event_of_a_lost_device_goes_on(accelerator):
-    near, far = (torch.accelerator.current_stream(index) for index in range(2))
-    accelerator.hold(near)
-    recorded = event(near)
-    far.wait_event(recorded)
-    accelerator.lose(0)
-    far.synchronize()
 
 
 # Processes.

@@ -178,23 +178,6 @@ def test_autograd_sees_one_write_and_no_leaf_is_written(accelerator):
 
 
 @on_fake_accelerator
-def test_inference_tensors_are_written_in_inference_mode_only(accelerator):
-    with torch.inference_mode():
-        dst = torch.zeros(4, 2, device=DEVICE_TYPE)
-    src = torch.ones(4, 2)
-    for name, call in (
-        ("dst", lambda: ops.swap_blocks(src, dst, 8, ONE_BLOCK)),
-        ("dst[0]", lambda: ops.swap_kv_blocks([src], [dst], ONE_BLOCK[:, 0], ONE_BLOCK[:, 1])),
-    ):
-        assert f"{name} is an inference tensor" in message_of(call)
-        assert not dst.cpu().any()
-        with torch.inference_mode():
-            call()
-            assert dst.cpu()[1].tolist() == [1, 1]
-            dst.zero_()
-
-
-@on_fake_accelerator
 def test_ids_expand_on_the_device(accelerator):
     ids = torch.tensor([3, 5], device=DEVICE_TYPE)
     with accelerator.hold(torch.accelerator.current_stream()):

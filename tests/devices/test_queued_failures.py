@@ -647,6 +647,7 @@ def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> 
     assert at > 3
 
 
+@pytest.mark.slow
 @on_queued_device
 def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
     accelerator: Accelerator,

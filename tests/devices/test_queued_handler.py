@@ -3,13 +3,11 @@ control, in which something else is the only thing that is missing."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
-from paged_caches import LAYOUTS, NUM_BLOCKS, Cache, check_round_trip
+from paged_caches import LAYOUTS, check_round_trip
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
 from torch.overrides import TorchFunctionMode
@@ -44,54 +42,6 @@ def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
 ) -> None:
     results = check_round_trip(name, blocks_per_page, DEVICE)
     assert [result.copy_method for result in results] == ["generic", "generic"]
-
-
-@pytest.mark.parametrize("seed", range(12))
-@on_queued_device
-def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed: int) -> None:
-    rng = random.Random(seed)
-    name = rng.choice(list(LAYOUTS))
-    cache, expected = Cache(name, seed, DEVICE), Cache(name, seed)
-    host = HostPool(cache.layout, num_pages=rng.randint(3, 6), blocks_per_page=rng.randint(1, 4))
-    pages = host.pages.clone()
-    layers = len(cache.tensors)
-    staging = rng.choice([0, 3000, 1 << 20])  # from one block at a time to all at once
-    with OffloadHandler(cache.layout, host, staging_bytes=staging) as handler:
-        for _ in range(rng.randint(1, 20)):
-            first = rng.randrange(host.blocks_per_page)
-            most = min(NUM_BLOCKS, host.num_pages * host.blocks_per_page - first)
-            blocks = rng.sample(range(NUM_BLOCKS), rng.randint(0, most))
-            slots = [divmod(first + j, host.blocks_per_page) for j in range(len(blocks))]
-            page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
-            ids = {"gpu_block_ids": blocks, "page_ids": page_ids, "first_slot": first}
-            if rng.random() < 0.5:
-                handler.store(**ids)
-                for block, (page, slot) in zip(blocks, slots, strict=True):
-                    expected.store(block, pages[page_ids[page], slot])
-            else:
-                groups = rng.randint(1, layers)
-                handler.load(**ids, layer_groups=groups, expedited=rng.random() < 0.3)
-                for block, (page, slot) in zip(blocks, slots, strict=True):
-                    expected.load(pages[page_ids[page], slot], block)
-        handler.synchronize(timeout=PATIENCE)
-        assert torch.equal(host.pages, pages)
-    assert cache.same_bytes(expected)
-
-
-@on_queued_device
-def test_groups_of_a_hybrid_model_share_pages_and_blocks(accelerator: Accelerator) -> None:
-    raw = torch.arange(8 * 64, dtype=torch.int32, device=DEVICE).view(8, 64)
-    large, small = PagedLayout([raw]), PagedLayout([raw[:, :24], raw[:, 32:40]])
-    pool = HostPool(large, 6)
-    with OffloadHandler([large, small], [pool, pool.view_for(small)]) as handler:
-        store = handler.store(gpu_block_ids=[[1], [2]], page_ids=[[3], [4]])
-        handler.load(page_ids=[[3], [4]], gpu_block_ids=[[5], [6]]).synchronize(PATIENCE)
-        assert store.query()
-    before = torch.arange(8 * 64, dtype=torch.int32).view(8, 64)
-    after = before.clone()
-    after[5] = before[1]
-    after[6, :24], after[6, 32:40] = before[2, :24], before[2, 32:40]
-    assert torch.equal(raw.cpu(), after)
 
 
 @on_queued_device
@@ -239,49 +189,6 @@ def test_a_stream_can_wait_for_a_group_of_layers(accelerator: Accelerator, layer
         assert not load.query()
     load.synchronize(PATIENCE)
     assert set(seen.cpu().tolist()) == ({100} if layer == 0 else {3})
-
-
-@on_queued_device
-def test_a_channel_runs_its_jobs_in_the_order_of_submission(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        rows.write(3, 100)
-        first = rows.store(3, 0)
-        second = rows.store(4, 1, after=())
-        let_it_run(rows)
-        assert not second.query()
-    second.synchronize(PATIENCE)
-    assert first.query()
-    assert rows.page(0) == {100}
-
-
-@pytest.mark.parametrize("shares", [True, False])
-@on_queued_device
-def test_a_load_waits_for_the_store_of_its_page(accelerator: Accelerator, shares: bool) -> None:
-    rows = Rows()
-    rows.set_page(1, 50)
-    with accelerator.hold(current()):
-        rows.write(3, 100)
-        rows.store(3, 0)
-        load = rows.load(0 if shares else 1, 5, after=())
-        let_it_run(rows)
-        if not shares:
-            load.synchronize(PATIENCE)
-        assert load.query() is not shares
-    load.synchronize(PATIENCE)
-    assert rows.block(5) == ({100} if shares else {50})
-    rows.handler.synchronize(timeout=PATIENCE)
-
-
-@on_queued_device
-def test_an_expedited_load_overtakes_another_load(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        slow = rows.load(0, 3)
-        fast = rows.load(1, 4, after=(), expedited=True)
-        fast.synchronize(PATIENCE)
-        assert not slow.query()
-    slow.synchronize(PATIENCE)
 
 
 @on_queued_device

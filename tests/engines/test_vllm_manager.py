@@ -44,18 +44,6 @@ def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_key_is_missing_then_pending_then_a_hit(policy):
-    ours = manager(policy=policy)
-    assert found(ours, 1) == [MISS]
-    output = ours.prepare_store(keys(1, 2), request())
-    assert output.keys_to_store == keys(1, 2)
-    assert output.evicted_keys == []
-    assert len(set(pages(output.store_spec))) == 2
-    assert found(ours, 1, 2, 3) == [PENDING, PENDING, MISS]
-    ours.complete_store(set(keys(1, 2)), request())
-    assert found(ours, 1, 2, 3) == [HIT, HIT, MISS]
-
-
 def test_keys_of_two_groups_with_one_hash_are_two():
     ours = manager()
     ours.prepare_store([key(1, group=0)], request())
@@ -100,17 +88,6 @@ def test_pages_to_load_are_in_the_order_of_the_keys():
         ours.complete_load(set(keys(*order)), request())
 
 
-def test_what_is_stored_already_or_on_its_way_is_left_out():
-    ours = manager()
-    stored(ours, 1)
-    ours.prepare_store(keys(2), request("other"))
-    assert ours.prepare_store(keys(1, 2, 3), request()).keys_to_store == keys(3)
-    output = ours.prepare_store(keys(1, 2), request())
-    assert output.keys_to_store == []
-    assert pages(output.store_spec) == []
-    assert output.evicted_keys == []
-
-
 def test_what_a_store_names_is_not_evicted_for_it(policy):
     ours = manager(policy=policy)
     stored(ours, 1, 2)
@@ -130,18 +107,6 @@ def test_a_store_without_room_is_none_and_changes_nothing(policy):
     assert ours.prepare_store(keys(4, 5, 6), request()) is None
     assert found(ours, 1, 2, 3, 4, 5) == [HIT, HIT, PENDING, MISS, MISS]
     assert list(ours.take_events()) == [event(1, 2)]
-
-
-def test_what_is_being_loaded_is_not_evicted_until_all_its_loads_have_ended(policy):
-    ours = manager(policy=policy)
-    stored(ours, 1, 2, 3, 4)
-    for name in ("a", "b"):
-        ours.prepare_load(keys(1, 2), request(name))
-    assert ours.prepare_store(keys(5, 6, 7), request()) is None
-    ours.complete_load(set(keys(1, 2)), request("a"))
-    assert ours.prepare_store(keys(5, 6, 7), request()) is None
-    ours.complete_load(set(keys(1, 2)), request("b"))
-    assert len(ours.prepare_store(keys(5, 6, 7), request()).evicted_keys) == 3
 
 
 def test_a_load_of_what_is_not_stored_is_an_error():
@@ -164,22 +129,6 @@ def test_open_loads_of_the_same_keys_are_counted(policy):
     assert not ours._loads
     with pytest.raises(RuntimeError, match="request twice: no load of these 2 chunks is open"):
         ours.complete_load(set(keys(1, 2)), twice)
-
-
-def test_a_load_of_nothing_has_no_pages():
-    ours = manager()
-    assert pages(ours.prepare_load([], request())) == []
-    ours.complete_load(set(), request())
-
-
-def test_a_store_that_failed_leaves_nothing_but_what_was_there():
-    ours = manager()
-    stored(ours, 7)
-    ours.prepare_store(keys(7, 9), request())
-    ours.complete_store(set(keys(7, 9)), request(), success=False)
-    assert found(ours, 7, 9) == [HIT, MISS]
-    stored(ours, 1, 2, 3)
-    assert found(ours, 7, 1, 2, 3) == [HIT] * 4
 
 
 HAS_METADATA_EVENTS = hasattr(base.OffloadingEvent, "metadata_only")  # 0.33

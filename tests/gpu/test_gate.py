@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
-from patience import PATIENCE, in_time
+from patience import in_time
 
 from torch_kvswap.offload.handler import Job
 
@@ -109,24 +109,6 @@ def test_a_stream_that_is_not_captured_waits_too(gpu: GpuCache, gated: bool) -> 
     assert only(gpu.seen[1]) == (NEW if gated else OLD)
 
 
-def test_a_graph_captured_on_a_stream_of_the_callers_waits(gpu: GpuCache) -> None:
-    gate = gpu.handler.gate()
-
-    def work() -> None:
-        gate.wait(0, gpu.consumer)
-        gpu.look()
-
-    graph = capture(work, gpu.consumer)
-    with torch.cuda.stream(gpu.consumer):
-        busy = gpu.hold_on(gpu.side)
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
-        event = replay(gpu, graph)
-    assert not busy.query()
-    gpu.release()
-    ends(gpu, gate, event)
-    assert only(gpu.seen[1]) == NEW
-
-
 def test_a_load_behind_the_current_stream_is_waited_for_by_the_next_replay(gpu: GpuCache) -> None:
     # The load waits for the stream on which the replay waits for the load: no deadlock.
     gate = gpu.handler.gate()
@@ -160,34 +142,6 @@ def test_each_replay_of_two_in_a_row_waits_for_its_own_load(gpu: GpuCache, late:
     ends(gpu, gate, event)
     torch.cuda.synchronize()
     assert (only(first[1]), only(gpu.seen[1])) == (NEW, NEW + 1)
-
-
-def test_a_replay_waits_for_both_of_two_loads_that_closed_the_gate(gpu: GpuCache) -> None:
-    gate = gpu.handler.gate()
-    graph = wait_and_look(gpu, gate)
-    busy = gpu.hold_on(gpu.side)
-    gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy, gate=gate)
-    quick = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=(), gate=gate, expedited=True)
-    gpu.handler.synchronize(quick, timeout=PATIENCE)
-    assert not busy.query()
-    event = replay(gpu, graph)
-    gpu.release()
-    ends(gpu, gate, event)
-    assert only(gpu.seen[:2]) == NEW
-
-
-def test_a_gate_opens_behind_loads_through_a_full_queue(gpu: GpuCache) -> None:
-    gate = gpu.handler.gate()
-    graph = wait_and_look(gpu, gate)
-    busy = gpu.hold_on(gpu.side)
-    for _ in range(100):  # more than are given to the device at once
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy)
-    gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=(), gate=gate)
-    event = replay(gpu, graph)
-    assert not busy.query()
-    gpu.release()
-    ends(gpu, gate, event)
-    assert only(gpu.seen[1]) == NEW
 
 
 # Parts
@@ -281,38 +235,6 @@ def test_a_failed_load_opens_the_gate(gpu: GpuCache, when: str) -> None:
     gpu.handler.load(page_ids=[0], gpu_block_ids=[2], gate=gate)
     ends(gpu, gate, replay(gpu, graph))
     assert only(gpu.seen[2]) == NEW
-
-
-def test_a_failed_load_opens_every_part_of_the_gate() -> None:
-    with GpuCache(layers=4) as gpu:
-        gate = gpu.handler.gate(4)
-
-        def work() -> None:
-            for part in range(4):
-                gate.wait(part)
-            gpu.look()
-
-        graph = capture(work)
-        _, store = cancelled_store(gpu, page=3)
-        job = gpu.handler.load(page_ids=[3], gpu_block_ids=[1], layer_groups=4, gate=gate)
-        event = replay(gpu, graph)
-        gpu.release()
-        ends(gpu, gate, event)
-        assert ended(gpu.handler, job) == "failed"
-        assert ended(gpu.handler, store) == "cancelled"
-
-
-def test_a_cancelled_running_load_opens_the_gate(gpu: GpuCache) -> None:
-    gate = gpu.handler.gate()
-    graph = wait_and_look(gpu, gate)
-    busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
-    event = replay(gpu, graph)
-    assert gpu.handler.cancel(job)
-    assert not busy.query()
-    gpu.release()
-    ends(gpu, gate, event)
-    assert ended(gpu.handler, job) == "cancelled"
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["a load is running", "idle"])

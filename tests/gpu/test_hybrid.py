@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from gpu_cache import Hold, only
-from patience import PATIENCE
+from gpu_cache import only
 from torch import Tensor
 
 from torch_kvswap.host_pool.pool import HostPool
@@ -119,35 +118,6 @@ def test_each_group_has_its_own_first_slot(hybrid: Hybrid) -> None:
     for group, first in enumerate([1, 2, 0]):
         hybrid.load(group, targets[group], pages[group], first)
     hybrid.check()
-
-
-def test_one_first_slot_is_that_of_all_groups(hybrid: Hybrid) -> None:
-    blocks, pages = [[7, 0, 3], [5, 1], []], [[4, 1], [3], []]
-    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_slot=1)
-    for group in range(2):
-        hybrid.store(group, blocks[group], pages[group], 1)
-    hybrid.check()
-
-
-@pytest.mark.parametrize("group", [0, 1, 2])
-def test_groups_without_blocks_move_nothing(hybrid: Hybrid, group: int) -> None:
-    blocks: list[list[int]] = [[], [], []]
-    pages: list[list[int]] = [[], [], []]
-    blocks[group], pages[group] = [3], [2]
-    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages)
-    hybrid.store(group, [3], [2])
-    hybrid.check()
-    blocks[group] = [0]
-    hybrid.handler.load(page_ids=pages, gpu_block_ids=blocks)
-    hybrid.load(group, [0], [2])
-    hybrid.check()
-
-
-def test_a_job_without_any_block_ends_like_all_others(hybrid: Hybrid) -> None:
-    hybrid.handler.store(gpu_block_ids=[[], [], []], page_ids=[[], [], []])
-    hybrid.handler.load(page_ids=[[], [], []], gpu_block_ids=[[], [], []], layer_groups=1)
-    hybrid.check()
-    assert [(r.state, r.nbytes) for r in hybrid.handler.poll()] == [("done", 0)] * 2
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -295,62 +265,6 @@ def test_groups_that_share_memory_read_and_write_the_same_blocks(device: str) ->
         assert only(shared.rows[4]) == 43
         assert only(shared.rows[[0, 1, 2, 3, 6, 7]]) == 17
         assert only(shared.hosts[1].pages) == 43
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["kept", "lost as a control"])
-@pytest.mark.parametrize("first", ["store", "load"])
-def test_a_store_of_one_group_and_a_load_of_another_that_share_a_block_keep_their_order(
-    first: str, order: str
-) -> None:
-    with Shared("cuda:0") as shared:
-        handler = shared.handler
-        second = handler if order == "kept" else shared.another_handler()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side), Hold() as hold:
-            if first == "store":
-                handler.store(gpu_block_ids=[[5], []], page_ids=[[0], []], after=side)
-                job = second.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]], after=())
-            else:
-                handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]], after=side)
-                job = second.store(gpu_block_ids=[[5], []], page_ids=[[0], []], after=())
-            if order == "kept":
-                hold.release()
-            second.synchronize(job)
-        handler.synchronize()
-        second.close()
-        if first == "store":  # the block as it was, or what was loaded into it
-            assert only(shared.hosts[0].pages[0]) == (17 if order == "kept" else 43)
-        else:  # what was loaded, or the block as it was
-            assert only(shared.hosts[0].pages[0]) == (43 if order == "kept" else 17)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["kept", "lost as a control"])
-def test_loads_of_two_groups_that_share_a_block_keep_their_order(order: str) -> None:
-    with Shared("cuda:0") as shared:
-        second = shared.handler if order == "kept" else shared.another_handler()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side), Hold() as hold:
-            shared.handler.load(page_ids=[[0], []], gpu_block_ids=[[5], []], after=side)
-            job = second.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]], after=(), expedited=True)
-            if order == "kept":
-                hold.release()
-            second.synchronize(job)
-        shared.handler.synchronize()
-        assert only(shared.rows[5]) == (43 if order == "kept" else 42)
-
-
-@pytest.mark.gpu
-def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
-    """A hazard table keyed by the number alone would make the second job wait for the first."""
-    with Shared("cuda:0") as shared:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side), Hold():
-            shared.handler.store(gpu_block_ids=[[5], []], page_ids=[[0], []], after=side)
-            load = shared.handler.load(page_ids=[[], [0]], gpu_block_ids=[[], [0]], after=())
-            shared.handler.synchronize(load, timeout=PATIENCE)
-        shared.handler.synchronize()
 
 
 def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from drained import drain
-from gpu_cache import NEW, OLD, ROW, GpuCache, only
+from gpu_cache import NEW, OLD, GpuCache, only
 from processes import run_script
 
-from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.offload.handler import OffloadHandler
 
 pytestmark = pytest.mark.gpu
 
@@ -40,15 +39,6 @@ def test_a_store_waits_for_the_kernel_that_writes_its_block(
         gpu.release()
     gpu.handler.synchronize(job)
     assert gpu.page() == stored
-
-
-def test_a_store_waits_for_the_side_stream_that_is_current(gpu: GpuCache) -> None:
-    with torch.cuda.stream(gpu.side):
-        gpu.slow()
-        gpu.cache.fill_(NEW)
-        job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-    gpu.handler.synchronize(job)
-    assert gpu.page() == NEW
 
 
 @pytest.mark.parametrize("named", ["stream", "event", "control"])
@@ -99,21 +89,6 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
     assert only(gpu.cache[[0, 2, 3]]) == OLD
 
 
-@pytest.mark.parametrize(("after", "left"), [(None, NEW), ((), 0)], ids=["waits", "control"])
-def test_a_load_waits_for_the_kernel_that_zeroes_its_block(
-    gpu: GpuCache, after: tuple[()] | None, left: int
-) -> None:
-    gpu.hold()
-    gpu.cache.fill_(0)
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
-    if after is None:
-        gpu.release()
-    gpu.handler.synchronize(job)
-    gpu.release()
-    torch.cuda.synchronize()
-    assert only(gpu.cache[1]) == left
-
-
 @pytest.mark.parametrize("named", ["stream", "event", "control"])
 def test_a_load_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
     with torch.cuda.stream(gpu.side):
@@ -128,12 +103,6 @@ def test_a_load_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
     gpu.release()
     torch.cuda.synchronize()
     assert only(gpu.seen[1]) == (NEW if named == "control" else OLD)
-
-
-def test_an_event_that_was_never_recorded_is_refused(gpu: GpuCache) -> None:
-    with pytest.raises(ValueError, match="never recorded"):
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=torch.cuda.Event())
-    assert gpu.handler.poll() == []
 
 
 # Order between the directions, by the pages and the blocks
@@ -201,35 +170,6 @@ def test_a_load_submitted_before_the_store_of_its_page_has_run_reads_what_is_sto
 # Order within a direction
 
 
-def test_stores_run_in_the_order_of_submission(gpu: GpuCache, order: str) -> None:
-    second = second_handler(gpu, order)
-    gpu.cache[1].fill_(NEW + 1)
-    torch.cuda.synchronize()
-    gpu.hold_on(gpu.side)
-    gpu.handler.store(gpu_block_ids=[0, 2, 3], page_ids=[0, 2, 3], after=gpu.side)
-    job = second.store(gpu_block_ids=[1], page_ids=[0], after=())
-    if order == "kept":
-        gpu.release()
-    second.synchronize(job)
-    gpu.release()
-    gpu.handler.synchronize()
-    assert gpu.page() == (NEW + 1 if order == "kept" else OLD)
-
-
-def test_loads_run_in_the_order_of_submission(gpu: GpuCache, order: str) -> None:
-    second = second_handler(gpu, order)
-    gpu.host.pages[1].fill_(NEW + 1)
-    gpu.hold_on(gpu.side)
-    gpu.handler.load(page_ids=[0, 2, 3], gpu_block_ids=[0, 2, 3], after=gpu.side)
-    job = second.load(page_ids=[1], gpu_block_ids=[0], after=())
-    if order == "kept":
-        gpu.release()
-    second.synchronize(job)
-    gpu.release()
-    gpu.handler.synchronize()
-    assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
-
-
 def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
     gpu: GpuCache, order: str
 ) -> None:
@@ -247,90 +187,7 @@ def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
     assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
-def test_jobs_of_a_direction_are_reported_in_the_order_of_submission(gpu: GpuCache) -> None:
-    gpu.hold()
-    jobs = [
-        gpu.handler.store(gpu_block_ids=blocks, page_ids=blocks)
-        for blocks in ([0, 1, 2, 3], [2], [0, 1, 3])
-    ]
-    assert gpu.handler.poll() == []
-    gpu.release()
-    reported: list[int] = []
-    while len(reported) < 3:
-        reported.extend(result.job_id for result in gpu.handler.poll())
-    assert reported == [job.id for job in jobs]
-
-
-def test_blocks_rotate_through_the_pages_without_the_host_waiting(gpu: GpuCache) -> None:
-    gpu.cache.copy_(torch.arange(4, device="cuda:0")[:, None])
-    gpu.slow()
-    for _ in range(100):  # rotates the four blocks through one page each
-        for block in range(4):
-            gpu.handler.store(gpu_block_ids=[block], page_ids=[(block + 1) % 4]).wait()
-        gpu.handler.load(page_ids=[0, 1, 2, 3], gpu_block_ids=[0, 1, 2, 3]).wait()
-    gpu.slow(1)
-    gpu.cache.add_(0)
-    torch.cuda.synchronize()
-    assert [only(row) for row in gpu.cache] == [0, 1, 2, 3]  # 100 is a multiple of 4
-    assert [gpu.page(index) for index in range(4)] == [0, 1, 2, 3]
-
-
-def test_a_page_is_filled_again_and_again_while_loads_still_read_it(order: str) -> None:
-    # One page; blocks 0 to 3 are stored to it in turn, and it is loaded into 4 to 7 in turn. The
-    # consumer copies them: under compute-sanitizer kernels wait for kernels of a held stream.
-    with GpuCache(blocks=8) as gpu, torch.cuda.stream(gpu.side):
-        loader = second_handler(gpu, order)
-        seen = torch.empty(500, ROW, dtype=torch.uint8, device="cuda:0")
-        values = torch.arange(500, device="cuda:0") % 251
-        torch.cuda.synchronize()
-        stores: list[Job] = []
-        busy = gpu.hold()
-        for i in range(500):
-            if i >= 4:
-                stores[i - 4].wait()  # which read the block that is overwritten now
-            gpu.cache[i % 4].fill_(i % 251)
-            stores.append(gpu.handler.store(gpu_block_ids=[i % 4], page_ids=[0]))
-            load = loader.load(page_ids=[0], gpu_block_ids=[4 + i % 4], after=gpu.consumer)
-            load.wait(gpu.consumer)
-            with torch.cuda.stream(gpu.consumer):
-                seen[i].copy_(gpu.cache[4 + i % 4])
-            if i == 50:
-                assert not busy.query()  # the host waited for nothing
-                gpu.release()
-        torch.cuda.synchronize()
-        assert bool((seen != values[:, None]).any()) == (order != "kept")
-
-
 # What the caller passes is read in the call
-
-
-@pytest.mark.parametrize("kind", ["list", "numpy array", "tensor"])
-@pytest.mark.parametrize("direction", ["store", "load"])
-def test_ids_that_change_right_after_the_call_change_nothing(
-    gpu: GpuCache, direction: str, kind: str
-) -> None:
-    make = {
-        "list": list,
-        "numpy array": lambda ids: np.array(ids, np.int32),
-        "tensor": torch.tensor,
-    }[kind]
-    blocks, pages = make([1, 2]), make([3, 0])
-    busy = gpu.hold()
-    if direction == "store":
-        gpu.handler.store(gpu_block_ids=blocks, page_ids=pages)
-    else:
-        gpu.handler.load(page_ids=pages, gpu_block_ids=blocks)
-    blocks[0], blocks[1] = 0, 3
-    pages[0], pages[1] = 1, 2
-    assert not busy.query()
-    gpu.release()
-    gpu.handler.synchronize()
-    if direction == "store":
-        assert [gpu.page(index) for index in range(4)] == [OLD, NEW, NEW, OLD]
-        assert only(gpu.cache) == OLD
-    else:
-        assert [only(row) for row in gpu.cache] == [OLD, NEW, NEW, OLD]
-        assert only(gpu.host.pages) == NEW
 
 
 # Whoever uses loaded blocks waits for the job
@@ -381,18 +238,6 @@ def test_waiting_for_an_ended_job_does_not_wait_for_the_job_that_has_its_event(
     assert not second.query()
 
 
-def test_the_host_waits_for_a_job_that_has_not_started(gpu: GpuCache) -> None:
-    gpu.hold()
-    gpu.cache.fill_(NEW)
-    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-    with pytest.raises(TimeoutError, match=f"store {job.id}"):
-        gpu.handler.synchronize(job, timeout=0.01)
-    gpu.release()
-    gpu.handler.synchronize(job, timeout=60)
-    assert gpu.page() == NEW
-    assert [result.job_id for result in gpu.handler.poll()] == [job.id]
-
-
 def test_the_time_of_a_job_is_that_of_its_copy(gpu: GpuCache) -> None:
     gpu.slow(200)
     job = gpu.handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[0, 1, 2, 3])
@@ -434,29 +279,6 @@ def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:
 
 
 # Ends
-
-
-def test_closing_a_pool_waits_for_the_jobs_in_flight(gpu: GpuCache) -> None:
-    view = gpu.host.pages
-    busy = gpu.slow()
-    gpu.cache.fill_(NEW + 1)
-    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-    gpu.host.close()
-    assert busy.query()
-    assert job.result is not None
-    assert job.result.ok
-    assert only(view[0]) == NEW + 1
-    assert not view.is_pinned()
-
-
-def test_a_dropped_handler_waits_for_its_jobs(gpu: GpuCache) -> None:
-    handler = gpu.another_handler()
-    busy = gpu.slow()
-    gpu.cache.fill_(NEW + 1)
-    handler.store(gpu_block_ids=[1], page_ids=[0])
-    del handler
-    assert busy.query()
-    assert gpu.page() == NEW + 1
 
 
 @pytest.mark.parametrize("copies", ["handler", "torch as a control"])

@@ -380,17 +380,6 @@ def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, se
         sim.release(hold)
 
 
-@pytest.mark.parametrize(("first", "second"), [("load", "expedited"), ("expedited", "load")])
-@simulated
-def test_two_loads_may_read_one_page_at_a_time(driver: Driver, first: str, second: str) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, _ = sim.hold_up(first, block=1, page=2)
-        job = sim.submit(second, [3], [2])
-        driver.run()
-        assert job.query()
-        sim.release(hold)
-
-
 @simulated
 def test_a_job_waits_for_one_transfer_of_each_other_channel_that_it_shares_with(
     driver: Driver,
@@ -423,23 +412,6 @@ def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> Non
 # What the handler keeps
 
 
-@pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
-@simulated
-def test_ids_may_change_after_the_call(driver: Driver, queued: bool) -> None:
-    with SimulatedCache(driver) as sim:
-        if queued:
-            sim.fill("store")
-        hold = sim.held()
-        blocks, pages = torch.tensor([1]), [2]
-        sim.submit("store", blocks, pages, after=None)
-        blocks[0] = pages[0] = 9
-        kept = sim.page(9)
-        sim.release(hold)
-        sim.finish()
-        assert sim.holds(2, sim.block(1))
-        assert sim.holds(9, kept)
-
-
 @simulated
 def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
@@ -458,22 +430,6 @@ def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: 
 
         few = work(100)
         assert work(1000) == few
-
-
-@simulated
-def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
-    before = driver.live("streams"), driver.live("events")
-    with SimulatedCache(driver) as sim:
-        hold = sim.held()
-        for kind in CHANNELS:
-            sim.submit(kind, [1], [1], after=None)
-        sim.fill("load", block=5, page=5)
-        driver.fail("cuMemcpyAsync", nth=3)
-        sim.store(3, 3)
-        assert driver.live("streams") > before[0]
-        assert driver.live("events") > before[1]
-        sim.release(hold)
-    assert (driver.live("streams"), driver.live("events")) == before
 
 
 def start_waiting_load(driver: Driver, sim: SimulatedCache) -> threading.Thread:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from caller_submits import CallerSubmits
-from patience import PATIENCE, in_time
+from patience import in_time
 from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernels, run_until, states
 from simulated_driver import Driver, on_device, pool, simulated
 
@@ -104,33 +103,6 @@ def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: s
         assert sim.handler.cancel(job)
         assert states(sim.finish()) == ["cancelled"]
         assert not sim.handler.cancel(job)
-
-
-@simulated
-def test_threads_submit_large_jobs_and_wait_for_them(driver: Driver) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        driver.set_mode("threaded")
-        ended = []
-
-        def serve(kind: str) -> None:
-            for _ in range(20):
-                job = sim.handler.load(
-                    page_ids=ALL, gpu_block_ids=ALL, after=(), expedited=kind == "expedited"
-                )
-                if kind == "store":
-                    job = sim.handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
-                sim.handler.synchronize(job)
-                ended.append(job)
-
-        threads = [threading.Thread(target=serve, args=[kind]) for kind in CHANNELS]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        sim.handler.synchronize()
-        assert len(ended) == 60
-        assert torch.equal(sim.host.pages[:, 0], sim.tensors[0])
-        driver.set_mode("manual")
 
 
 @needs_kernels

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drained import drain
 from encoded_cache import STAGING_BYTES, VALUES, EncodedCache
 from encoded_fuzz import Fuzz
 from expecttest import assert_expected_inline
@@ -34,7 +33,7 @@ from simulated_driver import Driver, place, run, simulated, without_cuda
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.offload.handler import Job
-from torch_kvswap.results import BlocksRejectedError, DeviceLostError, Result
+from torch_kvswap.results import BlocksRejectedError, Result
 
 METHODS = ("staged", "kernel")
 FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
@@ -112,55 +111,6 @@ def test_the_cpu_reads_what_the_kernels_have_written(driver: Driver) -> None:
         cache.pools[0].pages[5] = on_cpu.pools[0].pages[5]
         finish(cache, cache.load([5], [0]))
         assert cache.is_same(0, before[1])
-
-
-@pytest.mark.parametrize("layer_groups", [1, 4])
-@needs_kernels
-@simulated
-def test_raw_and_encoded_groups_are_copied_by_one_job(driver: Driver, layer_groups: int) -> None:
-    encodings = ("raw", "lossless", "raw", "lossless")
-    with EncodedCache(driver, encodings=encodings, layers=2) as cache:
-        cache.spoil(5, group=1)
-        cache.spoil(5, group=2)  # raw: it fits
-        before = [[cache.block(block, group) for block in range(8)] for group in range(4)]
-        lists = [[1, 2], [3, 5, 4], [5], [6, 7]]
-        stored = cache.store(lists, lists)
-        loaded = cache.load(
-            lists, [[block + 8 for block in of_group] for of_group in lists],
-            layer_groups=layer_groups,
-        )  # fmt: skip
-        assert outcomes(finish(cache, stored, loaded)) == [("failed", (3,)), ("failed", (3,))]
-        for group, of_group in enumerate(lists):
-            for block in of_group:
-                if (group, block) != (1, 5):
-                    assert cache.is_same(block + 8, before[group][block], group)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("method", METHODS)
-@needs_kernels
-@simulated
-def test_many_transfers_in_flight_take_turns(driver: Driver, method: str, seed: int) -> None:
-    # Pages of 16 KiB of values: four fill a half of the staging buffer.
-    with EncodedCache(driver, layers=8, values=8192, copy_method=method) as cache:
-        cache.spoil(3)
-        before = [cache.block(block) for block in range(16)]
-        driver.set_mode("threaded", seed)
-        jobs, expected = [], []
-        for turn in range(30):
-            blocks = [(turn + 5 * i) % 16 for i in range(7)]
-            rejected = (blocks.index(3),) if 3 in blocks else ()
-            jobs.append(cache.store(blocks, blocks))
-            jobs.append(cache.load(blocks, blocks, expedited=turn % 4 == 0))
-            if rejected:
-                jobs.pop()  # of the block that a load has rejected, no store may follow
-                drain(cache.handler)
-                assert cache.handler.poll()[-1].rejected == rejected
-                jobs.clear()
-            expected.append(rejected)
-        drain(cache.handler)
-        for block in range(16):
-            assert cache.is_same(block, before[block])
 
 
 @needs_kernels
@@ -330,28 +280,6 @@ def test_the_caller_begins_a_job_of_slots_larger_than_the_pieces_that_it_gives(
         assert (job.result.ok, begun) == (True, 1)
 
 
-@pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("kind", ["load", "expedited"])
-@pytest.mark.parametrize("method", METHODS)
-@needs_kernels
-@simulated
-def test_a_load_decodes_what_an_earlier_store_will_write(
-    driver: Driver, method: str, kind: str, shares: bool
-) -> None:
-    driver.set_stream(0, CURRENT)
-    with EncodedCache(driver, copy_method=method) as cache:
-        before = cache.block(1)
-        finish(cache, cache.store([3], [0]), cache.store([3], [5]))
-        hold = driver.hold(CURRENT)
-        store = cache.store([1], [0], after=None)
-        load = cache.load([0 if shares else 5], [2], expedited=kind == "expedited")
-        driver.run()
-        assert load.query() is not shares
-        driver.release(hold)
-        finish(cache, store, load)
-        assert cache.is_same(2, before) is shares
-
-
 @needs_kernels
 @simulated
 def test_a_layer_group_has_landed_when_its_tiles_are_decoded(driver: Driver) -> None:
@@ -507,28 +435,6 @@ def test_a_large_job_that_two_threads_submit_rejects_blocks_of_both_parts(
             assert cache.is_same(block + 64, before[source])
 
 
-@pytest.mark.parametrize("expedited", [False, True])
-@needs_kernels
-@simulated
-def test_a_load_behind_a_rejected_store_rejects_the_same_blocks(
-    driver: Driver, expedited: bool
-) -> None:
-    driver.set_stream(0, CURRENT)
-    with EncodedCache(driver) as cache:
-        cache.spoil(2)
-        before = [cache.block(block) for block in range(16)]
-        hold = driver.hold(CURRENT)
-        store = cache.store([1, 2, 3], [0, 1, 2], after=None)
-        load = cache.load([0, 1, 2], [7, 8, 9], expedited=expedited)  # before it is known
-        driver.release(hold)
-        results = finish(cache, store, load)
-        assert outcomes(results) == [("failed", (1,)), ("failed", (1,))]
-        assert all(isinstance(result.error, BlocksRejectedError) for result in results)
-        assert cache.is_same(7, before[1])
-        assert cache.is_same(8, before[8])
-        assert cache.is_same(9, before[3])
-
-
 @pytest.mark.parametrize("when", ["behind the load", "when the load has ended"])
 @needs_kernels
 @simulated
@@ -680,39 +586,6 @@ def test_a_failed_kernel_copy_leaves_no_states_behind(
         assert call in str(failed.error)
         assert submit(1).ok
         assert submit(2).rejected == (0,)  # the control
-
-
-@needs_kernels
-@simulated
-def test_a_lost_device_fails_encoded_jobs_as_any_other(driver: Driver) -> None:
-    with EncodedCache(driver) as cache:
-        cache.spoil(2)
-        jobs = [cache.store([1, 2], [0, 1]), cache.load([0, 1], [3, 4])]
-        assert driver.step(cache.streams[0])
-        driver.lose()
-        for job in jobs:
-            assert job.query()
-            assert job.result is not None
-            assert isinstance(job.result.error, DeviceLostError)
-            assert job.result.rejected == ()
-        with logged():  # that the pool stays pinned
-            cache.pools[0].close()
-
-
-@needs_kernels
-@simulated
-def test_a_closed_handler_has_given_all_memory_back(driver: Driver) -> None:
-    layout = place(driver, PagedLayout([(1 + torch.rand(8, VALUES)).bfloat16()]))
-    pool = HostPool(layout, 8, encoding="lossless")
-    OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
-    before = driver.live("allocations"), driver.live("streams"), driver.live("events")
-    driver.log()
-    with OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES) as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[1], after=()))
-    log = driver.log()
-    assert before == (driver.live("allocations"), driver.live("streams"), driver.live("events"))
-    assert "register 3145728 bytes of host memory" in log
-    assert "unregister 3145728 bytes of host memory" in log
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyAsync"])

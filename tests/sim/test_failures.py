@@ -173,17 +173,6 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
         assert sim.is_right(without=[job])
 
 
-@pytest.mark.parametrize("nth", range(1, 7))
-@simulated
-def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: int) -> None:
-    with SimulatedCache(driver) as sim:
-        driver.fail("cuStreamCreateWithPriority", nth)
-        call = "cuStreamCreateWithPriority"
-        with pytest.raises(RuntimeError, match=call):
-            OffloadHandler(sim.layout, sim.host)
-        OffloadHandler(sim.layout, sim.host).close()
-
-
 # Gates
 
 
@@ -506,18 +495,6 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
 
 
 # What a failure must not leave behind
-
-
-@pytest.mark.parametrize("nth", range(1, 7))
-@simulated
-def test_a_handler_that_is_not_made_leaves_no_streams(driver: Driver, nth: int) -> None:
-    with SimulatedCache(driver) as sim:
-        before = driver.live("streams")
-        driver.fail("cuStreamCreateWithPriority", nth)
-        call = "cuStreamCreateWithPriority"
-        with pytest.raises(RuntimeError, match=call):
-            OffloadHandler(sim.layout, sim.host)
-        assert driver.live("streams") == before
 
 
 @simulated

@@ -212,17 +212,6 @@ def test_a_gate_is_closed_on_the_current_stream_whatever_the_load_starts_behind(
 
 
 @simulated
-def test_a_lost_device_leaves_no_events(driver):
-    handler = make(driver)
-    driver.hold(42)
-    jobs = [handler.store(gpu_block_ids=[i], page_ids=[i]) for i in range(4)]
-    driver.lose()
-    handler.close()
-    assert [result.job_id for result in handler.poll()] == [job.id for job in jobs]
-    assert (driver.live("streams"), driver.live("events")) == (0, 0)
-
-
-@simulated
 def test_a_job_that_was_cancelled_is_reported_so_also_when_the_device_is_lost(driver):
     handler = make(driver)
     driver.hold(42)

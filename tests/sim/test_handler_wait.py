@@ -114,19 +114,6 @@ def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> No
         assert "the device is lost" in waiting.result(timeout=PATIENCE)
 
 
-@simulated
-def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
-        queued = sim.fill("store", 1, 1)[-1]
-        waiting = pool.submit(sim.handler.synchronize, queued)
-        let_threads_look(driver)
-        assert not waiting.done()
-        assert run_until(driver, waiting.done)
-        assert waiting.result() is None
-        assert queued.result is not None
-        assert queued.result.ok
-
-
 # Threads that wait for each other: nothing below is on the device, whose worker stands still
 
 

@@ -25,7 +25,6 @@ from simulated_cache import (
     rest,
     run_until,
     states,
-    thread_names,
     threads,
 )
 from simulated_driver import DEVICE, Driver, simulated
@@ -49,17 +48,6 @@ def queue_up(sim: SimulatedCache, kind: str) -> tuple[int, list[Job]]:
 
 
 # The queue
-
-
-@simulated
-def test_the_thread_of_each_channel_has_its_name(driver: Driver) -> None:
-    names = {"store": "kvswap-store", "load": "kvswap-load", "expedited": "kvswap-expedite"}
-    with SimulatedCache(driver, submit_thread=True) as sim:
-        for kind, name in names.items():
-            assert name not in thread_names()
-            sim.submit(kind, [1], [1])
-            assert in_time(lambda name=name: name in thread_names())
-        sim.finish()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
@@ -252,25 +240,6 @@ def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(drive
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
-    driver: Driver, kind: str
-) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        before = threads()
-        for i in range(10):
-            sim.submit(kind, [i, i + 1], [i + 1, i])
-        assert new_threads(before) == 0
-        sim.finish()
-        everything = list(range(BLOCKS))
-        sim.submit(kind, everything, everything[::-1])
-        assert new_threads(before) == 1
-        sim.submit(kind, [5], [5])
-        assert states(sim.finish()) == ["done", "done"]
-        assert sim.is_right()
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=True) as sim:
         before = threads()
@@ -326,34 +295,6 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.is_right()
-
-
-@pytest.mark.parametrize("seed", range(8))
-@simulated
-def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
-    driver: Driver, seed: int
-) -> None:
-    import random
-
-    random_ = random.Random(seed)
-    with SimulatedCache(driver, blocks=8, pages=8) as sim:
-        jobs = []
-        hold = sim.held()
-        for i in range(600):
-            kind, count = random_.choice(CHANNELS), random_.randint(1, 3)
-            ids = [random_.sample(range(8), count) for _ in range(2)]
-            after = None if random_.random() < 0.1 else ()
-            jobs.append(sim.submit(kind, *ids, after=after))
-            if i == 300:
-                sim.release(hold)
-                driver.set_mode("threaded", seed)
-        sim.handler.synchronize(timeout=PATIENCE)
-        driver.set_mode("manual")
-        assert sim.is_right()
-        results = sim.handler.poll()
-        assert sorted(r.job_id for r in results) == [job.id for job in jobs]
-        for kind in ("store", "load"):
-            assert sim.metrics(kind).transfers > 0
 
 
 @simulated
@@ -425,34 +366,6 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
         sim.handler.synchronize()
         driver.set_mode("manual")
         assert sim.holds(1, sim.block(1))
-
-
-@simulated
-def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        driver.set_mode("threaded")
-        reported, submitted = [], []
-
-        def work(number: int) -> None:
-            for i in range(100):
-                kind = CHANNELS[(number + i) % 3]
-                job = sim.submit(kind, [4 * number + i % 4], [4 * number + i % 4])
-                submitted.append(job.id)
-                if i % 10 == 0:
-                    sim.handler.synchronize(job)
-                reported.extend(sim.handler.poll())
-
-        threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sim.handler.synchronize()
-        reported += sim.handler.poll()
-        driver.set_mode("manual")
-        assert sorted(submitted) == list(range(400))
-        assert sorted(result.job_id for result in reported) == list(range(400))
-        assert set(states(reported)) == {"done"}
 
 
 # Cancelling
@@ -587,22 +500,6 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         assert not sim.handler.cancel(jobs[-1])
         jobs[-1].wait()
         sim.handler.close()
-
-
-@simulated
-def test_a_handler_that_is_dropped_with_a_full_queue_waits_for_it(driver: Driver) -> None:
-    sim = SimulatedCache(driver)
-    tensors, pages = sim.tensors, sim.host.pages
-    before = threads()
-    hold = queue_up(sim, "store")[0]
-    sim.submit("store", [1], [2])
-    assert new_threads(before) == 1
-    sim.release(hold)
-    driver.set_mode("threaded")
-    del sim.handler
-    driver.set_mode("manual")
-    assert new_threads(before) == 0
-    assert (pages[2, 0] == tensors[0][1]).all()
 
 
 # What it costs to do nothing

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from patience import PATIENCE, in_time
+from patience import PATIENCE
 from simulated_driver import DEVICE, HOST, Driver, simulated, without_cuda
 from simulated_driver.cuda import CudaError
 from simulated_driver.simulated import workers
@@ -34,41 +32,6 @@ def code_of(call, *arguments, **named) -> int:
     with pytest.raises(CudaError) as caught:
         call(*arguments, **named)
     return caught.value.code
-
-
-@simulated
-def test_in_immediate_mode_work_is_done_when_the_call_returns(driver):
-    src, dst = sides(driver)
-    driver.cuda.copy(dst, src, 42)
-    assert torch.equal(dst, src)
-    assert driver.cuda.is_done(stream=42)
-
-
-@simulated
-def test_in_immediate_mode_what_was_held_runs_when_it_is_released(driver):
-    src, dst = sides(driver)
-    hold = driver.hold(42)
-    driver.cuda.copy(dst, src, 42)
-    assert not dst.any()
-    driver.release(hold)
-    assert torch.equal(dst, src)
-
-
-@simulated
-def test_a_stream_works_in_the_order_of_submission(driver):
-    driver.set_mode("manual")
-    first, second = driver.memory(16, HOST).fill_(1), driver.memory(16, HOST).fill_(2)
-    dst = driver.memory(16, DEVICE)
-    driver.cuda.copy(dst, first, 42)
-    driver.cuda.copy(dst, second, 42)
-    assert not dst.any()
-    assert driver.step(42)
-    assert torch.equal(dst, first)
-    assert not driver.cuda.is_done(stream=42)
-    assert driver.step(42)
-    assert torch.equal(dst, second)
-    assert driver.cuda.is_done(stream=42)
-    assert not driver.step(42)
 
 
 @simulated
@@ -105,15 +68,6 @@ def test_a_batch_in_the_legacy_stream_is_refused(driver):
         assert code_of(driver.cuda.copy_batch, [(dst, src)], stream) == 1
     driver.cuda.copy_batch([(dst, src)], 2)
     assert torch.equal(dst, src)
-
-
-@simulated
-def test_what_a_batch_has_before_a_copy_that_fails_is_copied(driver):
-    src, dst = sides(driver)
-    driver.fail_copy(2)
-    pairs = [(dst[at : at + 4], src[at : at + 4]) for at in (0, 4, 8, 12)]
-    assert code_of(driver.cuda.copy_batch, pairs, 42) == 1
-    assert dst.tolist() == [1] * 8 + [0] * 8
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
@@ -157,13 +111,6 @@ def strided(driver, dst, src, width=4, dst_pitch=8, src_pitch=4) -> int:
     ]
     copy = Strided(*sides, width, 2, 1)
     return driver.cuda.call("cuMemcpy3DAsync", ctypes.byref(copy), 42)
-
-
-@simulated
-def test_a_strided_copy_leaves_out_what_lies_between_its_rows(driver):
-    src, dst = sides(driver)
-    assert strided(driver, dst, src) == 0
-    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4
 
 
 @pytest.mark.parametrize("pitches", [(3, 4), (8, 3), (1 << 31, 4), (8, 1 << 31)])
@@ -220,19 +167,6 @@ def test_a_stream_that_waits_for_an_event_stands_still_and_the_others_do_not(dri
 
 
 @simulated
-def test_a_wait_is_for_the_record_before_it_and_a_query_for_the_last(driver):
-    driver.set_mode("manual")
-    event = driver.cuda.create_event()
-    driver.cuda.record(event, 42)
-    driver.cuda.wait(43, event)
-    driver.hold(44)
-    driver.cuda.record(event, 44)
-    driver.run()
-    assert driver.cuda.is_done(stream=43)
-    assert not driver.cuda.is_done(event=event)
-
-
-@simulated
 def test_a_second_record_that_happens_first_does_not_fulfil_an_earlier_wait(driver):
     driver.set_mode("manual")
     event = driver.cuda.create_event()
@@ -281,22 +215,6 @@ VIOLATION: use of event 1, which does not exist
 VIOLATION: use of stream 101, which was destroyed
 """,
     )
-
-
-@simulated
-def test_destroying_what_has_pending_work_lets_the_work_go_on(driver):
-    driver.set_mode("manual")
-    src, dst = sides(driver)
-    event, stream = driver.cuda.create_event(), driver.cuda.create_stream()
-    assert (driver.live("events"), driver.live("streams")) == (1, 1)
-    driver.cuda.record(event, stream)
-    driver.cuda.wait(43, event)
-    driver.cuda.copy(dst, src, 43)
-    driver.cuda.destroy_event(event)
-    driver.cuda.destroy_stream(stream)
-    assert (driver.live("events"), driver.live("streams")) == (0, 0)
-    driver.run()
-    assert torch.equal(dst, src)
 
 
 @simulated
@@ -387,45 +305,6 @@ def test_a_stream_that_is_used_in_another_context_works_and_is_told(driver):
     assert driver.violations() == 1
 
 
-@pytest.mark.parametrize("by", ["host", "stream"])
-@simulated
-def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
-    driver.set_mode("manual")
-    value = word(driver)
-    driver.cuda.wait_value(42, value, 5)
-    for number, done in ((4, False), (7, True)):
-        if by == "host":
-            value.fill_(number)
-        else:
-            driver.cuda.write_value(43, value, number)
-        driver.run()
-        assert int(value) == number
-        assert driver.cuda.is_done(stream=42) == done
-
-
-@simulated
-def test_at_least_is_cyclic(driver):
-    driver.set_mode("manual")
-    value = word(driver).fill_(-1)
-    driver.cuda.wait_value(42, value, 1)
-    driver.run()
-    assert not driver.cuda.is_done(stream=42)
-    value.fill_(1)
-    driver.run()
-    assert driver.cuda.is_done(stream=42)
-
-
-@simulated
-def test_a_stream_waits_for_an_equal_value_when_it_is_told_so(driver):
-    driver.set_mode("manual")
-    value, equal = word(driver), 1
-    driver.cuda.check("cuStreamWaitValue64", 42, value.data_ptr(), 5, equal)
-    for number, done in ((7, False), (5, True)):
-        value.fill_(number)
-        driver.run()
-        assert driver.cuda.is_done(stream=42) == done
-
-
 @simulated
 def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
     assert code_of(driver.cuda.wait_value, 42, torch.zeros(1, dtype=torch.int64), 1) == 1
@@ -454,50 +333,6 @@ def test_synchronizing_runs_what_is_needed_and_no_more(driver):
     assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4
     driver.cuda.synchronize(stream=43)
     assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
-
-
-@simulated
-def test_synchronizing_finds_the_write_that_a_wait_is_for_on_another_stream(driver):
-    driver.set_mode("manual")
-    value = word(driver)
-    driver.cuda.wait_value(42, value, 1)
-    driver.cuda.write_value(42, value, 0)
-    driver.cuda.write_value(43, value, 1)
-    driver.cuda.synchronize(stream=42)
-    assert int(value) == 0
-
-
-@simulated
-def test_a_thread_that_synchronizes_goes_on_when_another_releases(driver):
-    driver.set_mode("manual")
-    hold = driver.hold(42)
-    thread = threading.Thread(target=driver.cuda.synchronize, kwargs={"stream": 42})
-    thread.start()
-    assert in_time(lambda: driver.calls("cuStreamSynchronize") == 1)
-    assert thread.is_alive()
-    driver.release(hold)
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-@simulated
-def test_time_passes_by_a_millisecond_a_copy(driver):
-    driver.set_mode("manual")
-    src, dst = sides(driver)
-    start, end = driver.cuda.create_event(), driver.cuda.create_event()
-    driver.cuda.record(start, 42)
-    driver.cuda.copy(dst, src, 42)
-    driver.cuda.copy(dst, src, 42)
-    driver.cuda.record(end, 42)
-    assert code_of(driver.cuda.elapsed, start, end) == 600
-    driver.step(42)
-    driver.advance_clock(10)
-    driver.run()
-    assert driver.cuda.elapsed(start, end) == 12.0
-    untimed = driver.cuda.create_event(timed=False)
-    driver.cuda.record(untimed, 42)
-    driver.run()
-    assert code_of(driver.cuda.elapsed, start, untimed) == 400
 
 
 @simulated
@@ -559,71 +394,6 @@ def test_letting_memory_go_that_pending_work_uses_is_told(driver, use):
         driver.cuda.copy(other[:32], other[32:], 42)
     driver.cuda.check("cuMemHostUnregister", tensor.data_ptr())
     assert driver.violations() == (use != "uses another")
-
-
-@simulated
-def test_registrations_can_be_limited_in_one_and_in_all(driver):
-    whole = torch.zeros(96, dtype=torch.uint8)
-    driver.limit_registration(in_one=32, in_all=64)
-
-    def register(begin, size):
-        return driver.cuda.call("cuMemHostRegister", whole[begin:].data_ptr(), size, 0)
-
-    assert [register(0, 33), register(0, 32), register(32, 32), register(64, 32)] == [2, 0, 0, 2]
-    driver.cuda.check("cuMemHostUnregister", whole.data_ptr())
-    assert register(64, 32) == 0
-
-
-@simulated
-def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
-    src, dst = sides(driver)
-    driver.cuda.copy(dst[:4], src[:4], 42)
-    assert driver.fail("cuMemcpyAsync", nth=2, code=999) == 3
-    driver.cuda.copy(dst[:4], src[:4], 42)
-    assert code_of(driver.cuda.copy, dst[4:8], src[4:8], 42) == 999
-    driver.cuda.copy(dst[8:], src[8:], 42)
-    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
-    assert driver.calls("cuMemcpyAsync") == 4
-    with pytest.raises(AssertionError, match="the simulated driver has no cuMemcpyAsink"):
-        driver.fail("cuMemcpyAsink")
-
-
-@simulated
-def test_the_calls_of_a_thread_are_counted_by_themselves(driver):
-    before = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
-    other = threading.Thread(target=driver.cuda.is_done, kwargs={"stream": 42})
-    other.start()
-    other.join()
-    driver.cuda.is_done(stream=42)
-    after = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
-    assert after == (before[0] + 1, before[1] + 2)
-
-
-@simulated
-def test_a_lost_device_answers_everything_but_destroying_with_its_error(driver):
-    driver.set_mode("manual")
-    src, dst = sides(driver)
-    event, stream = driver.cuda.create_event(), driver.cuda.create_stream()
-    driver.hold(stream)
-    driver.cuda.copy(dst, src, stream)
-    driver.cuda.record(event, stream)
-    waiting = []
-    thread = threading.Thread(
-        target=lambda: waiting.append(driver.cuda.call("cuStreamSynchronize", stream))
-    )
-    thread.start()
-    assert in_time(lambda: driver.calls("cuStreamSynchronize") == 1)
-    driver.lose(719)
-    thread.join(PATIENCE)
-    assert waiting == [719]
-    assert driver.run() == 0
-    assert not dst.any()
-    assert code_of(driver.cuda.is_done, event=event) == 719
-    assert code_of(driver.cuda.copy, dst, src, stream) == 719
-    assert code_of(driver.cuda.create_event) == 719
-    driver.cuda.destroy_event(event)
-    driver.cuda.destroy_stream(stream)
-    assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
 @simulated
@@ -691,31 +461,6 @@ def test_what_a_stream_captures_runs_when_it_is_replayed(driver):
         dst.zero_()
 
 
-@pytest.mark.parametrize("seed", range(3))
-@simulated
-def test_in_threaded_mode_all_runs_and_in_the_order_of_events(driver, seed):
-    driver.set_mode("threaded", seed)
-    src = driver.memory(400, HOST).random_(1, 256)
-    middle, dst = driver.memory(400, DEVICE), driver.memory(400, HOST)
-    value = word(driver)
-    for i in range(100):
-        part = slice(4 * i, 4 * i + 4)
-        event = driver.cuda.create_event()
-        pairs = [(middle[at : at + 1], src[at : at + 1]) for at in range(part.start, part.stop)]
-        driver.cuda.copy_batch(pairs, 42)
-        driver.cuda.record(event, 42)
-        driver.cuda.wait(43 + i % 2, event)
-        driver.cuda.copy(dst[part], middle[part], 43 + i % 2)
-        driver.cuda.destroy_event(event)
-    driver.cuda.wait_value(44, value, 1)
-    driver.cuda.synchronize(stream=43)
-    assert not driver.join(0.05)
-    value.fill_(1)
-    assert driver.join()
-    assert driver.pending() == ""
-    assert torch.equal(dst, src)
-
-
 @simulated
 def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_for(driver):
     overtaken = set()
@@ -734,40 +479,6 @@ def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_fo
         overtaken.add(not torch.equal(dst, src))
         driver.reset()
     assert overtaken == {False, True}
-
-
-@simulated
-def test_the_log_has_a_line_for_each_call_that_does_something(driver):
-    src, dst = sides(driver)
-    stream, event = driver.cuda.create_stream(), driver.cuda.create_event()
-    value = word(driver)
-    driver.cuda.copy(dst, src, stream)
-    driver.cuda.copy_batch([(dst, src)], stream)
-    driver.cuda.record(event, stream)
-    driver.cuda.wait(42, event)
-    driver.cuda.write_value(42, value, 3)
-    driver.cuda.wait_value(42, value, 2)
-    driver.cuda.is_done(event=event)
-    driver.cuda.synchronize(stream=stream)
-    driver.cuda.synchronize(event=event)
-    driver.cuda.destroy_event(event)
-    driver.cuda.destroy_stream(stream)
-    assert_expected_inline(
-        driver.log(),
-        """\
-create stream 101
-copy 16 bytes on stream 101
-batch of 1 on stream 101, source order 1 from 0
-record event 1 on stream 101
-wait for event 1 on stream 42
-write value 3 on stream 42
-wait for a value of at least 2 on stream 42
-synchronize stream 101
-synchronize event 1
-destroy stream 101
-""",
-    )
-    assert driver.log() == ""
 
 
 def reset_and_count(driver: Driver) -> str:
@@ -790,31 +501,6 @@ def test_after_a_reset_all_is_as_in_the_beginning(driver):
     assert driver.cuda.memory_type(src) == 0
 
 
-@simulated
-def test_the_simulated_driver_takes_the_place_of_the_driver_for_the_library(driver):
-    from torch_kvswap import ops
-
-    src, dst = sides(driver)
-    driver.set_stream(0, 42)
-    driver.set_mode("manual")
-    one = torch.tensor([16])
-    ops.swap_blocks_batch(torch.tensor([src.data_ptr()]), torch.tensor([dst.data_ptr()]), one)
-    assert not dst.any()
-    driver.run(42)
-    assert torch.equal(dst, src)
-
-
-@simulated
-def test_a_paged_cache_lies_on_the_device_and_its_pool_in_pinned_memory(driver):
-    import simulated_driver
-
-    layout, pool = simulated_driver.cache(driver, num_blocks=3, num_pages=2, block_bytes=32)
-    assert layout.device == torch.device("cuda", 0)
-    assert [driver.cuda.memory_type(tensor) for tensor in layout.tensors] == [2, 2]
-    assert driver.cuda.memory_type(pool.pages) == 1
-    assert pool.pages.shape == (2, 1, 64)
-
-
 @without_cuda
 def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "simulated_driver.md"
@@ -829,19 +515,6 @@ def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "example", example)
     spec.loader.exec_module(example)
     example.test_a_store_waits_for_the_stream_that_is_current()
-
-
-@simulated
-def test_a_simulated_test_may_use_hypothesis(driver):
-    @settings(max_examples=20, deadline=None)
-    @given(st.integers(1, 16))
-    def copies(count):
-        src, dst = sides(driver, count)
-        driver.cuda.copy(dst, src, 42)
-        assert torch.equal(dst, src)
-
-    copies()
-    assert driver.calls("cuMemcpyAsync") > 1
 
 
 # Bodies that the tests below run in a worker of their own.

@@ -114,18 +114,6 @@ def code_of(driver: Driver, *launch: Any, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("kernel", ["kvswap_pack_words", "kvswap_pack_bulk"])
-@simulated
-def test_a_block_is_packed_when_the_kernel_runs(driver: Driver, kernel: str) -> None:
-    driver.set_mode("manual")
-    block, packed = driver.memory(64, DEVICE), driver.memory(64, DEVICE)
-    driver.cuda.launch(kernel, pack(driver, block, packed), 42, shared=32 * 16)
-    block.fill_(7)
-    assert not packed.any()
-    driver.run()
-    assert torch.equal(packed, block)
-
-
-@pytest.mark.parametrize("kernel", ["kvswap_pack_words", "kvswap_pack_bulk"])
 @pytest.mark.parametrize("part", ["block", "packed", "chunk"])
 @simulated
 def test_a_kernel_that_copies_what_its_words_do_not_divide_is_told(
@@ -169,31 +157,6 @@ def test_memory_of_a_copying_kernel_that_has_not_run_may_not_go(driver: Driver) 
 
 
 # Kernels that encode and decode
-
-
-@simulated
-def test_what_was_encoded_is_decoded_when_the_kernels_run(driver: Driver) -> None:
-    driver.set_mode("manual")
-    coding = Coding(driver)
-    before = coding.values.clone()
-    driver.cuda.launch("kvswap_encode", coding.arguments, 42, shared=SHARED)
-    assert not coding.slot.any()
-    driver.run()
-    coding.values.zero_()
-    driver.cuda.launch("kvswap_decode", coding.arguments, 42, shared=SHARED)
-    driver.run()
-    assert torch.equal(coding.values, before)
-    assert coding.state.tolist() == [0]
-
-
-@simulated
-def test_states_say_which_slots_have_overflowed_or_are_none(driver: Driver) -> None:
-    coding = Coding(driver)
-    driver.cuda.launch("kvswap_decode", coding.arguments, 42, shared=SHARED)
-    assert coding.state.tolist() == [2]  # it was never encoded
-    coding.values.view(torch.bfloat16).copy_(2.0 ** (torch.arange(32) * 6 - 90))
-    driver.cuda.launch("kvswap_encode", coding.arguments, 42, shared=SHARED)
-    assert coding.state.tolist() == [1]  # more escapes than fit
 
 
 @pytest.mark.parametrize("kernel", ["kvswap_encode", "kvswap_decode"])

@@ -100,41 +100,6 @@ def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_bet
 
 @needs_kernels
 @simulated
-def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> None:
-    whole = numbers(40, 12, 4096)
-    tensors = [whole[0], whole[3][:, :512], whole[7].view(12, 2, 2048)[:, 0], whole[4], whole[39]]
-    before = [tensor.clone() for tensor in tensors]
-    layout = on_device(driver, whole, tensors)
-    pool = HostPool(layout, num_pages=4, blocks_per_page=2)
-    with OffloadHandler(layout, pool, copy_method="staged") as handler:
-        expect(handler, before, [3, 11, 0, 7], [3, 1])
-
-
-@pytest.mark.parametrize("mode", ["manual", "threaded"])
-@needs_kernels
-@simulated
-def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode: str) -> None:
-    whole = numbers(4, 16, 32768)
-    before = whole.clone()
-    layout = on_device(driver, whole)
-    pool = HostPool(layout, num_pages=16)
-    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
-        driver.set_mode(mode)
-        expected = [before[:, block].flatten() for block in range(16)]
-        for turn in range(30):
-            blocks = [(turn + 5 * i) % 16 for i in range(7)]
-            handler.store(gpu_block_ids=blocks, page_ids=blocks, after=())
-            handler.load(page_ids=blocks, gpu_block_ids=blocks, after=())
-        if mode == "manual":
-            run_until(driver, lambda: handler.metrics().loads.done == 30)
-        drain(handler)
-        assert torch.equal(whole, before)
-        assert torch.equal(pool.pages[:, 0], torch.stack(expected))
-        driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
 def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(driver: Driver) -> None:
     whole = numbers(2, 12, MIB // 4)
     layout = on_device(driver, whole)

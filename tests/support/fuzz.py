@@ -615,7 +615,7 @@ class Scenario:
             "staging_bytes": self.rng.choice([1 << 20, 1 << 22]),
         }
         self.handlers = [
-            OffloadHandler(self._layouts(), self._hosts(), **self.made)
+            device.handler(self._layouts(), self._hosts(), **self.made)
             for _ in range(options.handlers)
         ]
         self.wrapped = [options.wrap(handler) for handler in self.handlers]

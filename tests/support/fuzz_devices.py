@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from queued_devices import forget_queues
@@ -20,10 +20,12 @@ from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Event, Stream
 from torch import Tensor
 
+from torch_kvswap import OffloadHandler
 from torch_kvswap._native.loader import native
+from torch_kvswap.copy_method import CopyMethodCosts, Costs
 
 if TYPE_CHECKING:
-    from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, PrefixCache
+    from torch_kvswap import HostPool, Job, PagedLayout, PrefixCache
 
 HAS_KERNELS = bool(native.kernel_version())
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -49,6 +51,7 @@ class Device:
     block_bytes = 1 << 15  # at most, in all tensors of a group
     memory_bytes = 1 << 23  # for what kernels write, and as much for what they read
     copy_methods: Sequence[str] = ("auto",)
+    handler: type[OffloadHandler] = OffloadHandler
     has_gates = False
     alone = True  # one thread submits, which has a current stream of its own
     fails_jobs_together = False  # what fails one of the jobs that were joined fails all of them
@@ -148,6 +151,16 @@ class Device:
         return ""
 
 
+class BegunHandler(OffloadHandler):
+    """Submitting a piece or a block is predicted to take longer than the caller does it for: of large
+    jobs the caller gives the first pieces, and another thread the rest."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 60e-6, {512: 1e-9})}
+        for direction in ("store", "load")
+    }
+
+
 class Simulated(Device):
     """The simulated driver. mode: of `Driver.set_mode`. alone: whether one thread submits."""
 
@@ -165,6 +178,11 @@ class Simulated(Device):
             "strided",
             *(["staged", "kernel"] if HAS_KERNELS else []),
         ]
+        if HAS_KERNELS and random.Random(f"{seed} begun").random() < 0.3:
+            self.handler = BegunHandler
+            self.copy_methods = ["staged"]
+            self.block_bytes, self.memory_bytes = 1 << 20, 1 << 25
+            self.block_shapes = self.large_shapes = ((64, 1024), (128, 1000))
         driver.reset()
         driver.set_mode(mode, seed)
         driver.set_stream(0, 42)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
-from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache, check_round_trip
-from patience import PATIENCE, in_time
+from patience import in_time
 from processes import in_child, run_script
 from simulated_driver import Driver, place, simulated
 from simulated_driver.cuda import CudaError
@@ -137,7 +136,7 @@ def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
     check_round_trip(name, blocks_per_page, device, make)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 @HANDLERS
 def test_random_jobs_do_what_plain_indexing_does(make: Any, seed: int, device: str) -> None:
     rng = random.Random(seed)
@@ -169,20 +168,6 @@ def test_random_jobs_do_what_plain_indexing_does(make: Any, seed: int, device: s
     handler.synchronize()
     assert torch.equal(host.pages, pages)
     assert cache.same_bytes(expected)
-    handler.close()
-
-
-def test_ids_that_change_after_the_call_change_nothing(device: str) -> None:
-    handler = make_handler(device)
-    blocks, pages = torch.tensor([2, 5]), torch.tensor([0, 3])
-    handler.store(gpu_block_ids=blocks, page_ids=pages)
-    blocks.fill_(0)
-    pages.fill_(1)
-    handler.synchronize()
-    stored = handler.pools[0].pages.view(torch.int16)
-    assert stored[0, 0].tolist() == list(range(12, 18))
-    assert stored[3, 0].tolist() == list(range(30, 36))
-    assert not stored[1:3].any()
     handler.close()
 
 
@@ -262,24 +247,6 @@ def test_every_job_is_reported_once_also_one_that_was_waited_for(device: str) ->
     handler.close()
 
 
-def test_a_thousand_jobs_leave_nothing_behind(device: str) -> None:
-    handler = make_handler(device)
-    for _ in range(20):
-        for _ in range(25):
-            handler.store(gpu_block_ids=[1, 2], page_ids=[0, 1]).wait()
-            handler.load(page_ids=[1], gpu_block_ids=[5]).wait()
-        handler.synchronize()
-    assert len(handler.poll()) == 1000
-    metrics = handler.metrics()
-    for channel in (metrics.stores, metrics.loads):
-        assert (channel.done, channel.queued, channel.running) == (500, 0, 0)
-        assert channel.events <= 3 * 64
-    handler.close()
-    metrics = handler.metrics()
-    for channel in (metrics.stores, metrics.loads, metrics.expedited):
-        assert (channel.events, channel.streams) == (0, 0)
-
-
 def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
     handler = make_handler(device)
     handler.store(gpu_block_ids=[], page_ids=[])
@@ -290,23 +257,6 @@ def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
 
 
 # Failures
-
-
-@simulated
-def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: Driver) -> None:
-    handler = on_gpu(driver)
-    driver.fail_copy(0)
-    job = handler.store(gpu_block_ids=[1], page_ids=[0])
-    assert job.query()
-    assert job.result is not None
-    assert (job.result.state, job.result.ok, job.result.nbytes) == ("failed", False, 12)
-    assert isinstance(job.result.error, RuntimeError)
-    drain(handler)
-    assert handler.poll() == [job.result]
-    handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[0]))
-    assert_stored(handler, [(1, 0)])
-    handler.close()
-    assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
 @simulated
@@ -335,29 +285,6 @@ def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
         match=r"load 1 failed: page 0 \(page_ids\[0\]\) must be stored again: store 0",
     ):
         handler.synchronize(jobs[1])  # but for those who ask
-    handler.close()
-
-
-@simulated
-def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
-    handler = on_gpu(driver)
-    driver.fail("cuMemcpyAsync", code=1)
-    job = handler.load(page_ids=[0], gpu_block_ids=[1])
-    driver.log()
-    with pytest.raises(TransferError, match="load 0 failed: cuMemcpyAsync"):
-        job.wait()
-    assert "wait for event" not in driver.log()
-    handler.close()
-
-
-def test_wrong_ids_raise_and_there_is_no_job(device: str) -> None:
-    handler = make_handler(device)
-    with pytest.raises(IndexError):
-        handler.store(gpu_block_ids=[8], page_ids=[0])
-    with pytest.raises(ValueError, match="page_ids has 2"):
-        handler.load(page_ids=[0, 1], gpu_block_ids=[0])
-    assert handler.poll() == []
-    assert handler.store(gpu_block_ids=[0], page_ids=[0]).id == 0
     handler.close()
 
 
@@ -402,33 +329,6 @@ def test_a_closed_handler_says_so_before_it_looks_at_anything_else(device: str) 
         handler.rebind(None)  # type: ignore[arg-type]
 
 
-def test_a_closed_pool_takes_no_handler(device: str) -> None:
-    handler = make_handler(device)
-    handler.pools[0].close()
-    with pytest.raises(RuntimeError, match="the host pool is closed"):
-        OffloadHandler(handler.layouts[0], handler.pools[0])
-
-
-def test_a_pool_of_another_number_of_slabs_is_refused() -> None:
-    rows = torch.zeros(4, 6)
-    host = HostPool(PagedLayout([rows]), num_pages=1)
-    assert_expected_inline(
-        error_text(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
-        """ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout""",
-    )
-
-
-def test_a_pool_of_other_blocks_is_refused() -> None:
-    layout = PagedLayout([torch.zeros(4, 6), torch.zeros(4, 5)])
-    host = HostPool(PagedLayout([torch.zeros(4, 6), torch.zeros(4, 7)]), num_pages=1)
-    assert_expected_inline(
-        error_text(OffloadHandler, layout, host),
-        """\
-ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
-the pool from this layout""",
-    )
-
-
 def test_what_is_no_layout_and_no_pool_is_refused() -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
     host = HostPool(layout, num_pages=1)
@@ -438,28 +338,6 @@ def test_what_is_no_layout_and_no_pool_is_refused() -> None:
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; got a HostPool instead of a PagedLayout""",
     )
-    assert_expected_inline(
-        error_text(OffloadHandler(layout, host).synchronize, [0]),
-        """TypeError: jobs[0] is 0; pass the Job that store() or load() returned""",
-    )
-    assert_expected_inline(
-        error_text(OffloadHandler(layout, host).cancel, 0),
-        """TypeError: job is 0; pass the Job that store() or load() returned""",
-    )
-    assert_expected_inline(
-        error_text(HostPool, [torch.zeros(4, 6)], 1),
-        """TypeError: a host pool is made from a PagedLayout, not a list""",
-    )
-
-
-def test_a_cache_that_moved_is_refused() -> None:
-    rows = torch.zeros(4, 6)
-    layout = PagedLayout([rows])
-    handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
-    rows.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] .* was freed or resized to 0 since"):
-        handler.store(gpu_block_ids=[0], page_ids=[0])
-    assert handler.poll() == []
 
 
 # What only shows while jobs run: a driver that ends nothing until it is told to
@@ -476,117 +354,6 @@ def on_gpu(driver: Driver, mode: str = "immediate") -> OffloadHandler:
     driver.set_mode(mode)
     driver.set_stream(0, STREAM)
     return handler
-
-
-def assert_stored(handler: OffloadHandler, pairs: list[tuple[int, int]]) -> None:
-    """That these blocks are in these pages, and zeros in the others."""
-    pages = handler.pools[0].pages.view(torch.int16)[:, 0]
-    expected = torch.zeros_like(pages)
-    for block, page in pairs:
-        expected[page] = handler.layouts[0].tensors[0][block]
-    assert torch.equal(pages, expected)
-
-
-@simulated
-def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) -> None:
-    handler = on_gpu(driver, "manual")
-    jobs = [
-        handler.store(gpu_block_ids=[0], page_ids=[0]),
-        handler.load(page_ids=[1], gpu_block_ids=[1]),
-    ]
-    assert not jobs[0].query()
-    assert jobs[0].result is None
-    assert_expected_inline(
-        error_text(handler.synchronize, jobs, timeout=0.01),
-        """TimeoutError: after 0.01 s 2 of 2 jobs have not ended; the first is store 0""",
-    )
-    assert_expected_inline(
-        error_text(handler.synchronize, jobs[1], timeout=0.01),
-        """TimeoutError: after 0.01 s 1 of 1 job has not ended; the first is load 1""",
-    )
-    assert_expected_inline(
-        error_text(handler.synchronize, timeout=0.01),
-        """TimeoutError: after 0.01 s 2 jobs have not ended; the first is store 0""",
-    )
-    driver.run()
-    handler.synchronize(jobs, timeout=0)
-    assert [result.job_id for result in handler.poll()] == [0, 1]
-
-
-def give(handler: OffloadHandler, what: str, block: int, page: int, **options: Any) -> Job:
-    if what == "store":
-        return handler.store(gpu_block_ids=[block], page_ids=[page], **options)
-    return handler.load(
-        page_ids=[page], gpu_block_ids=[block], expedited=what == "expedited load", **options
-    )
-
-
-@pytest.mark.parametrize("shared", ["block", "page"])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("store", "load"),
-        ("load", "store"),
-        ("store", "expedited load"),
-        ("expedited load", "store"),
-        ("load", "expedited load"),
-        ("expedited load", "load"),
-    ],
-)
-@simulated
-def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
-    driver: Driver, first: str, second: str, shared: str
-) -> None:
-    handler = on_gpu(driver, "manual")
-    held = driver.hold(STREAM)
-    before = give(handler, first, 1, 2)
-    other = give(handler, second, 3, 0, after=())  # the control
-    block, page = (1, 3) if shared == "block" else (5, 2)
-    row, slot = handler.layouts[0].tensors[0][block], handler.pools[0].pages[page]
-    target = slot if second == "store" else row
-    target_before = target.clone()
-    behind = give(handler, second, block, page, after=())
-    driver.run()
-    assert other.query()
-    assert not before.query()
-    both_read = shared == "page" and "store" not in (first, second)
-    assert behind.query() == both_read
-    assert torch.equal(target, target_before) != both_read
-    driver.release(held)
-    driver.run()
-    handler.synchronize([before, behind], timeout=PATIENCE)
-    handler.close()
-
-
-@simulated
-def test_a_transfer_that_has_ended_is_not_waited_for(driver: Driver) -> None:
-    handler = on_gpu(driver, "manual")
-    handler.store(gpu_block_ids=[0], page_ids=[3], after=())
-    waiting = handler.load(page_ids=[3], gpu_block_ids=[1], after=())
-    assert "wait for event" in driver.pending()  # the control
-    driver.run()
-    assert waiting.query()
-    handler.load(page_ids=[3, 2], gpu_block_ids=[2, 4], after=())
-    assert "wait for event" not in driver.pending()
-    driver.run()
-
-
-@simulated
-def test_jobs_are_reported_in_the_order_in_which_they_end(driver: Driver) -> None:
-    handler = on_gpu(driver, "manual")
-    held = driver.hold(STREAM)
-    for j in range(3):
-        handler.store(gpu_block_ids=[j], page_ids=[j])
-        handler.load(page_ids=[3], gpu_block_ids=[3 + j], after=())
-        driver.run()
-        assert [(r.direction, r.job_id) for r in handler.poll()] == [("load", 2 * j + 1)]
-    driver.release(held)
-    driver.run()
-    assert [(r.direction, r.job_id) for r in handler.poll()] == [
-        ("store", 0),
-        ("store", 2),
-        ("store", 4),
-    ]
 
 
 @simulated

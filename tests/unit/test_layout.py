@@ -119,134 +119,55 @@ def test_what_is_no_list_of_tensors_is_refused(tensors: object) -> None:
         PagedLayout(tensors)  # type: ignore[arg-type]
 
 
-def test_a_layout_without_tensors_is_refused() -> None:
-    tensors = []
+def test_tensors_that_make_no_layout_are_refused() -> None:
+    zeros = torch.zeros
+    cases: list[tuple[list[Tensor], int | None]] = [
+        ([], 0),
+        ([zeros(3, 4)], 2),
+        ([zeros(3, 4)], -1),
+        ([zeros(3, 4), zeros(3, 4, device="meta")], 0),
+        ([zeros(3, 4, device="meta") for _ in range(2)], None),
+        ([zeros(3, 4), zeros(2, 4)], 0),
+        ([zeros(3, 4), zeros(3, 0)], 0),
+        ([zeros(3, 4, 8)[:, :, :5]], 0),
+        ([zeros(2, 9, 4).transpose(0, 1)], 0),
+        ([zeros(1, 4).expand(3, 4)], 0),
+        ([zeros(100).as_strided((5, 8), (4, 1))], 0),
+        ([zeros(100).as_strided((3, 4, 8), (8, 16, 1))], 1),
+        ([zeros(100).as_strided((2, 5, 8), (4, 8, 1))], 1),
+    ]
+    errors = [error_text(PagedLayout, tensors, block_dim=dim) for tensors, dim in cases]
     assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """ValueError: a layout needs at least one tensor; the list is empty""",
-    )
-
-
-def test_a_block_dim_beyond_the_dimensions_is_refused() -> None:
-    tensors = [torch.zeros(3, 4)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=2),
+        "\n".join(errors),
         """\
+ValueError: a layout needs at least one tensor; the list is empty
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
-dimension block_dim=2; name the dimension that counts blocks, 0 to 1""",
-    )
-
-
-def test_a_negative_block_dim_is_refused() -> None:
-    tensors = [torch.zeros(3, 4)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=-1),
-        """\
+dimension block_dim=2; name the dimension that counts blocks, 0 to 1
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
-dimension block_dim=-1; name the dimension that counts blocks, 0 to 1""",
-    )
-
-
-def test_tensors_on_different_devices_are_refused() -> None:
-    tensors = [torch.zeros(3, 4), torch.zeros(3, 4, device="meta")]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+dimension block_dim=-1; name the dimension that counts blocks, 0 to 1
 ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, meta) is on another
-device than tensors[0] (cpu); make a layout for each device""",
-    )
-
-
-def test_tensors_without_memory_are_refused() -> None:
-    tensors = [torch.zeros(3, 4, device="meta") for _ in range(2)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors),
-        """\
+device than tensors[0] (cpu); make a layout for each device
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, meta) is on meta,
-where tensors have no memory; pass tensors of a device or of the CPU""",
-    )
-
-
-def test_different_numbers_of_blocks_are_refused() -> None:
-    tensors = [torch.zeros(3, 4), torch.zeros(2, 4)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+where tensors have no memory; pass tensors of a device or of the CPU
 ValueError: tensors[1] (shape [2, 4], strides [4, 1], torch.float32, cpu) has 2 blocks
-in dimension 0, tensors[0] has 3; check block_dim, or make a layout for each size""",
-    )
-
-
-def test_blocks_without_bytes_are_refused() -> None:
-    tensors = [torch.zeros(3, 4), torch.zeros(3, 0)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+in dimension 0, tensors[0] has 3; check block_dim, or make a layout for each size
 ValueError: tensors[1] (shape [3, 0], strides [1, 1], torch.float32, cpu) holds no
-bytes; leave it out""",
-    )
-
-
-def test_gaps_within_a_block_are_refused() -> None:
-    tensors = [torch.zeros(3, 4, 8)[:, :, :5]]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+bytes; leave it out
 ValueError: tensors[0] (shape [3, 4, 5], strides [32, 8, 1], torch.float32, cpu) is not
 dense within a block (the dimensions after block_dim=0); make it contiguous, or put the
-dimension with the gaps before block_dim""",
-    )
-
-
-def test_k_and_v_far_apart_are_no_block() -> None:
-    tensors = [torch.zeros(2, 9, 4).transpose(0, 1)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+dimension with the gaps before block_dim
 ValueError: tensors[0] (shape [9, 2, 4], strides [4, 36, 1], torch.float32, cpu) is not
 dense within a block (the dimensions after block_dim=0); make it contiguous, or put the
-dimension with the gaps before block_dim""",
-    )
-
-
-def test_one_row_expanded_to_many_blocks_is_refused() -> None:
-    tensors = [torch.zeros(1, 4).expand(3, 4)]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+dimension with the gaps before block_dim
 ValueError: tensors[0] (shape [3, 4], strides [0, 1], torch.float32, cpu) has blocks
 that overlap: they are 0 elements apart, but 4 long; copy it to memory of its own (an
-expanded tensor needs .contiguous())""",
-    )
-
-
-def test_blocks_that_overlap_are_refused() -> None:
-    tensors = [torch.zeros(100).as_strided((5, 8), (4, 1))]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=0),
-        """\
+expanded tensor needs .contiguous())
 ValueError: tensors[0] (shape [5, 8], strides [4, 1], torch.float32, cpu) has blocks
 that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own (an
-expanded tensor needs .contiguous())""",
-    )
-
-
-def test_interleaved_slabs_that_reach_into_the_next_block_are_refused() -> None:
-    tensors = [torch.zeros(100).as_strided((3, 4, 8), (8, 16, 1))]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=1),
-        """\
+expanded tensor needs .contiguous())
 ValueError: tensors[0] (shape [3, 4, 8], strides [8, 16, 1], torch.float32, cpu) has
 blocks that overlap: they are 16 elements apart, but 24 long; copy it to memory of its
-own (an expanded tensor needs .contiguous())""",
-    )
-
-
-def test_slabs_that_overlap_are_refused() -> None:
-    tensors = [torch.zeros(100).as_strided((2, 5, 8), (4, 8, 1))]
-    assert_expected_inline(
-        error_text(PagedLayout, tensors, block_dim=1),
-        """\
+own (an expanded tensor needs .contiguous())
 ValueError: tensors[0] (shape [2, 5, 8], strides [4, 8, 1], torch.float32, cpu) has
 blocks that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own
 (an expanded tensor needs .contiguous())""",

@@ -77,11 +77,6 @@ def test_a_handler_counts_by_channel() -> None:
 # Histograms
 
 
-def test_the_bounds_double_from_a_microsecond_on() -> None:
-    assert BOUNDS[:4] == (1e-6, 2e-6, 4e-6, 8e-6)
-    assert (len(BOUNDS), BOUNDS[-1]) == (25, 16.777216)
-
-
 def test_count_and_mean_are_of_all_values() -> None:
     histogram = Histogram((1.0, 2.0), (1, 2, 1), 8.0)
     assert (histogram.count, histogram.mean) == (4, 2.0)

@@ -3,11 +3,10 @@
 import re
 
 import pytest
-import torch
 
 import torch_kvswap as kvs
 from serving_demo import demo
-from serving_demo.model import Model, same_bits_every_time
+from serving_demo.model import Model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The last rows of the table: without the host cache, and with it.
@@ -28,9 +27,8 @@ def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, caps
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", ["0", "1"])
-def test_as_a_control_a_lost_block_changes_the_tokens_of_its_request(device, seed, capsys):
-    assert demo.main([*SMALL, "--device", device, "--control", "--seed", seed]) == 0
+def test_as_a_control_a_lost_block_changes_the_tokens_of_its_request(device, capsys):
+    assert demo.main([*SMALL, "--device", device, "--control"]) == 0
     assert "144 tokens compared, 1 requests differ" in capsys.readouterr().out
 
 
@@ -60,20 +58,6 @@ def test_a_failed_load_ends_the_demo_with_its_reason(monkeypatch):
     monkeypatch.setattr(kvs.PrefixCache, "poll", poll_with_failed_loads)
     with pytest.raises(RuntimeError, match="a load failed: the link fell off"):
         demo.main(SMALL)
-
-
-def test_the_models_bits_do_not_depend_on_which_blocks_a_request_has():
-    model = Model(block_size=16, max_blocks=4, seed=0, device=torch.device("cpu"))
-    prompt, alone = b"The quick brown fox jumps over the lazy dog.", []
-    with same_bits_every_time():
-        for blocks in ([0, 1, 2, 3], [9, 4, 7, 0]):
-            cache = model.new_cache(10)
-            for kv_cache in cache:
-                kv_cache.uniform_(-9, 9)
-            table = model.table(blocks)
-            token = model.prefill(prompt, cache, table)
-            alone.append(model.forward(token, len(prompt), cache, table))
-    assert torch.equal(*alone)
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused():

@@ -90,6 +90,10 @@ def test_what_are_no_ids_is_refused() -> None:
         [-(2**63) - 1],
         np.array([1, 2**64 - 1], np.uint64),
         [1, None],
+        [0] * 40 + [True],
+        (0, False),
+        [np.True_],
+        np.array([True, False]),
         [1, NoNumber()],
     ]
     assert_expected_inline(
@@ -114,6 +118,10 @@ IndexError: page_ids[1] is 18446744073709551616; no block has such a number
 IndexError: page_ids[0] is -9223372036854775809; no block has such a number
 IndexError: page_ids[1] is 18446744073709551615; no block has such a number
 TypeError: page_ids[1] is None; it must be an integer
+TypeError: page_ids[40] is a bool; it must be an integer
+TypeError: page_ids[1] is a bool; it must be an integer
+TypeError: page_ids[0] is a bool; it must be an integer
+TypeError: page_ids is of bool; ids must be integers
 TypeError: page_ids[1] must be an integer: 'no number'""",
     )
 

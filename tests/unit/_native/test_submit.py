@@ -6,9 +6,6 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -29,39 +26,6 @@ def make_hybrid() -> OffloadHandler:
     return OffloadHandler(layouts, [HostPool(layouts[0], 4, 2), HostPool(layouts[1], 5)])
 
 
-def bytes_of(handler: OffloadHandler, block: int) -> Tensor:
-    """The block: its slabs one after another."""
-    (cache,) = handler.layouts[0].tensors
-    return cache[:, block].reshape(-1).view(torch.uint8)
-
-
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_block_j_lies_in_its_slot_of_its_page(data: st.DataObject) -> None:
-    per_page = data.draw(st.integers(1, 5))
-    handler = make_handler(per_page, num_pages=7)
-    pages = handler.pools[0].pages
-    pages.random_(256)
-    expected = pages.clone()
-    blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True, max_size=6))
-    first = data.draw(st.integers(0, per_page - 1))
-    slots = [divmod(first + j, per_page) for j in range(len(blocks))]
-    page_ids = data.draw(st.permutations(range(7)))[: slots[-1][0] + 1 if slots else 0]
-    for block, (page, slot) in zip(blocks, slots, strict=True):
-        expected[page_ids[page], slot] = bytes_of(handler, block)
-    handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_slot=first)
-    assert torch.equal(pages, expected)
-    targets = data.draw(st.permutations(range(BLOCKS)))[: len(blocks)]
-    (cache,) = handler.layouts[0].tensors
-    loaded = cache.clone()
-    for block, target in zip(blocks, targets, strict=True):
-        loaded[:, target] = cache[:, block]
-    handler.load(page_ids=page_ids, gpu_block_ids=targets, first_slot=first)
-    assert torch.equal(cache, loaded)
-    assert torch.equal(pages, expected)
-    handler.close()
-
-
 def test_each_group_has_its_blocks_pages_and_first_slot() -> None:
     with make_hybrid() as handler:
         for tensor in (handler.layouts[0].tensors[0], handler.layouts[1].tensors[0]):
@@ -78,15 +42,6 @@ def test_a_load_may_read_a_page_twice_and_a_store_a_block() -> None:
     with make_handler() as handler:
         assert handler.load(page_ids=[2, 2], gpu_block_ids=[0, 1]).nbytes == 40
         assert handler.store(gpu_block_ids=[1, 1], page_ids=[2, 3]).nbytes == 40
-
-
-def test_no_blocks_are_a_job_of_no_bytes() -> None:
-    with make_handler(per_page=3) as handler:
-        assert [
-            handler.store(gpu_block_ids=[], page_ids=[]).nbytes,
-            handler.load(page_ids=[], gpu_block_ids=[]).nbytes,
-        ] == [0, 0]
-        assert [result.ok for result in handler.poll()] == [True, True]
 
 
 def test_the_last_ids_are_taken_and_those_beyond_refused() -> None:

@@ -88,20 +88,6 @@ def test_a_mapping_with_any_strides_is_read_right():
         assert torch.equal(dst[pairs[:, 1]], src[pairs[:, 0]])
 
 
-def test_blocks_permuted_alike_on_both_sides_keep_their_elements():
-    src, dst = torch.randn(6, 4, 8).transpose(1, 2), torch.zeros(6, 4, 8).transpose(1, 2)
-    generic(OPS.swap_blocks.default, src, dst, 128, torch.tensor([[1, 2]]))
-    assert torch.equal(dst[2], src[1])
-
-
-def test_blocks_of_one_cache_move_within_it():
-    cache = torch.randn(10, 32)
-    before = cache.clone()
-    generic(OPS.swap_blocks.default, cache, cache, 128, torch.tensor([[0, 9], [1, 8]]))
-    assert torch.equal(cache[[9, 8]], before[[0, 1]])
-    assert torch.equal(cache[:8], before[:8])
-
-
 def test_all_layers_move_whatever_their_shapes(staging_bytes):
     shapes = [(2, 16), (0,), (48,), (1, 7, 3)]
     src = [torch.randn(20, *shape) for shape in shapes]
@@ -114,24 +100,6 @@ def test_all_layers_move_whatever_their_shapes(staging_bytes):
         assert torch.equal(b, expected)
     limit, allocated = staging_bytes
     assert max(allocated) <= max(limit, 4 * 48)
-
-
-def test_keys_and_values_interleaved_in_one_storage_are_two_layers():
-    src, dst, ids = torch.randn(9, 2, 64), torch.zeros(9, 2, 64), torch.tensor([1, 5, 6])
-    sides = [src[:, 0], src[:, 1]], [dst[:, 0], dst[:, 1]]
-    generic(OPS.swap_kv_blocks.default, *sides, ids, ids + 1)
-    expected = torch.zeros(9, 2, 64)
-    expected[ids + 1] = src[ids]
-    assert torch.equal(dst, expected)
-
-
-def test_nothing_to_do_is_done():
-    none, src, dst = torch.zeros(0, dtype=torch.int64), torch.ones(3, 8), torch.zeros(3, 8)
-    generic(OPS.swap_blocks.default, src, dst, 32, none.reshape(0, 2))
-    generic(OPS.swap_kv_blocks.default, [src], [dst], none, none)
-    generic(OPS.swap_kv_blocks.default, [], [], none, none)
-    generic(OPS.swap_blocks.default, src[:, :0], dst[:, :0], 0, torch.tensor([[0, 0], [1, 0]]))
-    assert not dst.any()
 
 
 def wrong_swaps():

@@ -75,16 +75,6 @@ def test_a_load_gets_the_pages_that_its_blocks_were_stored_to():
     ]
 
 
-def test_a_load_of_what_is_not_ready_gets_nothing_and_holds_nothing():
-    manager = BlockManager(2)
-    stored(manager, ["a"])
-    running = manager.prepare_store(["b"])
-    assert manager.prepare_load(["a", "b"]) is None
-    assert manager.prepare_load(["a", "x"]) is None
-    manager.complete(running)
-    assert manager.stats().idle_pages == 2
-
-
 # What is stored
 
 
@@ -123,17 +113,6 @@ def test_without_room_a_store_gets_nothing_and_nothing_is_evicted():
     manager.complete(running)
 
 
-def test_pages_that_a_job_reads_or_writes_are_given_to_nobody():
-    manager = BlockManager(4)
-    page_of = stored(manager, ["a", "b"])
-    load, store = manager.prepare_load(["a"]), manager.prepare_store(["c"])
-    others = manager.prepare_store(["x", "y"])
-    assert not {page_of["a"], *store.pages.tolist()} & {*others.pages.tolist()}
-    assert manager.prepare_store(["z"]) is None
-    manager.complete(load)
-    assert manager.prepare_store(["z"]).pages.tolist() == [page_of["a"]]
-
-
 def test_pages_that_are_not_ready_are_given_to_nobody():
     manager = BlockManager(6, num_ready_pages=2)
     assert manager.prepare_store(["a", "b", "c"]) is None
@@ -159,59 +138,6 @@ def test_each_group_has_its_own_number_of_pages_that_are_ready():
     manager.complete(manager.prepare_store([["a"], ["a"]]))
     assert manager.lookup([["a"], ["a"]]).ready == 1
     assert [manager.stats(group).pages for group in range(2)] == [1, 2]
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free(policy):
-    manager = BlockManager(2, events=True, eviction_policy=policy)
-    store = manager.prepare_store(["a", "b"])
-    manager.fail(store)
-    assert manager.lookup(["a"]).found == 0
-    assert manager.events() == []
-    assert manager.stats().free_pages == 2
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_other_loads(policy):
-    manager = BlockManager(2, eviction_policy=policy)
-    stored(manager, ["a", "b"])
-    first, second = manager.prepare_load(["a"]), manager.prepare_load(["a"])
-    manager.fail(first)
-    assert manager.lookup(["a"]).found == 0
-    assert manager.prepare_store(["c", "d"]) is None
-    manager.fail(second)
-    assert manager.prepare_store(["c", "d"]) is not None
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_only_rejected_blocks_of_a_store_are_forgotten(policy):
-    manager = BlockManager(6, eviction_policy=policy, events=True)
-    manager.complete(manager.prepare_store(["a", "b"]))
-    store = manager.prepare_store(["a", "b", "c", "d", "e"])
-    manager.complete(store, rejected=[1])
-    assert manager.lookup(["a", "b", "c", "d", "e"]) == (3, 3, 0)
-    assert [event.kind for event in manager.events()] == ["stored"] * 4
-    stats = manager.stats()
-    assert (stats.stored, stats.failed, stats.free_pages, stats.idle_pages) == (4, 1, 2, 4)
-    again = manager.prepare_store(["a", "b", "c", "d", "e"])
-    assert again.key_indices.tolist() == [3]
-    manager.complete(again)
-    assert manager.lookup(["a", "b", "c", "d", "e"]).ready == 5
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_only_rejected_blocks_of_a_load_are_forgotten(policy):
-    manager = BlockManager(6, eviction_policy=policy, events=True)
-    manager.complete(manager.prepare_store(["a", "b", "c"]))
-    first, second = (manager.prepare_load(["a", "b", "c"]) for _ in range(2))
-    manager.complete(first, rejected=[0, 2])
-    assert manager.lookup(["a"]).found == manager.lookup(["c"]).found == 0
-    assert manager.lookup(["b"]).ready == 1
-    assert manager.stats().free_pages == 3  # another load reads the two
-    manager.complete(second)
-    stats = manager.stats()
-    assert (stats.loaded, stats.failed, stats.free_pages, stats.idle_pages) == (4, 2, 5, 1)
-    assert [event.kind for event in manager.events()] == ["stored"] * 3 + ["evicted"] * 2
 
 
 def test_rejected_positions_count_through_the_pages_of_all_groups():
@@ -299,36 +225,6 @@ def test_a_threshold_stores_no_block_whose_prefix_it_leaves_out():
     manager.lookup(["x", "y"])  # now one of the first three keys must be forgotten
     manager.complete(manager.prepare_store(["a", "b", "c"]))
     assert manager.lookup(["a", "b", "c"]).ready == manager.stats().stored == 2
-
-
-def test_a_preempted_request_comes_back_although_others_need_pages():
-    manager = BlockManager(4, store_threshold=3)
-    preempted = manager.preempt(["a", "b", "part of c"])
-    manager.complete(preempted)
-    assert manager.preempt(["x", "y"]) is None
-    load = manager.prepare_load(["a", "b", "part of c"])
-    assert load.pages.tolist() == preempted.pages.tolist()
-    assert manager.release(preempted)
-    manager.complete(load)
-    assert manager.preempt(["x", "y"]) is not None
-
-
-def test_a_preempted_request_whose_blocks_are_all_there_holds_them_too():
-    manager = BlockManager(2)
-    stored(manager, ["a", "b"])
-    preempted = manager.preempt(["a", "b"])
-    assert preempted.id == 0
-    assert manager.prepare_store(["x"]) is None
-    assert manager.release(preempted)
-    assert manager.prepare_store(["x"]) is not None
-
-
-def test_touched_blocks_are_evicted_last():
-    manager = BlockManager(3)
-    stored(manager, ["a", "b", "c"])
-    manager.touch(["c", "x"])
-    stored(manager, ["d", "e"])
-    assert manager.lookup(["c"]).ready == 1
 
 
 # Reset

@@ -400,19 +400,6 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert prefixes.manager.stats().idle_pages == 2
 
 
-@simulated
-def test_blocks_of_a_store_that_was_cancelled_are_not_found(driver: Driver) -> None:
-    driver.set_mode("manual")
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
-        assert prefixes.cancel(prefixes.store(["a", "b"], [1, 3]))
-        driver.set_mode("immediate")
-        drain(prefixes)
-        assert [result.state for result in prefixes.poll()] == ["cancelled"]
-        assert prefixes.lookup(["a"]).found == 0
-        assert prefixes.manager.stats().free_pages == host.num_pages
-
-
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     prefixes, _ = make(pages=8)
     over, deadline = threading.Event(), time.monotonic() + PATIENCE

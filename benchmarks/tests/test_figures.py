@@ -1,0 +1,315 @@
+"""How the programs measure: rounds, ratios, units and shares of time."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import comparison
+import computes
+import interference
+import pytest
+import timing
+import torch
+import traffic
+from big_copy import BigCopy, Reference
+from comparison import BIG, COLD, LEAST, OURS, REFERENCE, SUBMIT, WARM, Cell, Comparison, Samples
+from computes import Idle
+from fake_clock import Clock
+from interference_report import Sample
+from prefix_cache_model import PrefixCacheModel, block_keys
+from timing import Move, Spread, synchronize
+from traffic import HandlerWay, beside
+from transfers import Kind, Shape, link_us, move
+
+from torch_kvswap import OffloadHandler, TransferError
+from torch_kvswap.prefix import BlockManager
+
+pytestmark = pytest.mark.slow  # of benchmark programs
+
+CPU = torch.device("cpu")
+KIND = Kind(Shape(3, 1), "layers one by one", "store", 8)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (comparison, traffic, computes):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(timing, "perf_counter", clock.perf_counter)
+    return clock
+
+
+# Rounds
+
+
+def test_each_way_is_at_every_place_in_turn_with_the_same_before_it_and_warm_ups_are_not_kept() -> (
+    None
+):
+    said: list[str] = []
+
+    def way(name: str) -> Callable[[Any], Move]:
+        def timed(before: Callable[[], object]) -> Move:
+            before()
+            said.append(name)
+            return Move(len(said), 1)
+
+        return timed
+
+    ways = {name: way(name) for name in "abc"}
+    samples = comparison.alternate(ways, lambda: said.append("-"), range(-1, 3), float("inf"))
+    assert "".join(said) == "-c-a-b" + "-a-b-c" + "-b-c-a" + "-c-a-b"
+    assert samples.numbers("a") == [8, 18, 22]
+
+
+def test_a_limit_of_time_leaves_the_least_number_of_samples(clock: Clock) -> None:
+    for end, count in ((0.0, LEAST), (7.5, 8), (100.0, 20)):
+        clock.now = 0.0
+        ways = {"a": lambda before: clock.sleep(1) or Move(1, 1)}
+        assert comparison.alternate(ways, lambda: None, range(20), end).count == count
+
+
+def test_only_what_is_cold_has_other_work_before_it() -> None:
+    parser = ArgumentParser()
+    comparison.add_comparison(parser, samples=6, cold_samples=2)
+    compared = Comparison(CPU, parser.parse_args(["--other-mib", "1"]), KIND.nbytes, parts=2)
+    done: list[str] = []
+    compared._other = lambda: done.append("work")  # type: ignore[assignment]
+    assert compared.run(compared.copies(KIND), KIND, WARM).count == 6
+    assert done == []
+    assert compared.run(compared.copies(KIND), KIND, COLD).count == 2
+    assert done == ["work"] * 2 * 3  # two ways; a round that warms up, and two samples
+
+
+def test_each_repeat_beside_a_compute_has_a_floor_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[Any] = []
+
+    def beside(compute: str, way: str | None) -> tuple[float, float, float]:
+        order.append(way)
+        return (float(len(order)), 1.0, 2.0)
+
+    monkeypatch.setattr(interference, "beside", beside)
+    samples = interference.measure("compute", {"big copy": "big", "auto": "ours"}, 2, float("inf"))
+    assert order == [None, "big", "ours", None, "ours", "big", None, "big", "ours"]
+    assert samples["auto"] == [Sample(4, 5, 1, 2), Sample(7, 9, 1, 2)]
+
+
+# Figures
+
+
+def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() -> None:
+    cell = Cell(KIND, link_us=[(11, 10), (24, 20)])
+    cell.states[COLD] = Samples(
+        {
+            OURS: [Move(10, 1, "staged"), Move(90, 4, "batch"), Move(30, 6, "staged")],
+            BIG: [Move(10, 1), Move(30, 2), Move(20, 3)],
+            REFERENCE: [Move(5, 1), Move(5, 1), Move(5, 1)],
+        }
+    )
+    figures = json.loads(json.dumps(cell.to_json()))
+    assert figures["shape"] == {"layers": 3, "fragment_kib": 1}
+    assert figures["link_ratio"] == pytest.approx(1.15)
+    assert figures["link_us"][BIG] == {"count": 2, "quartiles": [12.5, 15, 17.5]}
+    cold = figures["states"]["cold"]
+    assert cold["counts"] == {OURS: 3, BIG: 3, REFERENCE: 3}
+    assert cold["copy_methods"] == {OURS: ["batch", "staged"]}
+    assert cold["total_us"]["quartiles"] == {
+        OURS: [20, 30, 60],
+        BIG: [15, 20, 25],
+        REFERENCE: [5] * 3,
+    }
+    assert cold["total_us"]["over big copy"][OURS] == [1.25, 1.5, 2.25]
+    assert cold["total_us"]["over reference"][BIG] == [3, 4, 5]
+    assert cold["submit_us"]["over reference"][OURS] == [2.5, 4, 5]
+    assert cell.states[COLD].ratio(OURS, BIG, SUBMIT) == 2
+
+
+def test_a_spread_is_in_microseconds() -> None:
+    samples = torch.arange(1001).numpy() * 1000
+    assert Spread.of(samples) == Spread(500.0, 500.0, 900.0, 990.0, 999.0, 1000.0)
+
+
+# What is timed
+
+
+@pytest.mark.parametrize("directions", [["store"], ["load"], ["store", "load"]])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_have_landed_when_their_time_is_told_and_what_is_before_them_is_not_timed(
+    device: str, directions: list[str]
+) -> None:
+    where = torch.device(device, 0 if device == "cuda" else None)
+    big = BigCopy(where, 64)
+    for copy in (big, Reference(big, where)):
+        targets = []
+        for direction in directions:
+            source, target = big.tensors(direction, 64)
+            source.fill_(7)
+            target.zero_()
+            targets.append(target)
+        synchronize(where)  # a big copy waits for no kernel
+        seen: list[bool] = []
+        moved = copy.move(directions, 48, lambda t=targets, s=seen: s.append(bool(t[0].any())))
+        assert seen == [False]
+        assert 0 < moved.submit_us <= moved.total_us
+        assert [target.tolist() for target in targets] == [[7] * 48 + [0] * 16] * len(targets)
+
+
+def test_a_reference_has_the_guarantees_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class FakeStream:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def wait_event(self, event: FakeEvent) -> None:
+            said.append(f"wait for {event.number}")
+
+    class FakeEvent:
+        made = 0
+
+        def __init__(self, enable_timing: bool = False) -> None:
+            FakeEvent.made += 1
+            self.number = FakeEvent.made
+
+        def record(self, stream: FakeStream | None = None) -> None:
+            said.append(f"record {self.number}{'' if stream else ' on the current stream'}")
+
+        def synchronize(self) -> None:
+            said.append(f"synchronize with {self.number}")
+
+    @contextmanager
+    def current(stream: FakeStream) -> Any:
+        said.append("copy")
+        yield
+
+    for name, fake in (("Stream", FakeStream), ("Event", FakeEvent), ("stream", current)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    reference = Reference(BigCopy(CPU, 64), torch.device("cuda"))
+    reference.move(["store"], 48, lambda: said.append("before"))
+    assert said == [
+        *("before", "record 1 on the current stream", "wait for 1"),
+        *("record 2", "copy", "record 3", "synchronize with 3"),
+    ]
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_move_is_timed_after_its_ids_are_there_and_leaves_out_both_ends(direction: str) -> None:
+    blocks = Shape(2, 1).new_blocks(CPU, 10)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+        states: list[torch.Tensor] = []
+        moved = move(
+            handler, blocks, [direction], 8, lambda: states.append(torch.random.get_rng_state())
+        )
+    assert torch.equal(states[0], torch.random.get_rng_state())
+    assert 0 < moved.submit_us <= moved.total_us
+    assert moved.copy_method == "host"
+    assert blocks.wrong() == 0
+    held = blocks.host.pages[1:9] if direction == "store" else blocks.layout.tensors[0][1:9]
+    held.zero_()
+    assert blocks.wrong() == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("directions", [["store"], ["load"], ["store", "load"]])
+def test_the_time_on_a_gpu_has_no_host_in_it_and_the_bytes_are_right(directions: list[str]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    blocks, stream = Shape(4, 64).new_blocks(device, 66), torch.cuda.Stream(device)
+    big = BigCopy(device, 32 * blocks.layout.block_bytes)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+        for _ in range(3):
+            link = link_us(handler, blocks, directions, 32, big, stream)
+    assert link is not None
+    assert 0.5 < link[0] / link[1] < 10
+    assert blocks.wrong() == 0
+
+
+# Beside a computation
+
+
+class SteadyWay:
+    """10 MB after another, each in 10 ms of the clock."""
+
+    nbytes = 10_000_000
+
+    def __init__(self, clock: Clock) -> None:
+        self.started = 0
+        self._clock = clock
+        self._free = clock.now
+
+    def start(self) -> Callable[[], bool]:
+        self.started += 1
+        end = self._free = max(self._free, self._clock.now) + 0.01
+        return lambda: self._clock.now >= end
+
+
+def test_what_moved_beside_a_compute_is_told_with_its_speed(clock: Clock) -> None:
+    milliseconds, gigabytes, speed = beside(Idle(0.1), SteadyWay(clock))
+    assert milliseconds == 100
+    assert speed == pytest.approx(1, rel=0.01)
+    assert gigabytes == pytest.approx(0.1 * speed, rel=0.01)
+    assert beside(Idle(0.01), None) == (10, 0, 0)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_handler_moves_other_blocks_to_other_pages_each_time(direction: str) -> None:
+    blocks = Shape(2, 1).new_blocks(CPU, 26)
+    pairs: list[Any] = []
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+
+        def note(*, after: Any, copy_method: str, **ids: list[int]) -> Any:
+            pairs.append([*zip(*ids.values(), strict=True)])
+            return getattr(handler, direction)(**ids)
+
+        spied = SimpleNamespace(store=note, load=note, poll=handler.poll)
+        way = HandlerWay(spied, blocks, direction, 8, copy_method=None)
+        beside(Idle(0.005), way)
+    assert way.copy_methods == {"host"}
+    assert blocks.wrong() == 0
+    assert not {*pairs[0]} & {*pairs[2]}
+
+
+def test_a_transfer_that_fails_is_an_error() -> None:
+    def fail() -> None:
+        raise TransferError("store 1 failed: lost")
+
+    job = SimpleNamespace(query=lambda: True, synchronize=fail)
+    handler = SimpleNamespace(store=lambda *_, **__: job)
+    ended = HandlerWay(handler, Shape(2, 1).new_blocks(CPU, 26), "store", 8, None).start()
+    with pytest.raises(TransferError, match="store 1 failed: lost"):
+        ended()
+
+
+# The hits that a server should have
+
+
+def test_the_model_and_the_block_manager_find_the_same() -> None:
+    """Called as vLLM's connector does: a touch, a load, a store of what is new, a touch."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def draw(end: int) -> int:
+        return int(torch.randint(end, (), generator=numbers))
+
+    assert block_keys([1, 2, 3, 4, 5], 2) == [(1, 2), (1, 2, 3, 4)]
+    model, manager = PrefixCacheModel(40), BlockManager(40)
+    hits = 0
+    for _ in range(1000):
+        keys = block_keys([draw(3)] * draw(7) + [draw(8)] * (1 + draw(9)), 1)
+        found = manager.lookup(keys).ready
+        manager.touch(keys)
+        if found:
+            manager.complete(manager.prepare_load(keys[:found]))
+        store = manager.prepare_store(keys[found:])
+        if store is not None:
+            manager.touch(keys)
+            if store.id:
+                manager.complete(store)
+        manager.touch(keys)
+        assert found == model.serve(keys)
+        hits += found
+    assert 0.2 < hits / (1000 * 8) < 0.8
