@@ -305,6 +305,34 @@ def test_a_stream_that_is_used_in_another_context_works_and_is_told(driver):
     assert driver.violations() == 1
 
 
+@pytest.mark.parametrize("by", ["host", "stream"])
+@simulated
+def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
+    driver.set_mode("manual")
+    value = word(driver)
+    driver.cuda.wait_value(42, value, 5)
+    for number, done in ((4, False), (7, True)):
+        if by == "host":
+            value.fill_(number)
+        else:
+            driver.cuda.write_value(43, value, number)
+        driver.run()
+        assert int(value) == number
+        assert driver.cuda.is_done(stream=42) == done
+
+
+@simulated
+def test_at_least_is_cyclic(driver):
+    driver.set_mode("manual")
+    value = word(driver).fill_(-1)
+    driver.cuda.wait_value(42, value, 1)
+    driver.run()
+    assert not driver.cuda.is_done(stream=42)
+    value.fill_(1)
+    driver.run()
+    assert driver.cuda.is_done(stream=42)
+
+
 @simulated
 def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
     assert code_of(driver.cuda.wait_value, 42, torch.zeros(1, dtype=torch.int64), 1) == 1
