@@ -48,9 +48,8 @@ class ReferenceHandler(NotCopyable):
 
     A program that uses store(), load(), poll(), synchronize() and close() only, without timeouts,
     with one group of raw pages on CUDA or the CPU, runs with this handler or with an
-    OffloadHandler. A failed store
-    does not fail the loads of its pages here, and poll() reports in order of submission. Do not
-    capture a CUDA graph while it has jobs in flight.
+    OffloadHandler. A failed store does not fail the loads of its pages here, and poll() reports in
+    order of submission. Do not capture a CUDA graph while it has jobs in flight.
 
     Ordering: a transfer starts after all work on the compute stream, which is the calling thread's
     current stream on the cache's device, and after the transfer before it. Nothing may use its
