@@ -311,6 +311,11 @@ class PyBlockManager {
     return made;
   }
 
+  bool is_pending(nb::handle keys) {
+    const Digests digests = read(keys);
+    return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
+  }
+
   std::optional<StoreReservation> prepare_store(nb::handle keys) { return reserve(keys, false); }
   std::optional<StoreReservation> preempt(nb::handle keys) { return reserve(keys, true); }
 
@@ -591,6 +596,15 @@ Args:
 
 Raises:
     ValueError: the reservation has already ended.)")
+      .def("is_pending", &PyBlockManager::is_pending, "keys"_a.none(),
+           nb::sig("def is_pending(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> bool"),
+           R"(Returns whether all of these blocks have pages, and some are still being stored.
+
+If prepare_load() then returns None, it is worth another try after their stores have ended.
+
+Args:
+    keys: keys of the blocks.)")
       .def("touch", &PyBlockManager::touch, "keys"_a.none(),
            nb::sig("def touch(self, keys: torch_kvswap.prefix.hashing.Keys | "
                    "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> None"),

@@ -69,6 +69,20 @@ int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) 
   return id;
 }
 
+bool BlockManager::is_pending(const Keys& keys, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, true);
+  bool some_are_not_ready = false;
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
+      if (found_pages_[at] == kNone) return false;
+      some_are_not_ready |= !groups_[g].pages->is_filled(found_pages_[at]);
+    }
+  }
+  return some_are_not_ready;
+}
+
 std::optional<Stored> BlockManager::prepare_store(const Keys& keys, bool keep, Assigned& assigned,
                                                   bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);

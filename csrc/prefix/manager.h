@@ -80,6 +80,8 @@ class BlockManager {
   Lookup lookup(const Keys& keys, bool again, bool wait);
   // Holds the pages of all keys for a load. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
+  // Whether all keys have pages, and some of these are still being stored.
+  bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
   // nullopt. keep: ignores the store threshold, and leases all keys until release().
   std::optional<Stored> prepare_store(const Keys& keys, bool keep, Assigned& assigned, bool wait);

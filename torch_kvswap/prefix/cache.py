@@ -616,6 +616,10 @@ class PrefixCache(NotCopyable):
         except BaseException:
             self.manager.release(store)
             raise
+        if self._lazy:  # the host has, or is about to have, all of the blocks
+            with self._handler._reporting:
+                for lazy, blocks in zip(self._lazy, prompt.named, strict=True):
+                    lazy.forget(blocks)
         return Preempted(self._jobs_using(prompt.named, started), store.lease, keys)
 
     def resume(
@@ -651,6 +655,10 @@ class PrefixCache(NotCopyable):
                 stays held.
         """
         _check_preempted(preempted)
+        digests, blocks = self._pools.read(preempted.keys, gpu_block_ids)
+        digests, _ = self._pools.keys_on_gpu(digests, blocks)
+        # Before the load: poll() in another thread may end the stores between the two.
+        is_pending = self.manager.is_pending(self._pools.join(digests))
         job = self.load(
             preempted.keys,
             gpu_block_ids,
@@ -661,7 +669,7 @@ class PrefixCache(NotCopyable):
             copy_method=copy_method,
             tag=tag,
         )
-        if job is None and self.lookup(preempted.keys, again=True).pending:
+        if job is None and is_pending:
             return Resumed("pending", None)
         self.release(preempted)
         return Resumed("lost" if job is None else "loaded", job)

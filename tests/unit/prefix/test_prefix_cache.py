@@ -602,6 +602,58 @@ def test_a_request_is_resumed_when_its_blocks_are_there_and_released_when_they_a
         assert stats.free_pages + stats.idle_pages == PAGES
 
 
+def test_a_request_is_pending_also_if_a_poll_ends_its_store_while_it_is_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefixes, _ = make()
+    with prefixes:
+        held = prefixes.preempt(["a", "b"], [1, 2])
+        assert held is not None
+        load = prefixes.load
+
+        def load_and_poll(*args: Any, **named: Any) -> Any:
+            job = load(*args, **named)
+            prefixes.poll()  # as another thread may
+            return job
+
+        monkeypatch.setattr(prefixes, "load", load_and_poll)
+        assert prefixes.resume(held, [8, 9]).state == "pending"
+        assert prefixes.resume(held, [8, 9]).state == "loaded"
+
+
+def test_a_request_whose_first_block_is_not_on_the_gpu_is_pending_and_then_loaded() -> None:
+    prefixes, tensor = make()
+    with prefixes:
+        held = prefixes.preempt(["a", "b", "c"], [-1, 1, 2])
+        assert held is not None
+        assert prefixes.resume(held, [-1, 8, 9]).state == "pending"
+        prefixes.poll()
+        assert prefixes.resume(held, [-1, 8, 9]).state == "loaded"
+        assert tensor[8:10, 0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_blocks_of_a_preempted_request_are_not_stored_under_its_keys_once_they_have_other_contents(
+    is_told: bool,
+) -> None:
+    prefixes, tensor = make(store_policy="lazy")
+    with prefixes:
+        prefixes.store(["a", "b"], [1, 2])
+        held = prefixes.preempt(["a", "b"], [1, 2])
+        assert held is not None
+        if is_told:
+            prefixes.evict([1, 2])
+        prefixes.poll()
+        prefixes.release(held)
+        tensor[[1, 2]] = 99
+        others = [f"other {number}" for number in range(PAGES)]
+        prefixes.manager.complete(prefixes.manager.prepare_store(others))  # evicts a and b
+        prefixes.manager.reset()
+        prefixes.evict([1, 2])  # the next owner leaves, and has stored nothing
+        prefixes.poll()
+        assert prefixes.lookup(["a", "b"]).found == 0
+
+
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_no_call_of_a_prefix_cache_works_in_a_forked_child(policy: str) -> None:
     prefixes, _ = make(store_policy=policy)
