@@ -69,8 +69,9 @@ class Digests {
       const auto [first, end] = ranges[g];
       const auto count = static_cast<size_t>(counts()[g]);
       if (end > count) {
-        fail<ValueError>("the prefix needs ", count_of(end, "block"), " of group ", g,
-                         ", which has ", count_of(count, "key"));
+        const std::string group = ranges.size() == 1 ? "" : " of group " + std::to_string(g);
+        fail<ValueError>("the prefix needs ", count_of(end, "block"), group, ", but keys has ",
+                         count_of(count, "key"), "; pass what lookup() found for the same keys");
       }
       kept.insert(kept.end(), from + first * kDigestBytes, from + end * kDigestBytes);
       from += count * kDigestBytes;

@@ -486,7 +486,8 @@ TypeError: keys: a key, or a part of one, is of type object; make it of None, bo
 float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
 ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
-ValueError: the prefix needs 2 blocks of group 0, which has 1 key
+ValueError: the prefix needs 2 blocks, but keys has 1 key; pass what lookup() found for
+the same keys
 ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: reservation ~ has ended before, or is another manager's
 ValueError: reservation ~ has ended before, or is another manager's
