@@ -93,6 +93,13 @@ STAGE = """
 """
 
 
+# gloo ends a process that exits with its threads still there.
+END = """
+parallel_state.destroy_model_parallel()
+parallel_state.destroy_distributed_environment()
+"""
+
+
 def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
     """What two processes print behind "said ". They run at once, given their rank and a store."""
 
@@ -100,7 +107,7 @@ def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
         # Not run_script(), which runs one script after the other: these wait for each other.
         done = subprocess.run(
             [
-                *(sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}"),
+                *(sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}{END}"),
                 *(str(rank), f"file://{tmp_path}/store"),
             ],
             cwd=Path(__file__).parent,
