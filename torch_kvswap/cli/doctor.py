@@ -9,7 +9,7 @@ import argparse
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -93,11 +93,10 @@ def _gpu(address: str, model: str) -> Finding:
     return Finding(f"{text}, {width} PCIe lanes")
 
 
-def _copy_method_costs() -> Finding:
+def _copy_method_costs(models: Iterable[str]) -> Finding:
     """The source of the copy-method costs for each GPU model in the system."""
-    models = sorted(set(_gpus().values()))
     try:
-        sources = [f"{read_costs(model).source} ({model})" for model in models]
+        sources = [f"{read_costs(model).source} ({model})" for model in sorted(set(models))]
     except ValueError as error:
         return Finding(f"none: {error}", is_fault=True)
     return Finding(", ".join(sources) or "unknown: the system names no GPU")
@@ -127,12 +126,12 @@ def _host_memory() -> str:
 def _encodings() -> str:
     """How host pages can be encoded, and what that gains."""
     gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
-    if 0 < native.kernel_version() // 1000 <= native.driver_version() // 1000:
-        where = "the CPU and CUDA"
-    elif not native.driver_version():
+    if not native.driver_version():
         where = "the CPU only: there is no CUDA driver"
-    else:
+    elif _kernels().is_fault:
         where = "the CPU only: there are no CUDA kernels for this driver"
+    else:
+        where = "the CPU and CUDA"
     return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
 
 
@@ -148,17 +147,18 @@ def report() -> dict[str, Finding]:
     """What the installation has, by topic."""
     cuda, hip = torch.version.cuda, torch.version.hip
     platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
+    gpus = _gpus()
     return {
         "library": Finding(str(native.__file__)),
         "PyTorch": Finding(f"{torch.__version__} ({platform})"),
         "CUDA driver": _driver(),
         "GPUs": Finding(str(torch.cuda.device_count())),
-        **{f"GPU {address}": _gpu(address, model) for address, model in _gpus().items()},
+        **{f"GPU {address}": _gpu(address, model) for address, model in gpus.items()},
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
         **_accelerator(),
         "encodings": Finding(_encodings()),
-        "copy costs": _copy_method_costs(),
+        "copy costs": _copy_method_costs(gpus.values()),
         "host memory": Finding(_host_memory()),
         "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
