@@ -29,7 +29,3 @@ class CorruptingHandler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.handler, name)
-
-
-def leave_one_out(first: Ids, second: Ids) -> tuple[Ids, Ids]:
-    return first[1:], second[1:]

@@ -302,8 +302,3 @@ def threads() -> set[int]:
 def new_threads(before: set[int]) -> int:
     """The number of threads that were not there before."""
     return len(threads() - before)
-
-
-def thread_names() -> set[str]:
-    """As the system knows them, and shows them in ps and in profilers."""
-    return {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in threads()}
