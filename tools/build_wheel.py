@@ -55,7 +55,7 @@ def find_python(name: str) -> Path:
 
 
 def unpack_sources(folder: Path) -> Path:
-    """The sources that a source distribution has, with those that only wheels have."""
+    """Unpacks a source distribution, and adds the sources that only wheels need."""
     egg_info = ("egg_info", "--egg-base", folder)
     run(sys.executable, "setup.py", "--quiet", *egg_info, "sdist", "--dist-dir", folder)
     (sdist,) = folder.glob("*.tar.gz")

@@ -147,7 +147,7 @@ not measured load of 64 x (2 x 8 KiB), one tensor, warm, automatic method over t
 
 
 def beside(way: str, lost: float, speed: float, compute: str = "decode") -> Any:
-    """Three repeats, of which the last loses 1 ms/GB more."""
+    """Three repeats; the last one loses 1 ms/GB more."""
     repeats = [Sample(50.0, 50.0 + 2 * (lost + more), 2.0, speed) for more in (0, 0, 1)]
     kind = (Shape(160, 8), "one tensor", "load")
     return interference_report.Cell(*kind, compute, way, repeats, [], link=50.0)

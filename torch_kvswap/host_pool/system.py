@@ -61,7 +61,7 @@ def numa_node_of(pci_address: str) -> int | None:
 
 
 def link_widths_of(pci_address: str) -> tuple[int, int]:
-    """The PCIe lanes that a device uses, and those that it has; 0 if the kernel does not know."""
+    """How many PCIe lanes a device uses, and how many it could; 0 if the kernel does not know."""
     folder = f"sys/bus/pci/devices/{pci_address}"
     texts = (_read(f"{folder}/{name}_link_width").strip() for name in ("current", "max"))
     width, most = (int(text) if text.isdecimal() else 0 for text in texts)

@@ -186,8 +186,8 @@ class Accelerator:
 def load_as_rocm() -> Accelerator:
     """Makes the accelerator the "cuda" devices of this process, as in a PyTorch for ROCm, for good.
 
-    The library must have been loaded before torch, which asks once whether there is CUDA. Streams and
-    events of torch.cuda, of which a PyTorch without CUDA has none, are those of torch.
+    The library must have been loaded before torch, which asks once whether there is CUDA. A PyTorch
+    without CUDA has no torch.cuda.Stream and Event, so torch's own take their places.
     """
     torch.cuda._lazy_init = lambda: None  # type: ignore[method-assign]
     torch.cuda.Stream, torch.cuda.Event = torch.Stream, torch.Event  # type: ignore[misc, assignment]
