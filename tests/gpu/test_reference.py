@@ -4,6 +4,8 @@ gives wrong bytes. tests/unit/test_handler.py compares its bytes in every layout
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from gpu_cache import NEW, OLD, GpuCache, only
@@ -16,13 +18,14 @@ ORDER = pytest.mark.parametrize("order", ["kept", "lost as a control"])
 
 
 @pytest.fixture
-def handler(gpu: GpuCache) -> ReferenceHandler:
+def handler(gpu: GpuCache) -> Iterator[ReferenceHandler]:
     """Has copied once: the first copy may wait for the device, which tests keep busy."""
     handler = ReferenceHandler(gpu.layout, gpu.host)
     handler.store(gpu_block_ids=[3], page_ids=[3]).synchronize()
     handler.poll()
     gpu.host.pages.fill_(NEW)
-    return handler
+    yield handler
+    gpu.release()  # a handler that is dropped waits for its copies
 
 
 def compute_stream(gpu: GpuCache, order: str) -> torch.cuda.Stream:
