@@ -135,6 +135,12 @@ def write_json(
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """JSON whose innermost lists and objects are on one line each."""
-    text = json.dumps(content, indent=1)
-    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda it: re.sub(r"\n *", " ", it[0]), text) + "\n"
+    """JSON with a line for each entry, and for each item of an entry that is a list."""
+    entries = [f" {json.dumps(name)}: {_lines(value)}" for name, value in content.items()]
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def _lines(value: object) -> str:
+    if not (value and isinstance(value, list)):
+        return json.dumps(value)
+    return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
