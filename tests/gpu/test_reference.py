@@ -81,4 +81,5 @@ def test_a_stream_waits_for_a_load_and_the_host_does_not(
     if order == "kept":
         gpu.release()
     gpu.consumer.synchronize()
+    gpu.release()
     assert only(gpu.seen[1]) == (NEW if order == "kept" else OLD)
