@@ -66,7 +66,8 @@ def test_the_example_of_a_hybrid_model_loads_of_a_window_only_what_it_needs(caps
 
 
 @pytest.fixture
-def scheduler():
+def scheduler(monkeypatch):
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
     code = on_the_cpu(examples_of("scheduler.md")[0])
     names = {}
     exec(code, names)
