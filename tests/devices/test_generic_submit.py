@@ -46,8 +46,3 @@ def test_it_times_stores_and_loads_beside_bare_torch(tmp_path: Path) -> None:
     assert all(
         times.median > 0 for cell in cells for times in (cell.idle, cell.behind_work, cell.by_hand)
     )
-
-
-def test_the_docs_have_the_figures_of_the_results() -> None:
-    cells = cells_of(ROOT / "benchmarks" / "results" / "generic_submit-cpu.json")
-    assert table(cells) in (ROOT / "docs" / "devices.md").read_text()

@@ -168,7 +168,9 @@ def test_a_job_for_whose_encoded_blocks_there_are_no_states_moves_the_bytes_befo
 ) -> None:
     blocks = torch.arange(4096)
     gpu = kvs.PagedLayout([torch.ones(len(blocks), 1024, dtype=torch.bfloat16)])
-    pool = kvs.HostPool(gpu, 1, blocks_per_page=len(blocks), encoding="lossless", bits_per_value=12.5)
+    pool = kvs.HostPool(
+        gpu, 1, blocks_per_page=len(blocks), encoding="lossless", bits_per_value=12.5
+    )
     with kvs.OffloadHandler(gpu, pool) as handler:
 
         def store() -> None:
