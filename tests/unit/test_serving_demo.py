@@ -1,6 +1,8 @@
 """The demo of `make demo`: it runs, its tokens are right, and it finds wrong ones."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +90,37 @@ def test_a_failed_load_ends_the_demo_with_its_reason(monkeypatch):
     monkeypatch.setattr(kvs.PrefixCache, "poll", poll_with_failed_loads)
     with pytest.raises(RuntimeError, match="a load failed: the link fell off"):
         demo.main(SMALL)
+
+
+def test_without_matplotlib_it_says_so_and_draws_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert demo.main([*SMALL, "--plot", "nowhere.png"]) == 2
+    assert capsys.readouterr() == ("", "--plot needs matplotlib: pip install matplotlib\n")
+
+
+def test_the_times_to_first_token_are_drawn(monkeypatch, tmp_path):
+    drawn = {}
+
+    class Axes:
+        def step(self, milliseconds, shares, where, label):
+            drawn[label] = milliseconds, shares
+
+        def set(self, **_): ...
+        def legend(self): ...
+
+    class Figure:
+        def savefig(self, file):
+            Path(file).write_text("drawn")
+
+    monkeypatch.setattr(demo, "find_spec", lambda name: name)
+    pyplot = SimpleNamespace(subplots=lambda: (Figure(), Axes()))
+    monkeypatch.setattr(demo, "import_module", lambda name: pyplot)
+    assert demo.main([*SMALL, "--plot", str(tmp_path / "waits.png")]) == 0
+    assert (tmp_path / "waits.png").read_text() == "drawn"
+    assert list(drawn) == ["without host cache", "with"]
+    for milliseconds, shares in drawn.values():
+        assert milliseconds == sorted(milliseconds)
+        assert (len(milliseconds), shares[-1]) == (6, 100)
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused():
