@@ -14,6 +14,7 @@ import torch
 import torch_kvswap as kvs
 
 BLOCK, LAYERS, HEADS, SIZE, DIM, VOCAB, LONGEST = 8, 2, 4, 16, 4 * 16, 64, 64
+Cache = list[torch.Tensor]  # of each layer: keys and values, blocks, BLOCK, HEADS, SIZE
 
 
 class Model:
@@ -27,7 +28,7 @@ class Model:
         )
         self.layers = weights / DIM**0.5
 
-    def step(self, cache: list[torch.Tensor], blocks: list[int], at: int, token: int) -> int:
+    def step(self, cache: Cache, blocks: list[int], at: int, token: int) -> int:
         """Writes the keys and values of the token at this position. Returns the next token."""
         table = torch.tensor(blocks, device=self.device)
         x = self.tokens[token] + self.positions[at]
@@ -49,12 +50,11 @@ class Request:
 
 
 class Engine:
-    def __init__(self, model: Model, cache: list[torch.Tensor], prefixes: kvs.PrefixCache) -> None:
+    def __init__(self, model: Model, cache: Cache, prefixes: kvs.PrefixCache) -> None:
         self.model, self.cache, self.prefixes = model, cache, prefixes
         self.hasher = kvs.PrefixHasher("own-engine", "float32", block_tokens=BLOCK)
         self.free = list(range(cache[0].shape[1]))
-        self.running: list[Request] = []
-        self.counts: Counter[str] = Counter()
+        self.running, self.counts = list[Request](), Counter[str]()
 
     def run(self, requests: list[Request]) -> None:
         self.waiting = deque(requests)  # each must fit into the cache
@@ -86,7 +86,7 @@ class Engine:
             self.counts["reused tokens"] += found
         request.computed = found if job else 0  # the rest is computed, also what was lost
         if job:
-            job.wait()  # the kernels behind this line wait for the load, the host does not
+            job.wait()  # the kernels behind this line wait, the host does not
         request.blocks, self.free = blocks, self.free[len(blocks) :]
         return True
 
@@ -117,13 +117,13 @@ class Engine:
 
     def leave(self, request: Request, jobs: list[kvs.Job]) -> None:
         for job in jobs:
-            job.wait()  # what this stream writes from now on comes after the stores of its blocks
+            job.wait()  # this stream may write the blocks, after the job
         self.running.remove(request)
         self.free, request.blocks = self.free + request.blocks, []
 
 
 def serve(model: Model, prompts: list[list[int]], blocks: int) -> tuple[list[list[int]], Engine]:
-    shape = (2, blocks, BLOCK, HEADS, SIZE)  # keys and values
+    shape = (2, blocks, BLOCK, HEADS, SIZE)
     cache = kvs.allocate_layers(shape, LAYERS, dtype=torch.float32, device=model.device)
     gpu = kvs.PagedLayout(cache, block_dim=1)
     with kvs.PrefixCache(gpu, kvs.HostPool(gpu, num_pages=200)) as prefixes:
