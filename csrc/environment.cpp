@@ -22,4 +22,6 @@ bool batch_is_on() { return flag("KVSWAP_BATCH", true); }
 
 bool address_check_is_on() { return flag("KVSWAP_CHECK_ADDRESSES", false); }
 
+bool cpu_is_late() { return flag("KVSWAP_LATE_CPU", false); }
+
 }  // namespace kvswap

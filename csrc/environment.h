@@ -10,4 +10,7 @@ bool batch_is_on();
 // KVSWAP_CHECK_ADDRESSES: whether swap_blocks_batch checks addresses before it uses them (0).
 bool address_check_is_on();
 
+// KVSWAP_LATE_CPU: whether jobs of a cache on the CPU copy only when somebody waits or polls (0).
+bool cpu_is_late();
+
 }  // namespace kvswap

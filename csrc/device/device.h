@@ -150,9 +150,13 @@ class Device {
   int index() const { return index_; }
   // "CUDA device 0", for errors.
   virtual std::string name() const = 0;
-  // Whether copies have ended when Copier::copy() returns. If so, the thread that calls store() or
-  // load() copies, and the job has ended when that call returns.
+  // Whether only threads of the caller copy: in store() or load(), so that the job has ended when
+  // the call returns, or in catch_up() and wait_event(). Then nothing stays queued.
   virtual bool is_synchronous() const = 0;
+  // Called before the device is asked for ends on behalf of a thread that polls or waits on the
+  // host. A device that copies late copies now what it was given so far, which may take long.
+  // Returns whether there was anything.
+  virtual bool catch_up() noexcept { return false; }
 
   // Contexts: only ContextGuard calls these. Any thread, also without the lock.
 

@@ -1,23 +1,99 @@
 #include "device/host.h"
 
 #include <chrono>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <utility>
 
 #include "copy/address_map.h"
+#include "environment.h"
 
 namespace kvswap {
 namespace {
 
-using Time = std::chrono::steady_clock::time_point;
+struct HostEvent {
+  std::chrono::steady_clock::time_point time;
+  bool has_happened = true;
+  std::exception_ptr error;  // of a late copy before it
+};
+
+void copy_parts(const std::vector<PartCopy>& parts) {
+  for (const PartCopy& part : parts) part.encoding->copy_on_host(part);
+}
+
+// What late streams were given and have not done. Any thread may call.
+class LateWork {
+ public:
+  // The parts, and what they point to, stay valid until the next event has happened.
+  void add_copies(const std::vector<PartCopy>& parts) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    items_.push_back({parts, nullptr});
+  }
+  void add_record(HostEvent& event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    items_.push_back({{}, &event});
+    event.has_happened = false;
+    event.error = nullptr;
+  }
+  bool has_happened(const HostEvent& event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return event.has_happened;
+  }
+  // Does the work up to this event; null: all. Returns whether there was any.
+  bool run_until(const HostEvent* event) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bool has_run = false;
+    for (; !items_.empty() && !(event != nullptr && event->has_happened); has_run = true) {
+      run(items_.front());
+      items_.pop_front();
+    }
+    return has_run;
+  }
+
+ private:
+  struct Item {
+    std::vector<PartCopy> parts;
+    HostEvent* record;  // null: copies the parts
+  };
+
+  void run(const Item& item) noexcept {
+    if (item.record != nullptr) {
+      item.record->time = std::chrono::steady_clock::now();
+      item.record->error = std::exchange(error_, nullptr);
+      item.record->has_happened = true;
+      return;
+    }
+    try {
+      copy_parts(item.parts);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+
+  std::mutex mutex_;
+  std::deque<Item> items_;
+  std::exception_ptr error_;  // of the copies before the next record
+};
 
 class HostCopier : public Copier {
  public:
+  // late: null where copies are not late.
+  explicit HostCopier(LateWork* late) : late_(late) {}
+
   Stream copy(const std::vector<PartCopy>& parts, Event, bool, CopyPosition& next,
               uint64_t&) override {
-    for (const PartCopy& part : parts) part.encoding->copy_on_host(part);
+    late_ == nullptr ? copy_parts(parts) : late_->add_copies(parts);
     next.part = parts.size();
-    return nullptr;
+    return late_;
   }
-  bool synchronize() noexcept override { return true; }
+  bool synchronize() noexcept override {
+    if (late_ != nullptr) late_->run_until(nullptr);
+    return true;
+  }
+
+ private:
+  LateWork* const late_;
 };
 
 class HostDevice : public Device {
@@ -26,24 +102,34 @@ class HostDevice : public Device {
 
   std::string name() const override { return "host memory"; }
   bool is_synchronous() const override { return true; }
+  bool catch_up() noexcept override { return late_.run_until(nullptr); }
 
-  Stream create_stream() override { return nullptr; }
+  Stream create_stream() override { return cpu_is_late() ? &late_ : nullptr; }
   void destroy_stream(Stream) noexcept override {}
   bool is_idle(Stream) override { return true; }
   bool is_alive(Stream) noexcept override { return true; }
   StreamRef current_stream() const override { return {index(), nullptr}; }
-  void wait_event(const StreamRef&, Event) override {}
-
-  Event create_event(bool) override { return new Time; }
-  void destroy_event(Event event) noexcept override { delete static_cast<Time*>(event); }
-  void record_event(Event event, Stream, const char*) override {
-    *static_cast<Time*>(event) = std::chrono::steady_clock::now();
+  void wait_event(const StreamRef&, Event event) override {
+    late_.run_until(static_cast<HostEvent*>(event));
   }
+
+  Event create_event(bool) override { return new HostEvent; }
+  void destroy_event(Event event) noexcept override { delete static_cast<HostEvent*>(event); }
+  void record_event(Event event, Stream stream, const char*) override {
+    HostEvent& recorded = *static_cast<HostEvent*>(event);
+    if (stream != nullptr) return late_.add_record(recorded);
+    recorded.time = std::chrono::steady_clock::now();
+  }
+  // The list of late work is in the order of submission.
   void wait_event(Stream, Event, const char*) override {}
-  bool has_happened(Event) override { return true; }
+  bool has_happened(Event event) override {
+    return late_.has_happened(*static_cast<HostEvent*>(event));
+  }
+  // Throws what a late copy has thrown.
   double seconds_between(Event start, Event end) override {
-    const std::chrono::duration<double> passed =
-        *static_cast<Time*>(end) - *static_cast<Time*>(start);
+    const HostEvent& last = *static_cast<HostEvent*>(end);
+    if (last.error != nullptr) std::rethrow_exception(last.error);
+    const std::chrono::duration<double> passed = last.time - static_cast<HostEvent*>(start)->time;
     return passed.count();
   }
 
@@ -56,9 +142,12 @@ class HostDevice : public Device {
     static const std::vector<CopyMethod> methods{CopyMethod::kHost};
     return methods;
   }
-  std::unique_ptr<Copier> make_copier(Stream, bool) override {
-    return std::make_unique<HostCopier>();
+  std::unique_ptr<Copier> make_copier(Stream copies, bool) override {
+    return std::make_unique<HostCopier>(static_cast<LateWork*>(copies));
   }
+
+ private:
+  LateWork late_;
 };
 
 }  // namespace

@@ -465,6 +465,7 @@ size_t CopyPlanner::queue_entries(CopyMethod method, const MethodChooser::GroupC
   }
   if (method == CopyMethod::kKernel) return groups * (1 + copy.blocks / kPackBlocks);
   if (method == CopyMethod::kBatch) return groups + copies / fragments_per_entry_;
+  if (method == CopyMethod::kHost) return groups;  // no driver
   return copies;
 }
 

@@ -88,7 +88,7 @@ void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
 
 std::vector<JobRef> Handler::ended(size_t most) {
   const Lock lock = scheduler_.lock();
-  scheduler_.advance(lock);
+  scheduler_.catch_up(lock);
   const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
   const size_t count = std::min(most, unreported.size());
   std::vector<JobRef> ended;
@@ -135,7 +135,7 @@ std::pair<State, bool> Handler::state_of(const Job& job) {
 
 bool Handler::has_ended(const Job* job) {
   const Lock lock = scheduler_.lock();
-  if (!job->has_ended()) scheduler_.advance(lock);
+  if (!job->has_ended()) scheduler_.catch_up(lock);
   return job->has_ended();
 }
 
@@ -169,7 +169,7 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
   Lock lock = scheduler_.lock();
   const JobTable& table = scheduler_.jobs(lock);
   for (const int64_t last = table.last_id();;) {
-    scheduler_.advance(lock);
+    scheduler_.catch_up(lock);
     for (; ended < jobs.size() && jobs[ended]->has_ended(); ++ended) {
       failed |= !jobs[ended]->has_succeeded();
     }
@@ -194,7 +194,7 @@ bool Handler::wait_for_ended(double seconds) {
   Lock lock = scheduler_.lock();
   const JobTable& table = scheduler_.jobs(lock);
   for (;;) {
-    scheduler_.advance(lock);
+    scheduler_.catch_up(lock);
     if (!table.unreported().empty() || table.all_have_ended()) return true;
     const double left = seconds - (now() - began);
     if (left <= 0) return false;
@@ -263,7 +263,7 @@ bool Handler::close(double seconds) {
   Lock lock = scheduler_.lock();
   scheduler_.close(lock);
   for (;;) {
-    scheduler_.advance(lock);
+    scheduler_.catch_up(lock);
     if (stopping_ || scheduler_.has_nothing_left(lock)) break;
     if (now() - began >= seconds) return false;
     lock.unlock();

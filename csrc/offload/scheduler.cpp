@@ -327,7 +327,8 @@ void Scheduler::flush(Lock& lock, const Job& job) noexcept {
   flush_until_ = std::max(flush_until_, job.id);
   progress_.notify_all();
   while (job.state == State::kQueued) {
-    if (!submit_queued(lock, job, kNoLimit)) progress_.wait(lock);
+    if (submit_queued(lock, job, kNoLimit)) continue;
+    device_.catch_up() ? advance(lock) : progress_.wait(lock);
   }
 }
 
@@ -466,6 +467,11 @@ void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
   } catch (const std::exception& error) {
     mark_lost(Reason(error));
   }
+}
+
+void Scheduler::catch_up(const Lock& lock) noexcept {
+  device_.catch_up();
+  advance(lock);
 }
 
 // The channel with the oldest of the transfers that have ended, or null. A transfer that waited for

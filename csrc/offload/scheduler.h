@@ -86,6 +86,8 @@ class Scheduler {
   // Asks the device which transfers have ended, and ends their jobs, for `max_transfers` at most.
   // Tries again to open gates that the driver refused to open.
   void advance(const Lock&, int max_transfers = std::numeric_limits<int>::max()) noexcept;
+  // The same for a thread that polls or waits on the host: a device that copies late copies first.
+  void catch_up(const Lock&) noexcept;
   // Waits until a job was submitted or has ended, or a gate was opened; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
   // Waits until a job is on the device or has ended. It and the jobs before it are then submitted

@@ -8,6 +8,8 @@ back. The tokens must be the same.
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -40,6 +42,9 @@ def parser() -> ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the weights and the prompts")
     made.add_argument(
         "--control", action="store_true", help="zero one loaded block: the tokens must change"
+    )
+    made.add_argument(
+        "--plot", metavar="FILE", help="draw the times to first token; needs matplotlib"
     )
     return made
 
@@ -117,13 +122,27 @@ def table(without: Run, using: Run) -> str:
     return "\n".join(f"{name:38}{first:>20}{second:>12}" for name, (first, second) in rows)
 
 
+def plot(without: Run, using: Run, file: str) -> None:
+    """Draws how many requests have waited how long for their first token."""
+    figure, axes = import_module("matplotlib.pyplot").subplots()
+    shares = [100 * (number + 1) / len(using.waits) for number in range(len(using.waits))]
+    for name, each in (("without host cache", without), ("with", using)):
+        axes.step([1e3 * wait for wait in each.waits], shares, where="post", label=name)
+    axes.set(xlabel="time to first token, ms", ylabel="requests, %", xlim=0, ylim=(0, 100))
+    axes.legend()
+    figure.savefig(file)
+
+
 def run(options: Namespace) -> int:
     """Runs the demo.
 
     Returns:
         int: 0 if every token is as expected, or with --control, if only the corrupted request is
-            wrong; otherwise 1.
+            wrong; 2 if it cannot draw; otherwise 1.
     """
+    if options.plot and find_spec("matplotlib") is None:
+        print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     prompts = make_prompts(options.requests, options.seed)
     max_blocks = -(-(LONGEST_PROMPT + options.new_tokens) // BLOCK_SIZE)
     if options.gpu_blocks <= max_blocks:
@@ -145,6 +164,8 @@ def run(options: Namespace) -> int:
         f"{len(prompts)} requests on {options.device}, in {options.gpu_blocks} blocks instead of "
         f"{needed}; {stored:.1f} MB stored, {loaded:.1f} MB loaded\n{table(without, using)}"
     )
+    if options.plot:
+        plot(without, using, options.plot)
     wrong = [
         request
         for request, tokens in zip(using.requests, expected, strict=True)

@@ -58,6 +58,8 @@ def test_the_python_blocks_of_a_page_run_one_after_another_without_a_gpu(page):
     # Blank lines make a traceback name the page and its line.
     program = textwrap.dedent(
         f"""
+        import os
+        os.environ["KVSWAP_LATE_CPU"] = "1"  # a forgotten wait shows
         names = {{"__name__": "__main__"}}
         for line, code in {blocks_of(page)!r}:
             exec(compile("\\n" * line + code, {str(page)!r}, "exec"), names)

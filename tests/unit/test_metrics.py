@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch_kvswap.offload.metrics import (
     Metrics,
 )
 
+DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = Histogram((), (0,), 0.0)
 IDLE = ChannelMetrics(*[0] * 14, {"batch": 0}, EMPTY, EMPTY, EMPTY)
 BUSY = ChannelMetrics(
@@ -223,3 +226,27 @@ def test_a_label_value_is_escaped() -> None:
 def test_a_label_name_that_a_scraper_refuses_or_that_is_ours_raises(name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot be named {name!r}")):
         Metrics(IDLE, IDLE, IDLE).prometheus({name: "x"})
+
+
+# The dashboard
+
+
+def test_the_queries_of_the_dashboard_and_its_page_name_existing_metrics_and_labels() -> None:
+    text = Metrics(BUSY, IDLE, IDLE).prometheus()
+    samples = {line.partition("{")[0] for line in text.splitlines() if line[0] != "#"}
+    labels = set(re.findall(r'(\w+)="', text))
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
+    queries = [target["expr"] for target in targets]
+    assert len(queries) == len(dashboard["panels"]) > 0
+    for query in queries:
+        named = set(re.findall(r"\bkvswap_\w+", query))
+        assert named
+        assert named <= samples
+        by = re.findall(r"by \(([^)]*)\)", query) + re.findall(r"{(\w+)=", query)
+        assert {label for names in by for label in names.split(", ")} <= labels
+    used = re.findall(r"{{(\w+)}}", " ".join(target["legendFormat"] for target in targets))
+    assert set(used) <= labels
+    page = re.findall(r"kvswap_\w+", (DOCS / "monitoring.md").read_text())
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert set(page) <= families | samples

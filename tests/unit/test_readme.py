@@ -44,29 +44,9 @@ def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypa
         assert prefixes.release(names["held"]) == (becomes == "pending")
 
 
-def test_the_example_of_a_hybrid_model_loads_of_a_window_only_what_it_needs(capsys):
-    code = on_the_cpu(examples_of("prefixes.md")[3], ("(8, 128)", "(1, 4)"))
-    start = code.index("with kvs.PrefixCache")
-    names = {"kvs": kvs, "torch": torch}
-    exec(code[:start], names)
-    for cache in names["full"] + names["window"]:
-        cache[:] = torch.arange(cache.shape[1]).view(1, -1, 1, 1, 1)
-    exec(code[start:], names)
-    assert capsys.readouterr().out == ("192 tokens are on the host\n[range(0, 12), range(4, 6)]\n")
-    for cache in names["full"]:
-        assert cache[0, 29:43, 0, 0, 0].tolist() == [29, *range(4, 16), 42]
-    for cache in names["window"]:
-        assert cache[0, [0, 49, 50, 51, 52], 0, 0, 0].tolist() == [0, 49, 24, 25, 52]
-    prefixes = names["prefixes"]
-    assert [result.nbytes for result in prefixes.poll()][1:] == [
-        3 * names["layouts"][0].block_bytes + names["layouts"][1].block_bytes
-    ]
-    keys = [hasher.keys(names["tokens"]) for hasher in names["hashers"]]
-    assert prefixes.manager.lookup(keys).ready == 7
-
-
 @pytest.fixture
-def scheduler():
+def scheduler(monkeypatch):
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
     code = on_the_cpu(examples_of("scheduler.md")[0])
     names = {}
     exec(code, names)

@@ -1,17 +1,26 @@
 """The demo of `make demo`: it runs, its tokens are right, and it finds wrong ones."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import torch_kvswap as kvs
 from serving_demo import demo
 from serving_demo.model import Model
+from serving_demo.server import Server
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The last rows of the table: without the host cache, and with it.
 TABLE = r"^(of \d+ prompt tokens.*|preempted.*|tokens computed.*?) +(\d+) +(\d+)$"
 SMALL = ["--requests", "6", "--new-tokens", "24", "--gpu-blocks", "15"]
+
+
+@pytest.fixture(autouse=True)
+def late_cpu(monkeypatch):
+    """A forgotten wait, and a block that is used again too early, show on the CPU."""
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -44,6 +53,29 @@ def test_wrong_tokens_fail(monkeypatch, capsys):
     assert "0 requests differ" not in capsys.readouterr().out
 
 
+def forget_waits(monkeypatch):
+    monkeypatch.setattr(kvs.Job, "wait", lambda *_: None)
+
+
+def free_blocks_at_once(monkeypatch):
+    finish = Server._finish
+
+    def finish_too_early(self, request):
+        finish(self, request)
+        if self._prefixes is not None:
+            self._free += self._leaving.pop()[1]
+
+    monkeypatch.setattr(Server, "_finish", finish_too_early)
+
+
+@pytest.mark.parametrize("fault", [forget_waits, free_blocks_at_once])
+def test_a_fault_of_the_server_shows_where_jobs_end_late(fault, monkeypatch, capsys):
+    fault(monkeypatch)
+    assert demo.main(SMALL) == 1
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "0")
+    assert demo.main(SMALL) == 0
+
+
 def test_a_failed_load_ends_the_demo_with_its_reason(monkeypatch):
     poll = kvs.PrefixCache.poll
 
@@ -58,6 +90,37 @@ def test_a_failed_load_ends_the_demo_with_its_reason(monkeypatch):
     monkeypatch.setattr(kvs.PrefixCache, "poll", poll_with_failed_loads)
     with pytest.raises(RuntimeError, match="a load failed: the link fell off"):
         demo.main(SMALL)
+
+
+def test_without_matplotlib_it_says_so_and_draws_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert demo.main([*SMALL, "--plot", "nowhere.png"]) == 2
+    assert capsys.readouterr() == ("", "--plot needs matplotlib: pip install matplotlib\n")
+
+
+def test_the_times_to_first_token_are_drawn(monkeypatch, tmp_path):
+    drawn = {}
+
+    class Axes:
+        def step(self, milliseconds, shares, where, label):
+            drawn[label] = milliseconds, shares
+
+        def set(self, **_): ...
+        def legend(self): ...
+
+    class Figure:
+        def savefig(self, file):
+            Path(file).write_text("drawn")
+
+    monkeypatch.setattr(demo, "find_spec", lambda name: name)
+    pyplot = SimpleNamespace(subplots=lambda: (Figure(), Axes()))
+    monkeypatch.setattr(demo, "import_module", lambda name: pyplot)
+    assert demo.main([*SMALL, "--plot", str(tmp_path / "waits.png")]) == 0
+    assert (tmp_path / "waits.png").read_text() == "drawn"
+    assert list(drawn) == ["without host cache", "with"]
+    for milliseconds, shares in drawn.values():
+        assert milliseconds == sorted(milliseconds)
+        assert (len(milliseconds), shares[-1]) == (6, 100)
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused():

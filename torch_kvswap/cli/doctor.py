@@ -1,16 +1,22 @@
 """Report what this installation can do on this machine.
 
-Does not initialise CUDA, so it does not disturb other processes.
+Without --measure it does not initialise CUDA, so it does not disturb other processes. Exits with 1
+if something is at fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +28,8 @@ from torch_kvswap.host_pool import system
 from torch_kvswap.integrations import transformers
 from torch_kvswap.integrations.vllm import options as vllm
 
+_MEASURED_BYTES, _COPIES = 256 << 20, 5
+_LEAST_SHARE = 0.7  # of the link; 0.86 on an H200, the rest are headers
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
 
 
@@ -81,25 +89,74 @@ def _gpus() -> dict[str, str]:
     return {file.parent.name: model[1] for file, model in found.items() if model}
 
 
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def _nvml() -> Any:
+    """The driver's library of facts, which does not initialise CUDA; None without a driver."""
+    try:
+        return ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+
+
+def _memory_of(address: str) -> str:
+    """The memory of a GPU, and whether it is divided into instances; "" if nobody knows."""
+    nvml = _nvml()
+    handle, memory = ctypes.c_void_p(), _Memory()
+    mode, pending = ctypes.c_uint(), ctypes.c_uint()
+    if (
+        nvml is None
+        or nvml.nvmlInit_v2()
+        or nvml.nvmlDeviceGetHandleByPciBusId_v2(address.encode(), ctypes.byref(handle))
+        or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    ):
+        return ""
+    nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending))  # not on all GPUs
+    parts = ", divided into MIG instances" if mode.value else ""
+    return f", {memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free{parts}"
+
+
 def _gpu(address: str, model: str) -> Finding:
     """Where a GPU is. An idle link is slower than it can be, but never narrower."""
-    node, width, most = system.numa_node_of(address), *system.link_widths_of(address)
-    text = model + ("" if node is None else f", NUMA node {node}")
-    if not width:
-        return Finding(text)
-    if width < most:
-        text = f"{text}, {width} of {most} PCIe lanes: reseat the card, or use another slot"
-        return Finding(text, is_fault=True)
-    return Finding(f"{text}, {width} PCIe lanes")
+    node, link, nodes = (
+        system.numa_node_of(address),
+        system.link_of(address),
+        system.nodes_of_process(),
+    )
+    text, faults = model + _memory_of(address), []
+    if node is not None:
+        text += f", NUMA node {node}"
+    if node is not None and nodes and node not in nodes:
+        faults.append(f"this process may not run on node {node}: numactl --cpunodebind={node}")
+    if link.lanes and link.lanes < link.most_lanes:
+        text += f", {link.lanes} of {link.most_lanes} PCIe lanes"
+        faults.append("reseat the card, or use another slot")
+    elif link.lanes:
+        text += f", {link.lanes} PCIe lanes"
+    if link.most_generation:
+        slower = 0 < link.port_generation < link.most_generation
+        text += f" of generation {link.port_generation if slower else link.most_generation}"
+        text += f" (the card's is {link.most_generation})" if slower else ""
+    return Finding("; ".join([text, *faults]), is_fault=bool(faults))
 
 
 def _copy_method_costs(models: Iterable[str]) -> Finding:
     """The source of the copy-method costs for each GPU model in the system."""
     try:
-        sources = [f"{read_costs(model).source} ({model})" for model in sorted(set(models))]
+        sources = [f"{_aged(read_costs(model).source)} ({model})" for model in sorted(set(models))]
     except ValueError as error:
         return Finding(f"none: {error}", is_fault=True)
     return Finding(", ".join(sources) or "unknown: the system names no GPU")
+
+
+def _aged(source: str) -> str:
+    """A source of costs; a file that was measured, with its age."""
+    if not Path(source).is_file():
+        return source
+    days = (time.time() - Path(source).stat().st_mtime) / 86400
+    return f"{source}, {days:.0f} days old"
 
 
 def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -> Finding:
@@ -121,6 +178,27 @@ def _host_memory() -> str:
         f"{'?' if room is None else f'{room / 2**30:.1f}'} GiB available; transparent huge pages "
         f"{transparent}; {reserved.free} reserved huge pages of {reserved.size >> 20} MiB free"
     )
+
+
+def _limits() -> str:
+    """What limits the host memory of this process."""
+    locked = system.memlock_limit()
+    groups = [
+        f"{max(limit.left, 0) / 2**30:.1f} of {limit.allowed / 2**30:.1f} GiB left in {limit.file}"
+        for limit in system.control_group_limits()
+    ]
+    return "; ".join(
+        [
+            "locked memory "
+            + ("unlimited" if locked is None else f"{locked} bytes, which drivers need not obey"),
+            *(groups or ["no control group limits memory"]),
+        ]
+    )
+
+
+def _nodes() -> str:
+    nodes, own = system.numa_nodes(), system.nodes_of_process()
+    return f"{nodes or 'unknown'}, of which this process may use the CPUs of {own or 'unknown'}"
 
 
 def _encodings() -> str:
@@ -160,22 +238,81 @@ def report() -> dict[str, Finding]:
         "encodings": Finding(_encodings()),
         "copy costs": _copy_method_costs(gpus.values()),
         "host memory": Finding(_host_memory()),
+        "memory limits": Finding(_limits()),
+        "NUMA nodes": Finding(_nodes()),
         "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
     }
+
+
+def _measure(gpu: int) -> Finding:
+    """A big copy each way, against what the link can move. Initialises CUDA."""
+    try:
+        rates, link = _rates(torch.device("cuda", gpu))
+    except RuntimeError as error:  # also no memory
+        return Finding(f"not measured: {str(error).splitlines()[0]}", is_fault=True)
+    stores, loads = rates
+    text = f"stores {stores / 1e9:.1f} GB/s, loads {loads / 1e9:.1f} GB/s"
+    most = link.bytes_per_second
+    if not most:
+        return Finding(f"{text}; the system does not say what the link is")
+    text += (
+        f", {min(rates) / most:.0%} of the {most / 1e9:.1f} GB/s of {link.lanes} lanes of PCIe "
+        f"generation {link.generation}"
+    )
+    if min(rates) >= _LEAST_SHARE * most:
+        return Finding(text)
+    return Finding(
+        f"{text}: end what else uses the link or the memory, run on the GPU's NUMA node, or ask "
+        "who runs the machine whether the GPU shares its link",
+        is_fault=True,
+    )
+
+
+def _rates(device: torch.device) -> tuple[tuple[float, float], system.Link]:
+    """Bytes per second of stores and of loads, and the link, which is in use meanwhile.
+
+    The fastest of some copies, because disturbances only add time.
+    """
+    here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=device, pin_memory=False)
+    domain, bus, number = native.pci_address(device.index)
+    rates = []
+    with torch.cuda.device(device):
+        for target, source in ((here, there), (there, here)):
+            event: Any = torch.cuda.Event  # it has no types
+            marks = [event(enable_timing=True) for _ in range(_COPIES + 1)]
+            target.copy_(source)
+            marks[0].record()
+            for mark in marks[1:]:
+                target.copy_(source, non_blocking=True)
+                mark.record()
+            link = system.link_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
+            torch.cuda.synchronize()
+            times = [before.elapsed_time(after) for before, after in pairwise(marks)]
+            rates.append(_MEASURED_BYTES / (min(times) / 1e3))
+    return (rates[0], rates[1]), link
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command.
 
     Returns:
-        int: the exit code; 1 if something is at fault.
+        int: the exit code; 1 if something is at fault, 2 if there is no GPU to measure.
     """
     parser = argparse.ArgumentParser("python -m torch_kvswap doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="for programs and bug reports")
-    as_json = parser.parse_args(arguments).json
+    parser.add_argument(
+        "--measure", action="store_true", help="time a big copy each way, of each GPU"
+    )
+    options = parser.parse_args(arguments)
+    if options.measure and not (torch.cuda.is_available() and is_native("cuda")):
+        print("there is no NVIDIA GPU to measure", file=sys.stderr)
+        return 2
     found = report()
-    if as_json:
+    if options.measure:
+        found |= {f"link of GPU {gpu}": _measure(gpu) for gpu in range(torch.cuda.device_count())}
+    if options.json:
         print(json.dumps({topic: finding._asdict() for topic, finding in found.items()}, indent=1))
     else:
         for topic, finding in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_kvswap._native.arguments import bytes_text, count_of
+
+# By the transfers of a lane in a second, in 10^9.
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+_LANE_BYTES = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
 
 ROOT = Path("/")  # contains proc and sys; tests use another folder
 
@@ -19,6 +24,29 @@ class Limit(NamedTuple):
     left: int
     allowed: int
     file: str
+
+
+class Link(NamedTuple):
+    """The PCIe link of a device; 0 where the kernel does not know.
+
+    Attributes:
+        lanes (int): in use.
+        most_lanes (int): of the device.
+        generation (int): in use. An idle link has a lower one than it can.
+        most_generation (int): of the device.
+        port_generation (int): the highest of the port that the device is plugged into.
+    """
+
+    lanes: int
+    most_lanes: int
+    generation: int
+    most_generation: int
+    port_generation: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What the lanes in use move at the generation in use, without the headers of packets."""
+        return self.lanes * _LANE_BYTES.get(self.generation, 0.0)
 
 
 class HugePages(NamedTuple):
@@ -60,12 +88,31 @@ def numa_node_of(pci_address: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def link_widths_of(pci_address: str) -> tuple[int, int]:
-    """How many PCIe lanes a device uses, and how many it could; 0 if the kernel does not know."""
-    folder = f"sys/bus/pci/devices/{pci_address}"
-    texts = (_read(f"{folder}/{name}_link_width").strip() for name in ("current", "max"))
-    width, most = (int(text) if text.isdecimal() else 0 for text in texts)
-    return width, most
+def link_of(pci_address: str) -> Link:
+    """The link of a PCI device."""
+    device = ROOT / "sys/bus/pci/devices" / pci_address
+    port = device.resolve().parent  # devices are folders in that of their port
+
+    def number(file: Path) -> float:
+        found = re.match(r"\d+(\.\d+)?", _read(file))
+        return float(found[0]) if found else 0.0
+
+    def generation(file: Path) -> int:
+        return _GENERATIONS.get(number(file), 0)
+
+    return Link(
+        int(number(device / "current_link_width")),
+        int(number(device / "max_link_width")),
+        generation(device / "current_link_speed"),
+        generation(device / "max_link_speed"),
+        generation(port / "max_link_speed"),
+    )
+
+
+def nodes_of_process() -> list[int]:
+    """The NUMA nodes on whose CPUs this process may run."""
+    own = os.sched_getaffinity(0)
+    return [node for node in numa_nodes() if not own.isdisjoint(cpus_of(node))]
 
 
 def numa_nodes() -> list[int]:
