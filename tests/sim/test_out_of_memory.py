@@ -386,9 +386,12 @@ def sweep_encoded(driver: Driver, method: str) -> None:
         live = driver.live("allocations")
         assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
         jobs = []
+        driver.set_mode("immediate")
         with suppress(MemoryError, RuntimeError):
             gpu, host = cache.layouts[0], cache.pools[0]
-            OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20).close()
+            with OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20) as other:
+                other.store(gpu_block_ids=[1], page_ids=[15], after=())
+        driver.set_mode("manual")
         with suppress(MemoryError):
             jobs.append(cache.store([1, 2, 3], [0, 1, 2]))
             jobs.append(cache.load([0, 1, 2], [7, 8, 9]))
