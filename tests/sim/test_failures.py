@@ -406,11 +406,7 @@ def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> No
 def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=512, pages=512) as sim:
         jobs = [sim.store(1, 1)]
-        for nth in (
-            2,
-            3,
-        ):  # the first is of the submission, then those of the worker and this thread
-            driver.fail("cuCtxPushCurrent", nth, code=719)
+        driver.fail("cuCtxPushCurrent", 2, code=719)  # the first is of the submission
         pushed = driver.calls("cuCtxPushCurrent")
         jobs.append(sim.submit("store", range(512), range(512)))
         assert in_time(lambda: driver.calls("cuCtxPushCurrent") >= pushed + 2)

@@ -53,7 +53,6 @@ class Attempt:
         self.gates = 0
         self.reported: list[int] = []
         self._library = allocations()
-        # What fails in the middle of a copy waits for what the driver has of it.
         self._synchronized = driver.calls("cuStreamSynchronize")
         self._ends = threading.Event()
         self._releasing = threading.Thread(target=self._release_for_who_waits)
@@ -64,9 +63,13 @@ class Attempt:
         """From here on the allocations are counted."""
         assert self._library.allocations_fail(LIBRARY, ctypes.c_long(self._nth))
 
+    def is_synchronized(self) -> bool:
+        """Whether a job failed in the middle of its copies, and waits for those that were submitted."""
+        return self.driver.calls("cuStreamSynchronize") > self._synchronized
+
     def _release_for_who_waits(self) -> None:
         while not self._ends.wait(0.001):
-            if self.driver.calls("cuStreamSynchronize") > self._synchronized:
+            if self.is_synchronized():
                 self.release()
 
     def release(self) -> None:
@@ -173,6 +176,9 @@ def wait_behind_streams(attempt: Attempt) -> None:
     for i in range(3):
         attempt.submit("store", 10 + i, 10 + i, after=None)
         attempt.submit("load", 110 + i, 30 + i, after=Stream(SIDE))
+    attempt.run()
+    early = [job for job, _, _ in attempt.jobs if job.query() and job.result and job.result.ok]
+    assert not early or attempt.is_synchronized(), "a job did not wait for its stream"
     attempt.release()
     attempt.run()
     attempt.poll()
@@ -380,9 +386,12 @@ def sweep_encoded(driver: Driver, method: str) -> None:
         live = driver.live("allocations")
         assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
         jobs = []
+        driver.set_mode("immediate")
         with suppress(MemoryError, RuntimeError):
             gpu, host = cache.layouts[0], cache.pools[0]
-            OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20).close()
+            with OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20) as other:
+                other.store(gpu_block_ids=[1], page_ids=[15], after=())
+        driver.set_mode("manual")
         with suppress(MemoryError):
             jobs.append(cache.store([1, 2, 3], [0, 1, 2]))
             jobs.append(cache.load([0, 1, 2], [7, 8, 9]))

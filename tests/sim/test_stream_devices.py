@@ -217,6 +217,25 @@ def test_blocks_swapped_between_gpus_are_ordered_on_every_pair_of_streams() -> N
     assert lines == ["(3, 1)"] * 32 + ["control (3, 0)", "control (3, 3)"]
 
 
+def fail_between_gpus(driver: Driver) -> None:
+    from simulated_driver import error_of
+    from test_stream_devices import TwoGpus
+
+    gpus = TwoGpus(driver, ("created", "created"))
+    driver.fail_copy(0)
+    print(error_of(gpus.swap))
+
+
+@without_cuda
+def test_a_failed_copy_between_gpus_is_an_error() -> None:
+    assert_expected_inline(
+        run(fail_between_gpus),
+        """\
+torch_kvswap::swap_blocks: cuMemcpyPeerAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 64 bytes) to 0x~ (device 1, allocation 0x~ + 64 bytes), 64 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
+""",
+    )
+
+
 def swap_layers_on_two_gpus(driver: Driver) -> None:
     from simulated_driver import error_of
     from simulated_driver.tensors import on_gpu
