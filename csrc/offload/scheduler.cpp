@@ -349,7 +349,8 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
     mark_lost(Reason(error));
     return true;
   }
-  is_begun ? submit_rest(lock, queue) : submit_jobs(lock, queue, take_jobs(queue, flush_until));
+  is_begun ? submit_rest(lock, queue)
+           : submit_jobs(lock, queue, take_jobs(queue, flush_until, seconds));
   return true;
 }
 
@@ -387,7 +388,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
     // A job at the front may be cancelled; can_submit() is for jobs that will be submitted.
     if (!plan_first(queue)) continue;
     if (can_submit(queue, queue.jobs.front(), flush_until_)) {
-      submit_jobs(lock, queue, take_jobs(queue, flush_until_));
+      submit_jobs(lock, queue, take_jobs(queue, flush_until_, std::nullopt));
       pause = kShortPause;
     } else {
       // The job waits until another thread submits an earlier job, or the device ends one.
@@ -397,9 +398,12 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   }
 }
 
-// Takes the first job of the queue, which is not empty, and the jobs that can be joined with it.
-JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until) noexcept {
+// Takes the first job of the queue, which is not empty, and the jobs that can be joined with it. If
+// `seconds` is given, submitting all of them is predicted to take less.
+JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until,
+                             std::optional<double> seconds) noexcept {
   JobList jobs;
+  double submit_seconds = 0;
   size_t bytes = 0, entries = 0, encoded_blocks = 0;
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
@@ -409,7 +413,9 @@ JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until) noexcept {
       continue;
     }
     encoded_blocks += next.work->encoded_blocks;
-    if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next, flush_until) ||
+    submit_seconds += next.work->predicted_submit_seconds;
+    const bool is_quick = !seconds || submit_seconds < *seconds;
+    if (!jobs.empty() && (!is_quick || !can_join(queue, jobs, bytes, entries, next, flush_until) ||
                           !queue.channel.has_states_for(encoded_blocks))) {
       break;
     }

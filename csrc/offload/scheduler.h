@@ -4,6 +4,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -155,7 +156,7 @@ class Scheduler {
   bool ensure_worker(Queue& queue, Job& job) noexcept;
   void run_worker(Queue& queue) noexcept;
   bool plan_first(Queue& queue) noexcept;
-  JobList take_jobs(Queue& queue, int64_t flush_until) noexcept;
+  JobList take_jobs(Queue& queue, int64_t flush_until, std::optional<double> seconds) noexcept;
   bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next,
                 int64_t flush_until);
 
