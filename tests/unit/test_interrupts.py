@@ -311,6 +311,20 @@ def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str, p
     assert at > 3
 
 
+def test_an_interrupted_preempt_holds_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = make_prefix_cache()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefixes, "_jobs_using", interrupt)  # its last call, behind the submission
+    with pytest.raises(KeyboardInterrupt):
+        prefixes.preempt([b"c" * 32], [3])
+    assert [result.ok for result in prefixes.poll(timeout=None)] == [True]
+    stats = prefixes.manager.stats()
+    assert stats.free_pages + stats.idle_pages == stats.pages
+
+
 def check_that_it_works(prefixes: PrefixCache) -> None:
     """Stores the last block, loads it into the first one, and preempts it."""
     (rows,) = prefixes.layouts[0].tensors

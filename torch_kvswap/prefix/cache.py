@@ -613,14 +613,14 @@ class PrefixCache(NotCopyable):
                         store, prompt, after=after, copy_method=copy_method, tag=tag
                     )
                 started.append(job)
-        except BaseException:
+            if self._lazy:  # the host has, or is about to have, all of the blocks
+                with self._handler._reporting:
+                    for lazy, blocks in zip(self._lazy, prompt.named, strict=True):
+                        lazy.forget(blocks)
+            return Preempted(self._jobs_using(prompt.named, started), store.lease, keys)
+        except BaseException:  # KeyboardInterrupt too: nobody has the lease
             self.manager.release(store)
             raise
-        if self._lazy:  # the host has, or is about to have, all of the blocks
-            with self._handler._reporting:
-                for lazy, blocks in zip(self._lazy, prompt.named, strict=True):
-                    lazy.forget(blocks)
-        return Preempted(self._jobs_using(prompt.named, started), store.lease, keys)
 
     def resume(
         self,
