@@ -35,8 +35,8 @@ class CopyMethodCosts:
     Attributes:
         start (float): seconds per transfer.
         block (float): seconds per block.
-        submit_start (float): seconds that a thread takes to submit any transfer, in addition to
-            what the call takes if another thread submits it.
+        submit_start (float): fixed seconds of submitting a transfer, beyond those of a call whose
+            job another thread submits.
         submit_copy (float): seconds that it takes for each copy of the transfer: a fragment
             ("batch"), a block's run of equidistant slabs ("strided") or a block (other methods),
             in each layer group.
