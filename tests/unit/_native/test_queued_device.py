@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from patience import PATIENCE, in_time
+from simulated_cache import rest
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import copy_method_options
@@ -81,7 +82,7 @@ def running(queue: Queue) -> Iterator[None]:
     """A thread carries out the commands."""
 
     def work() -> None:
-        while queue.commands.wait(PATIENCE) >= 0:
+        while queue.commands.wait(10 * PATIENCE) >= 0:
             queue.carry_out()
 
     thread = threading.Thread(target=work)
@@ -89,6 +90,7 @@ def running(queue: Queue) -> Iterator[None]:
     try:
         yield
     finally:
+        in_time(lambda: rest({thread.native_id}))  # it waits for commands
         queue.commands.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()
