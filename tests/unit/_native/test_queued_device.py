@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 from patience import PATIENCE, in_time
+from simulated_cache import rest
+from simulated_driver import Driver, build, run, without_cuda
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import copy_method_options
@@ -81,7 +84,7 @@ def running(queue: Queue) -> Iterator[None]:
     """A thread carries out the commands."""
 
     def work() -> None:
-        while queue.commands.wait(PATIENCE) >= 0:
+        while queue.commands.wait(10 * PATIENCE) >= 0:
             queue.carry_out()
 
     thread = threading.Thread(target=work)
@@ -89,6 +92,7 @@ def running(queue: Queue) -> Iterator[None]:
     try:
         yield
     finally:
+        in_time(lambda: rest({thread.native_id or 0}))  # it waits for commands
         queue.commands.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -141,7 +145,15 @@ def test_a_lost_device_ends_jobs_and_drops_commands() -> None:
 def test_a_wait_ends_with_commands_or_when_it_is_woken_or_stopped() -> None:
     queue = Queue()
     assert queue.commands.is_empty
-    assert queue.commands.wait(0.0) == 0
+    began = time.monotonic()
+    assert queue.commands.wait(0.01) == 0
+    assert time.monotonic() - began >= 0.01
+    waiting = threading.Thread(target=queue.commands.wait, args=(10 * PATIENCE,))
+    waiting.start()
+    in_time(lambda: rest({waiting.native_id or 0}))
+    queue.commands.wake()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
     queue.commands.wake()
     assert queue.commands.wait(10 * PATIENCE) == 0
     job = queue.submit(STORES, 3, 0)
@@ -172,6 +184,57 @@ def test_threads_submit_while_another_one_carries_out_commands() -> None:
         assert queue.cache.tolist() == list(range(8))
     del queue.handler
     assert in_time(lambda: queue.carry_out() == [])
+
+
+@contextmanager
+def lost(queue: Queue) -> Iterator[None]:
+    """The device is lost when this thread waits for it, or at the end."""
+    waiting, is_over = threading.get_native_id(), threading.Event()
+
+    def lose() -> None:
+        in_time(lambda: is_over.is_set() or rest({waiting}))
+        queue.commands.lose("it fell off the bus")
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+
+
+def sweep(device: str) -> None:
+    """Two jobs with their first allocation failing, with the second, until none fails."""
+    library = ctypes.CDLL(str(build() / "liballocations.so"))
+    library.allocations_stop.restype = ctypes.c_bool
+    for nth in itertools.count(1):
+        queue, jobs = Queue(), []
+        with {"running": running, "lost": lost}[device](queue):
+            library.allocations_fail(native.__file__.encode(), ctypes.c_long(nth))
+            with suppress(MemoryError, RuntimeError):
+                for channel in (STORES, LOADS):
+                    jobs.append(queue.submit(channel, 3, 0))
+            failed = library.allocations_stop()
+        assert all(queue.result(job)[0] in ("done", "failed") for job in jobs)
+        del jobs
+        queue.close()
+        if not failed:
+            print(nth - 1)
+            return
+
+
+def program(driver: Driver) -> None:
+    import os
+
+    from test_queued_device import sweep
+
+    sweep(os.environ["DEVICE"])
+
+
+@pytest.mark.parametrize("device", ["running", "lost"])
+@without_cuda
+def test_every_job_ends_whichever_allocation_fails(device: str) -> None:
+    preload = str(build() / "liballocations.so")
+    assert int(run(program, DEVICE=device, LD_PRELOAD=preload)) > 10
 
 
 def test_an_index_names_one_device() -> None:
