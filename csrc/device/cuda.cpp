@@ -94,6 +94,9 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
   send(fragments, options);
   if (is_unpacking) return kernels_;
   order_after_unpacking();
+  for (const PartCopy& part : parts) {
+    if (to_host_ && part.table != nullptr) part.table->end_store(part, copies_);
+  }
   return copies_;
 }
 

@@ -147,7 +147,7 @@ bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) c
 bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_until) const {
   if (queue.submitting >= 0) return false;
   if (job.id > flush_until && !queue.channel.has_room_for(job.work->entries)) return false;
-  if (!queue.channel.has_states_for(job.work->encoded_blocks)) return false;
+  if (!queue.channel.has_states_for(job.work->rejectable_blocks)) return false;
   return all_before_are_submitted(queue, *job.work);
 }
 
@@ -399,7 +399,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
 // Takes the first job of the queue, which is not empty, and the jobs that can be joined with it.
 JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until) noexcept {
   JobList jobs;
-  size_t bytes = 0, entries = 0, encoded_blocks = 0;
+  size_t bytes = 0, entries = 0, rejectable_blocks = 0;
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
     Job& next = queue.jobs.front();
@@ -407,9 +407,9 @@ JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until) noexcept {
       queue.jobs.pop_front();
       continue;
     }
-    encoded_blocks += next.work->encoded_blocks;
+    rejectable_blocks += next.work->rejectable_blocks;
     if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next, flush_until) ||
-                          !queue.channel.has_states_for(encoded_blocks))) {
+                          !queue.channel.has_states_for(rejectable_blocks))) {
       break;
     }
     bytes += next.nbytes;
@@ -516,14 +516,13 @@ void Scheduler::retire_first(Queue& queue) {
   progress_.notify_all();
 }
 
-// Sets Job::rejected. Returns why the job fails therefore, or an empty reason.
+// Sets Job::rejected and Job::corrupted. Returns why the job fails therefore, or an empty reason.
 Reason Scheduler::reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept {
   try {
-    job.rejected = positions_in(job, rejected);
+    return reject_blocks(job, rejected, groups_);
   } catch (const std::exception& error) {
     return Reason(error);
   }
-  return job.rejected == nullptr ? Reason() : rejection(job, *job.rejected, groups_);
 }
 
 // Ends a job that was never submitted.
