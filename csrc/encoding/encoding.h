@@ -45,6 +45,9 @@ class Encoding : public Packing {
   virtual const Rejection& rejection(SlotState state, bool is_store) const = 0;
   // Of a slot that is_corruption() is about: what is known of the difference, as text.
   virtual std::string difference_in(int64_t /*slot*/) const { return ""; }
+  // Whether a store that is packed writes more of its slots than the packed bytes. Then it is not
+  // packed before earlier stores into them have ended.
+  virtual bool packs_in_order() const { return false; }
   // Copies by the CPU, between host addresses.
   virtual void copy_on_host(const PagedCopy& copy) const = 0;
   // The table for a GPU, whose context is current. Null if its kernels cannot copy between these

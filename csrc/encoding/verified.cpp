@@ -209,6 +209,7 @@ class VerifiedEncoding : public Encoding {
     return slots_->demand() != nullptr ? slots_->demand() : &demand_;
   }
 
+  bool packs_in_order() const override { return true; }
   bool can_reject() const override { return true; }
   const Rejection& rejection(SlotState state, bool is_store) const override {
     if (state == SlotState::kCorrupted) return corrupted_;

@@ -42,12 +42,21 @@ CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   return planned;
 }
 
-// The latest jobs of other channels that these jobs must not overlap with.
-JobNumbers latest_before(const JobList& jobs) {
+bool packs_in_order(const Work& work, const std::vector<Group>& groups) {
+  return std::any_of(work.parts.begin(), work.parts.end(), [&](const JobPart& part) {
+    return groups[part.group].encoding->packs_in_order();
+  });
+}
+
+// The latest jobs that these jobs must not overlap with. Those of their own channel are before them
+// in its stream, but a store may be packed on another one.
+JobNumbers latest_before(const JobList& jobs, const std::vector<Group>& groups) {
   JobNumbers latest = kNoJobs;
   for (const Job& job : jobs) {
     for (int channel = 0; channel < kChannels; ++channel) {
-      if (channel == job.channel) continue;
+      if (channel == job.channel && (channel != kStores || !packs_in_order(*job.work, groups))) {
+        continue;
+      }
       latest[channel] = std::max(latest[channel], job.work->runs_after[channel]);
     }
   }
@@ -220,7 +229,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t byt
 // Submits jobs as one transfer.
 bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept {
   if (!device_loss_.empty()) return fail_unsubmitted(jobs, device_loss_);
-  const JobNumbers runs_after = latest_before(jobs);
+  const JobNumbers runs_after = latest_before(jobs, groups_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
   Transfers made;
