@@ -4,8 +4,9 @@ what a failure leaves behind.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,10 +28,12 @@ from torch_kvswap import (
     PagedLayout,
     TransferError,
 )
+from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import Result
 
 METHODS = ("staged", "kernel")
+FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
 ENCODINGS = ("raw", "lossless")
 
 
@@ -41,11 +44,27 @@ def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
     return [job.result for job in jobs if job.result is not None]
 
 
+@contextlib.contextmanager
+def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
+    """Handlers that are made meanwhile predict from these, in both directions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
+        yield
+
+
 def steps(driver: Driver) -> str:
     """What was submitted to streams, without events."""
     log = re.sub(r"(push|pop) context.*\n|(record|wait for) event.*\n", "", driver.log())
     log = re.sub(r"stream 10[135]", "copies", log)
     return re.sub(r"stream \d+", "kernels", log)
+
+
+def stream_of_kernels(cache: EncodedCache) -> int:
+    """Of the store that was submitted last."""
+    assert cache.driver is not None
+    copies = cache.streams[0]
+    name = re.findall(r"(?:pack|encode) .* on stream (\d+)", cache.driver.log())[-1]
+    return copies - copies % 1000 + int(name)
 
 
 # What is found.
@@ -191,7 +210,7 @@ def test_a_block_that_is_written_while_it_is_stored_is_found_by_order(
     ):
         slot = cache.pools[0].pages[2, 0]
         store = cache.store([0, 1], [1, 2])
-        copies, kernels = cache.streams[0], cache.streams[-1] + 1
+        copies, kernels = cache.streams[0], stream_of_kernels(cache)
         while not slot.any():
             assert driver.step(copies) or driver.step(kernels)
         if verify == "load" and method == "kernel":
@@ -210,6 +229,29 @@ def test_a_block_that_is_written_while_it_is_stored_is_found_by_order(
         (load,) = finish(cache, cache.load([1, 2], [3, 4]))
         assert (type(load.error), load.rejected) == (BlocksRejectedError, (1,))
         assert cache.is_same(3, cache.block(0))
+
+
+@needs_kernels
+@simulated
+def test_a_store_is_not_packed_before_earlier_ones_into_its_slots_have_ended(
+    driver: Driver,
+) -> None:
+    """Or its digests would be in the table before theirs."""
+    figures = {"staged": CopyMethodCosts(2e-3, 0, 0, 0, {512: 0}), "kernel": FREE}
+    sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192, "encodings": ["raw"]}
+    with costs(figures), EncodedCache(driver, verify="load", **sizes) as cache:
+        before = cache.block(0), cache.block(1)
+        small = cache.store([0], [0])
+        large = cache.store(range(1, 40), range(39))  # more bytes than a kernel stores
+        kernels = stream_of_kernels(cache)
+        while driver.step(kernels):  # as far as it can go on
+            pass
+        results = finish(cache, small, large)
+        assert [result.copy_method for result in results] == ["kernel", "staged"]
+        (load,) = finish(cache, cache.load([0], [0]))
+        assert load.ok
+        assert cache.is_same(0, before[1])
+        assert not cache.is_same(0, before[0])
 
 
 # Failures, and what is refused.
@@ -240,7 +282,7 @@ def test_a_handler_that_cannot_have_the_kernel_is_refused_and_leaves_nothing(
     live = [driver.live(kind) for kind in ("allocations", "streams", "events")]
     for nth in (1, 2):  # the table of slabs, that of digests
         driver.set_mode("immediate")
-        driver.fail("cuMemAlloc_v2", nth)
+        driver.fail("cuMemAlloc", nth)
         with pytest.raises(ValueError, match="^verify='load' cannot be had: cuMemAlloc"):
             EncodedCache(driver, encodings=["raw"], verify="load")
         found = [driver.live(kind) for kind in ("allocations", "streams", "events")]
@@ -261,8 +303,8 @@ def test_pages_that_kernels_cannot_reach_are_refused(driver: Driver) -> None:
     assert_expected_inline(
         error_text(lambda: HostPool(layout, 4, verify="load", pinned=False)),
         """\
-ValueError: verify='load' needs pinned pages for cuda:0, because kernels make the digests;
-leave pinned=False out""",
+ValueError: verify='load' needs pinned pages for cuda:0, because kernels make the
+digests; leave pinned=False out""",
     )
     driver.limit_registration(in_one=4096)  # the pages and not the table, or neither
     with logged():
