@@ -169,8 +169,8 @@ class VerifiedTable : public PackTable {
       const unsigned groups = (arguments.tile_count + kTilesOfCta - 1) / kTilesOfCta;
       const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
       void* pointers[] = {&arguments};
-      const cuda::Result result = cuda::driver().launch(kernel_, ctas, 1, 1, kThreads, 1, 1, 0,
-                                                        stream, pointers, nullptr);
+      const cuda::Result result =
+          cuda::driver().launch(kernel_, ctas, 1, 1, kThreads, 1, 1, 0, stream, pointers, nullptr);
       KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest, ", arguments.block_count,
                           " blocks of ", arguments.tile_count, " tiles");
     });
@@ -225,15 +225,15 @@ class VerifiedEncoding : public Encoding {
       digests_.for_each(of, 0, 1, task, reinterpret_cast<uint64_t>(tiles.data()), 1,
                         [](const DigestArguments& arguments) { digest_block(arguments, 0); });
     };
+    const bool is_first = copy.to_host && compares_stores_;
+    DigestTask afterwards = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
+    if (is_first) afterwards = DigestTask::kCompareAgain;
     PagedCopy one = copy;
     for (one.count = 1; one.blocks != copy.blocks + copy.count;
          ++one.blocks, ++one.slots, ++one.states) {
-      const bool is_first = copy.to_host && compares_stores_;
       if (is_first) digest(one, DigestTask::kWrite);
       slots_->copy_on_host(one);
-      digest(one, is_first        ? DigestTask::kCompareAgain
-                  : copy.to_host ? DigestTask::kWrite
-                                 : DigestTask::kCompare);
+      digest(one, afterwards);
     }
   }
 
@@ -254,13 +254,13 @@ class VerifiedEncoding : public Encoding {
   const Demand demand_{compares_stores_ ? "verify='order'" : "verify='load'", "make the digests",
                        "verify='off'"};
   const Rejection missing_{"is not in its host page", "are not in their host pages",
-                           ": no store has left one there",
-                           ": no stores have left them there",
+                           ": no store has left one there", ": no stores have left them there",
                            "some blocks are not in their host pages"};
   const Rejection corrupted_{"is not what was stored", "are not what was stored", "", "",
                              "some blocks are not what was stored"};
-  const Rejection overwritten_{"was written while it was stored", "were written while they were stored",
-                               "", "", "some blocks were written while they were stored"};
+  const Rejection overwritten_{"was written while it was stored",
+                               "were written while they were stored", "", "",
+                               "some blocks were written while they were stored"};
 };
 
 }  // namespace
@@ -271,13 +271,13 @@ std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Enc
                                                        bool compares_stores) {
   const uint64_t needed = digest_row_bytes(sizes);
   if (needed > row_bytes) {
-    fail<ValueError>("the digests of a block take ", needed,
-                     " bytes, and the pool has room for ", row_bytes,
+    fail<ValueError>("the digests of a block take ", needed, " bytes, and the pool has room for ",
+                     row_bytes,
                      ": it was made from a layout with fewer or smaller slabs; make the pool from "
                      "the layout with the most digests, or with verify='off'");
   }
-  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes,
-                                            DigestTable(table, row_bytes), compares_stores);
+  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes, DigestTable(table, row_bytes),
+                                            compares_stores);
 }
 
 }  // namespace kvswap

@@ -287,9 +287,9 @@ void CopyPlanner::check_encoding(size_t number) const {
     choices += std::string(", ") + copy_method_name(method);
   }
   if (!is_possible) {
-    fail<ValueError>(options_.copy_method_setting, " cannot ", demand->work,
-                     " of host pages with ", demand->option, "; pass one of ", choices,
-                     ", or make the pool with ", demand->instead);
+    fail<ValueError>(options_.copy_method_setting, " cannot ", demand->work, " of host pages with ",
+                     demand->option, "; pass one of ", choices, ", or make the pool with ",
+                     demand->instead);
   }
   const bool stages =
       std::find(methods.begin(), methods.end(), CopyMethod::kStaged) != methods.end();

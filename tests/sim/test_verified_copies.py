@@ -264,8 +264,8 @@ def test_a_job_whose_digest_cannot_be_launched_fails(driver: Driver, method: str
     with EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache:
         driver.fail("cuLaunchKernel", 2)  # behind the kernel that packs
         job = cache.store([0], [0])
+        finish(cache, job)
         with pytest.raises(TransferError, match="cuLaunchKernel of digest, 1 blocks of 3 tiles"):
-            finish(cache, job)
             job.synchronize()
         cache.handler.poll()
         (again,) = finish(cache, cache.store([0], [0]))
@@ -283,7 +283,7 @@ def test_a_handler_that_cannot_have_the_kernel_is_refused_and_leaves_nothing(
     for nth in (1, 2):  # the table of slabs, that of digests
         driver.set_mode("immediate")
         driver.fail("cuMemAlloc", nth)
-        with pytest.raises(ValueError, match="^verify='load' cannot be had: cuMemAlloc"):
+        with pytest.raises(ValueError, match=r"^verify='load' cannot be had: cuMemAlloc"):
             EncodedCache(driver, encodings=["raw"], verify="load")
         found = [driver.live(kind) for kind in ("allocations", "streams", "events")]
         assert found[0] == live[0]
@@ -337,9 +337,7 @@ def test_the_digests_of_a_pool_are_pinned_before_its_first_page(
 ) -> None:
     layout = raw_layout(driver)
     driver.log()
-    pool = HostPool(
-        layout, 6, chunk_bytes=2 * 4096, verify="load", pin_in_background=in_background
-    )
+    pool = HostPool(layout, 6, chunk_bytes=2 * 4096, verify="load", pin_in_background=in_background)
     assert pool.wait_ready()
     registered = re.findall("register ([0-9]+) bytes", driver.log())
     assert registered == [str(7 * 64), *["8192"] * 3]

@@ -52,9 +52,10 @@ class Damage:
         sizes = pool.layout.sizes
         whole = int(sizes.sum())
         # Where the bytes of the slabs begin; those of an encoded slot have three quarters.
-        self.begins = pool.slot_bytes + (np.cumsum(sizes) - sizes - whole) * (
-            4 if pool.encoding == "raw" else 3
-        ) // 4
+        self.begins = (
+            pool.slot_bytes
+            + (np.cumsum(sizes) - sizes - whole) * (4 if pool.encoding == "raw" else 3) // 4
+        )
         self.kinds: dict[str, Callable[[], None]] = {
             "bit": self._flip_bit,
             "swapped": lambda: self._set(self.other[0]),
@@ -69,7 +70,7 @@ class Damage:
             self.kinds["digests"] = self._flip_digest
 
     def _store(self, blocks: list[int], pages: list[int]) -> None:
-        self._run(lambda: self.cache.store(blocks, pages))
+        self._run(lambda: self.cache.store(blocks, pages, after=None))
 
     def _run(self, submit: Callable[[], Any]) -> Any:
         job = submit()
@@ -80,7 +81,7 @@ class Damage:
         """What the kernels write, so not the number of the latest store."""
         self.slot[:] = slot
         if row is not None:
-            self.row[:HOST_ONLY.start] = row[:HOST_ONLY.start]
+            self.row[: HOST_ONLY.start] = row[: HOST_ONLY.start]
             self.row[HOST_ONLY.stop :] = row[HOST_ONLY.stop :]
 
     def _flip_bit(self) -> None:
@@ -119,7 +120,7 @@ class Damage:
             for number in range(count):
                 kind = kinds[number % len(kinds)]
                 self.kinds[kind]()
-                job = self._run(lambda: self.cache.load([1, 0], [5, 4], **options))
+                job = self._run(lambda: self.cache.load([1, 0], [5, 4], after=None, **options))
                 is_right = self.cache.is_same(4, self.right[0])
                 if job.result.rejected == (1,):
                     seen["noticed"] += 1

@@ -135,11 +135,11 @@ class HostPool(NotCopyable):
             fit is rejected by its store. docs/encoding.md says what is gained.
         bits_per_value (float | None): size of the slots of "lossless": 12.125 (the default) or 12.5
             bits for each value of a block. recommend_encoding() finds out which one is enough.
-        verify (str): "load" keeps a digest of each block beside the pages. A load whose block is not
-            the one that was stored fails with a CorruptedPageError, and so does one of a page that
-            was never stored: blocks that the caller has written to `pages` have no digest. "order"
-            also finds blocks that are written while they are stored; it is for debugging.
-            docs/encoding.md says what digests find and what they cost.
+        verify (str): "load" keeps digests of the blocks beside the pages. A load of a block that is
+            not what was stored fails with a CorruptedPageError, and one of a page that was never
+            stored with a BlocksRejectedError: blocks that the caller has written to `pages` have no
+            digests. "order", for debugging, also finds blocks that are written while they are
+            stored. docs/encoding.md says what digests find.
         pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
             driver refuses; True raises then, and is refused for a cache on the CPU; False uses
             pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory.
@@ -362,8 +362,8 @@ class HostPool(NotCopyable):
             bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
-            ValueError: the slots are larger, the blocks cannot be encoded, or they have more digests
-                than those of the pool.
+            ValueError: the slots are larger, the blocks cannot be encoded, or they have more
+                digests than those of the pool.
             RuntimeError: the pool is closed.
         """
         self._memory.check_open()

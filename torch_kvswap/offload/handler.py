@@ -502,7 +502,8 @@ class OffloadHandler(NotCopyable):
                     return
                 for result, reserved in ended:
                     if isinstance(result.error, CorruptedPageError):
-                        log.warning("%s %d failed: %s", result.direction, result.job_id, result.error)
+                        job = result.direction, result.job_id
+                        log.warning("%s %d failed: %s", *job, result.error)
                     elif result.rejected and result.direction == "store":
                         self._warn_of_rejected_blocks()
                     if reserved is not None and end is not None:

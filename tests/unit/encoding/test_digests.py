@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from damage import HEAD, Damage, rows_of
+from digest_model import digests_of, tag_of
 from encoded_cache import EncodedCache
 from error_text import error_text
 from expecttest import assert_expected_inline
@@ -23,40 +24,7 @@ from torch_kvswap import (
 from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.reference import ReferenceHandler
 
-MASK = (1 << 64) - 1
-TILE, UNIT = 8192, 1024
 SLAB_VALUES = 6144  # of two tiles, the last one smaller
-
-
-def mix(x: int) -> int:
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
-
-
-def tag_of(slot: int, store: int) -> int:
-    return mix(mix(slot + 1) + store & MASK)
-
-
-KEYS = np.array(
-    [mix((i + 1) * 0x9E3779B97F4A7C15 & MASK) >> 32 for i in range((TILE + UNIT) // 4)], np.uint32
-)
-
-
-def digest_of(tile: bytes, number: int) -> int:
-    """As docs/encoding.md has it."""
-    words = np.frombuffer(tile.ljust(-(-len(tile) // UNIT) * UNIT, b"\0"), np.uint32)
-    sums = []
-    for shift in (0, UNIT // 4):
-        keyed = (words + KEYS[shift : shift + len(words)]).reshape(-1, 2, UNIT // 8)
-        products = keyed[:, 0].astype(np.uint64) * keyed[:, 1].astype(np.uint64)
-        sums.append(int(products.sum(dtype=np.uint64)))
-    return mix(mix(sums[0] + number & MASK) + sums[1] & MASK)
-
-
-def digests_of(slabs: list[bytes]) -> list[int]:
-    tiles = [slab[at : at + TILE] for slab in slabs for at in range(0, len(slab), TILE)]
-    return [digest_of(tile, number) for number, tile in enumerate(tiles)]
 
 
 def layout(*sizes: int, blocks: int = 6) -> PagedLayout:
@@ -87,7 +55,11 @@ def test_the_table_has_the_digests_that_the_documentation_describes(sizes: tuple
     assert rows[0, :8].view(np.uint64)[0] == 3  # stores of blocks
     for slot, block, store in ((2, 2, 2), (3, 4, 3)):
         expected = digests_of([bytes(tensor[block].numpy()) for tensor in cache.tensors])
-        tag, number, *_, = rows[1 + slot, :HEAD].view(np.uint64)
+        (
+            tag,
+            number,
+            *_,
+        ) = rows[1 + slot, :HEAD].view(np.uint64)
         assert (tag, number) == (tag_of(slot, store), store)
         found = rows[1 + slot, HEAD:].view(np.uint64)[: len(expected)]
         assert [int(one) ^ tag_of(slot, store) for one in found] == expected
@@ -225,7 +197,9 @@ def test_a_prefix_with_a_corrupted_page_is_found_up_to_it_and_computed_again() -
         prefixes.store(keys, [0, 1, 2])
         prefixes.poll()
         original = bytes(cache.tensors[0][1].numpy())
-        hit = next(page for page in range(8) if bytes(pool.pages[page, 0, :3000].numpy()) == original)
+        hit = next(
+            page for page in range(8) if bytes(pool.pages[page, 0, :3000].numpy()) == original
+        )
         pool.pages[hit, 0, 100] ^= 1
         load = prefixes.load(keys, [3, 4, 5])
         (result,) = prefixes.poll()
@@ -247,7 +221,7 @@ def test_a_host_that_waits_for_the_digests_gets_the_error() -> None:
 
 
 def test_the_digests_cannot_be_waited_for_where_there_are_none() -> None:
-    cache, _, handler = stored("off")
+    _, _, handler = stored("off")
     with handler:
         job = handler.load(page_ids=[4], gpu_block_ids=[2])
         assert_expected_inline(
@@ -294,9 +268,7 @@ verify='off'""",
     with OffloadHandler(cache, pool) as again:
         assert_expected_inline(
             error_text(
-                lambda: again.store(
-                    gpu_block_ids=[0], page_ids=[0], copy_method="copy_engines"
-                )
+                lambda: again.store(gpu_block_ids=[0], page_ids=[0], copy_method="copy_engines")
             ),
             """\
 ValueError: copy_method='copy_engines': the host pages of page_ids have verify='load',
