@@ -156,22 +156,21 @@ def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
     return Encoding(float(bits_per_value))
 
 
-def read_verify(verify: object, layout: PagedLayout) -> VerifyName:
-    """Checks the argument `verify` of a pool for this layout.
+def read_verify(verify: object, device: torch.device | None = None) -> VerifyName:
+    """Checks the argument `verify` of a pool, for a cache on this device if it is known.
 
     Raises:
         ValueError: there is no such choice, or the device has no kernels for it.
     """
-    for known in VERIFY:
-        if verify != known:
-            continue
-        if known != "off" and not is_native(layout.device.type):
-            raise ValueError(
-                f"verify={known!r} needs kernels of this library, which {layout.device} does not "
-                "have; use verify='off'"
-            )
-        return known
-    raise ValueError(f"verify is {verify!r}; it can be {', '.join(VERIFY[:-1])} or {VERIFY[-1]}")
+    if not isinstance(verify, str) or verify not in VERIFY:
+        choices = f"{', '.join(VERIFY[:-1])} or {VERIFY[-1]}"
+        raise ValueError(f"verify is {verify!r}; it can be {choices}")
+    if verify != "off" and device is not None and not is_native(device.type):
+        raise ValueError(
+            f"verify={verify!r} needs kernels of this library, which {device} does not have; use "
+            "verify='off'"
+        )
+    return verify
 
 
 def encoding_of(width_eighths: int) -> Encoding:

@@ -200,7 +200,7 @@ class HostPool(NotCopyable):
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         check_layout(layout)
-        verify = read_verify(verify, layout)
+        verify = read_verify(verify, layout.device)
         shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
@@ -244,7 +244,7 @@ class HostPool(NotCopyable):
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
-        verify = read_verify(handle.verify, layout)
+        verify = read_verify(handle.verify, layout.device)
         shape = PoolShape(layout, handle.num_pages, handle.blocks_per_page, kept, verify)
         handle._check(shape, layout)
         pinning = read_pinning(

@@ -25,6 +25,7 @@ from torch_kvswap.encoding.slot import (
     VerifyName,
     encoding_of,
     read_encoding,
+    read_verify,
 )
 from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
@@ -78,9 +79,7 @@ class PoolHandle(NotCopyable):
         self.slab_sizes: Int64Array = np.array(sizes, np.int64)
         self._encoding = read_encoding(encoding, bits_per_value)
         self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
-        if verify not in VERIFY:
-            raise ValueError(f"verify is {verify!r}; it can be {' or '.join(VERIFY)}")
-        self.verify: VerifyName = verify
+        self.verify: VerifyName = read_verify(verify)
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
@@ -115,8 +114,7 @@ class PoolHandle(NotCopyable):
         """
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
-        verify = VERIFY.index(self.verify)
-        kept = self._encoding.width_eighths, verify, len(self.slab_sizes)
+        kept = self._encoding.width_eighths, VERIFY.index(self.verify), len(self.slab_sizes)
         message = _NUMBERS.pack(*shape, *kept) + self.slab_sizes.tobytes()
         sent = socket.send_fds(connection, [message], [self.fd])
         if sent < len(message):  # sending nothing fails if the other end has closed already

@@ -289,5 +289,5 @@ def test_a_handle_with_an_unknown_choice_is_refused() -> None:
     handler.close()
     assert_expected_inline(
         error_text(lambda: PoolHandle(9, 1, 1, 8, False, [8], verify="never")),
-        """ValueError: verify is 'never'; it can be off or load or order""",
+        """ValueError: verify is 'never'; it can be off, load or order""",
     )
