@@ -3,11 +3,11 @@ the keys and values of a real model.
 
 Four handlers move scattered blocks of caches of their own: with encoding="raw" and "lossless", each
 with verify="off" and "load". Each round moves once with each, and beside them one big copy of the
-raw bytes and the reference of bandwidth.py, in changing order, warm. "both": a store and a load at once. Then
-all run beside a decode GEMM, as in interference.py. All figures count the bytes of the KV cache,
-not those on the link. All bytes are compared after each cell. Without a GPU the shapes are smaller,
-and nothing is judged. The exit code is 1 if bytes are wrong, else 0, whether targets are met or
-not.
+raw bytes and the reference of bandwidth.py, in changing order, warm. "both": a store and a load at
+once. Then all run beside a decode GEMM, as in interference.py. All figures count the bytes of the
+KV cache, not those on the link. All bytes are compared after each cell. Without a GPU the shapes
+are smaller, and nothing is judged. The exit code is 1 if bytes are wrong, else 0, whether targets
+are met or not.
 """
 
 from __future__ import annotations

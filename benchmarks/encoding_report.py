@@ -22,7 +22,7 @@ MANY, MANY_SMALL = 1.22, 1.18  # 512 blocks; of fragments below 4 KiB, and of on
 LARGE = 1.10  # 64 blocks of LARGE_MIB and more
 NOT_SLOWER = 1.0
 AT_ONCE = 1.15  # 512 blocks, both directions
-# Of a pool with digests: its time over that without, the us more, and the ms of compute for each GB.
+# Of a pool with digests: its time over that without, the us more, the ms of compute for each GB.
 VERIFY, VERIFY_FEW_US, VERIFY_LOST = 1.02, 5.0, 0.2
 
 

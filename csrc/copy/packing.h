@@ -41,8 +41,9 @@ class PackTable {
                     void* stream) const = 0;
   // Copies all blocks between the slabs and pinned host pages.
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
-  // All blocks of a store were copied, by one of these two; `stream` is behind that.
-  virtual void end_store(const PagedCopy& /*copy*/, void* /*stream*/) const {}
+  // All blocks are copied by the work in `stream` so far. was_packed: by one of these two, which is
+  // said of stores only; else by copies of the slabs.
+  virtual void end_copy(const PagedCopy& /*copy*/, bool /*was_packed*/, void* /*stream*/) const {}
 
   const Packing& packing;
 

@@ -158,8 +158,13 @@ class VerifiedTable : public PackTable {
     digest(copy, 0, copy.count, copy.to_host ? DigestTask::kWrite : DigestTask::kCompare, stream);
   }
 
-  void end_store(const PagedCopy& copy, void* stream) const override {
-    if (compares_stores_) digest(copy, 0, copy.count, DigestTask::kCompareAgain, stream);
+  void end_copy(const PagedCopy& copy, bool was_packed, void* stream) const override {
+    if (!was_packed) {
+      const DigestTask task = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
+      digest(copy, 0, copy.count, task, stream);
+    } else if (compares_stores_) {
+      digest(copy, 0, copy.count, DigestTask::kCompareAgain, stream);
+    }
   }
 
  private:
@@ -201,9 +206,9 @@ class VerifiedEncoding : public Encoding {
   void check_slots(const Slabs& host) const override { slots_->check_slots(host); }
 
   bool can_use(CopyMethod method) const override {
-    const bool has_digests = method == CopyMethod::kHost || method == CopyMethod::kStaged ||
-                             method == CopyMethod::kKernel;
-    return has_digests && slots_->can_use(method);
+    const bool compares = method != CopyMethod::kStrided || !compares_stores_;
+    return method != CopyMethod::kBatch && method != CopyMethod::kGeneric && compares &&
+           slots_->can_use(method);
   }
   const Demand* demand() const override {
     return slots_->demand() != nullptr ? slots_->demand() : &demand_;

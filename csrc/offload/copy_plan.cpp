@@ -313,7 +313,10 @@ void CopyPlanner::set_up(const Channels& channels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
   const bool stages = chooser_.may_choose(CopyMethod::kStaged);
-  if (!stages && !chooser_.may_choose(CopyMethod::kKernel)) return;
+  const bool demands = std::any_of(groups_.begin(), groups_.end(), [](const Group& group) {
+    return group.encoding->demand() != nullptr;
+  });
+  if (!stages && !demands && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);
   has_kernels_ = true;

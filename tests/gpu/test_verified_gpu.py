@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "strided"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_table_has_the_digests_of_the_model(sizes: str, method: str) -> None:
     blocks = 300  # more than a launch has
@@ -64,8 +65,7 @@ def test_the_table_has_the_digests_of_the_model(sizes: str, method: str) -> None
 
 
 @pytest.mark.parametrize("layer_groups", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
 def test_no_damage_goes_unnoticed(encoding: str, method: str, layer_groups: int) -> None:
     sizes = {"values": 6144, "encodings": [encoding], "verify": "load"}
     with EncodedCache(device="cuda:0", copy_method=method, **sizes) as cache:

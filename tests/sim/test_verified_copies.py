@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -70,8 +71,7 @@ def stream_of_kernels(cache: EncodedCache) -> int:
 # What is found.
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
 @pytest.mark.parametrize("layer_groups", [1, 3])
 @needs_kernels
 @simulated
@@ -126,31 +126,22 @@ def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
 @pytest.mark.parametrize("verify", ["load", "order"])
 @needs_kernels
 @simulated
-def test_each_block_is_digested_with_the_piece_in_which_it_begins_or_ends(
+def test_a_block_is_digested_with_the_piece_in_which_it_begins_or_ends(
     driver: Driver, verify: str
 ) -> None:
     # A piece has 256 KiB at most, a block 640 KiB.
     sizes = {"values": 1 << 16, "layers": 5, "blocks": 4, "pages": 4, "encodings": ["raw"]}
     with EncodedCache(driver, verify=verify, copy_method="staged", **sizes) as cache:
-        before = cache.block(0), cache.block(1)
-        finish(cache, cache.store([0, 1], [2, 3]))
-        stored = steps(driver)
-        (result,) = finish(cache, cache.load([2, 3], [2, 3]))
-        loaded = steps(driver)
+        before = cache.block(0)
+        finish(cache, cache.store([0], [2]))
+        stored = re.findall("(pack|digest) 1 blocks", steps(driver))
+        (result,) = finish(cache, cache.load([2], [3]))
+        loaded = re.findall("(unpack|digest) 1 blocks", steps(driver))
         assert result.ok
-        assert cache.is_same(2, before[0])
-        assert cache.is_same(3, before[1])
-    on_kernels = [line for line in stored.splitlines() if "blocks" in line]
-    assert sum("digest 1 blocks" in line for line in on_kernels) == 2
-    assert ("digest 2 blocks" in stored) is (verify == "order")
-    if verify == "order":
-        assert on_kernels[0].startswith("digest")
-        assert on_kernels[-1].startswith("digest 2 blocks")
-    else:
-        assert on_kernels[0].startswith("pack")
-        assert on_kernels[-1].startswith("digest 1 blocks")
-    assert sum("digest 1 blocks" in line for line in loaded.splitlines()) == 2
-    assert loaded.splitlines()[-1].startswith("digest 1 blocks")
+        assert cache.is_same(3, before)
+    packed = ["pack"] * 3
+    assert stored == (["digest", *packed, "digest"] if verify == "order" else [*packed, "digest"])
+    assert loaded == ["unpack"] * 3 + ["digest"]
 
 
 @needs_kernels
@@ -254,6 +245,33 @@ def test_a_store_is_not_packed_before_earlier_ones_into_its_slots_have_ended(
         assert not cache.is_same(0, before[0])
 
 
+@needs_kernels
+@simulated
+def test_blocks_that_are_copied_beside_the_pieces_have_digests(driver: Driver) -> None:
+    """The head of a store and the tail of a load, of layers at one distance."""
+    cache = torch.randn(80, 4, 8192)
+    layout = PagedLayout(list(cache.unbind(1)))
+    place(driver, layout)
+    pool = HostPool(layout, 40, verify="load")
+    with (
+        OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 << 20) as handler,
+        logged(),
+    ):
+        driver.log()
+        handler.store(gpu_block_ids=range(40), page_ids=range(40)).synchronize()
+        assert steps(driver).startswith("strided copy")
+        load = handler.load(gpu_block_ids=range(40, 80), page_ids=range(40))
+        load.synchronize()
+        assert torch.equal(cache[:40], cache[40:])
+        assert "strided copy" in steps(driver).splitlines()[-2]
+        for page in range(40):
+            pool.pages[page, 0, page] ^= 1
+        load = handler.load(gpu_block_ids=range(40, 80), page_ids=range(40))
+        with pytest.raises(CorruptedPageError) as error:
+            load.synchronize()
+        assert error.value.rejected == tuple(range(40))
+
+
 # Failures, and what is refused.
 
 
@@ -317,15 +335,21 @@ them; pin the pool, or make it with verify='off'""",
     )
 
 
-@pytest.mark.parametrize("method", ["copy_engines", "strided", "batch"])
+@pytest.mark.parametrize(
+    ("verify", "method"),
+    [("load", "copy_engines"), ("load", "batch"), ("order", "strided"), ("order", "copy_engines")],
+)
 @needs_kernels
 @simulated
-def test_a_method_without_kernels_is_refused(driver: Driver, method: str) -> None:
+def test_a_method_that_makes_no_digests_is_refused(
+    driver: Driver, verify: str, method: str
+) -> None:
     with pytest.raises(ValueError, match="verify") as refusal:
-        EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method)
+        EncodedCache(driver, encodings=["raw"], verify=verify, copy_method=method)
+    others = "strided, staged, kernel" if verify == "load" else "staged, kernel"
     assert str(refusal.value) == (
-        f"copy_method='{method}' cannot make the digests of host pages with verify='load'; pass "
-        "one of auto, staged, kernel, or make the pool with verify='off'"
+        f"copy_method='{method}' cannot make the digests of host pages with verify='{verify}'; "
+        f"pass one of auto, {others}, or make the pool with verify='off'"
     )
 
 
