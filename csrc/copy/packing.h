@@ -41,9 +41,10 @@ class PackTable {
                     void* stream) const = 0;
   // Copies all blocks between the slabs and pinned host pages.
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
-  // All blocks are copied by the work in `stream` so far. was_packed: by one of these two, which is
-  // said of stores only; else by copies of the slabs.
-  virtual void end_copy(const PagedCopy& /*copy*/, bool /*was_packed*/, void* /*stream*/) const {}
+  // What has to come in `stream` behind a copy without these two, and at the end of a store by
+  // them.
+  virtual void end_copy(const PagedCopy& /*copy*/, void* /*stream*/) const {}
+  virtual void end_packed_store(const PagedCopy& /*copy*/, void* /*stream*/) const {}
 
   const Packing& packing;
 

@@ -100,12 +100,13 @@ void digest_block(const DigestArguments& a, uint32_t i) {
     const uint64_t digest =
         digest_of_tile(reinterpret_cast<const uint8_t*>(address), tile.bytes, number);
     if (a.task == DigestTask::kWrite) {
-      digests[number] = digest ^ tag;
+      write_number(digests[number], digest ^ tag);
       continue;
     }
     const bool is_different = digest != (digests[number] ^ tag);
     if (is_different || (is_bad && number == a.first_tile)) {
-      row->tile = number, row->found = digest;
+      write_number(row->tile, number);
+      write_number(row->found, digest);
     }
     is_bad |= is_different;
   }

@@ -22,4 +22,12 @@ uint64_t digest_row_bytes(const std::vector<uint64_t>& sizes);
 // Does what the kernel does for blocks[i]. All addresses are of the host.
 void digest_block(const DigestArguments& arguments, uint32_t i);
 
+// Numbers of a row that an error names while a later store into the slot may write them.
+inline uint64_t read_number(const uint64_t& number) {
+  return __atomic_load_n(&number, __ATOMIC_RELAXED);
+}
+inline void write_number(uint64_t& number, uint64_t value) {
+  __atomic_store_n(&number, value, __ATOMIC_RELAXED);
+}
+
 }  // namespace kvswap

@@ -12,8 +12,7 @@
 namespace kvswap {
 namespace {
 
-// The most CTAs of a launch: see kOnDevice of raw.cpp. Each has 8 tiles at a time.
-constexpr unsigned kMaxCtas = 128, kThreads = 256, kTilesOfCta = kThreads / 32;
+constexpr unsigned kMaxCtas = 128;  // of a launch: see kOnDevice of raw.cpp
 
 // The largest power of two, up to 16, that divides all addresses and sizes.
 uint32_t alignment_of(const Slabs& slabs) {
@@ -40,7 +39,9 @@ class DigestTable {
   SlotDigests& at(int64_t slot) const {
     return *digests_at(rows(), row_bytes_, static_cast<uint64_t>(slot));
   }
-  uint64_t digest(int64_t slot, uint64_t tile) const { return digests_behind(&at(slot))[tile]; }
+  uint64_t digest(int64_t slot, uint64_t tile) const {
+    return read_number(digests_behind(&at(slot))[tile]);
+  }
   // The first of some numbers for stores, which no other store of any process gets.
   uint64_t take_stores(uint64_t count) const {
     auto* const used = reinterpret_cast<uint64_t*>(address_);
@@ -79,7 +80,7 @@ class Digests {
       for (uint32_t i = 0; i < arguments.block_count; ++i) {
         const int64_t slot = copy.slots[first + i];
         SlotDigests& row = table_.at(slot);
-        if (task == DigestTask::kWrite) row.store = store + i;
+        if (task == DigestTask::kWrite) write_number(row.store, store + i);
         arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
         arguments.slots[i] = static_cast<int32_t>(slot);
         arguments.stores[i] = row.store;
@@ -90,21 +91,22 @@ class Digests {
 
   std::string difference_in(int64_t slot) const {
     const SlotDigests& row = table_.at(slot);
-    if (row.tile >= first_tiles_.back()) return "";  // another process has written it meanwhile
-    const auto tile = static_cast<uint32_t>(row.tile);
+    const uint64_t found = read_number(row.found), store = read_number(row.store);
+    const auto tile = static_cast<uint32_t>(read_number(row.tile));
+    if (tile >= first_tiles_.back()) return "";  // another process has written it
     const auto next = std::upper_bound(first_tiles_.begin(), first_tiles_.end(), tile);
     const size_t slab = next - first_tiles_.begin() - 1;
     const uint64_t begin = uint64_t{tile - first_tiles_[slab]} * kDigestTileBytes;
     const uint64_t end = std::min<uint64_t>(begin + kDigestTileBytes, sizes_[slab]);
-    const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), row.store);
+    const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), store);
     const uint64_t stored = table_.digest(slot, tile) ^ tag;
     std::ostringstream text;
     text << ": bytes " << begin << " to " << end - 1 << " of slab " << slab << " have the digest "
-         << hex(row.found);
-    if (stored == row.found) {
+         << hex(found);
+    if (stored == found) {
       text << " as stored, but the slot is marked as one of another store";
     } else {
-      text << ", and " << hex(stored) << " is that of store " << row.store;
+      text << ", and " << hex(stored) << " is that of store " << store;
     }
     return text.str();
   }
@@ -154,28 +156,26 @@ class VerifiedTable : public PackTable {
     const bool is_first = copy.to_host && compares_stores_;
     if (is_first) digest(copy, 0, copy.count, DigestTask::kWrite, stream);
     slots_->copy_over_link(copy, stream);
-    if (is_first) return;
+    if (!is_first) end_copy(copy, stream);
+  }
+
+  void end_copy(const PagedCopy& copy, void* stream) const override {
     digest(copy, 0, copy.count, copy.to_host ? DigestTask::kWrite : DigestTask::kCompare, stream);
   }
 
-  void end_copy(const PagedCopy& copy, bool was_packed, void* stream) const override {
-    if (!was_packed) {
-      const DigestTask task = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
-      digest(copy, 0, copy.count, task, stream);
-    } else if (compares_stores_) {
-      digest(copy, 0, copy.count, DigestTask::kCompareAgain, stream);
-    }
+  void end_packed_store(const PagedCopy& copy, void* stream) const override {
+    if (compares_stores_) digest(copy, 0, copy.count, DigestTask::kCompareAgain, stream);
   }
 
  private:
   void digest(const PagedCopy& copy, size_t first, size_t last, DigestTask task,
               cuda::Stream stream) const {
     digests_.for_each(copy, first, last, task, address(), word_bytes_, [&](auto& arguments) {
-      const unsigned groups = (arguments.tile_count + kTilesOfCta - 1) / kTilesOfCta;
+      const unsigned groups = (arguments.tile_count + kDigestWarps - 1) / kDigestWarps;
       const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
       void* pointers[] = {&arguments};
-      const cuda::Result result =
-          cuda::driver().launch(kernel_, ctas, 1, 1, kThreads, 1, 1, 0, stream, pointers, nullptr);
+      const cuda::Result result = cuda::driver().launch(kernel_, ctas, 1, 1, 32 * kDigestWarps, 1,
+                                                        1, 0, stream, pointers, nullptr);
       KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest, ", arguments.block_count,
                           " blocks of ", arguments.tile_count, " tiles");
     });

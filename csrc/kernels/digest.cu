@@ -6,7 +6,7 @@
 namespace kvswap {
 namespace {
 
-constexpr uint32_t kWarps = 8;  // of a CTA; each has one tile at a time
+constexpr uint32_t kWarps = kDigestWarps;
 constexpr uint32_t kVectors = kDigestUnitBytes / 16, kHalf = kVectors / 2;
 static_assert(kHalf == 32, "a thread has a vector of each half of a unit");
 

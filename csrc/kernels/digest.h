@@ -68,6 +68,9 @@ enum class DigestTask : uint32_t {
   kCompareAgain,  // with blocks that were stored meanwhile
 };
 
+// Of a CTA. Each digests one tile at a time.
+constexpr uint32_t kDigestWarps = 8;
+
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
 constexpr uint32_t kDigestBlocks = 248;
 

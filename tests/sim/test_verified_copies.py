@@ -24,6 +24,7 @@ from simulated_driver import Driver, place, simulated
 from torch_kvswap import (
     BlocksRejectedError,
     CorruptedPageError,
+    DeviceLostError,
     HostPool,
     OffloadHandler,
     PagedLayout,
@@ -306,6 +307,18 @@ def test_a_handler_that_cannot_have_the_kernel_is_refused_and_leaves_nothing(
         found = [driver.live(kind) for kind in ("allocations", "streams", "events")]
         assert found[0] == live[0]
         assert found[2] == live[2]
+
+
+@needs_kernels
+@simulated
+def test_what_a_lost_device_may_still_read_is_not_freed(driver: Driver) -> None:
+    with logged(), EncodedCache(driver, encodings=["raw"], verify="load") as cache:
+        before = driver.live("allocations")
+        driver.lose()
+        with contextlib.suppress(DeviceLostError):
+            cache.store([0], [0]).synchronize()
+        cache.handler.close()
+        assert driver.live("allocations") == before
 
 
 def raw_layout(driver: Driver) -> PagedLayout:

@@ -21,6 +21,7 @@ from torch_kvswap import (
     PrefixCache,
     PrefixHasher,
 )
+from torch_kvswap.encoding.slot import read_verify
 from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.reference import ReferenceHandler
 
@@ -274,6 +275,15 @@ verify='off'""",
 ValueError: copy_method='copy_engines': the host pages of page_ids have verify='load',
 and copy engines cannot make the digests; leave it out, or use a pool with verify='off'""",
         )
+
+
+def test_a_device_without_kernels_of_this_library_is_refused() -> None:
+    assert_expected_inline(
+        error_text(lambda: read_verify("load", torch.device("xpu:1"))),
+        """\
+ValueError: verify='load' needs kernels of this library, which xpu:1 does not have; use
+verify='off'""",
+    )
 
 
 def test_a_pool_says_that_it_verifies() -> None:
