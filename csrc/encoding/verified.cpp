@@ -89,6 +89,7 @@ class Digests {
     }
   }
 
+  // As the row is now: a later store into the slot may have written it meanwhile.
   std::string difference_in(int64_t slot) const {
     const SlotDigests& row = table_.at(slot);
     const uint64_t found = read_number(row.found), store = read_number(row.store);

@@ -233,7 +233,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
   }
   try {
     if (demanding != nullptr) set_up_states(channels);
-    set_up(channels);
+    set_up(channels, demanding != nullptr);
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -274,7 +274,7 @@ void CopyPlanner::check_encoding(size_t number) const {
     fail<ValueError>("host pages with ", demand->option, " cannot be used with ", device_.name(),
                      ": this library has no kernels for it; make the pool with ", demand->instead);
   }
-  if (group.host_is_pageable && methods.front() != CopyMethod::kHost) {
+  if (group.host_is_pageable) {
     fail<ValueError>("host pages with ", demand->option,
                      " must be pinned, because kernels read and write them; pin the pool, or make "
                      "it with ",
@@ -309,14 +309,11 @@ void CopyPlanner::set_up_states(const Channels& channels) {
   }
 }
 
-void CopyPlanner::set_up(const Channels& channels) {
+void CopyPlanner::set_up(const Channels& channels, bool needs_kernels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
   const bool stages = chooser_.may_choose(CopyMethod::kStaged);
-  const bool demands = std::any_of(groups_.begin(), groups_.end(), [](const Group& group) {
-    return group.encoding->demand() != nullptr;
-  });
-  if (!stages && !demands && !chooser_.may_choose(CopyMethod::kKernel)) return;
+  if (!stages && !needs_kernels && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);
   has_kernels_ = true;

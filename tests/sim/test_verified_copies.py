@@ -319,6 +319,7 @@ def test_what_a_lost_device_may_still_read_is_not_freed(driver: Driver) -> None:
             cache.store([0], [0]).synchronize()
         cache.handler.close()
         assert driver.live("allocations") == before
+        cache.pools[0].close()
 
 
 def raw_layout(driver: Driver) -> PagedLayout:

@@ -22,7 +22,8 @@ HOST_ONLY = range(8, 16)  # of a row: the number of the latest store
 
 def rows_of(pool: HostPool) -> Bytes:
     """The digests of a pool: uint8 [1 + slots, bytes of a row]."""
-    rows: Bytes = pool._shape.digests(pool._memory.mapping.tensor).numpy()
+    shape, memory = pool._shape, pool._memory.mapping.tensor.numpy()
+    rows: Bytes = memory[shape.table_begin :].reshape(-1, shape.row_bytes)
     return rows
 
 

@@ -86,10 +86,6 @@ class PoolShape:
             num_blocks=self.num_pages * self.blocks_per_page,
         )
 
-    def digests(self, memory: Tensor) -> Tensor:
-        """The table in the memory: uint8 [1 + slots, row_bytes]."""
-        return memory[self.table_begin : self.mapped_bytes].view(-1, self.row_bytes)
-
 
 def check_layout(layout: object) -> None:
     """Raises TypeError if this is not a PagedLayout."""
