@@ -1,12 +1,13 @@
-"""Compares pools with lossless encoding to raw pools, with the keys and values of a real model.
+"""Compares pools with lossless encoding to raw pools, and pools with digests to those without, with
+the keys and values of a real model.
 
-Two handlers move scattered blocks of caches of their own: one with encoding="lossless", one with
-encoding="raw". Each round moves once with each, and beside them one big copy of the raw bytes and
-the reference of bandwidth.py, in changing order, warm. "both": a store and a load at once. Then
-both run beside a decode GEMM, as in interference.py. All figures count the bytes of the KV cache,
-not those on the link. All bytes are compared after each cell. Without a GPU the shapes are smaller,
-and nothing is judged. The exit code is 1 if bytes are wrong, else 0, whether targets are met or
-not.
+Four handlers move scattered blocks of caches of their own: with encoding="raw" and "lossless", each
+with verify="off" and "load". Each round moves once with each, and beside them one big copy of the
+raw bytes and the reference of bandwidth.py, in changing order, warm. "both": a store and a load at
+once. Then all run beside a decode GEMM, as in interference.py. All figures count the bytes of the
+KV cache, not those on the link. All bytes are compared after each cell. Without a GPU the shapes
+are smaller, and nothing is judged. The exit code is 1 if bytes are wrong, else 0, whether targets
+are met or not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from big_copy import Before
 from blocks import ONE_BY_ONE
 from comparison import WARM, Comparison, Timed, add_comparison, settings
 from computes import computes
-from encoding_report import LOSSLESS, RAW, Cell, judge, tables
+from encoding_report import LOSSLESS, RAW, VERIFIED, Cell, judge, tables
 from interference import measure as measure_beside
 from interference_report import Cell as BesideCell
 from model_blocks import ModelBlocks
@@ -43,12 +44,18 @@ from torch_kvswap.cli.progress import Progress
 SHAPES = ("160x8", "160x4", "160x2", "64x32", "1x2048")
 BESIDE = Shape(160, 8)  # what moves beside the compute, so many MiB at a time
 BESIDE_MIB = 128
-ENCODINGS = (RAW, LOSSLESS)
+# By name: the encoding, and what the pool is asked to verify.
+WAYS = {
+    RAW: (RAW, "off"),
+    LOSSLESS: (LOSSLESS, "off"),
+    VERIFIED[RAW]: (RAW, "load"),
+    VERIFIED[LOSSLESS]: (LOSSLESS, "load"),
+}
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The same cache twice, and its handlers, by encoding."""
+class Pools:
+    """The same cache once for each of WAYS, with its handler."""
 
     blocks: Mapping[str, ModelBlocks]
     handlers: Mapping[str, OffloadHandler]
@@ -56,18 +63,18 @@ class Pair:
     @classmethod
     def open(
         cls, device: torch.device, shape: Shape, count: int, options: Namespace, stack: ExitStack
-    ) -> Pair:
+    ) -> Pools:
         """`count` blocks and pages each. The stack closes them."""
         blocks, handlers = {}, {}
-        for encoding in ENCODINGS:
-            width = {"bits_per_value": options.bits} if encoding == LOSSLESS else {}
-            of_encoding = ModelBlocks(
-                device, count, shape.layers, shape.fragment_kib * 1024, encoding=encoding, **width
-            )
-            stack.enter_context(of_encoding.host)
-            blocks[encoding] = of_encoding
-            handler = OffloadHandler(of_encoding.layout, of_encoding.host)
-            handlers[encoding] = stack.enter_context(handler)
+        for way, (encoding, verify) in WAYS.items():
+            pool = {"encoding": encoding, "verify": verify}
+            if encoding == LOSSLESS:
+                pool["bits_per_value"] = options.bits
+            of_way = ModelBlocks(device, count, shape.layers, shape.fragment_kib * 1024, **pool)
+            stack.enter_context(of_way.host)
+            blocks[way] = of_way
+            handler = OffloadHandler(of_way.layout, of_way.host)
+            handlers[way] = stack.enter_context(handler)
         return cls(blocks, handlers)
 
 
@@ -113,47 +120,47 @@ def measure_all(
     for shape in shapes:
         count = 2 * max(*counts, 16) + 18  # some do not move
         with ExitStack() as stack:
-            pair = Pair.open(device, shape, count, options, stack)
+            pools = Pools.open(device, shape, count, options, stack)
             stack.enter_context(no_garbage_collection())
             for direction, blocks in kinds:
                 kind = Kind(shape, ONE_BY_ONE, direction, blocks)
-                cells.append(measure(comparison, pair, kind))
+                cells.append(measure(comparison, pools, kind))
                 progress.advance(1)
-        del pair
+        del pools
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape has blocks of another size
     return cells
 
 
-def measure(comparison: Comparison, pair: Pair, kind: Kind) -> Cell:
-    def moved(encoding: str, before: Before) -> Move:
-        blocks = pair.blocks[encoding]
-        return move(pair.handlers[encoding], blocks, kind.directions, kind.blocks, before)
+def measure(comparison: Comparison, pools: Pools, kind: Kind) -> Cell:
+    def moved(way: str, before: Before) -> Move:
+        blocks = pools.blocks[way]
+        return move(pools.handlers[way], blocks, kind.directions, kind.blocks, before)
 
-    ways: dict[str, Timed] = {encoding: partial(moved, encoding) for encoding in ENCODINGS}
-    for blocks in pair.blocks.values():
+    ways: dict[str, Timed] = {way: partial(moved, way) for way in WAYS}
+    for blocks in pools.blocks.values():
         blocks.refill()
     cell = Cell(kind)
     cell.states[WARM] = comparison.run({**ways, **comparison.copies(kind)}, kind, WARM)
-    cell.wrong = sum(blocks.wrong() for blocks in pair.blocks.values())
+    cell.wrong = sum(blocks.wrong() for blocks in pools.blocks.values())
     return cell
 
 
 def measure_compute(
     device: torch.device, options: Namespace, on_cuda: bool
 ) -> tuple[list[BesideCell], int]:
-    """Cells of decode beside each encoding; and the blocks and pages with wrong bytes."""
+    """Cells of decode beside each way; and the blocks and pages with wrong bytes."""
     shape = BESIDE if on_cuda else Shape(2, 8)
     count = (BESIDE_MIB << 20) // shape.block_bytes if on_cuda else 8
     decode = computes(device, 0.06 if on_cuda else 0.02)[0]
     limit = TimeLimit(options.time_limit and options.time_limit / 4, len(DIRECTIONS))
     cells, wrong = [], 0
     with ExitStack() as stack:
-        pair = Pair.open(device, shape, 3 * count + 2, options, stack)
+        pools = Pools.open(device, shape, 3 * count + 2, options, stack)
         for direction in DIRECTIONS:
             ways: dict[str, Way] = {
-                name: HandlerWay(pair.handlers[name], pair.blocks[name], direction, count, None)
-                for name in ENCODINGS
+                name: HandlerWay(pools.handlers[name], pools.blocks[name], direction, count, None)
+                for name in WAYS
             }
             samples = measure_beside(decode, ways, options.repeats, limit.next_part())
             for name, taken in samples.items():
@@ -161,7 +168,7 @@ def measure_compute(
                 kind = shape, ONE_BY_ONE, direction, decode.name, name
                 cells.append(BesideCell(*kind, taken, used, 0.0))
         synchronize(device)
-        wrong = sum(blocks.wrong() for blocks in pair.blocks.values())
+        wrong = sum(blocks.wrong() for blocks in pools.blocks.values())
     return cells, wrong
 
 

@@ -19,6 +19,7 @@ from torch_kvswap.prefix.cache import PrefixCache
 from torch_kvswap.prefix.hashing import PrefixHasher
 from torch_kvswap.results import (
     BlocksRejectedError,
+    CorruptedPageError,
     DeviceLostError,
     Result,
     SourceFailedError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlocksRejectedError",
+    "CorruptedPageError",
     "DeviceLostError",
     "Gate",
     "HostPool",

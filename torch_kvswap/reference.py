@@ -76,6 +76,11 @@ class ReferenceHandler(NotCopyable):
             raise ValueError(f"the cache is on {self.device}; swap_blocks_batch needs cuda or cpu")
         if host.encoding != "raw":
             raise ValueError(f"the pages are {host.encoding}; make the pool with encoding='raw'")
+        if host.verify != "off":
+            raise ValueError(
+                f"the pool has verify={host.verify!r}, and no op makes digests; make it with "
+                "verify='off'"
+            )
         gpu._check_same_blocks(host.layout.sizes, "make the pool from this layout")
         self._torch: Any = torch.get_device_module(self.device)  # torch.cuda or torch.cpu
         self._stream = self._torch.Stream(self.device)

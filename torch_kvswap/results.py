@@ -64,8 +64,23 @@ class BlocksRejectedError(TransferError):
         self.rejected = tuple(rejected)
 
 
+class CorruptedPageError(BlocksRejectedError):
+    """Blocks that were loaded are not those that were stored, as the digests of their pool say.
+
+    The message names the first such GPU block, its page, and both digests. These blocks must be
+    computed again, and the pages stored again. All blocks that are not in `rejected` are valid. In
+    a pool with verify="order" also a store fails so: its blocks were written while it read them.
+    """
+
+
 # By number, as csrc/offload/reason.h has them.
-_ERRORS = (TransferError, DeviceLostError, SourceFailedError, BlocksRejectedError)
+_ERRORS = (
+    TransferError,
+    DeviceLostError,
+    SourceFailedError,
+    BlocksRejectedError,
+    CorruptedPageError,
+)
 
 
 @dataclass(frozen=True)
@@ -92,9 +107,11 @@ class Result:
         rejected (tuple[int, ...]): positions of blocks that were not copied, in the job's list of
             blocks (the lists of all groups one after another), ascending. A store rejects blocks
             that do not fit into encoded slots, and a load pages without a valid encoded block. The
-            job has failed with a BlocksRejectedError then, but all other blocks are valid.
+            job has failed with a BlocksRejectedError then, but all other blocks are valid. Blocks
+            that digests have found to be corrupted are among them; then it is a CorruptedPageError.
         error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError, a
-            BlocksRejectedError or a plain TransferError. Ignored in comparisons.
+            BlocksRejectedError, a CorruptedPageError or a plain TransferError. Ignored in
+            comparisons.
         tag: the object passed to store() or load(). Ignored in comparisons; None after unpickling.
     """
 

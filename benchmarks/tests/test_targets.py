@@ -159,10 +159,16 @@ def test_encoding() -> None:
         *((BOTH, "160x8", 512), ("load", "160x8", 64), ("load", "64x1", 64)),
     ]
     cells = [
-        transfers(*kind, WARM, encoding_report.Cell, raw=raw, lossless=100)
+        transfers(
+            *kind,
+            WARM,
+            encoding_report.Cell,
+            **{"raw": raw, "lossless": 100, "raw, verified": raw + 5, "lossless, verified": 102},
+        )
         for kind, raw in zip(kinds, (84, 122, 117, 115, 110, 100), strict=True)
     ]
     losses = [beside("raw", 3, 40), beside("lossless", 4.5, 40)]
+    losses += [beside("raw, verified", 3.3, 40), beside("lossless, verified", 4.6, 40)]
     assert_expected_inline(
         said(encoding_report.judge(cells, losses)),
         """\
@@ -172,7 +178,21 @@ MISSED       load of 512 x (160 x 2 KiB), one tensor, KV bytes per second over r
 met          both of 512 x (160 x 8 KiB), one tensor, KV bytes per second over raw: 1.15, at least 1.15
 met          load of 64 x (160 x 8 KiB), one tensor, KV bytes per second over raw: 1.10, at least 1.10
 met          load of 64 x (64 x 1 KiB), one tensor, KV bytes per second over raw: 1, at least 1
-MISSED       load beside decode, lost ms/GB of KV: 4.50, at most 4""",
+met          store of 8 x (160 x 8 KiB), one tensor, raw, us more with digests: 5, at most 5
+met          store of 8 x (160 x 8 KiB), one tensor, lossless, us more with digests: 2, at most 5
+MISSED       load of 512 x (160 x 8 KiB), one tensor, raw, time with digests over without: 1.04, at most 1.02
+met          load of 512 x (160 x 8 KiB), one tensor, lossless, time with digests over without: 1.02, at most 1.02
+MISSED       load of 512 x (160 x 2 KiB), one tensor, raw, time with digests over without: 1.04, at most 1.02
+met          load of 512 x (160 x 2 KiB), one tensor, lossless, time with digests over without: 1.02, at most 1.02
+MISSED       both of 512 x (160 x 8 KiB), one tensor, raw, time with digests over without: 1.04, at most 1.02
+met          both of 512 x (160 x 8 KiB), one tensor, lossless, time with digests over without: 1.02, at most 1.02
+MISSED       load of 64 x (160 x 8 KiB), one tensor, raw, time with digests over without: 1.05, at most 1.02
+met          load of 64 x (160 x 8 KiB), one tensor, lossless, time with digests over without: 1.02, at most 1.02
+MISSED       load of 64 x (64 x 1 KiB), one tensor, raw, time with digests over without: 1.05, at most 1.02
+met          load of 64 x (64 x 1 KiB), one tensor, lossless, time with digests over without: 1.02, at most 1.02
+MISSED       load beside decode, lost ms/GB of KV: 4.50, at most 4
+MISSED       load beside decode, lost ms/GB of KV, raw, verified: 3.30, at most 3.20
+met          load beside decode, lost ms/GB of KV, lossless, verified: 4.60, at most 4.70""",
     )
     assert cells[3].gb_per_s == 2 * 512 * 160 * 8192 / 100 / 1e3  # both directions
 

@@ -3,6 +3,7 @@
 
 #include "bindings/python.h"
 #include "encoding/codec.h"
+#include "encoding/digest.h"
 #include "encoding/slot_format.h"
 
 // How slots keep blocks, and lossless encoding of bf16 values by the CPU, see docs/encoding.md.
@@ -44,6 +45,18 @@ void bind_encoding(nb::module_& module) {
         return PyEncoding{make_lossless_encoding(read_numbers<uint64_t>(sizes), width_eighths)};
       },
       "sizes"_a, "width_eighths"_a);
+  module.def(
+      "verified_encoding",
+      [](const PyEncoding& slots, nb::handle sizes, uintptr_t table, uint64_t row_bytes,
+         bool compares_stores) {
+        return PyEncoding{make_verified_encoding(slots.encoding, read_numbers<uint64_t>(sizes),
+                                                 table, row_bytes, compares_stores)};
+      },
+      "slots"_a, "sizes"_a, "table"_a, "row_bytes"_a, "compares_stores"_a);
+  module.def(
+      "digest_row_bytes",
+      [](nb::handle sizes) { return digest_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,
+      "Bytes of a row of the table for verified_encoding().");
 
   nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
       .def(

@@ -296,6 +296,7 @@ class PyHandler {
                                                        {"blocks", of.blocks},
                                                        {"encoded_blocks", of.encoded_blocks},
                                                        {"rejected_blocks", of.rejected_blocks},
+                                                       {"corrupted_blocks", of.corrupted_blocks},
                                                        {"queued", of.queued},
                                                        {"running", of.running},
                                                        {"transfers", of.transfers},

@@ -33,7 +33,7 @@ class PackTable {
   PackTable(const PackTable&) = delete;
   PackTable& operator=(const PackTable&) = delete;
   // Leaves the memory allocated for ever: the device is lost, and may still read it.
-  void leak() noexcept { address_ = 0; }
+  virtual void leak() noexcept { address_ = 0; }
 
   // Packs (copy.to_host) or unpacks bytes [begin, end), counted block after block, between the
   // slabs and a buffer on the GPU. Byte `begin` is at address `packed`. Launches on `stream`.
@@ -41,6 +41,10 @@ class PackTable {
                     void* stream) const = 0;
   // Copies all blocks between the slabs and pinned host pages.
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
+  // What has to come in `stream` behind a copy without these two, and at the end of a store by
+  // them.
+  virtual void end_copy(const PagedCopy& /*copy*/, void* /*stream*/) const {}
+  virtual void end_packed_store(const PagedCopy& /*copy*/, void* /*stream*/) const {}
 
   const Packing& packing;
 

@@ -85,6 +85,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
     if (!part.is_head_or_tail) order_after_unpacking();
     if (part.method == CopyMethod::kStrided) {
       copy_strided(part.block_copy(), runs_among(*part.runs, part.slabs), copies_);
+      if (part.table != nullptr) part.table->end_copy(part, copies_);
     } else if (part.method == CopyMethod::kKernel) {
       part.table->copy_over_link(part, copies_);
     } else {
@@ -94,6 +95,10 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
   send(fragments, options);
   if (is_unpacking) return kernels_;
   order_after_unpacking();
+  for (const PartCopy& part : parts) {
+    const bool is_packed = part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
+    if (to_host_ && is_packed) part.table->end_packed_store(part, copies_);
+  }
   return copies_;
 }
 

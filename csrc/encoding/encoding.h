@@ -8,6 +8,7 @@
 #include "copy/copy_method.h"
 #include "copy/fragment.h"
 #include "copy/packing.h"
+#include "kernels/slot.h"
 
 namespace kvswap {
 
@@ -18,6 +19,12 @@ struct Rejection {
   const char* brief;  // a sentence, for when there is no memory to say more
 };
 
+// Why slots are for kernels only, in the words of an error: what the caller has passed, what copy
+// engines cannot do, and what to pass instead.
+struct Demand {
+  const char *option, *work, *instead;
+};
+
 // How a slot of a host page keeps its block: the one answer to what depends on that. csrc/offload
 // and csrc/device know no more of it, and are called once for each part of a transfer.
 //
@@ -25,15 +32,22 @@ struct Rejection {
 // that makes it below and in csrc/bindings/encoding.cpp. docs/encoding.md lists all files.
 class Encoding : public Packing {
  public:
-  // What the caller passes as `encoding`.
-  virtual const char* name() const = 0;
   virtual uint64_t slot_bytes() const = 0;
+  // Null if copies without kernels will do.
+  virtual const Demand* demand() const = 0;
   // Whether this method can copy between slots and blocks.
   virtual bool can_use(CopyMethod method) const = 0;
   // Throws ValueError if these slabs of host pages cannot be slots.
   virtual void check_slots(const Slabs& host) const = 0;
-  // Null if no slot is ever rejected. Otherwise a copy writes the state of each rejected one.
-  virtual const Rejection* rejection(bool is_store) const = 0;
+  // Whether slots can be rejected. If so, a copy writes the SlotState of each rejected one.
+  virtual bool can_reject() const = 0;
+  // Called if a slot has this state, which is not kGood.
+  virtual const Rejection& rejection(SlotState state, bool is_store) const = 0;
+  // Of a slot that is_corruption() is about: what is known of the difference, as text.
+  virtual std::string difference_in(int64_t /*slot*/) const { return ""; }
+  // Whether a store that is packed writes more of its slots than the packed bytes. Then it is not
+  // packed before earlier stores into them have ended.
+  virtual bool packs_in_order() const { return false; }
   // Copies by the CPU, between host addresses.
   virtual void copy_on_host(const PagedCopy& copy) const = 0;
   // The table for a GPU, whose context is current. Null if its kernels cannot copy between these
@@ -43,6 +57,11 @@ class Encoding : public Packing {
                                                 void* stream) const = 0;
 };
 
+// Whether the block is not what was stored, or is to be stored.
+inline bool is_corruption(SlotState state) {
+  return state == SlotState::kCorrupted || state == SlotState::kOverwritten;
+}
+
 // sizes: bytes of a block in each slab.
 
 // Blocks as they are, slab after slab.
@@ -51,5 +70,15 @@ std::shared_ptr<const Encoding> make_raw_encoding(const std::vector<uint64_t>& s
 // bf16 values as SlotFormat keeps them. Throws ValueError if such blocks cannot be encoded.
 std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes,
                                                        int width_eighths);
+
+// The same slots, with digests of their blocks in a table beside the pages, that stores write and
+// loads compare. table: of host memory that the kernels can use, zeros at first: a row of
+// `row_bytes` bytes with the number of the next store, then one for each slot. compares_stores:
+// stores compare the digests of their blocks again at their end. Throws ValueError if a row has no
+// room for the digests of such a block.
+std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
+                                                       const std::vector<uint64_t>& sizes,
+                                                       uint64_t table, uint64_t row_bytes,
+                                                       bool compares_stores);
 
 }  // namespace kvswap

@@ -136,7 +136,6 @@ class LosslessEncoding : public Encoding {
               "some blocks do not fit into their slots"};
   }
 
-  const char* name() const override { return "lossless"; }
   uint64_t slot_bytes() const override { return format_.slot_bytes(); }
   uint64_t packed_bytes(SlabRange slabs) const override { return format_.packed_bytes(slabs); }
   bool is_divisible() const override { return false; }
@@ -144,7 +143,11 @@ class LosslessEncoding : public Encoding {
     return method == CopyMethod::kHost || method == CopyMethod::kStaged ||
            method == CopyMethod::kKernel;
   }
-  const Rejection* rejection(bool is_store) const override { return is_store ? &store_ : &load_; }
+  const Demand* demand() const override { return &demand_; }
+  bool can_reject() const override { return true; }
+  const Rejection& rejection(SlotState, bool is_store) const override {
+    return is_store ? store_ : load_;
+  }
 
   void check_slots(const Slabs& host) const override {
     for (size_t s = 0; s < host.count(); ++s) {
@@ -203,6 +206,7 @@ class LosslessEncoding : public Encoding {
 
  private:
   const SlotFormat format_;
+  const Demand demand_{"encoding='lossless'", "encode or decode blocks", "encoding='raw'"};
   Rejection store_;
   const Rejection load_{"is not in its host page", "are not in their host pages",
                         ": its store was rejected, or nothing was stored there",

@@ -140,7 +140,6 @@ class RawEncoding : public Encoding {
     std::partial_sum(sizes.begin(), sizes.end(), offsets_.begin() + 1);
   }
 
-  const char* name() const override { return "raw"; }
   uint64_t slot_bytes() const override { return offsets_.back(); }
   uint64_t packed_bytes(SlabRange slabs) const override {
     return offsets_[slabs.end] - offsets_[slabs.begin];
@@ -148,7 +147,11 @@ class RawEncoding : public Encoding {
   bool is_divisible() const override { return true; }
   bool can_use(CopyMethod) const override { return true; }
   void check_slots(const Slabs&) const override {}  // each slab may have pages of its own
-  const Rejection* rejection(bool) const override { return nullptr; }
+  const Demand* demand() const override { return nullptr; }
+  bool can_reject() const override { return false; }
+  const Rejection& rejection(SlotState, bool) const override {
+    fail("raw slots are never rejected");
+  }
 
   FragmentList page_fragments(const PagedCopy& copy, uint64_t begin, uint64_t end,
                               uint64_t packed) const override {

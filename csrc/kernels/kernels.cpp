@@ -5,13 +5,14 @@
 #include <utility>
 
 #include "cuda/context.h"
+#include "kernels/digest.h"
 #include "kernels/expand_block_ids.h"
 #include "kernels/pack_arguments.h"
 #include "kernels/slot.h"
 
 #ifdef KVSWAP_WITH_KERNELS
-// That setup.py has made of pack.cu, codec.cu and expand_block_ids.cu.
-extern "C" const unsigned char kvswap_pack_image[], kvswap_codec_image[],
+// That setup.py has made of the files NAME.cu here.
+extern "C" const unsigned char kvswap_pack_image[], kvswap_codec_image[], kvswap_digest_image[],
     kvswap_expand_block_ids_image[];
 #endif
 
@@ -75,6 +76,7 @@ Kernels load(int device) {
       allow_shared_bytes(*kernel, kCodecSharedBytes);
     }
   }
+  kernels.digest = find(load_module(kvswap_digest_image), "kvswap_digest");
   kernels.expand_block_ids =
       find(load_module(kvswap_expand_block_ids_image), "kvswap_expand_block_ids");
   const Stream stream = create_stream();
@@ -83,6 +85,7 @@ Kernels load(int device) {
   for (const Function codec : {kernels.encode, kernels.decode}) {
     if (codec != nullptr) warm_up(codec, CodecArguments{}, stream);
   }
+  warm_up(kernels.digest, DigestArguments{}, stream);
   warm_up(kernels.expand_block_ids, Expansion{}, stream);
   const Result loaded = driver().synchronize_stream(stream);
   driver().destroy_stream(stream);

@@ -9,6 +9,7 @@ struct Kernels {
   Function pack_bulk = nullptr;  // null on GPUs older than Hopper
   Function pack_words = nullptr;
   Function encode = nullptr, decode = nullptr;  // null on GPUs older than Ampere
+  Function digest = nullptr;
   Function expand_block_ids = nullptr;
 };
 

@@ -229,11 +229,11 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
   const Group* demanding = nullptr;  // needs more than copies without kernels
   for (size_t number = 0; number < groups_.size(); ++number) {
     check_encoding(number);
-    if (groups_[number].can_reject()) demanding = &groups_[number];
+    if (groups_[number].encoding->demand() != nullptr) demanding = &groups_[number];
   }
   try {
     if (demanding != nullptr) set_up_states(channels);
-    set_up(channels);
+    set_up(channels, demanding != nullptr);
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -243,8 +243,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     slower_copies_ = std::string("kernels would speed up some transfers, but are not available: ") +
                      error.what() + "; the copy engines do all transfers";
     if (demanding != nullptr) {
-      fail<ValueError>("encoding='", demanding->encoding->name(),
-                       "' cannot be had: ", error.what());
+      fail<ValueError>(demanding->encoding->demand()->option, " cannot be had: ", error.what());
     }
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
@@ -268,28 +267,29 @@ void CopyPlanner::check_forced_method() const {
 void CopyPlanner::check_encoding(size_t number) const {
   const Group& group = groups_[number];
   const Encoding& encoding = *group.encoding;
-  const bool needs_kernels = !encoding.can_use(CopyMethod::kBatch);
+  const Demand* const demand = encoding.demand();
+  if (demand == nullptr) return;
   const auto methods = usable(device_.copy_methods(), encoding, /*without_kernels=*/false);
   if (methods.empty()) {
-    fail<ValueError>("host pages with encoding='", encoding.name(), "' cannot be used with ",
-                     device_.name(),
-                     ": this library has no kernels for it; make the pool with encoding='raw'");
+    fail<ValueError>("host pages with ", demand->option, " cannot be used with ", device_.name(),
+                     ": this library has no kernels for it; make the pool with ", demand->instead);
   }
-  if (group.host_is_pageable && needs_kernels) {
-    fail<ValueError>("host pages with encoding='", encoding.name(),
-                     "' must be pinned, because kernels read and write them; pin the pool, or make "
-                     "it with encoding='raw'");
+  if (group.host_is_pageable) {
+    fail<ValueError>("host pages with ", demand->option,
+                     " must be pinned, because kernels read and write them; pin the pool, or make "
+                     "it with ",
+                     demand->instead);
   }
   std::string choices = "auto";
-  bool is_possible = options_.copy_method < 0 && !(options_.without_kernels && needs_kernels);
+  bool is_possible = options_.copy_method < 0 && !options_.without_kernels;
   for (const CopyMethod method : methods) {
     is_possible |= chooser_.forces(method);
     choices += std::string(", ") + copy_method_name(method);
   }
   if (!is_possible) {
-    fail<ValueError>(options_.copy_method_setting, " cannot encode host pages with encoding='",
-                     encoding.name(), "'; pass one of ", choices,
-                     ", or make the pool with encoding='raw'");
+    fail<ValueError>(options_.copy_method_setting, " cannot ", demand->work, " of host pages with ",
+                     demand->option, "; pass one of ", choices, ", or make the pool with ",
+                     demand->instead);
   }
   const bool stages =
       std::find(methods.begin(), methods.end(), CopyMethod::kStaged) != methods.end();
@@ -297,8 +297,8 @@ void CopyPlanner::check_encoding(size_t number) const {
   if (stages && !encoding.is_divisible() && options_.staging_bytes < least &&
       !chooser_.forces(CopyMethod::kKernel)) {
     fail<ValueError>("staging_bytes=", options_.staging_bytes, " is too little for slots of ",
-                     encoding.slot_bytes(), " bytes with encoding='", encoding.name(),
-                     "'; give it ", least, " or more");
+                     encoding.slot_bytes(), " bytes with ", demand->option, "; give it ", least,
+                     " or more");
   }
 }
 
@@ -309,11 +309,11 @@ void CopyPlanner::set_up_states(const Channels& channels) {
   }
 }
 
-void CopyPlanner::set_up(const Channels& channels) {
+void CopyPlanner::set_up(const Channels& channels, bool needs_kernels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
   const bool stages = chooser_.may_choose(CopyMethod::kStaged);
-  if (!stages && !chooser_.may_choose(CopyMethod::kKernel)) return;
+  if (!stages && !needs_kernels && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);
   has_kernels_ = true;

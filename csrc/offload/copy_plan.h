@@ -124,7 +124,8 @@ class CopyPlanner {
  private:
   void check_forced_method() const;
   void check_encoding(size_t number) const;
-  void set_up(const Channels& channels);
+  // needs_kernels: also if no method is by them.
+  void set_up(const Channels& channels, bool needs_kernels);
   void allocate_staging(PackKernels& kernels);
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;

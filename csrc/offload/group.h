@@ -46,7 +46,7 @@ struct Group : GroupShape {
   std::shared_ptr<PackTable> table;  // for the kernels; null if they cannot be used
 
   // Whether a copy can end without some of its blocks, as slot states say.
-  bool can_reject() const { return encoding->rejection(/*is_store=*/true) != nullptr; }
+  bool can_reject() const { return encoding->can_reject(); }
 
   // The slabs in a layer group, if the model's `num_layers` layers are divided into `layer_groups`.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {

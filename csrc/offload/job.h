@@ -87,7 +87,8 @@ struct Work {
   bool without_kernels = false;     // no kernels copy
   bool is_staged = false;           // in all groups, as planned
   bool is_grouped = false;          // the caller has passed a list of ids for each group
-  uint32_t encoded_blocks = 0;      // in groups that can reject blocks
+  uint32_t rejectable_blocks = 0;   // in groups that can reject blocks
+  uint32_t encoded_blocks = 0;      // of these, in encoded slots
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
@@ -127,6 +128,7 @@ struct Job {
   // Of a job that has failed because blocks were rejected: where they are in its list of blocks.
   // Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;
+  size_t corrupted = 0;        // how many of them are corrupted
   std::unique_ptr<Work> work;  // null once it has ended
   Job* next = nullptr;         // in the queue, or in its transfer
   Job* next_ended = nullptr;   // in the list of unreported jobs
@@ -134,7 +136,9 @@ struct Job {
   bool has_ended() const { return state >= State::kDone; }
   bool has_succeeded() const { return state == State::kDone; }
   // Whether blocks were rejected, and that is all that went wrong.
-  bool was_rejected() const { return error.kind() == Reason::Kind::kRejected; }
+  bool was_rejected() const {
+    return error.kind() == Reason::Kind::kRejected || error.kind() == Reason::Kind::kCorrupted;
+  }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };

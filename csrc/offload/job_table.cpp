@@ -277,7 +277,8 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
     metrics.blocks += job.work->count();
     metrics.encoded_blocks += job.work->encoded_blocks;
   }
-  if (job.rejected != nullptr) metrics.rejected_blocks += job.rejected->size();
+  if (job.rejected != nullptr) metrics.rejected_blocks += job.rejected->size() - job.corrupted;
+  metrics.corrupted_blocks += job.corrupted;
   if (job.has_succeeded()) {
     ++metrics.done;
     metrics.bytes += job.nbytes;

@@ -27,8 +27,8 @@ struct ChannelMetrics {
   uint64_t submitted, done, failed, cancelled;  // jobs
   uint64_t bytes, link_bytes;                   // of the jobs that are done
   // Blocks of the jobs that are done, or failed because some blocks were rejected. Encoded ones are
-  // in groups with encoded pages.
-  uint64_t blocks, encoded_blocks, rejected_blocks;
+  // in groups with encoded pages. Corrupted ones do not count as rejected.
+  uint64_t blocks, encoded_blocks, rejected_blocks, corrupted_blocks;
   uint64_t queued, running;                    // jobs: in software, on the device
   uint64_t transfers;                          // copies submitted to the device
   uint64_t streams, events;                    // that exist

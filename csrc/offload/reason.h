@@ -12,7 +12,7 @@ namespace kvswap {
 class Reason {
  public:
   // Decides which exception Python raises.
-  enum class Kind { kOther, kDeviceLost, kSourceFailed, kRejected };
+  enum class Kind { kOther, kDeviceLost, kSourceFailed, kRejected, kCorrupted };
 
   static constexpr const char* kOutOfMemory = "out of host memory";
 

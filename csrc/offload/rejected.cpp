@@ -8,14 +8,9 @@ namespace {
 
 constexpr size_t kShownPositions = 8;
 
-// The group of the block at a position in the job's list of blocks.
-const Group& group_at(const Job& job, int64_t position, const std::vector<Group>& groups) {
-  auto part = job.work->parts.begin();
-  for (auto i = static_cast<size_t>(position); i >= part->count; ++part) i -= part->count;
-  return groups[part->group];
-}
+using Positions = std::vector<int64_t>;
 
-void list(std::ostream& text, const std::vector<int64_t>& positions) {
+void list(std::ostream& text, const Positions& positions) {
   text << (positions.size() == 1 ? "(position " : "(positions ");
   const char* separator = "";
   for (size_t i = 0; i < std::min(positions.size(), kShownPositions); ++i) {
@@ -23,6 +18,39 @@ void list(std::ostream& text, const std::vector<int64_t>& positions) {
     separator = ", ";
   }
   text << (positions.size() > kShownPositions ? ", ...)" : ")");
+}
+
+// The first of some blocks that were rejected, and its group.
+struct First {
+  SlotState state = SlotState::kGood;
+  const Group* group = nullptr;
+  int64_t block = 0, slot = 0;
+};
+
+// What is known of a corrupted block: which one it is, and its digests.
+void describe(std::ostream& text, const First& first) {
+  const int64_t per_page = first.group->blocks_per_page;
+  text << ": GPU block " << first.block << ", page " << first.slot / per_page;
+  if (per_page > 1) text << ", slot " << first.slot % per_page;
+  text << first.group->encoding->difference_in(first.slot);
+}
+
+// Why the job has failed: its blocks at these positions were rejected.
+Reason reason_for(const Job& job, const Positions& positions, const First& first) noexcept {
+  const Rejection& why = first.group->encoding->rejection(first.state, job.channel == kStores);
+  const bool is_corrupted = is_corruption(first.state);
+  const auto text = [&] {
+    std::ostringstream text;
+    const size_t count = job.work->count();
+    const bool is_one = positions.size() == 1;
+    text << positions.size() << " of " << count << (count == 1 ? " block " : " blocks ")
+         << (is_one ? why.one : why.several) << " ";
+    list(text, positions);
+    text << (is_one ? why.one_cause : why.several_cause);
+    if (is_corrupted) describe(text, first);
+    return text.str();
+  };
+  return Reason(text, why.brief, is_corrupted ? Reason::Kind::kCorrupted : Reason::Kind::kRejected);
 }
 
 }  // namespace
@@ -37,47 +65,42 @@ std::vector<RejectedBlock> find_rejected(const Transfer& transfer) {
     const uint8_t* const end = part.states + destinations.size();
     const uint8_t* state = part.states;
     while ((state = std::find_if(state, end, is_refused)) != end) {
-      found.push_back({part.group, destinations[state++ - part.states]});
+      const int64_t destination = destinations[state - part.states];
+      found.push_back({part.group, destination, static_cast<SlotState>(*state++)});
     }
   }
   std::sort(found.begin(), found.end());
   return found;
 }
 
-std::unique_ptr<const std::vector<int64_t>> positions_in(
-    const Job& job, const std::vector<RejectedBlock>& rejected) {
-  if (rejected.empty()) return nullptr;
-  std::vector<int64_t> positions;
+Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
+                     const std::vector<Group>& groups) {
+  if (rejected.empty()) return {};
+  Positions positions, corrupted;
+  First first, first_corrupted;
   const Work& work = *job.work;
   const int64_t* const destinations = job.channel == kStores ? work.slots() : work.blocks();
   size_t i = 0;
   for (const JobPart& part : work.parts) {
     for (const size_t end = i + part.count; i < end; ++i) {
-      const RejectedBlock block{part.group, destinations[i]};
-      if (std::binary_search(rejected.begin(), rejected.end(), block)) {
-        positions.push_back(static_cast<int64_t>(i));
+      const RejectedBlock wanted{part.group, destinations[i], SlotState::kGood};
+      const auto found = std::lower_bound(rejected.begin(), rejected.end(), wanted);
+      if (found == rejected.end() || wanted < *found) continue;
+      const First block{found->state, &groups[part.group], work.blocks()[i], work.slots()[i]};
+      if (is_corruption(found->state)) {
+        if (corrupted.empty()) first_corrupted = block;
+        corrupted.push_back(static_cast<int64_t>(i));
       }
+      if (positions.empty()) first = block;
+      positions.push_back(static_cast<int64_t>(i));
     }
   }
-  if (positions.empty()) return nullptr;
-  return std::make_unique<const std::vector<int64_t>>(std::move(positions));
-}
-
-Reason rejection(const Job& job, const std::vector<int64_t>& positions,
-                 const std::vector<Group>& groups) noexcept {
-  const Encoding& encoding = *group_at(job, positions.front(), groups).encoding;
-  const Rejection& why = *encoding.rejection(job.channel == kStores);
-  const auto text = [&] {
-    std::ostringstream text;
-    const size_t count = job.work->count();
-    const bool is_one = positions.size() == 1;
-    text << positions.size() << " of " << count << (count == 1 ? " block " : " blocks ")
-         << (is_one ? why.one : why.several) << " ";
-    list(text, positions);
-    text << (is_one ? why.one_cause : why.several_cause);
-    return text.str();
-  };
-  return Reason(text, why.brief, Reason::Kind::kRejected);
+  if (positions.empty()) return {};
+  const Reason reason = corrupted.empty() ? reason_for(job, positions, first)
+                                          : reason_for(job, corrupted, first_corrupted);
+  job.rejected = std::make_unique<const Positions>(std::move(positions));
+  job.corrupted = corrupted.size();
+  return reason;
 }
 
 }  // namespace kvswap

@@ -16,6 +16,7 @@ namespace kvswap {
 struct RejectedBlock {
   int group;
   int64_t destination;
+  SlotState state;
 
   bool operator<(const RejectedBlock& other) const {
     return group != other.group ? group < other.group : destination < other.destination;
@@ -25,12 +26,9 @@ struct RejectedBlock {
 // Of a transfer that has ended; sorted. Allocates only if there are some.
 std::vector<RejectedBlock> find_rejected(const Transfer& transfer);
 
-// Where these blocks are in the job's list of blocks, ascending. Null if none is.
-std::unique_ptr<const std::vector<int64_t>> positions_in(
-    const Job& job, const std::vector<RejectedBlock>& rejected);
-
-// Why the job has failed: its blocks at these positions were rejected.
-Reason rejection(const Job& job, const std::vector<int64_t>& positions,
-                 const std::vector<Group>& groups) noexcept;
+// Sets Job::rejected and Job::corrupted, if some of these blocks are the job's. Returns why the job
+// has failed then, or an empty reason. Corrupted blocks are named first.
+Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
+                     const std::vector<Group>& groups);
 
 }  // namespace kvswap

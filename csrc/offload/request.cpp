@@ -125,20 +125,20 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
 
 void RequestReader::check_encoding(Work& work, const Group& group, const std::string& page_list,
                                    int64_t num_blocks) {
-  if (work.without_kernels && !group.encoding->can_use(CopyMethod::kBatch)) {
-    fail<ValueError>("copy_method='copy_engines': the host pages of ", page_list,
-                     " have encoding='", group.encoding->name(),
-                     "', and copy engines cannot encode or decode blocks; leave it out, or use a "
-                     "pool with encoding='raw'");
+  const Demand* const demand = group.encoding->demand();
+  if (demand == nullptr) return;
+  if (work.without_kernels) {
+    fail<ValueError>("copy_method='copy_engines': the host pages of ", page_list, " have ",
+                     demand->option, ", and copy engines cannot ", demand->work,
+                     "; leave it out, or use a pool with ", demand->instead);
   }
-  if (!group.can_reject()) return;
-  const uint64_t blocks = work.encoded_blocks + static_cast<uint64_t>(num_blocks);
+  const uint64_t blocks = work.rejectable_blocks + static_cast<uint64_t>(num_blocks);
   if (blocks > SlotStates::kCount) {
-    fail<ValueError>("the job has ", blocks, " blocks for host pages with encoding='",
-                     group.encoding->name(), "'; a job can have ", SlotStates::kCount,
-                     "; submit several jobs");
+    fail<ValueError>("the job has ", blocks, " blocks for host pages with ", demand->option,
+                     "; a job can have ", SlotStates::kCount, "; submit several jobs");
   }
-  work.encoded_blocks = static_cast<uint32_t>(blocks);
+  work.rejectable_blocks = static_cast<uint32_t>(blocks);
+  if (group.encoding->slot_bytes() < group.block_bytes) work.encoded_blocks += num_blocks;
 }
 
 void RequestReader::refuse_duplicates(std::vector<int64_t>& seen, const std::string& list,

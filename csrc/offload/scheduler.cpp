@@ -42,12 +42,21 @@ CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   return planned;
 }
 
-// The latest jobs of other channels that these jobs must not overlap with.
-JobNumbers latest_before(const JobList& jobs) {
+bool packs_in_order(const Work& work, const std::vector<Group>& groups) {
+  return std::any_of(work.parts.begin(), work.parts.end(), [&](const JobPart& part) {
+    return groups[part.group].encoding->packs_in_order();
+  });
+}
+
+// The latest jobs that these jobs must not overlap with. Those of their own channel are before them
+// in its stream, but a store may be packed on another one.
+JobNumbers latest_before(const JobList& jobs, const std::vector<Group>& groups) {
   JobNumbers latest = kNoJobs;
   for (const Job& job : jobs) {
     for (int channel = 0; channel < kChannels; ++channel) {
-      if (channel == job.channel) continue;
+      if (channel == job.channel && (channel != kStores || !packs_in_order(*job.work, groups))) {
+        continue;
+      }
       latest[channel] = std::max(latest[channel], job.work->runs_after[channel]);
     }
   }
@@ -147,7 +156,7 @@ bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) c
 bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_until) const {
   if (queue.submitting >= 0) return false;
   if (job.id > flush_until && !queue.channel.has_room_for(job.work->entries)) return false;
-  if (!queue.channel.has_states_for(job.work->encoded_blocks)) return false;
+  if (!queue.channel.has_states_for(job.work->rejectable_blocks)) return false;
   return all_before_are_submitted(queue, *job.work);
 }
 
@@ -220,7 +229,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t byt
 // Submits jobs as one transfer.
 bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept {
   if (!device_loss_.empty()) return fail_unsubmitted(jobs, device_loss_);
-  const JobNumbers runs_after = latest_before(jobs);
+  const JobNumbers runs_after = latest_before(jobs, groups_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
   Transfers made;
@@ -404,7 +413,7 @@ JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until,
                              std::optional<double> seconds) noexcept {
   JobList jobs;
   double submit_seconds = 0;
-  size_t bytes = 0, entries = 0, encoded_blocks = 0;
+  size_t bytes = 0, entries = 0, rejectable_blocks = 0;
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
     Job& next = queue.jobs.front();
@@ -412,11 +421,11 @@ JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until,
       queue.jobs.pop_front();
       continue;
     }
-    encoded_blocks += next.work->encoded_blocks;
+    rejectable_blocks += next.work->rejectable_blocks;
     submit_seconds += next.work->predicted_submit_seconds;
     const bool is_quick = !seconds || submit_seconds < *seconds;
     if (!jobs.empty() && (!is_quick || !can_join(queue, jobs, bytes, entries, next, flush_until) ||
-                          !queue.channel.has_states_for(encoded_blocks))) {
+                          !queue.channel.has_states_for(rejectable_blocks))) {
       break;
     }
     bytes += next.nbytes;
@@ -528,14 +537,13 @@ void Scheduler::retire_first(Queue& queue) {
   progress_.notify_all();
 }
 
-// Sets Job::rejected. Returns why the job fails therefore, or an empty reason.
+// Sets Job::rejected and Job::corrupted. Returns why the job fails therefore, or an empty reason.
 Reason Scheduler::reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept {
   try {
-    job.rejected = positions_in(job, rejected);
+    return reject_blocks(job, rejected, groups_);
   } catch (const std::exception& error) {
     return Reason(error);
   }
-  return job.rejected == nullptr ? Reason() : rejection(job, *job.rejected, groups_);
 }
 
 // Ends a job that was never submitted.

@@ -34,7 +34,7 @@ struct Transfer {
   std::vector<Event> ends;   // one for each layer group; the last is the end of all
   size_t entries = 0;        // of the driver's queue
   SlotStates::Range states;  // of all parts
-  // The latest jobs of other channels that its jobs must not overlap with: it waits for them.
+  // The latest jobs that its jobs must not overlap with: it waits for them.
   JobNumbers runs_after = kNoJobs;
   bool has_begun = false;  // some of its bytes may have been copied
   int layer_group = 0;     // the first one that is not enqueued completely

@@ -198,6 +198,10 @@ def test_an_encoding_that_there_is_not_is_refused_when_it_is_enabled():
     said = "copy_method='copy_engines' is not possible with encoding='lossless', because "
     with pytest.raises(ValueError, match=said):
         integration.enable(encoding="lossless", copy_method="copy_engines")
+    with pytest.raises(ValueError, match="verify is 'on'; it can be off, load or order"):
+        integration.enable(verify="on")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is not possible with verify='order', because kernels"):
+        integration.enable(verify="order", copy_method="copy_engines")
 
 
 def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():

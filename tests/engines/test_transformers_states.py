@@ -49,8 +49,10 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     def placed(*tensors: Any, **named: Any) -> Any:
         return place(driver, layout(*tensors, **named))
 
-    def pinned(layout: Any, num_pages: int, *, encoding: str, bits_per_value: float | None) -> Any:
-        assert (encoding, bits_per_value) == ("raw", None)
+    def pinned(
+        layout: Any, num_pages: int, *, encoding: str, bits_per_value: float | None, verify: str
+    ) -> Any:
+        assert (encoding, bits_per_value, verify) == ("raw", None, "off")
         return pool(driver, layout, num_pages)
 
     pinned.page_bytes_of = transformers_swap.HostPool.page_bytes_of  # type: ignore[attr-defined]

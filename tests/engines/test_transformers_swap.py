@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from continuous_batching import first_parts_of
+from logged import logged
 from simulated_driver import Driver, place, simulated
 
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
@@ -54,6 +55,19 @@ def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
     stored = swap.store([ids(3, 1), ids(7)])
     swap.load(stored, [ids(10, 11), ids(12)])
     assert torch.equal(blocks[10:13], before[[3, 1, 7]])
+
+
+def test_a_load_of_a_page_that_was_damaged_has_failed():
+    blocks = torch.randn(20, 2048)
+    swap = Swap(PagedLayout([blocks]), 6, None, SwapOptions(verify="load"))
+    good, damaged = swap.store([ids(3)]), swap.store([ids(7)])
+    swap.pool.pages[damaged.pages[0][0], 0, 99] ^= 1
+    loads = [swap.load(good, [ids(10)]), swap.load(damaged, [ids(11)])]
+    with logged() as warnings:
+        swap.collect()
+    assert [load.ok for load in loads] == [True, False]
+    assert torch.equal(blocks[10], blocks[3])
+    assert len(warnings) == 1
 
 
 def test_the_handler_has_the_options():

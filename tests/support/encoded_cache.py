@@ -31,6 +31,7 @@ class EncodedCache:
         views: maps a group to an earlier one, of whose pool it has a view. The others have pools
             of their own.
         bits: bits_per_value of encoded groups, or a list with one per group.
+        verify: of the pools.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.
 
@@ -52,6 +53,7 @@ class EncodedCache:
         encodings: Sequence[str] = ("lossless",),
         views: Mapping[int, int] | None = None,
         bits: float | Sequence[float] = 12.125,
+        verify: str = "off",
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -78,7 +80,7 @@ class EncodedCache:
             if group in views:
                 pool = self.pools[views[group]].view_for(layout, **of_pool)
             else:
-                pool = HostPool(layout, pages, per_page, **of_pool)
+                pool = HostPool(layout, pages, per_page, verify=verify, **of_pool)
             self.pools.append(pool)
         if driver is not None:
             options.setdefault("staging_bytes", STAGING_BYTES)

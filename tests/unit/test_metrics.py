@@ -22,7 +22,7 @@ from torch_kvswap.offload.metrics import (
 
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = Histogram((), (0,), 0.0)
-IDLE = ChannelMetrics(*[0] * 14, {"batch": 0}, EMPTY, EMPTY, EMPTY)
+IDLE = ChannelMetrics(*[0] * 15, {"batch": 0}, EMPTY, EMPTY, EMPTY)
 BUSY = ChannelMetrics(
     submitted=9,
     done=4,
@@ -33,6 +33,7 @@ BUSY = ChannelMetrics(
     blocks=5,
     encoded_blocks=3,
     rejected_blocks=1,
+    corrupted_blocks=2,
     queued=1,
     running=1,
     transfers=3,
@@ -142,6 +143,11 @@ kvswap_encoded_blocks_total{direction="load",channel="expedited",rank="1"} 0
 kvswap_rejected_blocks_total{direction="store",channel="stores",rank="1"} 1
 kvswap_rejected_blocks_total{direction="load",channel="loads",rank="1"} 0
 kvswap_rejected_blocks_total{direction="load",channel="expedited",rank="1"} 0
+# HELP kvswap_corrupted_blocks_total Corrupted blocks.
+# TYPE kvswap_corrupted_blocks_total counter
+kvswap_corrupted_blocks_total{direction="store",channel="stores",rank="1"} 2
+kvswap_corrupted_blocks_total{direction="load",channel="loads",rank="1"} 0
+kvswap_corrupted_blocks_total{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_transfers_total Copies given to the device.
 # TYPE kvswap_transfers_total counter
 kvswap_transfers_total{direction="store",channel="stores",rank="1"} 3

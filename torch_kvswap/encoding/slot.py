@@ -17,6 +17,8 @@ from torch_kvswap.layout import PagedLayout
 
 EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
+VerifyName = Literal["off", "load", "order"]
+VERIFY: tuple[VerifyName, ...] = get_args(VerifyName)
 # Bits of a slot per value of its block. The first one is the default.
 WIDTHS = (12.125, 12.5)
 _USE_RAW = "use encoding='raw'"
@@ -152,6 +154,23 @@ def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
         widths = " or ".join(map(str, WIDTHS))
         raise ValueError(f"bits_per_value is {bits_per_value!r}; it can be {widths}")
     return Encoding(float(bits_per_value))
+
+
+def read_verify(verify: object, device: torch.device | None = None) -> VerifyName:
+    """Checks the argument `verify` of a pool, for a cache on this device if it is known.
+
+    Raises:
+        ValueError: there is no such choice, or the device has no kernels for it.
+    """
+    if not isinstance(verify, str) or verify not in VERIFY:
+        choices = f"{', '.join(VERIFY[:-1])} or {VERIFY[-1]}"
+        raise ValueError(f"verify is {verify!r}; it can be {choices}")
+    if verify != "off" and device is not None and not is_native(device.type):
+        raise ValueError(
+            f"verify={verify!r} needs kernels of this library, which {device} does not have; use "
+            "verify='off'"
+        )
+    return verify
 
 
 def encoding_of(width_eighths: int) -> Encoding:

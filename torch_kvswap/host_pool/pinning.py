@@ -18,7 +18,7 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap.encoding.slot import RAW, Encoding
+from torch_kvswap.encoding.slot import RAW, Encoding, VerifyName
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
 from torch_kvswap.host_pool.shape import PoolShape
@@ -168,6 +168,7 @@ class Pinning:
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
         begin, all_pages = 0, self._shape.num_pages
+        self._register_table()
         touching = self._touch(begin, self._end_of(begin))
         try:
             while begin < all_pages and not self._stopping:
@@ -217,6 +218,14 @@ class Pinning:
                 raise _RefusedError(reason)
             self._chunk //= 2
             end = self._end_of(begin)
+
+    def _register_table(self) -> None:
+        """Touches and registers the digests, which jobs of all pages need."""
+        first, last = self._shape.table_begin, self._shape.mapped_bytes
+        if first < last:
+            self._mapping.touch(first, last)
+            if reason := self.registration.add(first, last):
+                raise _RefusedError(reason)
 
     def _pin_rest(self, chunks: Iterator[None]) -> None:
         """The body of the background thread."""
@@ -303,13 +312,14 @@ def read_pinning(
     on_progress: Progress | None,
     numa_node: int | None,
     chunk_bytes: int,
+    verify: VerifyName,
 ) -> PinningOptions:
     """Checks the pinning options of a pool.
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option needs pinned pages but the cache is on the CPU, encoded pages are to
-            be pageable, a number is out of range, or there is no such NUMA node.
+        ValueError: an option needs pinned pages but the cache is on the CPU, encoded or verified
+            pages are to be pageable, a number is out of range, or there is no such NUMA node.
     """
     pinned = read_optional_switch("pinned", pinned)
     in_background = read_switch("pin_in_background", in_background)
@@ -333,6 +343,11 @@ def read_pinning(
         raise ValueError(
             f"encoding={encoding.name!r} needs pinned pages for {layout.device}, because kernels "
             "encode and decode them; leave pinned=False out"
+        )
+    elif pinned is False and verify != "off":
+        raise ValueError(
+            f"verify={verify!r} needs pinned pages for {layout.device}, because kernels make the "
+            "digests; leave pinned=False out"
         )
     nodes = system.numa_nodes()
     if numa_node is not None and nodes and numa_node not in nodes:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_kvswap._native.arguments import (
     INT64_MIN,
+    Int64Array,
     NotCopyable,
     bytes_text,
     kind_of,
@@ -27,7 +28,9 @@ from torch_kvswap.encoding.slot import (
     SLOT_ALIGNMENT,
     Encoding,
     EncodingName,
+    VerifyName,
     read_encoding,
+    read_verify,
 )
 from torch_kvswap.host_pool.memory import (
     Mapping,
@@ -132,6 +135,11 @@ class HostPool(NotCopyable):
             fit is rejected by its store. docs/encoding.md says what is gained.
         bits_per_value (float | None): size of the slots of "lossless": 12.125 (the default) or 12.5
             bits for each value of a block. recommend_encoding() finds out which one is enough.
+        verify (str): "load" keeps digests of the blocks beside the pages. A load of a block that is
+            not what was stored fails with a CorruptedPageError, and one of a page that was never
+            stored with a BlocksRejectedError: blocks that the caller has written to `pages` have no
+            digests. "order", for debugging, also finds blocks that are written while they are
+            stored. docs/encoding.md says what digests find.
         pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
             driver refuses; True raises then, and is refused for a cache on the CPU; False uses
             pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory.
@@ -160,6 +168,7 @@ class HostPool(NotCopyable):
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
         bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
+        verify (str): "off", "load" or "order".
         layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. The slabs
             of encoded blocks have the sizes of raw ones, and all have the address of their slot.
 
@@ -180,6 +189,7 @@ class HostPool(NotCopyable):
         *,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
+        verify: VerifyName = "off",
         pinned: bool | None = None,
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
@@ -189,10 +199,12 @@ class HostPool(NotCopyable):
         shared: bool = False,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
-        shape = PoolShape(layout, num_pages, blocks_per_page, encoding=kept)
+        check_layout(layout)
+        verify = read_verify(verify, layout.device)
+        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
         )
         map_pool = _map_shared if read_switch("shared", shared) else _map_private
         mapping = map_pool(layout.device, shape, pinning, huge_pages)
@@ -214,7 +226,7 @@ class HostPool(NotCopyable):
 
         Args:
             layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
-                handle. The encoding is that of the handle.
+                handle. The encoding and `verify` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
 
@@ -232,14 +244,16 @@ class HostPool(NotCopyable):
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
-        shape = PoolShape(layout, handle.num_pages, handle.blocks_per_page, kept)
+        verify = read_verify(handle.verify, layout.device)
+        shape = PoolShape(layout, handle.num_pages, handle.blocks_per_page, kept, verify)
         handle._check(shape, layout)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes
+            layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
         )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
         # Huge pages are allowed if its maker allows them.
-        mapping = Mapping(shape.nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
+        nbytes = shape.mapped_bytes
+        mapping = Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
         pool = cls.__new__(cls)
         pool._shares_huge_pages = handle.huge_pages
         pool._open(layout, shape, mapping, kept, pinning)
@@ -280,6 +294,7 @@ class HostPool(NotCopyable):
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
         self.slot_bytes = shape.slot_bytes
         self.page_bytes, self.nbytes = shape.page_bytes, shape.nbytes
+        self.verify: VerifyName = shape.verify
         self._shape = shape
         self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
@@ -302,9 +317,10 @@ class HostPool(NotCopyable):
         is_open = self._memory.pages is not None
         ready = f"{self._ready_range.end_page} of {self.num_pages} pages ready"
         kept = "" if self._encoding is RAW else f", bits_per_value={self.bits_per_value}"
+        verify = "" if self.verify == "off" else f", verify={self.verify!r}"
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
-            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{kept}, "
+            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{kept}{verify}, "
             f"device={self.device}, {ready if is_open else 'closed'})"
         )
 
@@ -325,7 +341,7 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        return PoolHandle(os.dup(fd), *shape, sizes, *encoding)
+        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify)
 
     def view_for(
         self,
@@ -342,10 +358,12 @@ class HostPool(NotCopyable):
         Args:
             layout (PagedLayout): the other group, whose slots are not larger than this pool's.
             encoding (str | None): how its blocks are kept. None keeps them as those of the pool.
+                They have digests if those of the pool have.
             bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
-            ValueError: the slots are larger, or the blocks cannot be encoded.
+            ValueError: the slots are larger, the blocks cannot be encoded, or they have more
+                digests than those of the pool.
             RuntimeError: the pool is closed.
         """
         self._memory.check_open()
@@ -371,6 +389,7 @@ class HostPool(NotCopyable):
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
         view._keep(layout, kept)
+        view._encoding_for_native(layout.sizes)  # says what is wrong with its digests
         return view
 
     @property
@@ -482,6 +501,20 @@ class HostPool(NotCopyable):
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
 
+    def _encoding_for_native(self, sizes: Int64Array) -> native.Encoding:
+        """What the native side asks about the slots of blocks with these slabs.
+
+        Raises:
+            ValueError: no slot can hold such a block, or the table has no room for its digests.
+        """
+        encoding = self._encoding.for_native(sizes)
+        if self.verify == "off":
+            return encoding
+        table = self._memory.mapping.address + self._shape.table_begin
+        return native.verified_encoding(
+            encoding, sizes, table, self._shape.row_bytes, self.verify == "order"
+        )
+
     def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
 
@@ -547,7 +580,7 @@ def _map_private(
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
     if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(shape.nbytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
+        return map_new(shape.mapped_bytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
     for name, is_given in (
         ("huge_pages=True", huge_pages is True),
         ("numa_node", pinning.numa_node is not None),
@@ -566,7 +599,7 @@ def _map_private(
         if pinning.pinned:
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(shape.nbytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
+        return map_new(shape.mapped_bytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
 
 
 def _map_shared(
@@ -574,7 +607,7 @@ def _map_shared(
 ) -> Mapping:
     """Maps the memory of a pool that other processes can attach to."""
     _check_shared_pinning(device, pinning)
-    return map_new(shape.nbytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
+    return map_new(shape.mapped_bytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

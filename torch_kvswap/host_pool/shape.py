@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
-from torch_kvswap.encoding.slot import RAW, Encoding
+from torch_kvswap._native.loader import native
+from torch_kvswap.encoding.slot import RAW, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -17,6 +18,11 @@ SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 class PoolShape:
     """The number and size of a pool's pages, in bytes: see HostPool.
+
+    Attributes:
+        row_bytes (int): of the digests of a slot; 0 without digests.
+        table_begin (int): where the table of digests begins in the memory, after all pages.
+        mapped_bytes (int): of the pages and the table.
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
@@ -29,20 +35,29 @@ class PoolShape:
         num_pages: int,
         blocks_per_page: int,
         encoding: Encoding = RAW,
+        verify: VerifyName = "off",
     ) -> None:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.slot_bytes = encoding.slot_bytes(layout)
-        if (nbytes := num_pages * blocks_per_page * self.slot_bytes) > INT64_MAX:
+        slots = num_pages * blocks_per_page
+        self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
+        self.verify = verify
+        self.row_bytes = 0
+        if verify != "off":
+            self.row_bytes = native.digest_row_bytes(layout.sizes)
+            # The table is registered by itself, and two registrations share no page of the system.
+            self.table_begin = -(-self.nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
+            self.mapped_bytes = self.table_begin + (1 + slots) * self.row_bytes
+        if self.mapped_bytes > INT64_MAX:
             raise ValueError(
-                f"num_pages={num_pages} with blocks_per_page={blocks_per_page} need {nbytes} "
-                "bytes, more than can be addressed; ask for fewer pages"
+                f"num_pages={num_pages} with blocks_per_page={blocks_per_page} need "
+                f"{self.mapped_bytes} bytes, more than can be addressed; ask for fewer pages"
             )
         self.num_pages = num_pages
         self.blocks_per_page = blocks_per_page
         self.page_bytes = blocks_per_page * self.slot_bytes
-        self.nbytes = nbytes
 
     def chunk_of(self, nbytes: int) -> int:
         """The number of pages, a power of two, that fit in `nbytes`.
@@ -54,8 +69,8 @@ class PoolShape:
         return max(least, 1 << max(nbytes // self.page_bytes, 1).bit_length() - 1)
 
     def view(self, memory: Tensor) -> Tensor:
-        """The memory as uint8 [pages, blocks_per_page, bytes of a slot]."""
-        return memory.view(self.num_pages, self.blocks_per_page, -1)
+        """The pages in the memory as uint8 [pages, blocks_per_page, bytes of a slot]."""
+        return memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
         """The slabs of the pages' blocks in `memory`, for the blocks of `layout`.

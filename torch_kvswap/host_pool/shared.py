@@ -19,12 +19,19 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
-from torch_kvswap.encoding.slot import EncodingName, encoding_of, read_encoding
+from torch_kvswap.encoding.slot import (
+    VERIFY,
+    EncodingName,
+    VerifyName,
+    encoding_of,
+    read_encoding,
+    read_verify,
+)
 from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
 # The last number counts the slabs, whose sizes follow.
-_NUMBERS = struct.Struct("=6q")
+_NUMBERS = struct.Struct("=7q")
 _READ_BYTES = 1 << 16
 # What the error advises if the blocks of the attaching layout do not fit into the pool.
 ATTACH_ADVICE = "attach with a layout of the cache that the pool was made for"
@@ -47,6 +54,7 @@ class PoolHandle(NotCopyable):
             pool was made for.
         encoding (str): HostPool.encoding.
         bits_per_value (float | None): HostPool.bits_per_value.
+        verify (str): HostPool.verify.
     """
 
     _instead = "send() it through a Unix socket"
@@ -61,6 +69,7 @@ class PoolHandle(NotCopyable):
         slab_sizes: Sequence[int] | Int64Array,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
+        verify: VerifyName = "off",
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
@@ -70,6 +79,7 @@ class PoolHandle(NotCopyable):
         self.slab_sizes: Int64Array = np.array(sizes, np.int64)
         self._encoding = read_encoding(encoding, bits_per_value)
         self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
+        self.verify: VerifyName = read_verify(verify)
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
@@ -104,7 +114,7 @@ class PoolHandle(NotCopyable):
         """
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
-        kept = self._encoding.width_eighths, len(self.slab_sizes)
+        kept = self._encoding.width_eighths, VERIFY.index(self.verify), len(self.slab_sizes)
         message = _NUMBERS.pack(*shape, *kept) + self.slab_sizes.tobytes()
         sent = socket.send_fds(connection, [message], [self.fd])
         if sent < len(message):  # sending nothing fails if the other end has closed already
@@ -131,14 +141,15 @@ class PoolHandle(NotCopyable):
             for fd in fds:
                 os.set_inheritable(fd, False)
             message = _receive_rest(connection, message, fds, _NUMBERS.size)
-            *numbers, width_eighths, slabs = _NUMBERS.unpack(message)
+            *numbers, width_eighths, verify, slabs = _NUMBERS.unpack(message)
             try:
                 encoding = encoding_of(width_eighths)
+                verified = VERIFY[read_int("verify", verify, 0, len(VERIFY) - 1)]
                 # A slab has at least one byte. Anything else must not make us wait for more bytes.
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                numbers += [sizes, encoding.name, encoding.bits_per_value]
+                numbers += [sizes, encoding.name, encoding.bits_per_value, verified]
                 return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
@@ -159,7 +170,7 @@ class PoolHandle(NotCopyable):
                 f"{shape.page_bytes}; {ATTACH_ADVICE}"
             )
         layout._check_same_blocks(self.slab_sizes, ATTACH_ADVICE)
-        nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
+        nbytes, size = shape.mapped_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError:  # not a memory file

@@ -18,7 +18,9 @@ class Gate(NotCopyable, native.Gate):
     read loaded layers. `load(..., gate=gate)` closes all layer groups in the order of the current
     stream, and opens each group as soon as its layers have landed, failed or been cancelled. Replay
     the graph on that stream after load() has returned. While no load holds the gate closed, the
-    graph does not wait. Any thread may call any method.
+    graph does not wait. A gate also opens for blocks that the digests of their pool find corrupted:
+    the host knows of them when it asks for the load, the graph does not. Any thread may call any
+    method.
 
     Graphs may outlive the gate and its handler: the gate's flags, eight bytes of pinned memory per
     layer group, are never freed. A gate also owns a stream and two events. They are freed after the

@@ -127,7 +127,7 @@ class Groups:
                     blocks_per_page=pool.blocks_per_page,
                     block_space=space,
                     slot_space=pools[id(pool._ready_range)],
-                    encoding=pool._encoding.for_native(layout.sizes),
+                    encoding=pool._encoding_for_native(layout.sizes),
                     ready_range=pool._ready_range,
                 )
             )

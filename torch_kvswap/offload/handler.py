@@ -38,7 +38,13 @@ from torch_kvswap.offload.metrics import Metrics, read_metrics
 from torch_kvswap.offload.native import NativeHandler
 from torch_kvswap.offload.queued import QueuedHandler
 from torch_kvswap.offload.streams import After
-from torch_kvswap.results import DeviceLostError, Direction, Result, error_of
+from torch_kvswap.results import (
+    CorruptedPageError,
+    DeviceLostError,
+    Direction,
+    Result,
+    error_of,
+)
 
 STORES, LOADS, EXPEDITED = range(3)  # channels
 
@@ -102,7 +108,13 @@ class Job(NotCopyable, native.Job):
         """
         self.handler.synchronize(self, timeout)
 
-    def wait(self, stream: torch.Stream | None = None, layer_group: int | None = None) -> None:
+    def wait(
+        self,
+        stream: torch.Stream | None = None,
+        layer_group: int | None = None,
+        *,
+        verified: bool = False,
+    ) -> None:
         """Makes work submitted to the stream after this call wait for the job.
 
         The host does not wait for the GPU. If the job is still in the software queue, this call
@@ -115,22 +127,45 @@ class Job(NotCopyable, native.Job):
             layer_group (int | None): wait only until the layers of this group, and of the groups
                 before it, have landed. None waits for the whole job. layer_group_of() maps a layer
                 to its group.
+            verified (bool): for a load from a pool with digests (HostPool.verify): block the host
+                until the digests were compared. Otherwise the stream goes on when the blocks have
+                landed, and may compute with corrupted ones before the host knows of them.
 
         Raises:
             IndexError: the job has no such layer group.
             TypeError: stream is no stream of such a device.
+            ValueError: verified=True with a layer group, whose digests are not known before those
+                of the whole job, or without a pool that has digests.
             TransferError: the job has already failed or been cancelled. poll() and synchronize()
-                report a later failure.
+                report a later failure. With verified=True there is none.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
                 wait. Raised even if the job has ended.
         """
         group = -1
         if layer_group is not None:
             group = read_layer_group(layer_group, self.layer_groups, "the job")
+        is_verified = read_switch("verified", verified)
+        if is_verified:
+            self._check_has_digests(layer_group)
         self.handler._native.let_wait(self, group, stream)
+        if is_verified:
+            self.synchronize()
         result = self.result
         if result is not None and not result.ok:
             raise error_of([result])
+
+    def _check_has_digests(self, layer_group: int | None) -> None:
+        """Raises ValueError if wait(layer_group=..., verified=True) cannot be had."""
+        if layer_group is not None:
+            raise ValueError(
+                "verified=True waits for the whole job, because its digests are known at its end; "
+                "leave layer_group out"
+            )
+        if all(pool.verify == "off" for pool in self.handler.pools):
+            raise ValueError(
+                "verified=True, but the host pages have no digests; make the pool with "
+                "verify='load', or leave it out"
+            )
 
     def layer_group_of(self, layer: int) -> int:
         """The layer group that contains a layer: layer * layer_groups // number of layers.
@@ -355,6 +390,12 @@ class OffloadHandler(NotCopyable):
         rejected: nothing is written to that block, and the load fails (Result.rejected). So is a
         page with damaged metadata, but a GPU may have written parts of that block by then.
 
+        From a pool with digests (HostPool.verify), a load fails with a CorruptedPageError if blocks
+        are not those that were stored, and with a BlocksRejectedError if none were. Their positions
+        are in Result.rejected, and their contents are undefined. query(), synchronize() and poll()
+        know; streams that wait for the job, and gates, go on before the host knows
+        (`Job.wait(verified=True)`).
+
         Args:
             page_ids: host pages, as in store().
             gpu_block_ids: blocks of the cache to overwrite, as in store().
@@ -460,7 +501,10 @@ class OffloadHandler(NotCopyable):
                 if not ended and not self._unreturned:
                     return
                 for result, reserved in ended:
-                    if result.rejected and result.direction == "store":
+                    if isinstance(result.error, CorruptedPageError):
+                        job = result.direction, result.job_id
+                        log.warning("%s %d failed: %s", *job, result.error)
+                    elif result.rejected and result.direction == "store":
                         self._warn_of_rejected_blocks()
                     if reserved is not None and end is not None:
                         end(result, reserved)

@@ -57,6 +57,8 @@ class ChannelMetrics:
         encoded_blocks (int): how many of these blocks have encoded host pages.
         rejected_blocks (int): encoded blocks that these jobs have rejected, because they do not fit
             into their slots, or because a slot held no valid block.
+        corrupted_blocks (int): blocks of these jobs that are not what was stored, in pools with
+            digests (HostPool.verify). They do not count as rejected.
         queued (int): jobs now in the software queue.
         running (int): jobs now on the device.
         transfers (int): copies given to the device. Jobs that were merged count as one copy.
@@ -77,6 +79,7 @@ class ChannelMetrics:
     blocks: int
     encoded_blocks: int
     rejected_blocks: int
+    corrupted_blocks: int
     queued: int
     running: int
     transfers: int
@@ -196,6 +199,7 @@ _FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
     ("blocks_total", "counter", "Blocks of jobs done or with rejects.", _one("blocks")),
     ("encoded_blocks_total", "counter", "Blocks of them in encoded pages.", _one("encoded_blocks")),
     ("rejected_blocks_total", "counter", "Rejected blocks.", _one("rejected_blocks")),
+    ("corrupted_blocks_total", "counter", "Corrupted blocks.", _one("corrupted_blocks")),
     ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),
     ("jobs_queued", "gauge", "Jobs in the software queue.", _one("queued")),
     ("jobs_running", "gauge", "Jobs on the device.", _one("running")),

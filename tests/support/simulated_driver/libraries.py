@@ -12,11 +12,13 @@ from native_builds import build_once
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-CODEC = ROOT / "csrc" / "encoding" / "codec.cpp"  # stands in for the kernels that do the same
+ENCODING = ROOT / "csrc" / "encoding"
+# They stand in for the kernels that do the same.
+ON_CPU = [ENCODING / "codec.cpp", ENCODING / "digest.cpp"]
 # Files in the order in which they are made, with their folders of sources and options of their own.
 # The libraries that a file is linked with are beside it.
 SOURCES = {
-    "libsimulation.so": ("simulation", [str(CODEC)]),
+    "libsimulation.so": ("simulation", [*map(str, ON_CPU)]),
     "liballocations.so": ("liballocations", []),
     "libtorch_cuda.so": ("libtorch_cuda", []),
     "libcuda.so.1": ("libcuda", ["-L{made}", "-l:libsimulation.so", "-Wl,-rpath,$ORIGIN"]),
@@ -31,7 +33,7 @@ def build() -> Path:
     """The folder of the libraries of the simulated driver, made by the first that asks."""
     folders = {folder for folder, _ in SOURCES.values()}
     files = sorted(path for folder in folders for path in (HERE / folder).iterdir())
-    files += [*CODEC.parent.glob("*.h"), CODEC, *(ROOT / "csrc" / "kernels").glob("*.h")]
+    files += [*ENCODING.glob("*.h"), *ON_CPU, *(ROOT / "csrc" / "kernels").glob("*.h")]
     return build_once("simulated-driver", files, f"{COMMAND} {SOURCES}", _compile)
 
 

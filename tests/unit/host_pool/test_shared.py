@@ -276,7 +276,7 @@ def test_a_handle_that_ends_in_its_slabs_leaves_no_file() -> None:
     with here, there:
         before = open_files()
         socket.send_fds(
-            there, [torch.tensor([4, 1, 4096, 1, 0, 2, 1024]).numpy().tobytes()], [handle.fd]
+            there, [torch.tensor([4, 1, 4096, 1, 0, 0, 2, 1024]).numpy().tobytes()], [handle.fd]
         )
         there.shutdown(socket.SHUT_WR)
         assert_expected_inline(
@@ -294,7 +294,7 @@ def test_a_handle_with_more_slabs_than_its_pages_can_have_is_refused_at_once() -
     with here, there:
         here.settimeout(0.05)
         before = open_files()
-        numbers = torch.tensor([4, 1, 4096, 1, 0, 4097]).numpy().tobytes()
+        numbers = torch.tensor([4, 1, 4096, 1, 0, 0, 4097]).numpy().tobytes()
         socket.send_fds(there, [numbers], [handle.fd])
         assert_expected_inline(
             error_text(PoolHandle.receive, here),

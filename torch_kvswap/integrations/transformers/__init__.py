@@ -21,7 +21,13 @@ from typing import Any
 import torch
 
 from torch_kvswap.copy_method import COPY_ENGINES, DEFAULT_STAGING_BYTES, copy_method_options
-from torch_kvswap.encoding.slot import RAW, EncodingName, read_encoding
+from torch_kvswap.encoding.slot import (
+    RAW,
+    EncodingName,
+    VerifyName,
+    read_encoding,
+    read_verify,
+)
 from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import SwapOptions
 
@@ -72,6 +78,7 @@ def enable(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     encoding: EncodingName = "raw",
     bits_per_value: float | None = None,
+    verify: VerifyName = "off",
 ) -> Enabled:
     """Replaces transformers' offloading manager in this process.
 
@@ -86,6 +93,8 @@ def enable(
         encoding, bits_per_value: see HostPool. With "lossless", `cpu_offload_space` holds more
             blocks of a cache in torch.bfloat16. A request with a block that does not fit into its
             slot is computed again.
+        verify (str): see HostPool. A request with a block that is not what was stored is computed
+            again. The digests are not part of `cpu_offload_space`.
 
     Returns:
         Enabled: a context manager that undoes the replacement.
@@ -94,14 +103,19 @@ def enable(
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
         TypeError: staging_bytes is not an integer.
-        ValueError: copy_method, encoding or bits_per_value is unknown, staging_bytes is negative,
-            or copy_method="copy_engines" is combined with an encoding, which takes kernels.
+        ValueError: copy_method, encoding, bits_per_value or verify is unknown, staging_bytes is
+            negative, or copy_method="copy_engines" is combined with what takes kernels.
     """
     copy_method_options(copy_method, staging_bytes, torch.device("cpu"))  # raises now, not later
     if read_encoding(encoding, bits_per_value) is not RAW and copy_method == COPY_ENGINES:
         raise ValueError(
             f"copy_method={copy_method!r} is not possible with encoding={encoding!r}, because "
             "kernels encode and decode the blocks; leave one of them out"
+        )
+    if read_verify(verify) != "off" and copy_method == COPY_ENGINES:
+        raise ValueError(
+            f"copy_method={copy_method!r} is not possible with verify={verify!r}, because kernels "
+            "make the digests; leave one of them out"
         )
     found = view()
     # Imported here because they derive from classes of transformers.
@@ -111,7 +125,7 @@ def enable(
 
     if isinstance(continuous_api.OffloadingManager, functools.partial):
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
-    options = SwapOptions(copy_method, staging_bytes, encoding, bits_per_value)
+    options = SwapOptions(copy_method, staging_bytes, encoding, bits_per_value, verify)
     return Enabled(continuous_api, functools.partial(SwapManager, view=found, options=options))
 
 

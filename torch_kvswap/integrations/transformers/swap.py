@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-from torch_kvswap.encoding.slot import EncodingName
+from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
@@ -35,12 +35,14 @@ class SwapOptions:
         staging_bytes (int): see OffloadHandler.
         encoding (str): see HostPool.
         bits_per_value (float | None): see HostPool.
+        verify (str): see HostPool.
     """
 
     copy_method: str | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
     bits_per_value: float | None = None
+    verify: VerifyName = "off"
 
     def page_bytes(self, layout: PagedLayout) -> int:
         """Bytes of a host page, which holds one unit."""
@@ -101,7 +103,11 @@ class Swap:
         options: SwapOptions,
     ) -> None:
         self.pool = HostPool(
-            layout, num_pages, encoding=options.encoding, bits_per_value=options.bits_per_value
+            layout,
+            num_pages,
+            encoding=options.encoding,
+            bits_per_value=options.bits_per_value,
+            verify=options.verify,
         )
         # The calling thread also launches the model's kernels, so it should not submit copies.
         self.handler = OffloadHandler(

@@ -2,6 +2,7 @@
 
 #include "calls.h"
 #include "encoding/codec.h"
+#include "encoding/digest.h"
 #include "kernels/pack_arguments.h"
 
 // The kernels of the library, which the simulated driver knows by their names, and what they copy.
@@ -10,8 +11,8 @@ namespace {
 
 constexpr char kPackBulk[] = "kvswap_pack_bulk", kPackWords[] = "kvswap_pack_words",
                kEncode[] = "kvswap_encode", kDecode[] = "kvswap_decode",
-               kExpandBlockIds[] = "kvswap_expand_block_ids";
-const char* const kNames[] = {kPackBulk, kPackWords, kEncode, kDecode, kExpandBlockIds};
+               kDigest[] = "kvswap_digest", kExpandBlockIds[] = "kvswap_expand_block_ids";
+const char* const kNames[] = {kPackBulk, kPackWords, kEncode, kDecode, kDigest, kExpandBlockIds};
 
 int load_module(void** module, const void* image) {
   const Call call("cuModuleLoadData");
@@ -110,6 +111,29 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
   return codings;
 }
 
+// What one launch digests, block after block.
+std::vector<Coding> digests_of(const kvswap::DigestArguments& arguments) {
+  const auto shared = std::make_shared<const kvswap::DigestArguments>(arguments);
+  const kvswap::DigestArguments& a = *shared;
+  std::vector<Coding> codings;
+  for (uint32_t i = 0; i < a.block_count; ++i) {
+    Coding coding;
+    for (uint32_t number = a.first_tile; number < a.first_tile + a.tile_count; ++number) {
+      const auto& tile = reinterpret_cast<const kvswap::DigestTile*>(a.tiles)[number];
+      const uint64_t bytes = tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride;
+      coding.memory.emplace_back(bytes, bytes + tile.bytes);
+      if ((bytes | tile.bytes) % a.word_bytes != 0) {
+        device().log.violation("a kernel digests bytes that are not aligned to ", a.word_bytes);
+      }
+    }
+    const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_bytes;
+    coding.memory.emplace_back(row, row + a.row_bytes);
+    coding.run = [shared, i] { kvswap::digest_block(*shared, i); };
+    codings.push_back(std::move(coding));
+  }
+  return codings;
+}
+
 int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, unsigned, unsigned,
            unsigned shared, void* handle, void** arguments, void**) {
   Call call("cuLaunchKernel");
@@ -139,6 +163,11 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
       }
     }
     operation.name = name == kEncode ? "encode" : "decode";
+  } else if (name == kDigest) {
+    const auto& digest = *static_cast<const kvswap::DigestArguments*>(arguments[0]);
+    blocks = digest.block_count;
+    if (blocks != 0) operation.codings = digests_of(digest);
+    operation.name = "digest";
   } else {
     const auto& pack = *static_cast<const kvswap::PackArguments*>(arguments[0]);
     const bool bulk = name == kPackBulk;

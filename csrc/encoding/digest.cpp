@@ -1,0 +1,122 @@
+#include "encoding/digest.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "kernels/slot.h"
+
+namespace kvswap {
+namespace {
+
+constexpr uint64_t kRowAlignment = 64;  // what the kernel reads and writes at once
+
+std::array<uint32_t, kDigestKeys> make_keys() {
+  std::array<uint32_t, kDigestKeys> keys;
+  for (uint32_t i = 0; i < kDigestKeys; ++i) keys[i] = digest_key(i);
+  return keys;
+}
+
+uint32_t word_at(const uint8_t* bytes, uint32_t number) {
+  uint32_t word;
+  std::memcpy(&word, bytes + number * sizeof word, sizeof word);
+  return word;
+}
+
+// A fixed number of turns without branches, so that the compiler makes vector instructions of them.
+void add_unit(const uint8_t* unit, const uint32_t* keys, DigestSums& sums) {
+  constexpr uint32_t kHalf = kDigestUnitWords / 2;
+  uint64_t first = 0, second = 0;
+  for (uint32_t i = 0; i < kHalf; ++i) {
+    const uint32_t a = word_at(unit, i), b = word_at(unit, kHalf + i);
+    first += uint64_t{a + keys[i]} * (b + keys[kHalf + i]);
+    second += uint64_t{a + keys[kDigestUnitWords + i]} * (b + keys[kDigestUnitWords + kHalf + i]);
+  }
+  sums.first += first;
+  sums.second += second;
+}
+
+uint64_t digest_of_tile(const uint8_t* bytes, uint64_t size, uint32_t tile) {
+  static const std::array<uint32_t, kDigestKeys> keys = make_keys();
+  DigestSums sums;
+  for (uint64_t at = 0; at < size; at += kDigestUnitBytes) {
+    const uint32_t* key = keys.data() + at / sizeof(uint32_t);
+    if (size - at >= kDigestUnitBytes) {
+      add_unit(bytes + at, key, sums);
+    } else {
+      uint8_t last[kDigestUnitBytes] = {};
+      std::memcpy(last, bytes + at, size - at);
+      add_unit(last, key, sums);
+    }
+  }
+  return digest_of(sums, tile);
+}
+
+}  // namespace
+
+std::vector<uint32_t> first_digest_tiles(const std::vector<uint64_t>& sizes) {
+  std::vector<uint32_t> first{0};
+  for (const uint64_t size : sizes) {
+    const uint64_t count = (size + kDigestTileBytes - 1) / kDigestTileBytes;
+    first.push_back(first.back() + static_cast<uint32_t>(count));
+  }
+  return first;
+}
+
+std::vector<DigestTile> digest_tiles_in(const Slabs& slabs) {
+  std::vector<DigestTile> tiles;
+  for (size_t slab = 0; slab < slabs.count(); ++slab) {
+    for (uint64_t at = 0; at < slabs.sizes[slab]; at += kDigestTileBytes) {
+      const uint64_t bytes = std::min<uint64_t>(slabs.sizes[slab] - at, kDigestTileBytes);
+      tiles.push_back({slabs.bases[slab] + at, slabs.strides[slab], bytes});
+    }
+  }
+  return tiles;
+}
+
+uint64_t digest_row_bytes(const std::vector<uint64_t>& sizes) {
+  const uint64_t bytes = sizeof(SlotDigests) + first_digest_tiles(sizes).back() * sizeof(uint64_t);
+  return (bytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
+}
+
+void digest_block(const DigestArguments& a, uint32_t i) {
+  SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+  uint64_t* const digests = digests_behind(row);
+  uint8_t& state = reinterpret_cast<uint8_t*>(a.states)[i];
+  const uint64_t tag = digest_tag(a.slots[i], a.stores[i]);
+  const bool was_rejected = a.rejects != 0 && state != 0;
+  if (a.task == DigestTask::kCompareAgain && was_rejected) {
+    row->tag = ~tag;
+    return;
+  }
+  if (a.task == DigestTask::kCompare && (a.stores[i] == 0 || row->tag == ~tag)) {
+    state = static_cast<uint8_t>(SlotState::kRefused);
+    return;
+  }
+  bool is_bad = a.task == DigestTask::kCompare && (was_rejected || row->tag != tag);
+  for (uint32_t number = a.first_tile; number < a.first_tile + a.tile_count; ++number) {
+    const DigestTile& tile = reinterpret_cast<const DigestTile*>(a.tiles)[number];
+    const uint64_t address = tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride;
+    const uint64_t digest =
+        digest_of_tile(reinterpret_cast<const uint8_t*>(address), tile.bytes, number);
+    if (a.task == DigestTask::kWrite) {
+      write_number(digests[number], digest ^ tag);
+      continue;
+    }
+    const bool is_different = digest != (digests[number] ^ tag);
+    if (is_different || (is_bad && number == a.first_tile)) {
+      write_number(row->tile, number);
+      write_number(row->found, digest);
+    }
+    is_bad |= is_different;
+  }
+  if (a.task == DigestTask::kWrite) {
+    row->tag = was_rejected ? ~tag : tag;
+  } else if (is_bad) {
+    if (a.task == DigestTask::kCompareAgain) row->tag = ~tag;
+    state = static_cast<uint8_t>(a.task == DigestTask::kCompare ? SlotState::kCorrupted
+                                                                : SlotState::kOverwritten);
+  }
+}
+
+}  // namespace kvswap

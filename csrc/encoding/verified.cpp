@@ -1,0 +1,289 @@
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "check.h"
+#include "copy/address_map.h"
+#include "cuda/context.h"
+#include "encoding/digest.h"
+#include "encoding/encoding.h"
+#include "kernels/kernels.h"
+
+namespace kvswap {
+namespace {
+
+constexpr unsigned kMaxCtas = 128;  // of a launch: see kOnDevice of raw.cpp
+
+// The largest power of two, up to 16, that divides all addresses and sizes.
+uint32_t alignment_of(const Slabs& slabs) {
+  uint64_t bits = 16;
+  for (size_t s = 0; s < slabs.count(); ++s) {
+    bits |= slabs.bases[s] | slabs.strides[s] | slabs.sizes[s];
+  }
+  return static_cast<uint32_t>(bits & -bits);
+}
+
+uint64_t upload_digest_tiles(const Slabs& gpu, cuda::Stream stream) {
+  const std::vector<DigestTile> tiles = digest_tiles_in(gpu);
+  return cuda::upload(tiles.data(), tiles.size() * sizeof(DigestTile), stream,
+                      "the table of digests");
+}
+
+// What a pool keeps beside its pages: see make_verified_encoding().
+class DigestTable {
+ public:
+  DigestTable(uint64_t address, uint64_t row_bytes) : address_(address), row_bytes_(row_bytes) {}
+
+  uint64_t rows() const { return address_ + row_bytes_; }
+  uint64_t row_bytes() const { return row_bytes_; }
+  SlotDigests& at(int64_t slot) const {
+    return *digests_at(rows(), row_bytes_, static_cast<uint64_t>(slot));
+  }
+  uint64_t digest(int64_t slot, uint64_t tile) const {
+    return read_number(digests_behind(&at(slot))[tile]);
+  }
+  // The first of some numbers for stores, which no other store of any process gets.
+  uint64_t take_stores(uint64_t count) const {
+    auto* const used = reinterpret_cast<uint64_t*>(address_);
+    return __atomic_fetch_add(used, count, __ATOMIC_RELAXED) + 1;
+  }
+
+ private:
+  const uint64_t address_, row_bytes_;
+};
+
+// The digests of a group's blocks.
+class Digests {
+ public:
+  Digests(const std::vector<uint64_t>& sizes, const DigestTable& table, bool rejects)
+      : table_(table), first_tiles_(first_digest_tiles(sizes)), sizes_(sizes), rejects_(rejects) {}
+
+  // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
+  // has. tiles: address of all of a block's. A kWrite gives the stores their numbers.
+  template <typename Run>
+  void for_each(const PagedCopy& copy, size_t first, size_t last, DigestTask task, uint64_t tiles,
+                uint32_t word_bytes, const Run& run) const {
+    DigestArguments arguments{};
+    arguments.tiles = tiles;
+    arguments.rows = table_.rows();
+    arguments.row_bytes = table_.row_bytes();
+    arguments.rejects = rejects_;
+    arguments.first_tile = first_tiles_[copy.slabs.begin];
+    arguments.tile_count = first_tiles_[copy.slabs.end] - arguments.first_tile;
+    arguments.word_bytes = word_bytes;
+    arguments.task = task;
+    for (; first < last; first += arguments.block_count) {
+      arguments.block_count = static_cast<uint32_t>(std::min<size_t>(last - first, kDigestBlocks));
+      arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
+      const uint64_t store =
+          task == DigestTask::kWrite ? table_.take_stores(arguments.block_count) : 0;
+      for (uint32_t i = 0; i < arguments.block_count; ++i) {
+        const int64_t slot = copy.slots[first + i];
+        SlotDigests& row = table_.at(slot);
+        if (task == DigestTask::kWrite) write_number(row.store, store + i);
+        arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
+        arguments.slots[i] = static_cast<int32_t>(slot);
+        arguments.stores[i] = row.store;
+      }
+      run(arguments);
+    }
+  }
+
+  // As the row is now: a later store into the slot may have written it meanwhile.
+  std::string difference_in(int64_t slot) const {
+    const SlotDigests& row = table_.at(slot);
+    const uint64_t found = read_number(row.found), store = read_number(row.store);
+    const auto tile = static_cast<uint32_t>(read_number(row.tile));
+    if (tile >= first_tiles_.back()) return "";  // another process has written it
+    const auto next = std::upper_bound(first_tiles_.begin(), first_tiles_.end(), tile);
+    const size_t slab = next - first_tiles_.begin() - 1;
+    const uint64_t begin = uint64_t{tile - first_tiles_[slab]} * kDigestTileBytes;
+    const uint64_t end = std::min<uint64_t>(begin + kDigestTileBytes, sizes_[slab]);
+    const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), store);
+    const uint64_t stored = table_.digest(slot, tile) ^ tag;
+    std::ostringstream text;
+    text << ": bytes " << begin << " to " << end - 1 << " of slab " << slab << " have the digest "
+         << hex(found);
+    if (stored == found) {
+      text << " as stored, but the slot is marked as one of another store";
+    } else {
+      text << ", and " << hex(stored) << " is that of store " << store;
+    }
+    return text.str();
+  }
+
+ private:
+  const DigestTable table_;
+  const std::vector<uint32_t> first_tiles_;
+  const std::vector<uint64_t> sizes_;
+  const bool rejects_;
+};
+
+// Launches the kernel besides those of the slots' own table.
+class VerifiedTable : public PackTable {
+ public:
+  VerifiedTable(const Packing& packing, std::shared_ptr<PackTable> slots, const Digests& digests,
+                const Slabs& gpu, int device, bool compares_stores, cuda::Stream stream)
+      : PackTable(packing, upload_digest_tiles(gpu, stream)),
+        slots_(std::move(slots)),
+        digests_(digests),
+        kernel_(cuda::kernels(device).digest),
+        word_bytes_(alignment_of(gpu)),
+        compares_stores_(compares_stores) {}
+
+  void leak() noexcept override {
+    PackTable::leak();
+    slots_->leak();
+  }
+
+  // Of each block once: with the piece in which it begins, or in which it ends.
+  void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
+            void* stream) const override {
+    const uint64_t size = packing.packed_bytes(copy.slabs);
+    if (!copy.to_host) {
+      slots_->pack(copy, begin, end, packed, stream);
+      digest(copy, begin / size, end / size, DigestTask::kCompare, stream);
+    } else if (compares_stores_) {
+      const size_t first = (begin + size - 1) / size, last = (end + size - 1) / size;
+      digest(copy, first, last, DigestTask::kWrite, stream);
+      slots_->pack(copy, begin, end, packed, stream);
+    } else {
+      slots_->pack(copy, begin, end, packed, stream);
+      digest(copy, begin / size, end / size, DigestTask::kWrite, stream);
+    }
+  }
+
+  void copy_over_link(const PagedCopy& copy, void* stream) const override {
+    const bool is_first = copy.to_host && compares_stores_;
+    if (is_first) digest(copy, 0, copy.count, DigestTask::kWrite, stream);
+    slots_->copy_over_link(copy, stream);
+    if (!is_first) end_copy(copy, stream);
+  }
+
+  void end_copy(const PagedCopy& copy, void* stream) const override {
+    digest(copy, 0, copy.count, copy.to_host ? DigestTask::kWrite : DigestTask::kCompare, stream);
+  }
+
+  void end_packed_store(const PagedCopy& copy, void* stream) const override {
+    if (compares_stores_) digest(copy, 0, copy.count, DigestTask::kCompareAgain, stream);
+  }
+
+ private:
+  void digest(const PagedCopy& copy, size_t first, size_t last, DigestTask task,
+              cuda::Stream stream) const {
+    digests_.for_each(copy, first, last, task, address(), word_bytes_, [&](auto& arguments) {
+      const unsigned groups = (arguments.tile_count + kDigestWarps - 1) / kDigestWarps;
+      const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
+      void* pointers[] = {&arguments};
+      const cuda::Result result = cuda::driver().launch(kernel_, ctas, 1, 1, 32 * kDigestWarps, 1,
+                                                        1, 0, stream, pointers, nullptr);
+      KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest, ", arguments.block_count,
+                          " blocks of ", arguments.tile_count, " tiles");
+    });
+  }
+
+  const std::shared_ptr<PackTable> slots_;
+  const Digests& digests_;
+  const cuda::Function kernel_;
+  const uint32_t word_bytes_;
+  const bool compares_stores_;
+};
+
+class VerifiedEncoding : public Encoding {
+ public:
+  VerifiedEncoding(std::shared_ptr<const Encoding> slots, const std::vector<uint64_t>& sizes,
+                   const DigestTable& table, bool compares_stores)
+      : slots_(std::move(slots)),
+        digests_(sizes, table, slots_->can_reject()),
+        compares_stores_(compares_stores) {}
+
+  uint64_t slot_bytes() const override { return slots_->slot_bytes(); }
+  uint64_t packed_bytes(SlabRange slabs) const override { return slots_->packed_bytes(slabs); }
+  bool is_divisible() const override { return slots_->is_divisible(); }
+  FragmentList page_fragments(const PagedCopy& copy, uint64_t begin, uint64_t end,
+                              uint64_t packed) const override {
+    return slots_->page_fragments(copy, begin, end, packed);
+  }
+  void check_slots(const Slabs& host) const override { slots_->check_slots(host); }
+
+  bool can_use(CopyMethod method) const override {
+    const bool compares = method != CopyMethod::kStrided || !compares_stores_;
+    return method != CopyMethod::kBatch && method != CopyMethod::kGeneric && compares &&
+           slots_->can_use(method);
+  }
+  const Demand* demand() const override {
+    return slots_->demand() != nullptr ? slots_->demand() : &demand_;
+  }
+
+  bool packs_in_order() const override { return true; }
+  bool can_reject() const override { return true; }
+  const Rejection& rejection(SlotState state, bool is_store) const override {
+    if (state == SlotState::kCorrupted) return corrupted_;
+    if (state == SlotState::kOverwritten) return overwritten_;
+    return slots_->can_reject() ? slots_->rejection(state, is_store) : missing_;
+  }
+  std::string difference_in(int64_t slot) const override { return digests_.difference_in(slot); }
+
+  // Block after block, so that each is still in the CPU's caches when it is digested.
+  void copy_on_host(const PagedCopy& copy) const override {
+    const std::vector<DigestTile> tiles = digest_tiles_in(*copy.gpu);
+    const auto digest = [&](const PagedCopy& of, DigestTask task) {
+      digests_.for_each(of, 0, 1, task, reinterpret_cast<uint64_t>(tiles.data()), 1,
+                        [](const DigestArguments& arguments) { digest_block(arguments, 0); });
+    };
+    const bool is_first = copy.to_host && compares_stores_;
+    DigestTask afterwards = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
+    if (is_first) afterwards = DigestTask::kCompareAgain;
+    PagedCopy one = copy;
+    for (one.count = 1; one.blocks != copy.blocks + copy.count;
+         ++one.blocks, ++one.slots, ++one.states) {
+      if (is_first) digest(one, DigestTask::kWrite);
+      slots_->copy_on_host(one);
+      digest(one, afterwards);
+    }
+  }
+
+  std::shared_ptr<PackTable> make_table(const Slabs& gpu, const Slabs& host, int64_t num_blocks,
+                                        int64_t num_slots, int device,
+                                        void* stream) const override {
+    std::shared_ptr<PackTable> table =
+        slots_->make_table(gpu, host, num_blocks, num_slots, device, stream);
+    KVSWAP_CHECK(table != nullptr, "the kernels cannot copy between this cache and its pages");
+    return std::make_shared<VerifiedTable>(*this, std::move(table), digests_, gpu, device,
+                                           compares_stores_, stream);
+  }
+
+ private:
+  const std::shared_ptr<const Encoding> slots_;
+  const Digests digests_;
+  const bool compares_stores_;
+  const Demand demand_{compares_stores_ ? "verify='order'" : "verify='load'", "make the digests",
+                       "verify='off'"};
+  const Rejection missing_{"is not in its host page", "are not in their host pages",
+                           ": no store has left one there", ": no stores have left them there",
+                           "some blocks are not in their host pages"};
+  const Rejection corrupted_{"is not what was stored", "are not what was stored", "", "",
+                             "some blocks are not what was stored"};
+  const Rejection overwritten_{"was written while it was stored",
+                               "were written while they were stored", "", "",
+                               "some blocks were written while they were stored"};
+};
+
+}  // namespace
+
+std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
+                                                       const std::vector<uint64_t>& sizes,
+                                                       uint64_t table, uint64_t row_bytes,
+                                                       bool compares_stores) {
+  const uint64_t needed = digest_row_bytes(sizes);
+  if (needed > row_bytes) {
+    fail<ValueError>("the digests of a block take ", needed, " bytes, and the pool has room for ",
+                     row_bytes,
+                     ": it was made from a layout with fewer or smaller slabs; make the pool from "
+                     "the layout with the most digests, or with verify='off'");
+  }
+  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes, DigestTable(table, row_bytes),
+                                            compares_stores);
+}
+
+}  // namespace kvswap

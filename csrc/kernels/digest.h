@@ -1,0 +1,102 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/host_device.h"
+
+// Digests of blocks, with which loads find that a block is not the one that was stored:
+// docs/encoding.md describes them. What the CPU and the kernel of digest.cu share. Read by nvcc and
+// by the C++ compiler, so it has nothing but numbers.
+namespace kvswap {
+
+// A slab's part of a block is cut into tiles, each with a digest. All are this large but its last
+// one.
+constexpr uint32_t kDigestTileBytes = 8 << 10;
+// A tile is read in units, the last one as if zeros followed. Word i of a unit's first half is
+// multiplied by word i of its second half.
+constexpr uint32_t kDigestUnitBytes = 1 << 10;
+constexpr uint32_t kDigestUnitWords = kDigestUnitBytes / sizeof(uint32_t);
+// A key for each word of a tile. The second sum takes them from one unit further on.
+constexpr uint32_t kDigestKeys = kDigestTileBytes / sizeof(uint32_t) + kDigestUnitWords;
+
+// A permutation of the numbers of 64 bits, each bit of which depends on all bits.
+KVSWAP_HOST_DEVICE constexpr uint64_t mix_bits(uint64_t x) {
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
+KVSWAP_HOST_DEVICE constexpr uint32_t digest_key(uint32_t word) {
+  return static_cast<uint32_t>(mix_bits((word + 1) * 0x9e3779b97f4a7c15) >> 32);
+}
+
+// The two sums over a tile.
+struct DigestSums {
+  uint64_t first = 0, second = 0;
+};
+
+// tile: its number in the block.
+KVSWAP_HOST_DEVICE constexpr uint64_t digest_of(const DigestSums& sums, uint32_t tile) {
+  return mix_bits(mix_bits(sums.first + tile) + sums.second);
+}
+
+// Binds digests to a slot and to a store, whose number is not 0. Never 0, nor ~0.
+KVSWAP_HOST_DEVICE constexpr uint64_t digest_tag(uint64_t slot, uint64_t store) {
+  const uint64_t tag = mix_bits(mix_bits(slot + 1) + store);
+  return tag + 1 > 1 ? tag : 1;
+}
+
+// What is known of a slot. The digests of its tiles follow, each xor the tag: so that one of
+// another slot or store matches no more than one of other bytes.
+struct SlotDigests {
+  uint64_t tag;  // ~tag: that store has left no block in the slot
+  // The number of the latest store that was given to the device, which only the host reads and
+  // writes; 0 for none.
+  uint64_t store;
+  uint64_t tile, found;  // the last tile that did not match, and its digest
+};
+static_assert(sizeof(SlotDigests) == 32);
+
+// A tile of block b is `bytes` bytes at base + b * stride.
+struct DigestTile {
+  uint64_t base, stride, bytes;
+};
+
+enum class DigestTask : uint32_t {
+  kWrite,         // the digests of blocks that are stored
+  kCompare,       // with blocks that were loaded
+  kCompareAgain,  // with blocks that were stored meanwhile
+};
+
+// Of a CTA. Each digests one tile at a time.
+constexpr uint32_t kDigestWarps = 8;
+
+// Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
+constexpr uint32_t kDigestBlocks = 248;
+
+// Blocks blocks[i], whose digests are those of slots[i].
+struct DigestArguments {
+  uint64_t tiles;  // address of the DigestTile of the block's first tile
+  uint64_t rows, row_bytes;
+  uint64_t states;   // a SlotState for each i, written if the block does not match
+  uint32_t rejects;  // whether the copy may have written states
+  uint32_t first_tile, tile_count, block_count;
+  uint32_t word_bytes;  // divides all addresses and sizes
+  DigestTask task;
+  int32_t blocks[kDigestBlocks];
+  int32_t slots[kDigestBlocks];
+  uint64_t stores[kDigestBlocks];  // their numbers
+};
+static_assert(sizeof(DigestArguments) <= 4096);
+
+// The first field of the row of a slot.
+KVSWAP_HOST_DEVICE inline SlotDigests* digests_at(uint64_t rows, uint64_t row_bytes,
+                                                  uint64_t slot) {
+  return reinterpret_cast<SlotDigests*>(rows + slot * row_bytes);
+}
+// The digests behind it.
+KVSWAP_HOST_DEVICE inline uint64_t* digests_behind(SlotDigests* row) {
+  return reinterpret_cast<uint64_t*>(row + 1);
+}
+
+}  // namespace kvswap

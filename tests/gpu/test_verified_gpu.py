@@ -1,0 +1,151 @@
+"""On a GPU: digests of blocks, what they find, and when a stream knows."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from damage import HEAD, Damage, rows_of
+from digest_model import digests_of, tag_of
+from encoded_cache import EncodedCache
+from encoded_fuzz import Fuzz
+from logged import logged
+from patience import in_time
+
+from torch_kvswap import CorruptedPageError, HostPool, OffloadHandler, PagedLayout
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
+
+METHODS = ("staged", "kernel")
+ENCODINGS = ("raw", "lossless")
+# Bytes of a block in each slab.
+SIZES = {
+    "2 KiB": [2048] * 20,
+    "8 KiB": [8192] * 9,
+    "12 KiB": [12 << 10] * 5,
+    "2 MiB": [2 << 20],
+    "mixed": [4096, 64, 40 << 10, 16, 2048],
+    "odd": [8191, 1, 3, 20001],
+    "divided by 4": [8196, 4, 12 << 10],
+}
+
+
+@pytest.mark.parametrize("method", [*METHODS, "strided"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_table_has_the_digests_of_the_model(sizes: str, method: str) -> None:
+    blocks = 300  # more than a launch has
+    if max(SIZES[sizes]) > 1 << 20:
+        blocks = 12
+    tensors = [
+        torch.randint(256, (blocks, size), dtype=torch.uint8, device="cuda:0")
+        for size in SIZES[sizes]
+    ]
+    layout = PagedLayout(tensors)
+    pool = HostPool(layout, blocks, verify="load")
+    with OffloadHandler(layout, pool, copy_method=method) as handler:
+        order = torch.randperm(blocks).tolist()
+        handler.store(gpu_block_ids=order, page_ids=range(blocks)).synchronize(60)
+        rows = rows_of(pool)
+        stored = [tensor.cpu().numpy() for tensor in tensors]
+        for slot in {0, 1, 7, blocks - 1}:
+            row = rows[1 + slot]
+            tag, store, *_ = (int(word) for word in row[:HEAD].view(np.uint64))
+            assert tag == tag_of(slot, store)
+            expected = digests_of([bytes(tensor[order[slot]]) for tensor in stored])
+            found = row[HEAD:].view(np.uint64)[: len(expected)]
+            assert [int(word) ^ tag for word in found] == expected
+        for tensor in tensors:
+            tensor.zero_()
+        handler.load(gpu_block_ids=order, page_ids=range(blocks)).synchronize(60)
+        for tensor, before in zip(tensors, stored, strict=True):
+            assert np.array_equal(tensor.cpu().numpy(), before)
+
+
+@pytest.mark.parametrize("layer_groups", [1, 3])
+@pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
+def test_no_damage_goes_unnoticed(encoding: str, method: str, layer_groups: int) -> None:
+    sizes = {"values": 6144, "encodings": [encoding], "verify": "load"}
+    with EncodedCache(device="cuda:0", copy_method=method, **sizes) as cache:
+        seen = Damage(cache, seed=5).run(1500, layer_groups=layer_groups)
+    assert set(seen) <= {"noticed", "harmless"}
+    assert seen["noticed"] > 1400
+
+
+def test_as_a_control_damage_goes_unnoticed_without_digests() -> None:
+    with EncodedCache(device="cuda:0", values=6144, encodings=["raw"]) as cache:
+        damage = Damage(cache, seed=5)
+        assert set(damage.run(100)) >= {*damage.kinds}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize("verify", ["load", "order"])
+@pytest.mark.parametrize("values", [2048, 20480])
+def test_random_jobs_find_nothing_but_what_is_wrong(
+    values: int, verify: str, method: str, shares: bool
+) -> None:
+    options = {"device": "cuda:0", "values": values, "copy_method": method, "verify": verify}
+    counts = Fuzz(None, 11, shares=shares, rounds=12, **options).run()
+    assert counts["done"] > 0
+    assert counts["rejected"] > 0
+    assert counts["compared"] > 100
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_kernels_behind_a_corrupted_load_run_and_the_host_does_not_call_it_done(
+    method: str,
+) -> None:
+    options: dict[str, Any] = {"encodings": ["raw"], "verify": "load", "copy_method": method}
+    with EncodedCache(device="cuda:0", **options) as cache, logged():
+        cache.store([0], [0], after=None).synchronize(60)
+        cache.pools[0].pages[0, 0, 0] ^= 1
+        gate = cache.handler.gate(3)
+        graph = torch.cuda.CUDAGraph()
+        seen = torch.zeros_like(cache.tensors[0][0][1])
+        with torch.cuda.graph(graph):
+            for layer_group in range(3):
+                gate.wait(layer_group)
+            seen.copy_(cache.tensors[0][0][1])
+        for _ in range(2):
+            seen.zero_()
+            load = cache.load([0], [1], after=None, gate=gate)
+            graph.replay()
+            event = torch.cuda.current_stream().record_event()
+            assert in_time(event.query)
+            with pytest.raises(CorruptedPageError):
+                load.synchronize(60)
+            flipped = seen.view(torch.int16).cpu() ^ cache.tensors[0][0][0].view(torch.int16).cpu()
+            assert flipped.count_nonzero() == 1
+            with pytest.raises(CorruptedPageError):
+                cache.load([0], [1], after=None).wait(verified=True)
+
+
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_store_that_does_not_wait_for_its_writers_is_found_by_order(
+    encoding: str, method: str, is_ordered: bool
+) -> None:
+    sizes = {"blocks": 64, "pages": 64, "layers": 4, "values": 1 << 16, "encodings": [encoding]}
+    with (
+        EncodedCache(device="cuda:0", verify="order", copy_method=method, **sizes) as cache,
+        logged(),
+    ):
+        cache.store(range(64), range(64), after=None).synchronize(60)  # all kernels are loaded
+        bits = [layer.view(torch.int16) for layer in cache.tensors[0]]
+        bits[0].add_(1)
+        cache.synchronize()
+        for _ in range(1500):  # some 30 ms; the store takes less than one
+            for layer in bits:
+                layer.add_(1)
+        store = cache.store(range(64), range(64), after=None if is_ordered else ())
+        if is_ordered:
+            store.synchronize(60)
+            cache.load(range(64), range(64), after=None).synchronize(60)
+        else:
+            with pytest.raises(CorruptedPageError, match="written while"):
+                store.synchronize(60)
+        cache.synchronize()

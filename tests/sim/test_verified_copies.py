@@ -1,0 +1,383 @@
+"""Copies of host pages with digests, by kernels on the simulated driver: what they find, when, and
+what a failure leaves behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from damage import Damage
+from encoded_cache import EncodedCache
+from encoded_fuzz import Fuzz
+from error_text import error_text
+from expecttest import assert_expected_inline
+from fuzz import fuzz
+from logged import logged
+from simulated_cache import CURRENT, Stream, needs_kernels, run_until
+from simulated_driver import Driver, place, simulated
+
+from torch_kvswap import (
+    BlocksRejectedError,
+    CorruptedPageError,
+    DeviceLostError,
+    HostPool,
+    OffloadHandler,
+    PagedLayout,
+    TransferError,
+)
+from torch_kvswap.copy_method import CopyMethodCosts
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.results import Result
+
+METHODS = ("staged", "kernel")
+FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
+ENCODINGS = ("raw", "lossless")
+
+
+def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
+    """Runs the device until the jobs have ended, and returns their results."""
+    assert cache.driver is not None
+    run_until(cache.driver, lambda: all([job.query() for job in jobs]))
+    return [job.result for job in jobs if job.result is not None]
+
+
+@contextlib.contextmanager
+def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
+    """Handlers that are made meanwhile predict from these, in both directions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
+        yield
+
+
+def steps(driver: Driver) -> str:
+    """What was submitted to streams, without events."""
+    log = re.sub(r"(push|pop) context.*\n|(record|wait for) event.*\n", "", driver.log())
+    log = re.sub(r"stream 10[135]", "copies", log)
+    return re.sub(r"stream \d+", "kernels", log)
+
+
+def stream_of_kernels(cache: EncodedCache) -> int:
+    """Of the store that was submitted last."""
+    assert cache.driver is not None
+    copies = cache.streams[0]
+    name = re.findall(r"(?:pack|encode) .* on stream (\d+)", cache.driver.log())[-1]
+    return copies - copies % 1000 + int(name)
+
+
+# What is found.
+
+
+@pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
+@pytest.mark.parametrize("layer_groups", [1, 3])
+@needs_kernels
+@simulated
+def test_no_damage_goes_unnoticed(
+    driver: Driver, encoding: str, layer_groups: int, method: str
+) -> None:
+    sizes = {"values": 6144, "encodings": [encoding], "verify": "load"}
+    with EncodedCache(driver, copy_method=method, **sizes) as cache:
+        seen = Damage(cache, seed=2).run(100, layer_groups=layer_groups)
+    assert set(seen) <= {"noticed", "harmless"}
+    assert seen["noticed"] > 90
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@needs_kernels
+@simulated
+def test_an_expedited_load_notices_damage(driver: Driver, encoding: str) -> None:
+    with EncodedCache(driver, values=6144, encodings=[encoding], verify="load") as cache:
+        seen = Damage(cache, seed=3).run(20, expedited=True)
+    assert seen["noticed"] == 20
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize("verify", ["load", "order"])
+@needs_kernels
+@simulated
+def test_random_jobs_find_nothing_but_what_is_wrong(
+    driver: Driver, verify: str, method: str, shares: bool
+) -> None:
+    def make(seed: int) -> Fuzz:
+        return Fuzz(driver, seed, "threaded", shares=shares, verify=verify, copy_method=method)
+
+    counts = fuzz(make, 1)
+    assert counts["done"] > 0
+    assert counts["rejected"] > 0
+    assert counts["compared"] > 50
+
+
+@needs_kernels
+@simulated
+def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
+    sizes = {"values": 4099, "layers": 2, "encodings": ["raw"], "verify": "load"}
+    with EncodedCache(driver, copy_method="kernel", **sizes) as cache:
+        seen = Damage(cache, seed=4).run(50)
+    assert seen == {"noticed": 50}
+
+
+# When.
+
+
+@pytest.mark.parametrize("verify", ["load", "order"])
+@needs_kernels
+@simulated
+def test_a_block_is_digested_with_the_piece_in_which_it_begins_or_ends(
+    driver: Driver, verify: str
+) -> None:
+    # A piece has 256 KiB at most, a block 640 KiB.
+    sizes = {"values": 1 << 16, "layers": 5, "blocks": 4, "pages": 4, "encodings": ["raw"]}
+    with EncodedCache(driver, verify=verify, copy_method="staged", **sizes) as cache:
+        before = cache.block(0)
+        finish(cache, cache.store([0], [2]))
+        stored = re.findall("(pack|digest) 1 blocks", steps(driver))
+        (result,) = finish(cache, cache.load([2], [3]))
+        loaded = re.findall("(unpack|digest) 1 blocks", steps(driver))
+        assert result.ok
+        assert cache.is_same(3, before)
+    packed = ["pack"] * 3
+    assert stored == (["digest", *packed, "digest"] if verify == "order" else [*packed, "digest"])
+    assert loaded == ["unpack"] * 3 + ["digest"]
+
+
+@needs_kernels
+@simulated
+def test_more_blocks_than_a_launch_has_are_digested_by_several(driver: Driver) -> None:
+    sizes = {"blocks": 300, "pages": 300, "layers": 1, "values": 64, "encodings": ["raw"]}
+    with EncodedCache(driver, verify="load", copy_method="kernel", **sizes) as cache, logged():
+        (store,) = finish(cache, cache.store(range(300), range(300)))
+        assert steps(driver).count("digest") == 2
+        assert store.ok
+        cache.pools[0].pages[[0, 250, 299], 0, 5] ^= 1
+        (load,) = finish(cache, cache.load(range(300), range(300)))
+        assert load.rejected == (0, 250, 299)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_a_stream_goes_on_behind_a_corrupted_load_and_the_host_does_not(
+    driver: Driver, method: str
+) -> None:
+    driver.set_stream(0, CURRENT)
+    with (
+        EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache,
+        logged(),
+    ):
+        finish(cache, cache.store([0], [0]))
+        cache.pools[0].pages[0, 0, 0] ^= 1
+        gate = cache.handler.gate(3)
+        load = cache.load([0], [1], gate=gate, layer_groups=3)
+        load.wait(Stream(CURRENT))
+        for layer_group in range(3):
+            gate.wait(layer_group, Stream(CURRENT))
+        assert not load.query()
+        driver.run()
+        assert driver.cuda.is_done(stream=CURRENT)
+        with pytest.raises(CorruptedPageError):
+            load.synchronize()
+        later = cache.load([0], [1])
+        driver.set_mode("immediate")
+        with pytest.raises(CorruptedPageError):
+            later.wait(Stream(CURRENT), verified=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("verify", ["load", "order"])
+@needs_kernels
+@simulated
+def test_a_block_that_is_written_while_it_is_stored_is_found_by_order(
+    driver: Driver, verify: str, encoding: str, method: str
+) -> None:
+    """verify="load" is the control: what was stored is what was read."""
+    with (
+        EncodedCache(driver, encodings=[encoding], verify=verify, copy_method=method) as cache,
+        logged(),
+    ):
+        slot = cache.pools[0].pages[2, 0]
+        store = cache.store([0, 1], [1, 2])
+        copies, kernels = cache.streams[0], stream_of_kernels(cache)
+        while not slot.any():
+            assert driver.step(copies) or driver.step(kernels)
+        if verify == "load" and method == "kernel":
+            driver.step(copies)  # the digest
+        cache.clear(1)  # by nobody's stream
+        (result,) = finish(cache, store)
+        if verify == "load":
+            assert result.ok
+            return
+        assert (type(result.error), result.rejected) == (CorruptedPageError, (1,))
+        assert str(result.error).startswith(
+            "1 of 2 blocks was written while it was stored (position 1): GPU block 1, page 2: bytes "
+        )
+        assert cache.handler.metrics().stores.corrupted_blocks == 1
+        # The page counts as one that has no block.
+        (load,) = finish(cache, cache.load([1, 2], [3, 4]))
+        assert (type(load.error), load.rejected) == (BlocksRejectedError, (1,))
+        assert cache.is_same(3, cache.block(0))
+
+
+@needs_kernels
+@simulated
+def test_a_store_is_not_packed_before_earlier_ones_into_its_slots_have_ended(
+    driver: Driver,
+) -> None:
+    """Or its digests would be in the table before theirs."""
+    figures = {"staged": CopyMethodCosts(2e-3, 0, 0, 0, {512: 0}), "kernel": FREE}
+    sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192, "encodings": ["raw"]}
+    with costs(figures), EncodedCache(driver, verify="load", **sizes) as cache:
+        before = cache.block(0), cache.block(1)
+        small = cache.store([0], [0])
+        large = cache.store(range(1, 40), range(39))  # more bytes than a kernel stores
+        kernels = stream_of_kernels(cache)
+        while driver.step(kernels):  # as far as it can go on
+            pass
+        results = finish(cache, small, large)
+        assert [result.copy_method for result in results] == ["kernel", "staged"]
+        (load,) = finish(cache, cache.load([0], [0]))
+        assert load.ok
+        assert cache.is_same(0, before[1])
+        assert not cache.is_same(0, before[0])
+
+
+@needs_kernels
+@simulated
+def test_blocks_that_are_copied_beside_the_pieces_have_digests(driver: Driver) -> None:
+    """The head of a store and the tail of a load, of layers at one distance."""
+    cache = torch.randn(80, 4, 8192)
+    layout = PagedLayout(list(cache.unbind(1)))
+    place(driver, layout)
+    pool = HostPool(layout, 40, verify="load")
+    with (
+        OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 << 20) as handler,
+        logged(),
+    ):
+        driver.log()
+        handler.store(gpu_block_ids=range(40), page_ids=range(40)).synchronize()
+        assert steps(driver).startswith("strided copy")
+        load = handler.load(gpu_block_ids=range(40, 80), page_ids=range(40))
+        load.synchronize()
+        assert torch.equal(cache[:40], cache[40:])
+        assert "strided copy" in steps(driver).splitlines()[-2]
+        for page in range(40):
+            pool.pages[page, 0, page] ^= 1
+        load = handler.load(gpu_block_ids=range(40, 80), page_ids=range(40))
+        with pytest.raises(CorruptedPageError) as error:
+            load.synchronize()
+        assert error.value.rejected == tuple(range(40))
+
+
+# Failures, and what is refused.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_a_job_whose_digest_cannot_be_launched_fails(driver: Driver, method: str) -> None:
+    with EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache:
+        driver.fail("cuLaunchKernel", 2)  # behind the kernel that packs
+        job = cache.store([0], [0])
+        finish(cache, job)
+        with pytest.raises(TransferError, match="cuLaunchKernel of digest, 1 blocks of 3 tiles"):
+            job.synchronize()
+        cache.handler.poll()
+        (again,) = finish(cache, cache.store([0], [0]))
+        assert again.ok
+
+
+@needs_kernels
+@simulated
+def test_a_handler_that_cannot_have_the_kernel_is_refused_and_leaves_nothing(
+    driver: Driver,
+) -> None:
+    with EncodedCache(driver, encodings=["raw"], verify="load"):
+        pass
+    live = [driver.live(kind) for kind in ("allocations", "streams", "events")]
+    for nth in (1, 2):  # the table of slabs, that of digests
+        driver.set_mode("immediate")
+        driver.fail("cuMemAlloc", nth)
+        with pytest.raises(ValueError, match=r"^verify='load' cannot be had: cuMemAlloc"):
+            EncodedCache(driver, encodings=["raw"], verify="load")
+        found = [driver.live(kind) for kind in ("allocations", "streams", "events")]
+        assert found[0] == live[0]
+        assert found[2] == live[2]
+
+
+@needs_kernels
+@simulated
+def test_what_a_lost_device_may_still_read_is_not_freed(driver: Driver) -> None:
+    with logged(), EncodedCache(driver, encodings=["raw"], verify="load") as cache:
+        before = driver.live("allocations")
+        driver.lose()
+        with contextlib.suppress(DeviceLostError):
+            cache.store([0], [0]).synchronize()
+        cache.handler.close()
+        assert driver.live("allocations") == before
+        cache.pools[0].close()
+
+
+def raw_layout(driver: Driver) -> PagedLayout:
+    layout = PagedLayout([torch.zeros(4, 4096, dtype=torch.uint8)])
+    place(driver, layout)
+    return layout
+
+
+@needs_kernels
+@simulated
+def test_pages_that_kernels_cannot_reach_are_refused(driver: Driver) -> None:
+    layout = raw_layout(driver)
+    assert_expected_inline(
+        error_text(lambda: HostPool(layout, 4, verify="load", pinned=False)),
+        """\
+ValueError: verify='load' needs pinned pages for cuda:0, because kernels make the
+digests; leave pinned=False out""",
+    )
+    driver.limit_registration(in_one=4096)  # the pages and not the table, or neither
+    with logged():
+        pool = HostPool(layout, 4, verify="load")
+    assert_expected_inline(
+        error_text(lambda: OffloadHandler(layout, pool)),
+        """\
+ValueError: host pages with verify='load' must be pinned, because kernels read and write
+them; pin the pool, or make it with verify='off'""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("verify", "method"),
+    [("load", "copy_engines"), ("load", "batch"), ("order", "strided"), ("order", "copy_engines")],
+)
+@needs_kernels
+@simulated
+def test_a_method_that_makes_no_digests_is_refused(
+    driver: Driver, verify: str, method: str
+) -> None:
+    with pytest.raises(ValueError, match="verify") as refusal:
+        EncodedCache(driver, encodings=["raw"], verify=verify, copy_method=method)
+    others = "strided, staged, kernel" if verify == "load" else "staged, kernel"
+    assert str(refusal.value) == (
+        f"copy_method='{method}' cannot make the digests of host pages with verify='{verify}'; "
+        f"pass one of auto, {others}, or make the pool with verify='off'"
+    )
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@needs_kernels
+@simulated
+def test_the_digests_of_a_pool_are_pinned_before_its_first_page(
+    driver: Driver, in_background: bool
+) -> None:
+    layout = raw_layout(driver)
+    driver.log()
+    pool = HostPool(layout, 6, chunk_bytes=2 * 4096, verify="load", pin_in_background=in_background)
+    assert pool.wait_ready()
+    registered = re.findall("register ([0-9]+) bytes", driver.log())
+    assert registered == [str(7 * 64), *["8192"] * 3]
+    assert pool.is_pinned
+    pool.close()

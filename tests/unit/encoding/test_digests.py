@@ -1,0 +1,303 @@
+"""Digests of blocks on the CPU: what they are, what they find, and what becomes of the job."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from damage import HEAD, Damage, rows_of
+from digest_model import digests_of, tag_of
+from encoded_cache import EncodedCache
+from error_text import error_text
+from expecttest import assert_expected_inline
+from logged import logged
+
+from torch_kvswap import (
+    BlocksRejectedError,
+    CorruptedPageError,
+    HostPool,
+    OffloadHandler,
+    PagedLayout,
+    PrefixCache,
+    PrefixHasher,
+)
+from torch_kvswap.encoding.slot import read_verify
+from torch_kvswap.host_pool import PoolHandle
+from torch_kvswap.reference import ReferenceHandler
+
+SLAB_VALUES = 6144  # of two tiles, the last one smaller
+
+
+def layout(*sizes: int, blocks: int = 6) -> PagedLayout:
+    """Slabs of random bytes."""
+    generator = torch.Generator().manual_seed(3)
+    return PagedLayout(
+        [torch.randint(256, (blocks, size), generator=generator).byte() for size in sizes]
+    )
+
+
+def stored(verify: str = "load", **options: object) -> tuple[PagedLayout, HostPool, OffloadHandler]:
+    """Blocks 0 and 1 of two layers in pages 4 and 5."""
+    cache = layout(3000, 512)
+    pool = HostPool(cache, 8, verify=verify, **options)
+    handler = OffloadHandler(cache, pool)
+    handler.store(gpu_block_ids=[0, 1], page_ids=[4, 5]).synchronize()
+    return cache, pool, handler
+
+
+@pytest.mark.parametrize("sizes", [(1,), (16, 1024, 1025), (8192,), (8193, 24576), (20001, 7)])
+def test_the_table_has_the_digests_that_the_documentation_describes(sizes: tuple[int, ...]) -> None:
+    cache = layout(*sizes)
+    pool = HostPool(cache, 3, 2, verify="load")
+    with OffloadHandler(cache, pool) as handler:
+        handler.store(gpu_block_ids=[5], page_ids=[1]).synchronize()
+        handler.store(gpu_block_ids=[2, 4], page_ids=[1]).synchronize()
+    rows = rows_of(pool)
+    assert rows[0, :8].view(np.uint64)[0] == 3  # stores of blocks
+    for slot, block, store in ((2, 2, 2), (3, 4, 3)):
+        expected = digests_of([bytes(tensor[block].numpy()) for tensor in cache.tensors])
+        (
+            tag,
+            number,
+            *_,
+        ) = rows[1 + slot, :HEAD].view(np.uint64)
+        assert (tag, number) == (tag_of(slot, store), store)
+        found = rows[1 + slot, HEAD:].view(np.uint64)[: len(expected)]
+        assert [int(one) ^ tag_of(slot, store) for one in found] == expected
+    assert not rows[1].any()
+
+
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+@pytest.mark.parametrize("layer_groups", [1, 3])
+@pytest.mark.parametrize("verify", ["load", "order"])
+def test_no_damage_goes_unnoticed(encoding: str, layer_groups: int, verify: str) -> None:
+    sizes = {"values": SLAB_VALUES, "encodings": [encoding], "verify": verify}
+    with EncodedCache(**sizes) as cache:
+        seen = Damage(cache, seed=1).run(1500, layer_groups=layer_groups)
+    assert set(seen) <= {"noticed", "harmless"}
+    assert seen["noticed"] > 1400
+
+
+def test_as_a_control_damage_of_each_kind_goes_unnoticed_without_digests() -> None:
+    for encoding in ("raw", "lossless"):
+        with EncodedCache(values=SLAB_VALUES, encodings=[encoding]) as cache:
+            damage = Damage(cache, seed=1)
+            assert set(damage.run(200)) >= {*damage.kinds} - {"digests"}
+
+
+def test_the_error_names_the_block_its_page_and_both_digests() -> None:
+    cache, pool, handler = stored()
+    row = rows_of(pool)[1 + 5, HEAD:].view(np.uint64)
+    expected = digests_of([bytes(tensor[1].numpy()) for tensor in cache.tensors])
+    assert int(row[1]) ^ tag_of(5, 2) == expected[1]
+    pool.pages[5, 0, 3511] ^= 1  # the last byte
+    with handler, logged() as warnings:
+        job = handler.load(page_ids=[4, 5], gpu_block_ids=[2, 3])
+        text = error_text(job.synchronize)
+        found = digests_of([bytes(tensor[3].numpy()) for tensor in cache.tensors])
+        assert text.replace("\n", " ") == (
+            "CorruptedPageError: load 1 failed: 1 of 2 blocks is not what was stored (position 1): "
+            f"GPU block 3, page 5: bytes 0 to 511 of slab 1 have the digest {found[1]:#x}, and "
+            f"{expected[1]:#x} is that of store 2"
+        )
+        assert not warnings
+        store, load = handler.poll()
+        assert store.ok
+        assert warnings == [f"load 1 failed: {load.error}"]
+    assert type(load.error) is CorruptedPageError
+    assert (load.rejected, load.error.rejected) == ((1,), (1,))
+    assert bytes(cache.tensors[0][2].numpy()) == bytes(cache.tensors[0][0].numpy())
+    metrics = handler.metrics().loads
+    assert (metrics.failed, metrics.blocks) == (1, 2)
+    assert (metrics.rejected_blocks, metrics.corrupted_blocks, metrics.encoded_blocks) == (0, 1, 0)
+
+
+def test_a_page_can_be_loaded_again_once_it_was_stored_again() -> None:
+    _, pool, handler = stored()
+    pool.pages[4] = 0
+    with handler, logged():
+        for _ in range(2):
+            with pytest.raises(CorruptedPageError):
+                handler.load(page_ids=[4], gpu_block_ids=[2]).synchronize()
+            handler.poll()
+        handler.store(gpu_block_ids=[1], page_ids=[4]).synchronize()
+        handler.load(page_ids=[4], gpu_block_ids=[2]).synchronize()
+
+
+def test_a_page_that_was_never_stored_is_not_loaded() -> None:
+    _, pool, handler = stored()
+    pool.pages[1] = 7  # by the caller, who makes no digests
+    with handler:
+        job = handler.load(page_ids=[1, 2, 4], gpu_block_ids=[1, 2, 3])
+        assert_expected_inline(
+            error_text(job.synchronize),
+            """\
+BlocksRejectedError: load 1 failed: 2 of 3 blocks are not in their host pages (positions
+0, 1): no stores have left them there""",
+        )
+        assert job.result is not None
+        assert type(job.result.error) is BlocksRejectedError
+        assert job.result.rejected == (0, 1)
+
+
+def test_an_encoded_block_that_did_not_fit_is_rejected_and_not_corrupted() -> None:
+    for verify in ("load", "order"):
+        with EncodedCache(verify=verify) as cache:
+            cache.spoil(1)
+            store = cache.store([0, 1], [0, 1])
+            load = cache.load([0, 1], [2, 3])
+            for job in (store, load):
+                assert job.result is not None
+                assert (type(job.result.error), job.result.rejected) == (BlocksRejectedError, (1,))
+            assert cache.is_same(2, cache.block(0))
+
+
+def test_a_damaged_slot_that_no_decoder_takes_is_corrupted_and_not_empty() -> None:
+    with EncodedCache(verify="load") as cache, logged():
+        cache.store([0], [0])
+        cache.pools[0].pages[0, 0, :4] = 0  # the magic number
+        job = cache.load([0], [1])
+        with pytest.raises(CorruptedPageError):
+            job.synchronize()
+
+
+def test_a_page_of_another_group_is_not_taken_for_one_of_its_own() -> None:
+    first, second = layout(4096, 4096), layout(8192)
+    pool = HostPool(first, 4, verify="load")
+    view = pool.view_for(second)
+    with OffloadHandler([first, second], [pool, view]) as handler, logged():
+        handler.store(gpu_block_ids=[[0], []], page_ids=[[1], []]).synchronize()
+        with pytest.raises(CorruptedPageError):
+            handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
+        handler.store(gpu_block_ids=[[], [0]], page_ids=[[], [1]]).synchronize()
+        handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
+    assert torch.equal(second.tensors[0][0], second.tensors[0][2])
+
+
+def test_processes_that_share_a_pool_share_its_digests() -> None:
+    cache, pool, handler = stored(shared=True)
+    attached = HostPool.attach(cache, pool.share())
+    assert attached.verify == "load"
+    with OffloadHandler(cache, attached) as other, handler, logged():
+        other.load(page_ids=[5], gpu_block_ids=[2]).synchronize()
+        assert torch.equal(cache.tensors[0][1], cache.tensors[0][2])
+        other.store(gpu_block_ids=[3], page_ids=[5]).synchronize()
+        handler.load(page_ids=[5], gpu_block_ids=[2]).synchronize()
+        assert torch.equal(cache.tensors[0][3], cache.tensors[0][2])
+        pool.pages[5, 0, 0] ^= 1
+        for each in (handler, other):
+            with pytest.raises(CorruptedPageError):
+                each.load(page_ids=[5], gpu_block_ids=[2]).synchronize()
+
+
+def test_a_prefix_with_a_corrupted_page_is_found_up_to_it_and_computed_again() -> None:
+    cache = layout(3000, 512)
+    pool = HostPool(cache, 8, verify="load")
+    keys = PrefixHasher(model="m", dtype="uint8", block_tokens=1).keys([1, 2, 3])
+    with PrefixCache(cache, pool) as prefixes, logged():
+        prefixes.store(keys, [0, 1, 2])
+        prefixes.poll()
+        original = bytes(cache.tensors[0][1].numpy())
+        hit = next(
+            page for page in range(8) if bytes(pool.pages[page, 0, :3000].numpy()) == original
+        )
+        pool.pages[hit, 0, 100] ^= 1
+        load = prefixes.load(keys, [3, 4, 5])
+        (result,) = prefixes.poll()
+        assert (result.job_id, type(result.error)) == (load.id, CorruptedPageError)
+        assert prefixes.lookup(keys).ready == 1
+        prefixes.store(keys, [0, 1, 2])
+        prefixes.poll()
+        prefixes.load(keys, [3, 4, 5]).synchronize()
+    assert torch.equal(cache.tensors[1][:3], cache.tensors[1][3:])
+
+
+def test_a_host_that_waits_for_the_digests_gets_the_error() -> None:
+    _, pool, handler = stored()
+    with handler, logged():
+        handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
+        pool.pages[4, 0, 0] ^= 1
+        with pytest.raises(CorruptedPageError):
+            handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
+
+
+def test_the_digests_cannot_be_waited_for_where_there_are_none() -> None:
+    _, _, handler = stored("off")
+    with handler:
+        job = handler.load(page_ids=[4], gpu_block_ids=[2])
+        assert_expected_inline(
+            error_text(lambda: job.wait(verified=True)),
+            """\
+ValueError: verified=True, but the host pages have no digests; make the pool with
+verify='load', or leave it out""",
+        )
+    _, _, verifying = stored()
+    with verifying:
+        job = verifying.load(page_ids=[4], gpu_block_ids=[2], layer_groups=2)
+        assert_expected_inline(
+            error_text(lambda: job.wait(layer_group=0, verified=True)),
+            """\
+ValueError: verified=True waits for the whole job, because its digests are known at its
+end; leave layer_group out""",
+        )
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    cache, pool, handler = stored()
+    handler.close()
+    assert_expected_inline(
+        error_text(lambda: HostPool(cache, 4, verify="always")),
+        """ValueError: verify is 'always'; it can be off, load or order""",
+    )
+    assert_expected_inline(
+        error_text(lambda: HostPool(cache, 4, verify=True)),
+        """ValueError: verify is True; it can be off, load or order""",
+    )
+    assert_expected_inline(
+        error_text(lambda: pool.view_for(layout(1, 1, 1, 1, 1, 1))),
+        """\
+ValueError: the digests of a block take 128 bytes, and the pool has room for 64: it was
+made from a layout with fewer or smaller slabs; make the pool from the layout with the
+most digests, or with verify='off'""",
+    )
+    assert_expected_inline(
+        error_text(lambda: ReferenceHandler(cache, pool)),
+        """\
+ValueError: the pool has verify='load', and no op makes digests; make it with
+verify='off'""",
+    )
+    with OffloadHandler(cache, pool) as again:
+        assert_expected_inline(
+            error_text(
+                lambda: again.store(gpu_block_ids=[0], page_ids=[0], copy_method="copy_engines")
+            ),
+            """\
+ValueError: copy_method='copy_engines': the host pages of page_ids have verify='load',
+and copy engines cannot make the digests; leave it out, or use a pool with verify='off'""",
+        )
+
+
+def test_a_device_without_kernels_of_this_library_is_refused() -> None:
+    assert_expected_inline(
+        error_text(lambda: read_verify("load", torch.device("xpu:1"))),
+        """\
+ValueError: verify='load' needs kernels of this library, which xpu:1 does not have; use
+verify='off'""",
+    )
+
+
+def test_a_pool_says_that_it_verifies() -> None:
+    _, pool, handler = stored("order")
+    with handler:
+        assert "verify='order'" in repr(pool)
+        assert pool.verify == "order"
+        assert pool.nbytes == 8 * pool.page_bytes == pool.pages.numel()
+
+
+def test_a_handle_with_an_unknown_choice_is_refused() -> None:
+    _, _, handler = stored()
+    handler.close()
+    assert_expected_inline(
+        error_text(lambda: PoolHandle(9, 1, 1, 8, False, [8], verify="never")),
+        """ValueError: verify is 'never'; it can be off, load or order""",
+    )
