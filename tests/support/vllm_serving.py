@@ -59,13 +59,13 @@ CONNECTOR = {
 }
 
 
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         x = torch.tensor(tokens)
         places = torch.arange(len(tokens))
         for layer in range(LAYERS):
-            x = attend(x, written(x, places, layer), places, layer)
+            x = attend(x, written(x, places, layer), places, layer, window)
         tokens.append(int(x[-1]) % VOCABULARY)
     return tokens[len(prompt) :]
 
@@ -76,12 +76,18 @@ def written(x: torch.Tensor, places: torch.Tensor, layer: int) -> torch.Tensor:
     return (x[:, None] * 48271 + places[:, None] * 7919 + lanes * (layer + 3) + 1) % PRIME
 
 
-def attend(x: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, layer: int) -> torch.Tensor:
+def attend(
+    x: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, layer: int, window: int | None
+) -> torch.Tensor:
     """kept: of all tokens up to the last one of x, which are at `places`."""
     weights = torch.arange(1, LANES + 1, device=x.device)
     numbers = (kept.long() % PRIME * weights).sum(1) % PRIME
     order = torch.arange(1, len(numbers) + 1, device=x.device)
-    return (x * 31 + (numbers * order % PRIME).cumsum(0)[places] + layer) % PRIME
+    sums = (numbers * order % PRIME).cumsum(0)
+    seen = sums[places]
+    if window is not None:
+        seen = seen - torch.where(places < window, 0, sums[(places - window).clamp(min=0)])
+    return (x * 31 + seen + layer) % PRIME
 
 
 @dataclass
@@ -107,6 +113,7 @@ class Runner:
             for layer, name in enumerate(NAMES)
         }
         self.device = device
+        self.window = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None)
         self.states: dict[str, State] = {}
         self.mode: Any = None  # of graphs; None is none
         self.connector = KVConnectorFactory.create_connector(
@@ -202,7 +209,7 @@ class Runner:
                 self.connector.wait_for_layer_load(name)
             for number, (x, at, mine) in enumerate(zip(xs, places, slots, strict=True)):
                 kept = cache[mine[: states[number].computed + len(at)]]
-                xs[number] = attend(x, kept, at, layer)
+                xs[number] = attend(x, kept, at, layer, self.window)
         sampled = []
         for state, x in zip(states, xs, strict=True):
             state.computed += len(x)
@@ -260,6 +267,7 @@ class Serving:
         self.runner = Runner(self.config, kv_cache_config, device, runner)
         self.is_async = is_async
         self.steps: deque[tuple[Any, Any]] = deque()  # executed, not reported yet
+        self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         kv_cache_utils.init_none_hash(sha256)
@@ -267,15 +275,10 @@ class Serving:
 
     def add(self, name: str, prompt: Sequence[int], count: int = 4) -> None:
         self.tokens[name] = []
-        self.scheduler.add_request(
-            Request(
-                name,
-                list(prompt),
-                SamplingParams(max_tokens=count, ignore_eos=True),
-                None,
-                block_hasher=self._hasher,
-            )
-        )
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
