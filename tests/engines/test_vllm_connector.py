@@ -161,7 +161,7 @@ def test_with_the_policy_fail_only_the_request_fails(folder, is_async):
         engine.forget_gpu()
         names = iter([True, False])
         faults = Faults(engine, lambda result: result.direction == "load" and next(names))
-        engine.serve({"first again": first, "second again": second})
+        engine.serve({"first again": first + prompt(3, 50), "second again": second})
         assert engine.ends["first again"] == "error"
         check(engine, {"second again": second})
         faults.chooses = lambda result: False
@@ -286,3 +286,20 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner
             assert engine.tokens[name] == expected_tokens(one, 12), name
         assert min(faults.count.values()) > 20
         assert preempted
+
+
+def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
+    one = prompt(1, 100)
+    engine.serve({"first": one})
+    engine.forget_gpu()
+    handler, poll = engine.worker._handler, engine.worker._handler.poll
+    handler.poll = list
+    engine.add("aborted", one + prompt(2, 50))
+    engine.step()
+    assert engine.worker._open, "it loads"
+    engine.abort("aborted")
+    engine.step()
+    handler.poll = poll
+    engine.run()
+    engine.serve({"again": one + prompt(2, 50)})
+    check(engine, {"again": one + prompt(2, 50)})

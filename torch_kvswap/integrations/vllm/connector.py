@@ -119,6 +119,15 @@ class SchedulerPart(OffloadingConnectorScheduler):
                     state.next_stored_chunk_idx = 0
         super().update_connector_output(connector_output)
 
+    def request_finished(self, request: Any) -> Any:
+        """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded, although
+        it has not told their blocks, and end the engine."""
+        finished = super().request_finished(request)
+        status = self._req_status.get(request.request_id)
+        for state in status.group_states if status is not None and not _NAMES_REQUESTS else ():
+            del state.offload_keys[len(state.block_ids) // self.config.blocks_per_chunk :]
+        return finished
+
 
 class KVSwapConnector(OffloadingConnector):
     """vLLM's OffloadingConnector with KVSwapOffloadingSpec and failures that end no engine.
