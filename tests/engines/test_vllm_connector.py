@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_serving import IS_033, Serving, expected_tokens, serving
+from vllm_serving import IS_033, LAYERS, Serving, expected_tokens, serving
 
 from torch_kvswap.results import BlocksRejectedError, DeviceLostError, TransferError
 
@@ -34,45 +35,60 @@ def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> Non
 
 
 class Faults:
-    """Makes transfers of an engine fail: their bytes are destroyed, and their result says so.
+    """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
+    result says so. A load may fail in any layer and leave the layers before it right.
 
     Args:
-        chooses: whether this result fails, and "rejected" if only its last block does.
+        chooses: given the direction and the number of blocks, whether this transfer fails, and
+            "rejected" if only its last block does.
     """
 
-    def __init__(self, engine: Serving, chooses: Callable[[Any], bool | str]) -> None:
+    def __init__(self, engine: Serving, chooses: Callable[[str, int], bool | str]) -> None:
         self.worker, self.chooses = engine.worker, chooses
         self.count = {"store": 0, "load": 0}
         self.seen = {"store": 0, "load": 0}
-        self._poll = self.worker._handler.poll
-        self.worker._handler.poll = self.poll
+        self._layer = itertools.cycle(range(LAYERS))
+        self._failing: dict[int, bool | str] = {}
+        self._submit, self._poll = self.worker._submit, self.worker._handler.poll
+        self.worker._submit, self.worker._handler.poll = self.submit, self.poll
+
+    def submit(self, number: int, move: Any, submit: Any, **options: Any) -> None:
+        direction = submit.__name__
+        places = move.places(self.worker._blocks_per_page)
+        self.seen[direction] += 1
+        self._submit(number, move, submit, **options)
+        how = self.chooses(direction, len(places))
+        if not how or number not in self.worker._open:
+            return
+        self.count[direction] += 1
+        self._failing[number] = how
+        first = next(self._layer)
+        for place in places[-1:] if how == "rejected" else places:
+            if direction == "store":
+                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
+            else:
+                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
+                    tensor[place.block].view(torch.uint8).fill_(0x5A)
 
     def poll(self) -> list[Any]:
         return [self._spoil(result) for result in self._poll()]
 
     def _spoil(self, result: Any) -> Any:
-        self.seen[result.direction] += 1
-        how = self.chooses(result)
+        how = self._failing.pop(result.tag, False)
         if not how:
             return result
-        self.count[result.direction] += 1
         places = self.worker._open[result.tag].move.places(self.worker._blocks_per_page)
-        rejected: tuple[int, ...] = ()
-        error = TransferError("error 700")
-        if how == "rejected":
-            rejected, error = (len(places) - 1,), BlocksRejectedError("too wide")
-            places = places[-1:]
-        for place in places:
-            if result.direction == "store":
-                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
-            else:
-                for tensor in self.worker._handler.layouts[place.group].tensors:
-                    tensor[place.block].view(torch.uint8).fill_(0x5A)
+        rejected = (len(places) - 1,) if how == "rejected" else ()
+        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
         return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
 
 
-def only(direction: str) -> Callable[[Any], bool]:
-    return lambda result: bool(result.direction == direction)
+def never(direction: str, blocks: int) -> bool:
+    return False
+
+
+def only(direction: str, how: bool | str = True) -> Callable[[str, int], bool | str]:
+    return lambda one, blocks: one == direction and how
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -89,7 +105,7 @@ def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async):
     with serving(folder, runner=runner, is_async=is_async) as engine:
         engine.serve(prompts)
         engine.forget_gpu()
-        loads = Faults(engine, lambda result: False)
+        loads = Faults(engine, never)
         engine.serve(again)
         check(engine, {**prompts, **again})
         assert loads.seen["load"] == len(again)
@@ -143,30 +159,34 @@ def test_what_could_not_be_loaded_is_computed_again(folder, runner, is_async, ho
     with serving(folder, runner=runner, is_async=is_async, transfer=RECOMPUTE) as engine:
         engine.serve(prompts)
         engine.forget_gpu()
-        faults = Faults(engine, lambda result: result.direction == "load" and how)
+        faults = Faults(engine, only("load", how))
         engine.serve(again)
         assert faults.count == {"store": 0, "load": 3}, "what failed is not found again"
-        faults.chooses = lambda result: False
+        faults.chooses = never
         engine.forget_gpu()
         engine.serve(third)
         assert faults.seen["load"] == 6, "it was stored again"
         check(engine, {**prompts, **again, **third})
 
 
+@RUNNERS
 @SCHEDULERS
-def test_with_the_policy_fail_only_the_request_fails(folder, is_async):
-    first, second = prompt(1, 100), prompt(2, 100)
-    with serving(folder, is_async=is_async, transfer={"kv_load_failure_policy": "fail"}) as engine:
+@pytest.mark.parametrize("new", [0, 50], ids=["asynchronous", "in the step"])
+def test_with_the_policy_fail_only_the_request_fails(folder, runner, is_async, new):
+    first, second = prompt(1, 100), prompt(2, 84)
+    with serving(folder, runner=runner, is_async=is_async) as engine:
         engine.serve({"first": first, "second": second})
         engine.forget_gpu()
-        names = iter([True, False])
-        faults = Faults(engine, lambda result: result.direction == "load" and next(names))
-        engine.serve({"first again": first + prompt(3, 50), "second again": second})
+        faults = Faults(engine, lambda direction, blocks: direction == "load" and blocks == 6)
+        again = {"first again": first + prompt(3, new), "second again": second + prompt(4, new)}
+        engine.serve(again)
         assert engine.ends["first again"] == "error"
-        check(engine, {"second again": second})
-        faults.chooses = lambda result: False
-        engine.serve({"first at last": first})
-        check(engine, {"first at last": first})
+        assert engine.tokens["first again"] == []
+        assert faults.seen["load"] == 2
+        check(engine, {"second again": again["second again"]})
+        third = {f"third {name}": one for name, one in again.items()}
+        engine.serve(third)
+        check(engine, third)
 
 
 def test_what_could_not_be_stored_is_not_found(engine):
@@ -182,10 +202,10 @@ def test_what_could_not_be_stored_is_not_found(engine):
 
 def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     one = prompt(1, 101)  # six full blocks
-    faults = Faults(engine, lambda result: result.direction == "store" and "rejected")
+    faults = Faults(engine, only("store", "rejected"))
     engine.serve({"first": one}, count=1)
     engine.forget_gpu()
-    faults.chooses = lambda result: False
+    faults.chooses = never
     engine.serve({"again": one}, count=1)
     check(engine, {"first": one, "again": one}, count=1)
     manager = engine.scheduler.connector.connector_scheduler.manager
@@ -251,21 +271,24 @@ def test_failures_of_several_workers_are_those_of_the_job():
 
 @RUNNERS
 @SCHEDULERS
-def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async):
-    """Prompts with common beginnings, prefilled in pieces, preempted and aborted."""
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async, policy):
+    """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
+    aborted; with the policy "fail" most loads are in-step loads."""
     chosen = random.Random(7)
     documents = [prompt(100 + n, chosen.randrange(60, 180)) for n in range(8)]
 
-    def chooses(result: Any) -> bool | str:
+    def chooses(direction: str, blocks: int) -> bool | str:
         return chosen.choice([False, True, "rejected"])
 
-    how = {"runner": runner, "is_async": is_async, "transfer": RECOMPUTE}
-    with serving(folder, **how, blocks=40, pages=64, batched=64) as engine:
+    how: dict[str, Any] = {"runner": runner, "is_async": is_async}
+    how["transfer"] = {"kv_load_failure_policy": policy}
+    with serving(folder, **how, blocks=28, pages=64, batched=64) as engine:
         faults = Faults(engine, chooses)
-        number, served = 0, {}
-        preempted = 0
-        while sum(faults.count.values()) < 250:
-            for _ in range(4):
+        served: dict[str, list[int]] = {}
+        number = preempted = 0
+        while sum(faults.count.values()) < 150:
+            for _ in range(6):
                 number += 1
                 document = chosen.choice(documents)
                 served[f"{number}"] = document[: chosen.randrange(40, len(document))]
@@ -282,10 +305,16 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner
                 engine.run()
                 engine.forget_gpu()
         engine.run()
+        failed = 0
         for name, one in served.items():
-            assert engine.tokens[name] == expected_tokens(one, 12), name
+            if engine.ends[name] == "error":
+                failed += 1
+            else:
+                assert engine.tokens[name] == expected_tokens(one, 12), name
         assert min(faults.count.values()) > 20
         assert preempted
+        assert bool(failed) == (policy == "fail")
+        assert failed < len(served) / 2
 
 
 def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
@@ -303,3 +332,17 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
     engine.run()
     engine.serve({"again": one + prompt(2, 50)})
     check(engine, {"again": one + prompt(2, 50)})
+
+
+@RUNNERS
+@SCHEDULERS
+def test_in_step(folder, runner, is_async):
+    prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
+    again = {f"again {name}": [*one, *prompt(n, 40)] for n, (name, one) in enumerate(prompts.items())}
+    with serving(folder, runner=runner, is_async=is_async) as engine:
+        engine.serve(prompts)
+        engine.forget_gpu()
+        loads = Faults(engine, never)
+        engine.serve(again)
+        check(engine, {**prompts, **again})
+        assert loads.seen["load"] == len(again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,15 +139,30 @@ class KVSwapWorker(base.OffloadingWorker):
         return True
 
     def submit_load(
-        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+        self,
+        job_id: int,
+        src_spec: Any,
+        dst_spec: Any,
+        expedited: bool = False,
+        layer_groups: int | None = None,
     ) -> bool:
         """Starts a load, as submit_store().
 
-        vLLM 0.33 sets `expedited` for loads that it waits for.
+        vLLM 0.33 sets `expedited` for loads that it waits for. KVSwapConnector sets layer_groups
+        (see OffloadHandler.load()) for loads of the step that begins.
         """
         move = self._read(dst_spec, src_spec)
-        self._submit(job_id, move, self._handler.load, expedited=expedited)
+        options = {"expedited": expedited, "layer_groups": layer_groups}
+        self._submit(job_id, move, self._handler.load, **options)
         return True
+
+    def let_wait(self, job_ids: Iterable[int], layer_group: int | None = None) -> None:
+        """Makes the current stream wait for transfers, or for a layer group of loads. Those that
+        have ended or failed do not matter: get_finished() reports them."""
+        for number in job_ids:
+            if number in self._open:
+                with contextlib.suppress(TransferError):
+                    self._open[number].job.wait(layer_group=layer_group)
 
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
