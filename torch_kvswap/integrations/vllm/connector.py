@@ -339,6 +339,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         for status in self._req_status.values():
             for state in status.group_states if status.req.is_finished() else ():
                 state.offload_keys.clear()
+                state.block_ids.clear()
 
     def request_finished(self, request: Any) -> Any:
         """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded, although
@@ -346,8 +347,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         finished = super().request_finished(request)
         status = self._req_status.get(request.request_id)
         for state in status.group_states if status is not None and not _IS_033 else ():
-            stored = len(state.block_ids) // self.config.blocks_per_chunk
-            del state.offload_keys[0 if status.transfer_jobs & self._in_step else stored :]
+            if status.transfer_jobs & self._in_step:
+                state.block_ids.clear()
+            del state.offload_keys[len(state.block_ids) // self.config.blocks_per_chunk :]
         return finished
 
 
