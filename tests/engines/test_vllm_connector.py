@@ -338,7 +338,9 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
 @SCHEDULERS
 def test_in_step(folder, runner, is_async):
     prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
-    again = {f"again {name}": [*one, *prompt(n, 40)] for n, (name, one) in enumerate(prompts.items())}
+    again = {
+        f"again {name}": [*one, *prompt(n, 40)] for n, (name, one) in enumerate(prompts.items())
+    }
     with serving(folder, runner=runner, is_async=is_async) as engine:
         engine.serve(prompts)
         engine.forget_gpu()

@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
 from vllm.config import (
     CacheConfig,
+    CUDAGraphMode,
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
@@ -29,7 +30,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -46,7 +47,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import kv_connector as v2
-from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as V1
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
 NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
@@ -100,6 +101,17 @@ class State:
     blocks: list[int] = field(default_factory=list)
 
 
+class Inputs(NamedTuple):
+    """What a step computes of a request, on the device: tokens and their places, and the slots of the
+    cache that it writes and reads."""
+
+    state: State
+    x: torch.Tensor
+    places: torch.Tensor
+    write: torch.Tensor
+    read: torch.Tensor
+
+
 class Runner:
     """A model runner's half of the connector: its hooks are called by vLLM's code for runner V2
     (ActiveKVConnector) or V1 (KVConnectorModelRunnerMixin)."""
@@ -113,9 +125,12 @@ class Runner:
             for layer, name in enumerate(NAMES)
         }
         self.device = device
-        self.window = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None)
+        self.window = getattr(
+            kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None
+        )
         self.states: dict[str, State] = {}
-        self.mode: Any = None  # of graphs; None is none
+        self.graph = CUDAGraphMode.NONE  # or FULL: no hooks then
+        self.when_launched: Callable[[], None] = lambda: None  # called behind all layers of a step
         self.connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )
@@ -136,29 +151,30 @@ class Runner:
         if not scheduled.total_num_scheduled_tokens:
             if self.is_v2:
                 return self.hooks.no_forward(scheduled)
-            return V1.kv_connector_no_forward(scheduled, self.config)
+            return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self.config)
         counts = scheduled.num_scheduled_tokens
+        batch = [self._inputs(self.states[name], count) for name, count in counts.items()]
+        is_replay = self.graph == CUDAGraphMode.FULL
+        context = set_forward_context(
+            dict.fromkeys(NAMES, object()), self.config, cudagraph_runtime_mode=self.graph
+        )
         if self.is_v2:
-            with set_forward_context(self._metadata(), self.config):
+            with contextlib.nullcontext() if is_replay else context:
                 self.hooks.pre_forward(scheduled)
-                sampled = self._forward(counts)
-                getattr(self.hooks, "finish_forward", lambda: None)()
+                xs = self._forward(batch)
+            sampled = self._sample(batch, xs)
             said = self.hooks.post_forward(scheduled.finished_req_ids)
         else:
-            with (
-                set_forward_context(self._metadata(), self.config),
-                V1.maybe_get_kv_connector_output(scheduled) as said,
-            ):
-                sampled = self._forward(counts)
+            hooks = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduled)
+            with context, hooks as said:
+                xs = self._forward(batch)
+            sampled = self._sample(batch, xs)
         return ModelRunnerOutput(
             req_ids=list(counts),
             req_id_to_index={name: at for at, name in enumerate(counts)},
             sampled_token_ids=sampled,
             kv_connector_output=said,
         )
-
-    def _metadata(self) -> dict[str, object]:
-        return dict.fromkeys(NAMES, object())
 
     def _update(self, scheduled: Any) -> None:
         gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
@@ -184,37 +200,39 @@ class Runner:
                 state.computed = cached.num_computed_tokens[at]
                 del state.tokens[state.prompt + cached.num_output_tokens[at] :]
 
-    def _forward(self, counts: dict[str, int]) -> list[list[int]]:
-        states = [self.states[name] for name in counts]
-        places = [
-            torch.arange(state.computed, state.computed + count).to(self.device)
-            for state, count in zip(states, counts.values(), strict=True)
-        ]
-        xs = [
-            torch.tensor(state.tokens[state.computed : state.computed + count]).to(self.device)
-            for state, count in zip(states, counts.values(), strict=True)
-        ]
-        assert all(map(len, xs))
-        slots = [
-            (torch.tensor(state.blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
-            for state in states
-        ]
-        slots = [one.to(self.device) for one in slots]
+    def _inputs(self, state: State, count: int) -> Inputs:
+        places = torch.arange(state.computed, state.computed + count)
+        x = torch.tensor(state.tokens[state.computed : state.computed + count])
+        assert len(x) == count
+        slots = (torch.tensor(state.blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        read = slots[: state.computed + count]
+        tensors = [one.to(self.device) for one in (x, places, slots[places], read)]
+        return Inputs(state, *tensors)
+
+    def _forward(self, batch: list[Inputs]) -> list[torch.Tensor]:
+        """Launches everything, and waits for nothing."""
+        xs = [one.x for one in batch]
         for layer, name in enumerate(NAMES):
             cache = self.caches[name].view(-1, LANES)
-            for x, at, mine in zip(xs, places, slots, strict=True):
-                # As unified_kv_cache_update, before the hook.
-                cache[mine[at]] = written(x, at, layer).to(torch.int32)
-            if self.mode is None:
+            for x, one in zip(
+                xs, batch, strict=True
+            ):  # as unified_kv_cache_update, before the hook
+                cache[one.write] = written(x, one.places, layer).to(torch.int32)
+            if self.graph != CUDAGraphMode.FULL:
                 self.connector.wait_for_layer_load(name)
-            for number, (x, at, mine) in enumerate(zip(xs, places, slots, strict=True)):
-                kept = cache[mine[: states[number].computed + len(at)]]
-                xs[number] = attend(x, kept, at, layer, self.window)
+            xs = [
+                attend(x, cache[one.read], one.places, layer, self.window)
+                for x, one in zip(xs, batch, strict=True)
+            ]
+        self.when_launched()
+        return [x[-1] for x in xs]
+
+    def _sample(self, batch: list[Inputs], xs: list[torch.Tensor]) -> list[list[int]]:
         sampled = []
-        for state, x in zip(states, xs, strict=True):
-            state.computed += len(x)
+        for (state, new, *_), x in zip(batch, xs, strict=True):
+            state.computed += len(new)
             done = state.computed == len(state.tokens)
-            token = [int(x[-1].cpu()) % VOCABULARY] if done else []
+            token = [int(x.cpu()) % VOCABULARY] if done else []
             state.tokens += token
             sampled.append(token)
         return sampled
@@ -385,6 +403,3 @@ def _kv_cache_config(blocks: int, window: int | None) -> KVCacheConfig:
         tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in NAMES]
     more = {"kv_cache_layout": "LBHNC"} if IS_033 else {}
     return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(list(NAMES), spec)], **more)
-
-
-__all__ = ["Serving", "expected_tokens", "get_forward_context", "serving"]

@@ -5,9 +5,8 @@
       "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'
 
-KVSwapConnector is a connector; KVSwapOffloadingSpec is for vLLM's own OffloadingConnector. docs/vllm.md
-describes both, and what happens when a copy fails. vLLM is imported when one of them is first
-accessed.
+KVSwapOffloadingSpec is for vLLM's own OffloadingConnector. docs/vllm.md describes both, and what
+happens when a copy fails. vLLM is imported when one of them is first accessed.
 """
 
 from __future__ import annotations

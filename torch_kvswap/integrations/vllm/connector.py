@@ -2,11 +2,11 @@
 
 vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnector adds:
 
-- A transfer that fails ends no engine. The worker part names its blocks and pages, and the scheduler
-  part forgets the chunks on these pages before it looks up others.
+- A transfer that fails ends no engine. The worker part names its blocks and pages, and the
+  scheduler part forgets the chunks on these pages before it looks up others.
 - A request with enough tokens to compute is loaded in the step in which it is scheduled, an
   "in-step load": the model's stream waits for the blocks of a layer right before that layer. Only
-  vLLM's policy "fail" makes such loads safe. With "recompute" vLLM forgets a token that was computed
+  vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was computed
   from a failed load only if no later step was scheduled by then; its runner V2 keeps counting from
   that token; and requests that share the blocks go on before they are computed again.
 """
@@ -96,7 +96,8 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def _init_worker(self, kv_caches: Any) -> None:
         super()._init_worker(kv_caches)
-        names, refs = self.kv_cache_config.kv_cache_groups[0].layer_names, kv_caches.group_data_refs[0]
+        names = self.kv_cache_config.kv_cache_groups[0].layer_names
+        refs = kv_caches.group_data_refs[0]
         places = {ref.tensor_idx: None for ref in refs}
         self._num_tensors = len(places)
         if len(names) == len(refs):
@@ -258,9 +259,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._current_batch_sync_loads.add(name)
         return hit, False
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's."""
         name = request.request_id
         if _IS_033 or not num_external_tokens or name not in self._current_batch_sync_loads:
@@ -298,7 +297,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             name = self._jobs[number].req_id
             status = self._req_status[name]
             if status.req.is_finished():
-                continue  # it would be dropped; request_finished() has seen to it that it stores nothing
+                continue  # without jobs it would be dropped, and it stores nothing any more
             if name in preempted and number not in self._current_batch_load_jobs:
                 self._current_batch_jobs_to_flush.add(number)
             status.transfer_jobs.remove(number)
@@ -332,8 +331,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """Forgets what may have been computed from an in-step load that failed.
 
         vLLM has ended the requests with the load's blocks. Those that were preempted or aborted
-        meanwhile have left blocks in the prefix cache of the GPU. All of them were taken in the step
-        of the load, or in the one that was scheduled before vLLM heard of the failure.
+        meanwhile have left blocks in the prefix cache of the GPU. All of them were taken in the
+        step of the load, or in the one that was scheduled before vLLM heard of the failure.
         """
         self.block_pool.evict_blocks(set().union(*self._spoiled))
         for status in self._req_status.values():
@@ -342,8 +341,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
                 state.block_ids.clear()
 
     def request_finished(self, request: Any) -> Any:
-        """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded, although
-        it has not told their blocks, and end the engine."""
+        """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded,
+        although it has not told their blocks, and end the engine."""
         finished = super().request_finished(request)
         status = self._req_status.get(request.request_id)
         for state in status.group_states if status is not None and not _IS_033 else ():
@@ -403,7 +402,7 @@ class KVSwapConnector(OffloadingConnector):
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         """As vLLM's. Where no Python runs before each layer, the step waits for the whole loads."""
         super().start_load_kv(forward_context, **options)
-        # A list: several micro-batches, each on a stream of its own. None, or a full graph: a replay.
+        # None, or a full graph: a replay. A list: micro-batches, each on a stream of its own.
         has_hooks = (
             isinstance(forward_context.attn_metadata, dict)
             and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
@@ -442,8 +441,8 @@ def _choose_spec(vllm_config: Any) -> None:
     for name, ours in _SPEC.items():
         if options.setdefault(name, ours) != ours:
             raise ValueError(
-                f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector makes "
-                'its own spec; leave it out, or use "kv_connector": "OffloadingConnector"'
+                f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector "
+                'makes its own spec; leave it out, or use "kv_connector": "OffloadingConnector"'
             )
 
 
@@ -451,4 +450,6 @@ def _can_name_blocks(kv_cache_config: Any) -> bool:
     """Whether vLLM can compute again from any block on: with several groups it cannot tell whose
     block it is, and with a sliding window the blocks in front may be gone."""
     groups = kv_cache_config.kv_cache_groups
-    return len(groups) == 1 and type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
+    if len(groups) != 1:
+        return False
+    return type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)

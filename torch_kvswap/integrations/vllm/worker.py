@@ -56,9 +56,9 @@ class KVSwapWorker(base.OffloadingWorker):
     written there, and a load's blocks may still be zeroed there, by the same step before a
     synchronous load or by an earlier step for the previous owner of the block.
 
-    vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated once
-    by a Retry, and if that fails too, the error is logged and reported, which ends the engine. For
-    the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
+    vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated
+    once by a Retry, and if that fails too, the error is logged and reported, which ends the engine.
+    For the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
     KVSwapConnector asks for take_failures() instead.
 
     Args:
