@@ -129,7 +129,7 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
             drops = server.name != "plain"
             again = [number % options.prompts for number in range(options.alone)]
             alone = {"order": again, "alone": True, "drop": drops}
-            kinds = {"cold": {}, "warm": {"drop": drops}, "alone": alone}
+            kinds: dict[str, dict[str, Any]] = {"cold": {}, "warm": {"drop": drops}, "alone": alone}
             kinds["continued"] = {**alone, "new": options.new}
             for kind, more in kinds.items():
                 answer = server.serve(**order, **more)

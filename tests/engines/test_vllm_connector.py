@@ -271,6 +271,44 @@ def test_failures_of_several_workers_are_those_of_the_job():
 
 @RUNNERS
 @SCHEDULERS
+def test_nothing_that_was_computed_from_a_failed_load_is_stored(folder, runner, is_async):
+    """Neither by the step of the load nor by the next one, which is scheduled already if scheduling
+    is asynchronous."""
+    old = prompt(1, 96)
+    new = old + prompt(2, 128)
+    with serving(folder, runner=runner, is_async=is_async, batched=64) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.serve({"failed": new})
+        assert engine.ends["failed"] == "error"
+        faults.chooses = never
+        for name in ("computed", "loaded"):
+            engine.forget_gpu()
+            engine.serve({name: new})
+            check(engine, {name: new})
+        assert faults.seen["load"] == 2
+
+
+@RUNNERS
+def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, runner):
+    old = prompt(1, 96)
+    new = old + prompt(2, 64)
+    with serving(folder, runner=runner, is_async=True) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        Faults(engine, only("load"))
+        engine.add("aborted", new)
+        engine.step()
+        assert engine.steps, "it is not reported yet"
+        engine.abort("aborted")
+        engine.run()
+        engine.serve({"new": new})
+        check(engine, {"new": new})
+
+
+@RUNNERS
+@SCHEDULERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async, policy):
     """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and

@@ -236,6 +236,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         self.block_pool: Any = None
+        self.config: Any
         if _IS_033:
             self.config = self.config._replace(sync_load_budget_bytes=0)
         else:
@@ -373,8 +374,8 @@ class KVSwapConnector(OffloadingConnector):
             build_offloading_config(vllm_config, kv_cache_config),
             repeats=not (names_blocks or _IS_033),
         )
-        self.connector_scheduler: SchedulerPart | None = None
-        self.connector_worker: WorkerPart | None = None
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config),
@@ -422,7 +423,8 @@ class KVSwapConnector(OffloadingConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The GPU blocks that this step reports as not loaded."""
-        return self.connector_worker.take_failed_blocks()
+        blocks: set[int] = self.connector_worker.take_failed_blocks()
+        return blocks
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *others: Any) -> Any:
