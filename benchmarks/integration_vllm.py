@@ -1,9 +1,10 @@
-"""vLLM without offloading, with its own CPU offloading, with ours and with ours and encoded pages,
-side by side on one GPU.
+"""vLLM without offloading, with its own CPU offloading, with ours under its connector, and with our
+connector, each of ours with raw and encoded pages, side by side on one GPU.
 
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
-all comes from the host; "alone", the same again one after the other. "plain" has a GPU cache
+all comes from the host; "alone", the same again one after the other; "continued", as alone, but
+with other tokens at the end, which are computed. "plain" has a GPU cache
 that is large enough, which is what offloading can come close to at best: the overhead is the time
 to first token less that of plain. The model has random weights and few KV heads, as a rank of a
 tensor-parallel server has. Two more engines, with a small host cache of raw and of encoded pages,
@@ -95,7 +96,7 @@ def _parser() -> ArgumentParser:
     numbers = {"layers": 80, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
     numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 8}
     numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 16}
-    numbers |= {"running": 4, "batched": 8192, "hits_prompts": 24}
+    numbers |= {"running": 4, "batched": 8192, "hits_prompts": 24, "new": 512}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
     add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
@@ -110,7 +111,7 @@ def _parser() -> ArgumentParser:
 
 
 def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
-    """A turn is a cold round, a warm one and some prompts alone of each engine."""
+    """A turn is a round of each kind of each engine."""
     rounds = []
     began = time.monotonic()
     for turn in range(-1, options.turns):  # the first one warms up
@@ -128,7 +129,9 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
             drops = server.name != "plain"
             again = [number % options.prompts for number in range(options.alone)]
             alone = {"order": again, "alone": True, "drop": drops}
-            for kind, more in (("cold", {}), ("warm", {"drop": drops}), ("alone", alone)):
+            kinds: dict[str, dict[str, Any]] = {"cold": {}, "warm": {"drop": drops}, "alone": alone}
+            kinds["continued"] = {**alone, "new": options.new}
+            for kind, more in kinds.items():
                 answer = server.serve(**order, **more)
                 if turn >= 0:
                     rounds.append(Round(server.name, turn, kind, **answer))

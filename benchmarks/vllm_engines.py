@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 SPEC = {
     "spec_name": "KVSwapOffloadingSpec",
     "spec_module_path": "torch_kvswap.integrations.vllm",
+}
+THEIRS = {"kv_connector": "OffloadingConnector"}
+OURS = {
+    "kv_connector": "KVSwapConnector",
+    "kv_connector_module_path": "torch_kvswap.integrations.vllm",
 }
 BITS_PER_VALUE = {"raw": 16, "lossless": 12.125}  # of encodings
 
@@ -18,8 +24,10 @@ def engine_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]
     engines: dict[str, dict[str, Any]] = {
         "plain": {},
         "vLLM's own": connector(host),
-        "ours": connector(host, **SPEC),
-        "ours, lossless": connector(host, **SPEC, encoding="lossless"),
+        "ours": connector(host, THEIRS, **SPEC),
+        "ours, lossless": connector(host, THEIRS, **SPEC, encoding="lossless"),
+        "our connector": connector(host, OURS),
+        "our connector, lossless": connector(host, OURS, encoding="lossless"),
     }
     small = {"num_gpu_blocks_override": _least_blocks(options)}
     common = _common(options, model)
@@ -34,7 +42,8 @@ def hits_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
     host = hits_pages(options) * block_bytes(options)
     common = _common(options, model) | {"num_gpu_blocks_override": _least_blocks(options)}
     return {
-        encoding: common | connector(host, **SPEC, encoding=encoding) for encoding in BITS_PER_VALUE
+        encoding: common | connector(host, THEIRS, **SPEC, encoding=encoding)
+        for encoding in BITS_PER_VALUE
     }
 
 
@@ -74,11 +83,12 @@ def _graphs(options: Namespace) -> dict[str, Any]:
     return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
 
 
-def connector(cpu_bytes: int, **extra: Any) -> dict[str, Any]:
-    """Settings of an engine that offloads; extra: for the spec, none for vLLM's own."""
+def connector(cpu_bytes: int, which: Mapping[str, str] = THEIRS, **extra: Any) -> dict[str, Any]:
+    """Settings of an engine that offloads; which: the connector, by default vLLM's own; extra: for
+    the spec, none for vLLM's own."""
     return {
         "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
+            **which,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes} | extra,
         }

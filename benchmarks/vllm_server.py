@@ -51,11 +51,14 @@ class Engine:
     ) -> dict[str, Any]:
         """how: prefixes and prefix, how many prefixes there are and their length; alone: one prompt
         after the other; drop: forget the GPU's prefix cache first, before each one if alone;
-        order: which of the prompts, all by default."""
+        order: which of the prompts, all by default; new: so many tokens at the end of each prompt
+        are others, which were never served."""
         made = make_prompts(
             seed, prompts, lengths, how["prefixes"], how["prefix"], self._vocabulary
         )
         chosen = [made[number] for number in how.get("order") or range(len(made))]
+        if new := how.get("new", 0):
+            chosen = replace_ends(chosen, new, seed, self._vocabulary)
         batches = [[prompt] for prompt in chosen] if how.get("alone") else [chosen]
         requests, seconds = [], 0.0
         for batch in batches:
@@ -97,6 +100,17 @@ def make_prompts(
     return [
         [*shared[number % prefixes], *tokens(made.randint(*lengths) - prefix)]
         for number in range(count)
+    ]
+
+
+def replace_ends(
+    prompts: Sequence[Sequence[int]], new: int, seed: int, vocabulary: int
+) -> list[list[int]]:
+    """The prompts with `new` random tokens at their ends."""
+    made = random.Random(f"ends {seed}")
+    return [
+        [*prompt[:-new], *(made.randrange(10, vocabulary) for _ in range(new))]
+        for prompt in prompts
     ]
 
 

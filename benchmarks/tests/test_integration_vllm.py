@@ -9,7 +9,7 @@ from typing import Any
 import integration_vllm
 import pytest
 from prefix_cache_model import PrefixCacheModel, block_keys
-from vllm_server import make_prompts
+from vllm_server import make_prompts, replace_ends
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 
@@ -61,7 +61,7 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     file = tmp_path / "figures.json"
     assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", "--json", str(file)]) == more
     written = json.loads(file.read_text())
-    assert len(written["rounds"]) == 4 * 3 * 3
+    assert len(written["rounds"]) == 6 * 3 * 4
     raw, lossless = written["hits"]["raw"], written["hits"]["lossless"]
     assert raw["prompts"] == lossless["prompts"] == 24
     assert 0 < raw["blocks"] < lossless["blocks"]
@@ -73,3 +73,12 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     assert len(set(firsts)) == 4
     seeds = [order["seed"] for _, order in Server.served[2:]]
     assert seeds == sorted(seeds)
+
+
+def test_continued_prompts_have_other_tokens_at_their_ends_only():
+    made = make_prompts(3, 2, (50, 60), 1, 20, 99)
+    ends = replace_ends(made, 16, 3, 99)
+    assert [one[:-16] for one in ends] == [one[:-16] for one in made]
+    assert [len(one) for one in ends] == [len(one) for one in made]
+    assert all(one[-16:] != other[-16:] for one, other in zip(ends, made, strict=True))
+    assert ends == replace_ends(made, 16, 3, 99)

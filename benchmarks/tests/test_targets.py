@@ -304,16 +304,18 @@ met          longest hold of the GIL by a call of up to 10,000 keys, ms: 1, at m
 def rounds_of(**of_engine: tuple[float, float]) -> list[Round]:
     """By engine: seconds, and to the first token. The second turn takes twice as long."""
     names = {"plain": PLAIN, "theirs": THEIRS, "ours": "ours", "lossless": LOSSLESS}
+    names |= {"connector": "our connector", "both": "our connector, lossless"}
     return [
         Round(names[engine], turn, kind, seconds * turn, [first * turn] * 2, [16], [[1, 2]])
         for engine, (seconds, first) in of_engine.items()
         for turn in (1, 2)
-        for kind in ("cold", "warm", "alone")
+        for kind in ("cold", "warm", "alone", "continued")
     ]
 
 
 def test_integration_vllm_asks_for_throughput_or_for_half_the_overhead() -> None:
     slow = {"plain": (9.0, 0.1), "theirs": (10.0, 0.2), "lossless": (8.0, 0.14)}
+    slow |= {"connector": (8.0, 0.11), "both": (8.0, 0.12)}
     assert_expected_inline(
         said(integration_vllm_report.judge(rounds_of(**slow, ours=(10.5, 0.15)))),
         """\
@@ -321,6 +323,8 @@ MISSED       cold, throughput over vLLM's own offloading: 0.95, at least 1
 MISSED       warm, throughput over vLLM's own offloading: 0.95, at least 1
 MISSED       alone, throughput over vLLM's own offloading: 0.95, at least 1
 met          alone, overhead of lossless over that of raw pages: 0.80, at most 0.88
+met          continued, our connector, share of the overhead of the spec: 0.20, at most 0.35
+MISSED       continued, our connector, lossless, share of the overhead of the spec: 0.50, at most 0.35
 met          alone, the best, share of the overhead of vLLM's own in time to first token: 0.50, at most 0.50""",
     )
     found = integration_vllm_report.judge(rounds_of(**slow, ours=(8.0, 0.15)))
@@ -330,7 +334,7 @@ met          alone, the best, share of the overhead of vLLM's own in time to fir
     rounds = rounds_of(**slow, ours=(8.0, 0.15))
     rounds[-1].tokens = [[1, 3]]
     assert integration_vllm_report.differences(rounds) == (
-        "answers of 6 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, ours 1"
+        "answers of 8 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
     )
 
 

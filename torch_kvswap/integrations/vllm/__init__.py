@@ -1,11 +1,12 @@
-"""An OffloadingSpec for vLLM's OffloadingConnector, enabled by configuration only:
+"""torch_kvswap in vLLM, by configuration only:
 
-    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-      "kv_connector_extra_config": {"spec_name": "KVSwapOffloadingSpec",
-        "spec_module_path": "torch_kvswap.integrations.vllm", "cpu_bytes_to_use": 10737418240}}'
+    --kv-transfer-config '{"kv_connector": "KVSwapConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "torch_kvswap.integrations.vllm",
+      "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'
 
-docs/vllm.md describes the options, and what happens when a copy fails. vLLM is imported when
-KVSwapOffloadingSpec is first accessed.
+KVSwapOffloadingSpec is for vLLM's own OffloadingConnector. docs/vllm.md describes both, and what
+happens when a copy fails. vLLM is imported when one of them is first accessed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from typing import TYPE_CHECKING, Any
 from torch_kvswap.integrations.vllm.patch import patch_ops
 
 if TYPE_CHECKING:
+    from torch_kvswap.integrations.vllm.connector import KVSwapConnector
     from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
-__all__ = ["KVSwapOffloadingSpec", "patch_ops"]
+__all__ = ["KVSwapConnector", "KVSwapOffloadingSpec", "patch_ops"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "KVSwapOffloadingSpec":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
+    if name == "KVSwapOffloadingSpec":
+        from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
-    return KVSwapOffloadingSpec
+        return KVSwapOffloadingSpec
+    if name == "KVSwapConnector":
+        from torch_kvswap.integrations.vllm.connector import KVSwapConnector
+
+        return KVSwapConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -60,6 +60,7 @@ class KVSwapManager(base.OffloadingManager):
         self._stores: dict[StoreReservation, tuple[Key, ...]] = {}
         # A request may load the same keys several times at once. These loads are interchangeable.
         self._loads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
+        self._failed: set[int] = set()  # pages of reservations that have not ended
         self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
         self._cache = object()  # replaced by a reset
         self._was_reset = False
@@ -115,10 +116,9 @@ class KVSwapManager(base.OffloadingManager):
             raise RuntimeError(
                 f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
             )
-        self._blocks.complete(loads.pop())
+        self._record_event(self._end(loads.pop()), removed=True)
         if not loads:
             del self._loads[name]
-        self._usage = None
 
     def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         """Counts a use of reused keys, and makes all keys the newest.
@@ -213,18 +213,39 @@ class KVSwapManager(base.OffloadingManager):
             if not isinstance(store, StoreReservation):
                 continue
             stored = self._stores.pop(store)
-            self._usage = None
-            if success:
-                self._blocks.complete(store)
-                for one in stored:
-                    self._states[one] = _HIT
-                self._record_event(stored, removed=False)
-            else:
-                self._blocks.fail(store)
-                for one in stored:
-                    del self._states[one]
-                if hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
-                    self._record_event(stored, removed=True, metadata_only=True)
+            if not success:
+                self._failed.update(store.pages.tolist())
+            failed = self._end(store)
+            stored = tuple(one for one in stored if one in self._states)
+            for one in stored:
+                self._states[one] = _HIT
+            self._record_event(stored, removed=False)
+            if hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
+                self._record_event(failed, removed=True, metadata_only=True)
+
+    def fail_pages(self, pages: Iterable[int]) -> None:
+        """Names pages that an open store has not written, or that an open load has not read. When
+        it ends, their chunks are forgotten."""
+        self._failed.update(pages)
+
+    def _end(self, reservation: Reservation) -> list[Key]:
+        """Ends a store or a load, and returns the keys of its failed pages, which are forgotten.
+
+        Another load may have forgotten a page before, whose key may be on another page by now.
+        """
+        self._usage = None
+        pages = reservation.pages.tolist()
+        rejected = [at for at, page in enumerate(pages) if page in self._failed]
+        self._blocks.complete(reservation, rejected)
+        failed = []
+        for at in rejected:
+            page = pages[at]
+            self._failed.discard(page)
+            if key := self._last_on_page[page]:
+                self._last_on_page[page] = b""
+                del self._states[key]
+                failed.append(key)
+        return failed
 
     def reset_cache(self) -> None:
         """Forgets all chunks.
@@ -240,7 +261,7 @@ class KVSwapManager(base.OffloadingManager):
         self._blocks.reset()
         self._flushed += chain.from_iterable(self._loads.values())
         self._flushed += self._stores
-        for known in (self._states, self._stores, self._loads):
+        for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()
         self._cache, self._was_reset = object(), True
         self._usage = None

@@ -40,14 +40,16 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
+        repeats (bool): the worker repeats what fails (see KVSwapWorker).
 
     Raises:
         ValueError: an option is unknown, missing or invalid. With a pipeline, get_manager() and
             get_worker() say if there are too few bytes for a chunk.
     """
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(self, config: OffloadingConfig, repeats: bool = True) -> None:
         super().__init__(config)
+        self._repeats = repeats
         self.options: SpecOptions = read_options(config.extra_config)
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
@@ -106,7 +108,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 check_one_host(_hosts_of_workers(replicas))
             self._worker = KVSwapWorker(
                 *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
-                *(self.options, replicas),
+                *(self.options, replicas, self._repeats),
             )
         return self._worker
 

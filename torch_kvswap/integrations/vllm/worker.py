@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.kv_offload import base
 
+from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
+from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Kept, Retry
 from torch_kvswap.offload.handler import Job, OffloadHandler
-from torch_kvswap.results import Result, TransferError, error_of
+from torch_kvswap.results import DeviceLostError, Result, TransferError, error_of
 
 _log = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """What a transfer has not copied.
+
+    Attributes:
+        blocks (set[int]): GPU blocks.
+        pages (set[int]): host pages.
+    """
+
+    blocks: set[int]
+    pages: set[int]
 
 
 class _Open(NamedTuple):
@@ -42,15 +56,18 @@ class KVSwapWorker(base.OffloadingWorker):
     written there, and a load's blocks may still be zeroed there, by the same step before a
     synchronous load or by an earlier step for the previous owner of the block.
 
-    A copy that fails is repeated once by a Retry. If that fails too, the error is logged and
-    reported, which ends the engine: vLLM asserts that transfers succeed. For the same reason,
-    blocks that do not fit into encoded slots are kept in memory of their own.
+    vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated
+    once by a Retry, and if that fails too, the error is logged and reported, which ends the engine.
+    For the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
+    KVSwapConnector asks for take_failures() instead.
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches.
         num_pages (int): host pages.
         blocks_per_page (int): GPU blocks per page.
         options (SpecOptions): copy options.
+        repeats (bool): repeat what fails. If not, every transfer is reported as a success to vLLM's
+            code, and take_failures() has what was not copied.
         replicas (Replicas | None): set if the workers have equal caches. They then share one pool.
             vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
             store in rank 0 before any worker loads its pages.
@@ -66,7 +83,10 @@ class KVSwapWorker(base.OffloadingWorker):
         blocks_per_page: int,
         options: SpecOptions,
         replicas: Replicas | None = None,
+        repeats: bool = True,
     ) -> None:
+        self._repeats = repeats
+        self._failures: dict[int, Failure] = {}  # key: vLLM's number
         is_encoded = options.encoding != "raw"
         of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
         self._has_layers = [layout is not None for layout in of_groups]
@@ -113,36 +133,42 @@ class KVSwapWorker(base.OffloadingWorker):
         """
         move = self._read(src_spec, dst_spec)
         move.check_whole_pages(self._blocks_per_page)
-        if self._has_blocks(job_id, move):
-            blocks, pages, first = move
-            job = self._handler.store(
-                gpu_block_ids=blocks, page_ids=pages, first_slot=first, tag=job_id
-            )
-            self._open[job_id] = _Open(move, job)
-            if self._kept:
-                for place in move.places(self._blocks_per_page):
-                    self._kept.pop((place.page, place.slot), None)
+        self._submit(job_id, move, self._handler.store)
+        for place in move.places(self._blocks_per_page) if self._kept else ():
+            self._kept.pop((place.page, place.slot), None)
         return True
 
     def submit_load(
-        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+        self,
+        job_id: int,
+        src_spec: Any,
+        dst_spec: Any,
+        expedited: bool = False,
+        layer_groups: int | None = None,
     ) -> bool:
         """Starts a load, as submit_store().
 
-        vLLM 0.33 sets `expedited` for loads that it waits for.
+        vLLM 0.33 sets `expedited` for loads that it waits for. KVSwapConnector sets layer_groups
+        (see OffloadHandler.load()) for loads of the step that begins.
         """
         move = self._read(dst_spec, src_spec)
-        if self._has_blocks(job_id, move):
-            blocks, pages, first = move
-            job = self._handler.load(
-                page_ids=pages,
-                gpu_block_ids=blocks,
-                first_slot=first,
-                expedited=expedited,
-                tag=job_id,
-            )
-            self._open[job_id] = _Open(move, job)
+        options = {"expedited": expedited, "layer_groups": layer_groups}
+        self._submit(job_id, move, self._handler.load, **options)
         return True
+
+    def let_wait(self, job_ids: Iterable[int], layer_group: int | None = None) -> None:
+        """Makes the current stream wait for transfers, or for a layer group of loads. Those that
+        have ended or failed do not matter: get_finished() reports them."""
+        for number in job_ids:
+            if number in self._open:
+                with contextlib.suppress(TransferError):
+                    self._open[number].job.wait(layer_group=layer_group)
+
+    def take_failures(self) -> dict[int, Failure]:
+        """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
+        is returned once."""
+        taken, self._failures = self._failures, {}
+        return taken
 
     def get_finished(self) -> list[base.TransferResult]:
         """Reports each ended transfer once, with the bytes copied and the seconds taken."""
@@ -175,26 +201,36 @@ class KVSwapWorker(base.OffloadingWorker):
         self._pool.close()
 
     def _read(self, gpu: Any, host: Any) -> Move:
-        """The ids of a transfer, whose pages are pinned when it returns.
+        return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
-        The scheduler assigns pages from the front, as they are pinned, but does not know how far
-        the workers are.
-        """
-        move = read_move(gpu, host, self._has_layers, self._blocks_per_page)
+    def _submit(self, number: int, move: Move, submit: Callable[..., Job], **options: Any) -> None:
+        """Starts a transfer whose pages are pinned. Reports its end if it copies nothing, or if it
+        cannot be started and is not repeated."""
+        blocks, pages, first = move
+        if not any(map(len, blocks)):
+            self._ended.append(base.TransferResult(number, True, 0, 0.0))
+            return
+        try:
+            self._wait_for(pages)
+            ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
+            job = submit(**ids, **options, tag=number)
+        except (MemoryError, RuntimeError) as error:
+            if self._repeats or isinstance(error, DeviceLostError):
+                raise
+            _log.error("transfer %d of vLLM could not start: %s", number, error)
+            self._fail(number, move.places(self._blocks_per_page))
+        else:
+            self._open[number] = _Open(move, job)
+
+    def _wait_for(self, pages: Sequence[Int64Array]) -> None:
+        """Waits until the pages are pinned. The scheduler assigns them from the front, as they are
+        pinned, but does not know how far the workers are."""
         if not self._pool.is_ready:
-            last = max((int(some.max()) for some in move.pages if len(some)), default=-1)
+            last = max((int(some.max()) for some in pages if len(some)), default=-1)
             self._pool.wait_ready(pages=last + 1)
-        return move
-
-    def _has_blocks(self, number: int, move: Move) -> bool:
-        """Whether the transfer copies anything; reports its end if not."""
-        if any(map(len, move.blocks)):
-            return True
-        self._ended.append(base.TransferResult(number, True, 0, 0.0))
-        return False
 
     def _collect(self) -> None:
-        """Polls the handler, reports finished jobs and retries failed ones."""
+        """Polls the handler and reports finished jobs. Repeats failed ones, or notes them."""
         for result in self._handler.poll():
             number = result.tag
             move = self._open.pop(number).move
@@ -202,15 +238,28 @@ class KVSwapWorker(base.OffloadingWorker):
                 self._report(number, True, result.nbytes, result.copy_seconds)
                 continue
             places = move.places(self._blocks_per_page)
-            has_run = bool(result.rejected)
-            if has_run:
-                _log.debug("%s; copying these blocks as they are", error_of([result]))
+            if result.rejected:
                 places = [places[position] for position in result.rejected]
+            if not self._repeats:
+                _log.log(
+                    logging.DEBUG if result.rejected else logging.ERROR, "%s", error_of([result])
+                )
+                self._fail(number, places)
+                continue
+            if result.rejected:
+                _log.debug("%s; copying these blocks as they are", error_of([result]))
             else:
                 _log.error("%s; retrying with plain copies", error_of([result]))
             groups = self._handler.layouts, self._handler.pools
-            retry = Retry(*groups, result.direction, places, self._kept, has_run)
+            retry = Retry(*groups, result.direction, places, self._kept, bool(result.rejected))
             self._repeated[number] = _Repeated(result, retry)
+
+    def _fail(self, number: int, places: Sequence[Place]) -> None:
+        """Reports the end of a transfer that has not copied these blocks."""
+        blocks, pages = {place.block for place in places}, {place.page for place in places}
+        self._failures[number] = Failure(blocks, pages)
+        # Without a size, vLLM's counters leave it out.
+        self._ended.append(base.TransferResult(number, True, None, None))
 
     def _end_retry(self, number: int) -> None:
         result, retry = self._repeated.pop(number)

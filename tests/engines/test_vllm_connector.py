@@ -1,0 +1,388 @@
+"""KVSwapConnector under vLLM's real scheduler: loaded by configuration, and no failure ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_serving import IS_033, LAYERS, Serving, expected_tokens, serving
+
+from torch_kvswap.results import BlocksRejectedError, DeviceLostError, TransferError
+
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
+SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(512), k=length)
+
+
+def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:
+    for name, one in prompts.items():
+        assert engine.tokens[name] == expected_tokens(one, count), name
+
+
+class Faults:
+    """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
+    result says so. A load may fail in any layer and leave the layers before it right.
+
+    Args:
+        chooses: given the direction and the number of blocks, whether this transfer fails, and
+            "rejected" if only its last block does.
+    """
+
+    def __init__(self, engine: Serving, chooses: Callable[[str, int], bool | str]) -> None:
+        self.worker, self.chooses = engine.worker, chooses
+        self.count = {"store": 0, "load": 0}
+        self.seen = {"store": 0, "load": 0}
+        self._layer = itertools.cycle(range(LAYERS))
+        self._failing: dict[int, bool | str] = {}
+        self._submit, self._poll = self.worker._submit, self.worker._handler.poll
+        self.worker._submit, self.worker._handler.poll = self.submit, self.poll
+
+    def submit(self, number: int, move: Any, submit: Any, **options: Any) -> None:
+        direction = submit.__name__
+        places = move.places(self.worker._blocks_per_page)
+        self.seen[direction] += 1
+        self._submit(number, move, submit, **options)
+        how = self.chooses(direction, len(places))
+        if not how or number not in self.worker._open:
+            return
+        self.count[direction] += 1
+        self._failing[number] = how
+        first = next(self._layer)
+        for place in places[-1:] if how == "rejected" else places:
+            if direction == "store":
+                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
+            else:
+                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
+                    tensor[place.block].view(torch.uint8).fill_(0x5A)
+
+    def poll(self) -> list[Any]:
+        return [self._spoil(result) for result in self._poll()]
+
+    def _spoil(self, result: Any) -> Any:
+        how = self._failing.pop(result.tag, False)
+        if not how:
+            return result
+        places = self.worker._open[result.tag].move.places(self.worker._blocks_per_page)
+        rejected = (len(places) - 1,) if how == "rejected" else ()
+        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
+        return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
+
+
+def never(direction: str, blocks: int) -> bool:
+    return False
+
+
+def only(direction: str, how: bool | str = True) -> Callable[[str, int], bool | str]:
+    return lambda one, blocks: one == direction and how
+
+
+@pytest.fixture(params=["sync", "async"])
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
+    with serving(folder, is_async=request.param == "async", transfer=RECOMPUTE) as engine:
+        yield engine
+
+
+@RUNNERS
+@SCHEDULERS
+def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async):
+    prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
+    again = {f"again {name}": one for name, one in prompts.items()}
+    with serving(folder, runner=runner, is_async=is_async) as engine:
+        engine.serve(prompts)
+        engine.forget_gpu()
+        loads = Faults(engine, never)
+        engine.serve(again)
+        check(engine, {**prompts, **again})
+        assert loads.seen["load"] == len(again)
+
+
+def test_the_connector_makes_the_spec_also_in_the_front_end(folder):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
+    from vllm_engine import KVSwapManager, KVSwapWorker
+
+    with serving(folder) as engine:
+        assert type(engine.scheduler.connector.connector_scheduler.manager) is KVSwapManager
+        assert type(engine.worker) is KVSwapWorker
+        # In another process, with a configuration that nobody has completed.
+        transfer = engine.config.kv_transfer_config
+        transfer.kv_connector_extra_config = {"cpu_bytes_to_use": 1}
+        assert KVConnectorProm is not None
+        made = KVConnectorFactory.get_connector_class(transfer).build_prom_metrics(
+            engine.config, _metric_types(), ["model"], {0: ["m"]}
+        )
+        assert made._offloading_metric_metadata.keys() >= _metrics_of_our_spec()
+
+
+def _metric_types() -> dict[Any, Any]:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    return {kind: kind for kind in (Counter, Gauge, Histogram)}
+
+
+def _metrics_of_our_spec() -> set[str]:
+    from vllm_engine import KVSwapOffloadingSpec
+
+    return set(KVSwapOffloadingSpec.build_metric_definitions({}))
+
+
+def test_another_spec_is_refused(folder):
+    with (
+        pytest.raises(ValueError, match="KVSwapConnector makes its own spec; leave it out"),
+        serving(folder, extra={"spec_name": "CPUOffloadingSpec"}),
+    ):
+        pass
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("how", [True, "rejected"])
+def test_what_could_not_be_loaded_is_computed_again(folder, runner, is_async, how):
+    prompts = {f"{n}": prompt(n, 90 + 16 * n) for n in range(3)}
+    again = {f"again {name}": one for name, one in prompts.items()}
+    third = {f"third {name}": one for name, one in prompts.items()}
+    with serving(folder, runner=runner, is_async=is_async, transfer=RECOMPUTE) as engine:
+        engine.serve(prompts)
+        engine.forget_gpu()
+        faults = Faults(engine, only("load", how))
+        engine.serve(again)
+        assert faults.count == {"store": 0, "load": 3}, "what failed is not found again"
+        faults.chooses = never
+        engine.forget_gpu()
+        engine.serve(third)
+        assert faults.seen["load"] == 6, "it was stored again"
+        check(engine, {**prompts, **again, **third})
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("new", [0, 50], ids=["asynchronous", "in the step"])
+def test_with_the_policy_fail_only_the_request_fails(folder, runner, is_async, new):
+    first, second = prompt(1, 100), prompt(2, 84)
+    with serving(folder, runner=runner, is_async=is_async) as engine:
+        engine.serve({"first": first, "second": second})
+        engine.forget_gpu()
+        faults = Faults(engine, lambda direction, blocks: direction == "load" and blocks == 6)
+        again = {"first again": first + prompt(3, new), "second again": second + prompt(4, new)}
+        engine.serve(again)
+        assert engine.ends["first again"] == "error"
+        assert engine.tokens["first again"] == []
+        assert faults.seen["load"] == 2
+        check(engine, {"second again": again["second again"]})
+        third = {f"third {name}": one for name, one in again.items()}
+        engine.serve(third)
+        check(engine, third)
+
+
+def test_what_could_not_be_stored_is_not_found(engine):
+    faults = Faults(engine, only("store"))
+    one = prompt(1, 100)
+    engine.serve({"first": one})
+    engine.forget_gpu()
+    engine.serve({"again": one})
+    check(engine, {"first": one, "again": one})
+    assert faults.count["store"] > 0
+    assert faults.seen["load"] == 0
+
+
+def test_only_the_rejected_block_of_a_store_is_not_found(engine):
+    one = prompt(1, 101)  # six full blocks
+    faults = Faults(engine, only("store", "rejected"))
+    engine.serve({"first": one}, count=1)
+    engine.forget_gpu()
+    faults.chooses = never
+    engine.serve({"again": one}, count=1)
+    check(engine, {"first": one, "again": one}, count=1)
+    manager = engine.scheduler.connector.connector_scheduler.manager
+    assert manager._blocks.stats().loaded == 5
+
+
+@pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("the pool is closed")])
+def test_transfers_that_cannot_start_have_failed(engine, error, caplog):
+    handler, one = engine.worker._handler, prompt(1, 100)
+    engine.serve({"first": one})
+    engine.forget_gpu()
+    load, store = handler.load, handler.store
+
+    def cannot(**_: Any) -> Any:
+        raise error
+
+    handler.load = handler.store = cannot
+    other = prompt(2, 70)
+    engine.serve({"again": one, "other": other})
+    handler.load, handler.store = load, store
+    engine.forget_gpu()
+    engine.serve({"third": one})
+    check(engine, {"again": one, "other": other, "third": one})
+    assert f"could not start: {error}" in caplog.text
+
+
+def test_a_lost_device_ends_the_engine(engine):
+    def lost(**_: Any) -> Any:
+        raise DeviceLostError("error 719")
+
+    engine.worker._handler.store = lost
+    with pytest.raises(DeviceLostError):
+        engine.serve({"first": prompt(1, 100)})
+
+
+def test_behind_a_window_all_is_computed_again_or_loaded_again(folder):
+    """The blocks in front of the first one that failed may be gone. vLLM 0.33 starts over; 0.26 is
+    told nothing, and the blocks are copied a second time."""
+    one, window = prompt(1, 200), 40
+    with serving(folder, transfer=RECOMPUTE, window=window) as engine:
+        engine.serve({"first": one})
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.serve({"again": one})
+        assert faults.count["load"] == 1
+        expected = expected_tokens(one, 4, window)
+        assert [engine.tokens["first"], engine.tokens["again"]] == [expected] * 2
+        assert engine.worker._repeats == (not IS_033)
+
+
+def test_failures_of_several_workers_are_those_of_the_job():
+    from torch_kvswap.integrations.vllm.connector import KVSwapWorkerMetadata
+
+    of_workers = [
+        KVSwapWorkerMetadata({1: 1, 2: 1}, failed_pages={1: {7}}),
+        KVSwapWorkerMetadata({1: 1, 3: 1}, failed_pages={1: {8}, 3: {9}}),
+    ]
+    both = of_workers[0].aggregate(of_workers[1])
+    assert both.completed_jobs == {1: 2, 2: 1, 3: 1}
+    assert both.failed_pages == {1: {7, 8}, 3: {9}}
+    assert of_workers[0].failed_pages == {1: {7}}
+
+
+@RUNNERS
+@SCHEDULERS
+def test_nothing_that_was_computed_from_a_failed_load_is_stored(folder, runner, is_async):
+    """Neither by the step of the load nor by the next one, which is scheduled already if scheduling
+    is asynchronous."""
+    old = prompt(1, 96)
+    new = old + prompt(2, 128)
+    with serving(folder, runner=runner, is_async=is_async, batched=64) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.serve({"failed": new})
+        assert engine.ends["failed"] == "error"
+        faults.chooses = never
+        for name in ("computed", "loaded"):
+            engine.forget_gpu()
+            engine.serve({name: new})
+            check(engine, {name: new})
+        assert faults.seen["load"] == 2
+
+
+@RUNNERS
+def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, runner):
+    old = prompt(1, 96)
+    new = old + prompt(2, 64)
+    with serving(folder, runner=runner, is_async=True) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        Faults(engine, only("load"))
+        engine.add("aborted", new)
+        engine.step()
+        assert engine.steps, "it is not reported yet"
+        engine.abort("aborted")
+        engine.run()
+        engine.serve({"new": new})
+        check(engine, {"new": new})
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async, policy):
+    """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
+    aborted; with the policy "fail" most loads are in-step loads."""
+    chosen = random.Random(7)
+    documents = [prompt(100 + n, chosen.randrange(60, 180)) for n in range(8)]
+
+    def chooses(direction: str, blocks: int) -> bool | str:
+        return chosen.choice([False, True, "rejected"])
+
+    how: dict[str, Any] = {"runner": runner, "is_async": is_async}
+    how["transfer"] = {"kv_load_failure_policy": policy}
+    with serving(folder, **how, blocks=28, pages=64, batched=64) as engine:
+        faults = Faults(engine, chooses)
+        served: dict[str, list[int]] = {}
+        number = preempted = 0
+        while sum(faults.count.values()) < 150:
+            for _ in range(6):
+                number += 1
+                document = chosen.choice(documents)
+                served[f"{number}"] = document[: chosen.randrange(40, len(document))]
+                engine.add(f"{number}", served[f"{number}"], 12)
+            for _ in range(chosen.randrange(1, 30)):
+                if engine.is_busy:
+                    engine.step()
+            if chosen.random() < 0.3:
+                gone = f"{chosen.randrange(1, number + 1)}"
+                engine.abort(gone)
+                served.pop(gone, None)
+            preempted = max(preempted, *(one.num_preemptions for one in engine.requests.values()))
+            if chosen.random() < 0.2:
+                engine.run()
+                engine.forget_gpu()
+        engine.run()
+        failed = 0
+        for name, one in served.items():
+            if engine.ends[name] == "error":
+                failed += 1
+            else:
+                assert engine.tokens[name] == expected_tokens(one, 12), name
+        assert min(faults.count.values()) > 20
+        assert preempted
+        assert bool(failed) == (policy == "fail")
+        assert failed < len(served) / 2
+
+
+def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
+    one = prompt(1, 100)
+    engine.serve({"first": one})
+    engine.forget_gpu()
+    handler, poll = engine.worker._handler, engine.worker._handler.poll
+    handler.poll = list
+    engine.add("aborted", one + prompt(2, 50))
+    engine.step()
+    assert engine.worker._open, "it loads"
+    engine.abort("aborted")
+    engine.step()
+    handler.poll = poll
+    engine.run()
+    engine.serve({"again": one + prompt(2, 50)})
+    check(engine, {"again": one + prompt(2, 50)})
+
+
+@RUNNERS
+@SCHEDULERS
+def test_in_step(folder, runner, is_async):
+    prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
+    again = {
+        f"again {name}": [*one, *prompt(n, 40)] for n, (name, one) in enumerate(prompts.items())
+    }
+    with serving(folder, runner=runner, is_async=is_async) as engine:
+        engine.serve(prompts)
+        engine.forget_gpu()
+        loads = Faults(engine, never)
+        engine.serve(again)
+        check(engine, {**prompts, **again})
+        assert loads.seen["load"] == len(again)

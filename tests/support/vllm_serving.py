@@ -1,0 +1,405 @@
+"""An engine around the real scheduler, connector and connector hooks of vLLM, on any device.
+
+Only the model is ours. Its tokens depend on every byte of all blocks of the request: what a layer
+writes follows from what the layers before it have read. So a block with wrong bytes, or one that is
+read too early, changes the tokens. expected_tokens() computes them without a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
+from vllm.config import (
+    CacheConfig,
+    CUDAGraphMode,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu import kv_connector as v2
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
+NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
+VOCABULARY = 512
+PRIME = 2**31 - 1
+IS_033 = "layers" in KVCacheTensor.__dataclass_fields__
+CONNECTOR = {
+    "kv_connector": "KVSwapConnector",
+    "kv_connector_module_path": "torch_kvswap.integrations.vllm",
+}
+
+
+def expected_tokens(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        x = torch.tensor(tokens)
+        places = torch.arange(len(tokens))
+        for layer in range(LAYERS):
+            x = attend(x, written(x, places, layer), places, layer, window)
+        tokens.append(int(x[-1]) % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+def written(x: torch.Tensor, places: torch.Tensor, layer: int) -> torch.Tensor:
+    """What a layer keeps of tokens: int64 [tokens, LANES], each of 31 bits."""
+    lanes = torch.arange(LANES, device=x.device)
+    return (x[:, None] * 48271 + places[:, None] * 7919 + lanes * (layer + 3) + 1) % PRIME
+
+
+def attend(
+    x: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, layer: int, window: int | None
+) -> torch.Tensor:
+    """kept: of all tokens up to the last one of x, which are at `places`."""
+    weights = torch.arange(1, LANES + 1, device=x.device)
+    numbers = (kept.long() % PRIME * weights).sum(1) % PRIME
+    order = torch.arange(1, len(numbers) + 1, device=x.device)
+    sums = (numbers * order % PRIME).cumsum(0)
+    seen = sums[places]
+    if window is not None:
+        seen = seen - torch.where(places < window, 0, sums[(places - window).clamp(min=0)])
+    return (x * 31 + seen + layer) % PRIME
+
+
+@dataclass
+class State:
+    """A request as the model runner has it."""
+
+    tokens: list[int]
+    computed: int
+    prompt: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class Inputs(NamedTuple):
+    """What a step computes of a request, on the device: tokens and their places, and the slots of the
+    cache that it writes and reads."""
+
+    state: State
+    x: torch.Tensor
+    places: torch.Tensor
+    write: torch.Tensor
+    read: torch.Tensor
+
+
+class Runner:
+    """A model runner's half of the connector: its hooks are called by vLLM's code for runner V2
+    (ActiveKVConnector) or V1 (KVConnectorModelRunnerMixin)."""
+
+    def __init__(self, config: Any, kv_cache_config: Any, device: str, runner: str) -> None:
+        self.config, self.is_v2 = config, runner == "v2"
+        blocks = kv_cache_config.num_blocks
+        # Never zeros: a block that nobody has written must be seen.
+        self.caches = {
+            name: torch.full((blocks, BLOCK * LANES), -layer - 1, dtype=torch.int32).to(device)
+            for layer, name in enumerate(NAMES)
+        }
+        self.device = device
+        self.window = getattr(
+            kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None
+        )
+        self.states: dict[str, State] = {}
+        self.graph = CUDAGraphMode.NONE  # or FULL: no hooks then
+        self.when_launched: Callable[[], None] = lambda: None  # called behind all layers of a step
+        self.connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, kv_cache_config
+        )
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        if self.is_v2:
+            self.hooks = v2.ActiveKVConnector(config, self.caches)
+        else:
+            self.connector.register_kv_caches(self.caches)
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    def execute(self, scheduled: Any) -> ModelRunnerOutput:
+        self._update(scheduled)
+        if not self.is_v2:  # as GPUModelRunner.execute_model() does
+            self.connector.handle_preemptions(scheduled.kv_connector_metadata)
+        if not scheduled.total_num_scheduled_tokens:
+            if self.is_v2:
+                return self.hooks.no_forward(scheduled)
+            return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self.config)
+        counts = scheduled.num_scheduled_tokens
+        batch = [self._inputs(self.states[name], count) for name, count in counts.items()]
+        is_replay = self.graph == CUDAGraphMode.FULL
+        context = set_forward_context(
+            dict.fromkeys(NAMES, object()), self.config, cudagraph_runtime_mode=self.graph
+        )
+        if self.is_v2:
+            with contextlib.nullcontext() if is_replay else context:
+                self.hooks.pre_forward(scheduled)
+                xs = self._forward(batch)
+            sampled = self._sample(batch, xs)
+            said = self.hooks.post_forward(scheduled.finished_req_ids)
+        else:
+            hooks = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduled)
+            with context, hooks as said:
+                xs = self._forward(batch)
+            sampled = self._sample(batch, xs)
+        return ModelRunnerOutput(
+            req_ids=list(counts),
+            req_id_to_index={name: at for at, name in enumerate(counts)},
+            sampled_token_ids=sampled,
+            kv_connector_output=said,
+        )
+
+    def _update(self, scheduled: Any) -> None:
+        gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+        for name in gone:
+            self.states.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            tokens = (new.prefill_token_ids if self.is_v2 else None) or new.prompt_token_ids
+            self.states[new.req_id] = State(
+                list(tokens), new.num_computed_tokens, len(new.prompt_token_ids), *new.block_ids
+            )
+            self.states[new.req_id].blocks = list(new.block_ids[0])
+        cached = scheduled.scheduled_cached_reqs
+        for at, name in enumerate(cached.req_ids):
+            state = self.states.get(name)
+            if name in cached.resumed_req_ids:
+                tokens = list(cached.all_token_ids[name])
+                prompt = len(tokens) - cached.num_output_tokens[at]
+                state = self.states[name] = State(tokens, 0, prompt)
+            assert state is not None
+            if cached.new_block_ids[at]:
+                state.blocks += cached.new_block_ids[at][0]
+            if not self.is_v2:  # V2 has its own count on the GPU
+                state.computed = cached.num_computed_tokens[at]
+                del state.tokens[state.prompt + cached.num_output_tokens[at] :]
+
+    def _inputs(self, state: State, count: int) -> Inputs:
+        places = torch.arange(state.computed, state.computed + count)
+        x = torch.tensor(state.tokens[state.computed : state.computed + count])
+        assert len(x) == count
+        slots = (torch.tensor(state.blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        read = slots[: state.computed + count]
+        tensors = [one.to(self.device) for one in (x, places, slots[places], read)]
+        return Inputs(state, *tensors)
+
+    def _forward(self, batch: list[Inputs]) -> list[torch.Tensor]:
+        """Launches everything, and waits for nothing."""
+        xs = [one.x for one in batch]
+        for layer, name in enumerate(NAMES):
+            cache = self.caches[name].view(-1, LANES)
+            for x, one in zip(
+                xs, batch, strict=True
+            ):  # as unified_kv_cache_update, before the hook
+                cache[one.write] = written(x, one.places, layer).to(torch.int32)
+            if self.graph != CUDAGraphMode.FULL:
+                self.connector.wait_for_layer_load(name)
+            xs = [
+                attend(x, cache[one.read], one.places, layer, self.window)
+                for x, one in zip(xs, batch, strict=True)
+            ]
+        self.when_launched()
+        return [x[-1] for x in xs]
+
+    def _sample(self, batch: list[Inputs], xs: list[torch.Tensor]) -> list[list[int]]:
+        sampled = []
+        for (state, new, *_), x in zip(batch, xs, strict=True):
+            state.computed += len(new)
+            done = state.computed == len(state.tokens)
+            token = [int(x.cpu()) % VOCABULARY] if done else []
+            state.tokens += token
+            sampled.append(token)
+        return sampled
+
+
+class Serving:
+    """An engine. Requests are served by step(), or run() until all have ended.
+
+    Args:
+        runner: "v1" or "v2".
+        is_async: a step is scheduled before the one before it was executed and reported.
+        blocks: GPU blocks, the first of which is vLLM's null block.
+        batched: tokens of a step.
+        window: of all layers, in tokens; None is full attention.
+        transfer: more of the KVTransferConfig.
+        extra: more of kv_connector_extra_config.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        *,
+        runner: str = "v2",
+        is_async: bool = False,
+        blocks: int = 64,
+        pages: int = 256,
+        batched: int = 256,
+        device: str = "cpu",
+        window: int | None = None,
+        transfer: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        page_bytes = LAYERS * BLOCK * LANES * 4
+        options = {"cpu_bytes_to_use": pages * page_bytes, **(extra or {})}
+        self.config = _config(folder, is_async, batched, {**CONNECTOR, **(transfer or {})}, options)
+        # Only now, because it wants Triton, which our model does without.
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
+        assert self.config.use_v2_model_runner == (runner == "v2")
+        self.config.cache_config.num_gpu_blocks = blocks
+        kv_cache_config = _kv_cache_config(blocks, window)
+        kind = AsyncScheduler if is_async else Scheduler
+        self.scheduler = kind(
+            self.config,
+            kv_cache_config,
+            StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.runner = Runner(self.config, kv_cache_config, device, runner)
+        self.is_async = is_async
+        self.steps: deque[tuple[Any, Any]] = deque()  # executed, not reported yet
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        kv_cache_utils.init_none_hash(sha256)
+        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+
+    def add(self, name: str, prompt: Sequence[int], count: int = 4) -> None:
+        self.tokens[name] = []
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def is_busy(self) -> bool:
+        waits = self.scheduler.connector.has_pending_push_work()
+        return bool(self.steps) or self.scheduler.has_requests() or waits
+
+    def step(self) -> None:
+        """As EngineCore does: with asynchronous scheduling a step is reported after the next one was
+        scheduled and launched."""
+        scheduled = self.scheduler.schedule()
+        self.steps.append((scheduled, self.runner.execute(scheduled)))
+        waits = self.is_async and scheduled.total_num_scheduled_tokens > 0
+        while len(self.steps) > int(waits):
+            self._report(*self.steps.popleft())
+
+    def _report(self, scheduled: Any, output: Any) -> None:
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in outputs.outputs:
+                self.tokens[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.ends[one.request_id] = str(one.finish_reason)
+
+    def run(self, most: int = 2000) -> None:
+        for _ in range(most):
+            if not self.is_busy:
+                return
+            self.step()
+        raise AssertionError(f"requests did not end: {self.scheduler.get_request_counts()}")
+
+    def serve(self, prompts: dict[str, Sequence[int]], count: int = 4) -> dict[str, list[int]]:
+        for name, prompt in prompts.items():
+            self.add(name, prompt, count)
+        self.run()
+        return {name: self.tokens[name] for name in prompts}
+
+    def forget_gpu(self) -> None:
+        """Drops the prefix cache of the GPU, so that all comes from the host."""
+        assert self.scheduler.reset_prefix_cache()
+
+    @property
+    def worker(self) -> Any:
+        """The KVSwapWorker."""
+        return self.runner.connector.connector_worker.worker
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **how: Any) -> Iterator[Serving]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        made = Serving(folder, patch, **how)
+        try:
+            yield made
+        finally:
+            made.scheduler.shutdown()
+            made.runner.shutdown()
+
+
+def _config(
+    folder: Path, is_async: bool, batched: int, transfer: dict[str, Any], extra: dict[str, Any]
+) -> VllmConfig:
+    model = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64}
+    model |= {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "ffn_dim": 128}
+    model |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(model))
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=batched,
+            max_model_len=1024,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=is_async,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_role="kv_both", kv_connector_extra_config=extra, **transfer
+        ),
+        device_config=DeviceConfig(device="cpu"),
+    )
+
+
+def _kv_cache_config(blocks: int, window: int | None) -> KVCacheConfig:
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": LANES // 2}
+    shape["dtype"] = torch.float32
+    spec = (
+        FullAttentionSpec(**shape)
+        if window is None
+        else SlidingWindowSpec(**shape, sliding_window=window)
+    )
+    page = spec.page_size_bytes
+    assert page == BLOCK * LANES * 4
+    if IS_033:
+        tensors = [
+            KVCacheTensor(size=page * blocks, layers=[name], layer_stride=0, block_stride=page)
+            for name in NAMES
+        ]
+    else:
+        tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in NAMES]
+    more = {"kv_cache_layout": "LBHNC"} if IS_033 else {}
+    return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(list(NAMES), spec)], **more)

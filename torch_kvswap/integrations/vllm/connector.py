@@ -1,0 +1,457 @@
+"""The connector that vLLM is configured with. It makes the spec by itself.
+
+vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnector adds:
+
+- A transfer that fails ends no engine. The worker part names its blocks and pages, and the
+  scheduler part forgets the chunks on these pages before it looks up others.
+- A request with enough tokens to compute is loaded in the step in which it is scheduled, an
+  "in-step load": the model's stream waits for the blocks of a layer right before that layer. Only
+  vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was computed
+  from a failed load only if no later step was scheduled by then; its runner V2 keeps counting from
+  that token; and requests that share the blocks go on before they are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
+
+_SPEC = {
+    "spec_name": "KVSwapOffloadingSpec",
+    "spec_module_path": "torch_kvswap.integrations.vllm",
+}
+# Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
+_IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
+# A request is loaded in its step if it has at most so many tokens to load for each one to compute.
+# Then the load takes about as long as the computation behind which it is hidden.
+_LOADED_PER_COMPUTED = 16
+_LAYER_GROUPS = 16  # of an in-step load, at most
+
+
+@dataclass
+class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
+    """What the workers report to the scheduler.
+
+    Attributes:
+        failed_pages (dict[int, set[int]]): host pages that jobs have not written or not read, by
+            vLLM's number of the job.
+    """
+
+    failed_pages: dict[int, set[int]] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
+        """The reports of several workers as one."""
+        both = super().aggregate(other)
+        failed = {number: set(pages) for number, pages in self.failed_pages.items()}
+        for number, pages in other.failed_pages.items():
+            failed.setdefault(number, set()).update(pages)
+        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failed)
+
+
+class WorkerPart(OffloadingConnectorWorker):
+    """Reports what failed: pages to the scheduler part, blocks or requests to vLLM. Makes the
+    model's stream wait for in-step loads.
+
+    Args:
+        spec (KVSwapOffloadingSpec): makes the worker, which does not repeat what fails.
+        others: further arguments of vLLM's OffloadingConnectorWorker.
+        names_blocks (bool): vLLM can compute single blocks again.
+        is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
+    """
+
+    def __init__(
+        self, spec: KVSwapOffloadingSpec, *others: Any, names_blocks: bool, is_ahead: bool
+    ) -> None:
+        super().__init__(spec, *others)
+        self._names_blocks, self._is_ahead = names_blocks, is_ahead
+        self._failed_pages: dict[int, set[int]] = {}
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._layers: dict[str, int] = {}  # place of each layer's tensor, if the hooks can be used
+        self._num_tensors = 1
+        self._in_step: set[int] = set()  # loads of this step
+        self._waited = -1  # layer group
+        self._metadata: Any = None
+        self._next_is_spoiled = False
+
+    def _init_worker(self, kv_caches: Any) -> None:
+        super()._init_worker(kv_caches)
+        names = self.kv_cache_config.kv_cache_groups[0].layer_names
+        refs = kv_caches.group_data_refs[0]
+        places = {ref.tensor_idx: None for ref in refs}
+        self._num_tensors = len(places)
+        if len(names) == len(refs):
+            order = {tensor: place for place, tensor in enumerate(places)}
+            self._layers = {
+                name: order[ref.tensor_idx] for name, ref in zip(names, refs, strict=True)
+            }
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """As vLLM's. Comes before everything else of a step."""
+        if self._next_is_spoiled:
+            self._next_is_spoiled = False
+            self._fail_stores(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_kv_transfers(self, metadata: Any) -> None:
+        """As vLLM's, but the host does not wait for in-step loads."""
+        self._metadata, self._waited = metadata, -1
+        jobs = metadata.load_jobs
+        in_step = {number: job for number, job in jobs.items() if getattr(job, "sync", False)}
+        if in_step:
+            others = {number: job for number, job in jobs.items() if number not in in_step}
+            metadata = replace(metadata, load_jobs=others)
+        super().start_kv_transfers(metadata)
+        groups = min(_LAYER_GROUPS, self._num_tensors)
+        for number, job in in_step.items():
+            self._load_jobs[number] = None  # no request waits for it
+            self._in_step.add(number)
+            self.worker.submit_load(
+                *(number, job.src_spec, job.dst_spec), expedited=True, layer_groups=groups
+            )
+
+    def wait_for_all(self) -> None:
+        """Makes the current stream wait for the in-step loads."""
+        if self._in_step:
+            self._waited = _LAYER_GROUPS
+            self.worker.let_wait(self._in_step)
+
+    def wait_for_layer(self, name: str) -> None:
+        """Makes the current stream wait until this layer is loaded."""
+        if not self._in_step:
+            return
+        if name not in self._layers:
+            self.wait_for_all()
+            return
+        group = self._layers[name] * min(_LAYER_GROUPS, self._num_tensors) // self._num_tensors
+        if group > self._waited:
+            self._waited = group
+            self.worker.let_wait(self._in_step, group)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """As vLLM's. The requests of failed loads are among those received. Blocks the host until
+        in-step loads have ended: vLLM must hear of their failures with the step's tokens."""
+        if self._in_step:
+            self.worker.wait(self._in_step)
+        requests, in_step = dict(self._load_jobs), self._in_step
+        self._in_step = set()
+        finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        failures = self.worker.take_failures()
+        for number, failure in failures.items():
+            self._failed_pages[number] = failure.pages
+            if number not in requests:
+                continue
+            if self._names_blocks:
+                self._failed_blocks |= failure.blocks
+            else:
+                self._failed_requests.add(requests[number])
+        if not in_step.isdisjoint(failures):
+            self._fail_stores(self._metadata)
+            self._next_is_spoiled = self._is_ahead
+        return finished
+
+    def _fail_stores(self, metadata: Any) -> None:
+        """Does none of the stores of a step that may have computed from a failed load."""
+        jobs = {number: job.dst_spec for number, job in metadata.store_jobs.items()}
+        jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
+        for number, host in jobs.items():
+            self._failed_pages[number] = set(map(int, host.block_ids))
+            self._connector_worker_meta.mark_completed(number)
+        metadata.store_jobs.clear()
+        self._unsubmitted_store_jobs.clear()
+
+    def take_failed_blocks(self) -> set[int]:
+        """GPU blocks that were not loaded, of the loads reported since the last call."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads have failed since the last call, if vLLM takes no blocks."""
+        taken, self._failed_requests = self._failed_requests, set()
+        return taken
+
+    def build_connector_worker_meta(self) -> KVSwapWorkerMetadata | None:
+        """As vLLM's, with the failures of the jobs that it reports."""
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        failed, self._failed_pages = self._failed_pages, {}
+        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
+
+
+@dataclass
+class _InStepJob(TransferJob):
+    """A load that vLLM 0.26 does not know. 0.33 has such a field."""
+
+    sync: bool = True
+
+
+class _NewBlock(NamedTuple):
+    """A block to load. vLLM 0.26 takes those without a hash, which blocks of in-step loads have."""
+
+    block_id: int
+    is_null: bool = False
+    block_hash: None = None
+
+
+class SchedulerPart(OffloadingConnectorScheduler):
+    """Forgets the chunks that were not stored, or could not be loaded. Chooses in-step loads.
+
+    Args:
+        spec (KVSwapOffloadingSpec): makes the manager.
+        vllm_config (VllmConfig): vLLM's configuration.
+        kv_cache_config (KVCacheConfig): the groups of layers.
+        loads_in_step (bool): in-step loads are possible.
+    """
+
+    def __init__(
+        self,
+        spec: KVSwapOffloadingSpec,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        loads_in_step: bool,
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._loads_in_step = loads_in_step
+        self._in_step: set[int] = set()  # jobs that the workers have not reported
+        self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
+        self.block_pool: Any = None
+        self.config: Any
+        if _IS_033:
+            self.config = self.config._replace(sync_load_budget_bytes=0)
+        else:
+            self._current_batch_sync_loads: set[str] = set()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, **options: Any
+    ) -> tuple[int | None, bool]:
+        """As vLLM's. Loads in the step if the request has enough tokens to compute."""
+        name = request.request_id
+        self._current_batch_sync_loads.discard(name)
+        hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
+        if not self._loads_in_step or not is_async:
+            return hit, is_async
+        end = num_computed_tokens + hit
+        # The step must not write to a block that is loaded.
+        if end % self.config.kv_group_configs[0].tokens_per_block:
+            return hit, is_async
+        if hit > _LOADED_PER_COMPUTED * (request.num_tokens - end):
+            return hit, is_async
+        self._current_batch_sync_loads.add(name)
+        return hit, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """As vLLM's."""
+        name = request.request_id
+        if _IS_033 or not num_external_tokens or name not in self._current_batch_sync_loads:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            return
+        (group,) = blocks.blocks
+        tokens_per_block = self.config.kv_group_configs[0].tokens_per_block
+        begin = self._req_status[name].num_locally_computed_tokens // tokens_per_block
+        fresh = [*group[:begin], *(_NewBlock(block.block_id) for block in group[begin:])]
+        super().update_state_after_alloc(
+            request, SimpleNamespace(blocks=(fresh,)), num_external_tokens
+        )
+        number, job = self._current_batch_load_jobs.popitem()
+        self._current_batch_load_jobs[number] = _InStepJob(**vars(job))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
+        self._in_step |= {
+            number
+            for number, job in self._current_batch_load_jobs.items()
+            if getattr(job, "sync", False)
+        }
+        hidden = [] if _IS_033 else self._hide_loads(scheduler_output.preempted_req_ids or ())
+        meta = super().build_connector_meta(scheduler_output)
+        for jobs, number in hidden:
+            jobs.add(number)
+        self._current_batch_sync_loads = set()
+        return meta
+
+    def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
+        """Takes in-step loads out of the jobs of their requests. Those of preempted requests must
+        have ended before their blocks are used again."""
+        hidden = []
+        for number in self._in_step:
+            name = self._jobs[number].req_id
+            status = self._req_status[name]
+            if status.req.is_finished():
+                continue  # without jobs it would be dropped, and it stores nothing any more
+            if name in preempted and number not in self._current_batch_load_jobs:
+                self._current_batch_jobs_to_flush.add(number)
+            status.transfer_jobs.remove(number)
+            hidden.append((status.transfer_jobs, number))
+        return hidden
+
+    def _update_req_states(self, scheduler_output: Any) -> None:
+        super()._update_req_states(scheduler_output)
+        self._spoiled.append(set(self._current_batch_allocated_block_ids))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """As vLLM's, which takes every job that has ended for a success."""
+        meta = connector_output.kv_connector_worker_meta
+        failed: Mapping[int, set[int]] = meta.failed_pages if meta is not None else {}
+        for number, pages in failed.items():
+            job = self._jobs.get(number)
+            if job is None:  # it was running when the cache was reset
+                continue
+            self.manager.fail_pages(pages)
+            status = self._req_status[job.req_id]
+            if not job.is_store and not status.req.is_finished():
+                # vLLM counts loaded chunks as stored. What is computed again is offered again.
+                for state in status.group_states:
+                    state.next_stored_chunk_idx = 0
+        if not self._in_step.isdisjoint(failed):
+            self._forget_computed()
+        super().update_connector_output(connector_output)
+        self._in_step &= self._jobs.keys()
+
+    def _forget_computed(self) -> None:
+        """Forgets what may have been computed from an in-step load that failed.
+
+        vLLM has ended the requests with the load's blocks. Those that were preempted or aborted
+        meanwhile have left blocks in the prefix cache of the GPU. All of them were taken in the
+        step of the load, or in the one that was scheduled before vLLM heard of the failure.
+        """
+        self.block_pool.evict_blocks(set().union(*self._spoiled))
+        for status in self._req_status.values():
+            for state in status.group_states if status.req.is_finished() else ():
+                state.offload_keys.clear()
+                state.block_ids.clear()
+
+    def request_finished(self, request: Any) -> Any:
+        """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded,
+        although it has not told their blocks, and end the engine."""
+        finished = super().request_finished(request)
+        status = self._req_status.get(request.request_id)
+        for state in status.group_states if status is not None and not _IS_033 else ():
+            if status.transfer_jobs & self._in_step:
+                state.block_ids.clear()
+            del state.offload_keys[len(state.block_ids) // self.config.blocks_per_chunk :]
+        return finished
+
+
+class KVSwapConnector(OffloadingConnector):
+    """vLLM's OffloadingConnector with KVSwapOffloadingSpec and failures that end no engine.
+
+    Args:
+        vllm_config (VllmConfig): kv_connector_extra_config has the SpecOptions.
+        role (KVConnectorRole): which part to make, that of the scheduler or of a worker.
+        kv_cache_config (KVCacheConfig): the groups of layers.
+
+    Raises:
+        ValueError: an option is unknown, missing or invalid.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        _choose_spec(vllm_config)
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        names_blocks = _can_name_blocks(kv_cache_config)
+        self._is_layer_by_layer = vllm_config.speculative_config is None
+        spec = KVSwapOffloadingSpec(
+            build_offloading_config(vllm_config, kv_cache_config),
+            repeats=not (names_blocks or _IS_033),
+        )
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = SchedulerPart(
+                *(spec, vllm_config, kv_cache_config),
+                loads_in_step=names_blocks
+                and vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
+                and vllm_config.parallel_config.pipeline_parallel_size == 1,
+            )
+        else:
+            of_engine = (vllm_config,) if _IS_033 else ()
+            self.connector_worker = WorkerPart(
+                *(spec, *of_engine, kv_cache_config),
+                names_blocks=names_blocks,
+                is_ahead=vllm_config.max_concurrent_batches > 1,
+            )
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """0.26 would keep all layers of a block in one tensor, which has no layer groups."""
+        return False
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Keeps the blocks of the GPU for the scheduler part."""
+        self.connector_scheduler.block_pool = gpu_block_pool
+
+    def start_load_kv(self, forward_context: Any, **options: Any) -> None:
+        """As vLLM's. Where no Python runs before each layer, the step waits for the whole loads."""
+        super().start_load_kv(forward_context, **options)
+        # None, or a full graph: a replay. A list: micro-batches, each on a stream of its own.
+        has_hooks = (
+            isinstance(forward_context.attn_metadata, dict)
+            and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+        )
+        if not has_hooks or not self._is_layer_by_layer:
+            self.connector_worker.wait_for_all()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Makes the current stream wait until this layer is loaded."""
+        self.connector_worker.wait_for_layer(layer_name)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As vLLM's (since 0.33), with the requests whose loads have failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self.connector_worker.take_failed_requests()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The GPU blocks that this step reports as not loaded."""
+        blocks: set[int] = self.connector_worker.take_failed_blocks()
+        return blocks
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *others: Any) -> Any:
+        """As vLLM's. It runs in the front end, where no connector is made."""
+        _choose_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *others)
+
+
+def _choose_spec(vllm_config: Any) -> None:
+    """Names our spec in the configuration, from which vLLM's own code makes it for the metrics.
+
+    Raises:
+        ValueError: the configuration names another one.
+    """
+    options = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for name, ours in _SPEC.items():
+        if options.setdefault(name, ours) != ours:
+            raise ValueError(
+                f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector "
+                'makes its own spec; leave it out, or use "kv_connector": "OffloadingConnector"'
+            )
+
+
+def _can_name_blocks(kv_cache_config: Any) -> bool:
+    """Whether vLLM can compute again from any block on: with several groups it cannot tell whose
+    block it is, and with a sliding window the blocks in front may be gone."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return False
+    return type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
