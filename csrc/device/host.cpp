@@ -4,7 +4,6 @@
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <utility>
 
 #include "copy/address_map.h"
 #include "environment.h"
@@ -15,7 +14,7 @@ namespace {
 struct HostEvent {
   std::chrono::steady_clock::time_point time;
   bool has_happened = true;
-  std::exception_ptr error;  // of a late copy before it
+  std::exception_ptr error;  // of a late copy of the transfer that starts with this event
 };
 
 void copy_parts(const std::vector<PartCopy>& parts) {
@@ -25,14 +24,14 @@ void copy_parts(const std::vector<PartCopy>& parts) {
 // What late streams were given and have not done. Any thread may call.
 class LateWork {
  public:
-  // The parts, and what they point to, stay valid until the next event has happened.
-  void add_copies(const std::vector<PartCopy>& parts) {
+  // The parts, what they point to, and the start stay valid until the end of the transfer.
+  void add_copies(const std::vector<PartCopy>& parts, HostEvent& start) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({parts, nullptr});
+    items_.push_back({parts, &start, false});
   }
   void add_record(HostEvent& event) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({{}, &event});
+    items_.push_back({{}, &event, true});
     event.has_happened = false;
     event.error = nullptr;
   }
@@ -54,26 +53,25 @@ class LateWork {
  private:
   struct Item {
     std::vector<PartCopy> parts;
-    HostEvent* record;  // null: copies the parts
+    HostEvent* event;  // to be recorded, or the start of the transfer whose parts are copied
+    bool is_record;
   };
 
   void run(const Item& item) noexcept {
-    if (item.record != nullptr) {
-      item.record->time = std::chrono::steady_clock::now();
-      item.record->error = std::exchange(error_, nullptr);
-      item.record->has_happened = true;
+    if (item.is_record) {
+      item.event->time = std::chrono::steady_clock::now();
+      item.event->has_happened = true;
       return;
     }
     try {
       copy_parts(item.parts);
     } catch (...) {
-      error_ = std::current_exception();
+      item.event->error = std::current_exception();
     }
   }
 
   std::mutex mutex_;
   std::deque<Item> items_;
-  std::exception_ptr error_;  // of the copies before the next record
 };
 
 class HostCopier : public Copier {
@@ -81,9 +79,13 @@ class HostCopier : public Copier {
   // late: null where copies are not late.
   explicit HostCopier(LateWork* late) : late_(late) {}
 
-  Stream copy(const std::vector<PartCopy>& parts, Event, bool, CopyPosition& next,
+  Stream copy(const std::vector<PartCopy>& parts, Event start, bool, CopyPosition& next,
               uint64_t&) override {
-    late_ == nullptr ? copy_parts(parts) : late_->add_copies(parts);
+    if (late_ == nullptr) {
+      copy_parts(parts);
+    } else {
+      late_->add_copies(parts, *static_cast<HostEvent*>(start));
+    }
     next.part = parts.size();
     return late_;
   }
@@ -127,9 +129,9 @@ class HostDevice : public Device {
   }
   // Throws what a late copy has thrown.
   double seconds_between(Event start, Event end) override {
-    const HostEvent& last = *static_cast<HostEvent*>(end);
-    if (last.error != nullptr) std::rethrow_exception(last.error);
-    const std::chrono::duration<double> passed = last.time - static_cast<HostEvent*>(start)->time;
+    const HostEvent &first = *static_cast<HostEvent*>(start), &last = *static_cast<HostEvent*>(end);
+    if (first.error != nullptr) std::rethrow_exception(first.error);
+    const std::chrono::duration<double> passed = last.time - first.time;
     return passed.count();
   }
 
