@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -91,7 +92,7 @@ def running(queue: Queue) -> Iterator[None]:
     try:
         yield
     finally:
-        in_time(lambda: rest({thread.native_id}))  # it waits for commands
+        in_time(lambda: rest({thread.native_id or 0}))  # it waits for commands
         queue.commands.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -144,7 +145,15 @@ def test_a_lost_device_ends_jobs_and_drops_commands() -> None:
 def test_a_wait_ends_with_commands_or_when_it_is_woken_or_stopped() -> None:
     queue = Queue()
     assert queue.commands.is_empty
-    assert queue.commands.wait(0.0) == 0
+    began = time.monotonic()
+    assert queue.commands.wait(0.01) == 0
+    assert time.monotonic() - began >= 0.01
+    waiting = threading.Thread(target=queue.commands.wait, args=(10 * PATIENCE,))
+    waiting.start()
+    in_time(lambda: rest({waiting.native_id or 0}))
+    queue.commands.wake()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
     queue.commands.wake()
     assert queue.commands.wait(10 * PATIENCE) == 0
     job = queue.submit(STORES, 3, 0)
