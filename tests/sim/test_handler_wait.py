@@ -182,6 +182,16 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(drive
         assert "was cancelled" in str(waiting.ends())
 
 
+@simulated
+def test_who_waits_for_a_queued_job_leaves_the_handler_to_other_threads(driver: Driver) -> None:
+    with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
+        job = sim.store(1, 1)
+        waiting = Call(sim.handler.synchronize, job)
+        assert waiting.waits()
+        assert sim.handler.cancel(job)
+        assert "was cancelled" in str(waiting.ends())
+
+
 def run_a_job(sim: SimulatedCache) -> None:
     """By its end poll() finds the device lost."""
     _, job = sim.hold_up("expedited", 9, 9)
