@@ -308,6 +308,22 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, 
 
 
 @RUNNERS
+def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(folder, runner):
+    old = prompt(1, 96)
+    new = old + prompt(2, 64)
+    with serving(folder, runner=runner, is_async=True) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        engine.add("new", new)
+        engine.step()
+        assert engine.steps, "it is not reported yet"
+        engine.scheduler.connector.reset_cache()
+        engine.run()
+        engine.serve({"again": new})
+        check(engine, {"new": new, "again": new})
+
+
+@RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async, policy):

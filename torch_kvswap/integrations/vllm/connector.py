@@ -294,7 +294,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """Takes in-step loads out of the jobs of their requests. Those of preempted requests must
         have ended before their blocks are used again."""
         hidden = []
-        for number in self._in_step:
+        for number in self._in_step & self._jobs.keys():  # a reset forgets jobs
             name = self._jobs[number].req_id
             status = self._req_status[name]
             if status.req.is_finished():
