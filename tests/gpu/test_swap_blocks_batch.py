@@ -130,6 +130,7 @@ def test_the_copies_follow_the_current_stream_of_the_addresses_device():
     src, dst = buffer(1 << 24, "cuda", True), buffer(1 << 24, "pinned", False)
     zero, size = torch.tensor([0]), torch.tensor([1 << 24])
     side = torch.cuda.Stream()
+    src.fill_(0)  # the first launch of a kernel may wait for the device
     torch.cuda.synchronize()
     with torch.cuda.stream(side), Hold():
         src.fill_(1)
