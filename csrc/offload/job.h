@@ -124,11 +124,11 @@ struct Job {
   int layer_groups = 1;
   State state = State::kQueued;
   CopyMethod copy_method = CopyMethod::kHost;
-  Reason error;  // of a job that has failed
+  uint32_t corrupted = 0;  // how many of its rejected blocks are corrupted
+  Reason error;            // of a job that has failed
   // Of a job that has failed because blocks were rejected: where they are in its list of blocks.
   // Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;
-  size_t corrupted = 0;        // how many of them are corrupted
   std::unique_ptr<Work> work;  // null once it has ended
   Job* next = nullptr;         // in the queue, or in its transfer
   Job* next_ended = nullptr;   // in the list of unreported jobs

@@ -99,7 +99,7 @@ Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
   const Reason reason = corrupted.empty() ? reason_for(job, positions, first)
                                           : reason_for(job, corrupted, first_corrupted);
   job.rejected = std::make_unique<const Positions>(std::move(positions));
-  job.corrupted = corrupted.size();
+  job.corrupted = static_cast<uint32_t>(corrupted.size());
   return reason;
 }
 
