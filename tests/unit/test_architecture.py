@@ -28,7 +28,7 @@ LAYERS = (
     ("layout", "ops", "copy_method"),
     ("encoding",),
     ("host_pool",),
-    ("offload", "reference"),
+    ("offload", "reference", "below"),
     ("prefix",),
     ("integrations", "calibrate"),
     ("cli", "__init__", "__main__"),
@@ -149,7 +149,7 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
 CALLERS_OWN = {"Result.__init__": "tag"}
 
 
-PACKAGES = (kvs, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
+PACKAGES = (kvs, kvs.below, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
 PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
 
 
