@@ -202,8 +202,7 @@ struct StoreReservation : Reservation {
 
 // Pages that are due to be written below.
 struct WriteReservation : Reservation {
-  nb::bytes digests;
-  nb::any pages;
+  prefix::Due due;
 };
 
 // vLLM's key of a block: its hash, and the number of its group of layers.
@@ -336,10 +335,9 @@ class PyBlockManager {
 
   std::optional<WriteReservation> hold_due(size_t count, size_t group) {
     alive();
-    const prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
+    prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
     if (due.reservation == 0) return std::nullopt;
-    return WriteReservation{
-        {due.reservation}, nb::bytes(due.digests.data(), due.digests.size()), to_numpy(due.pages)};
+    return WriteReservation{{due.reservation}, std::move(due)};
   }
 
   void abandon(nb::handle reservation) {
@@ -532,8 +530,11 @@ Attributes:
     id (int): number of the reservation.
     digests (bytes): the digests of the pages' keys, one after another.
     pages (np.ndarray): int64, the pages.)")
-      .def_ro("digests", &WriteReservation::digests)
-      .def_ro("pages", &WriteReservation::pages)
+      .def_prop_ro("digests",
+                   [](const WriteReservation& of) {
+                     return nb::bytes(of.due.digests.data(), of.due.digests.size());
+                   })
+      .def_prop_ro("pages", [](const WriteReservation& of) { return to_numpy(of.due.pages); })
       .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));
 
   nb::class_<PyBlockManager>(module, "BlockManager")

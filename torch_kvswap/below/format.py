@@ -1,9 +1,9 @@
 """The format of a page below: its bytes, and a trailer that says what they are.
 
-A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer of
-TRAILER_BYTES: magic, version, namespace, key, length, digest, then zeros. The trailer is written
-second. Whoever reads a page makes the trailer of the bytes that came, and compares: all fields and
-the digest are checked by that.
+A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer
+of TRAILER_BYTES: magic, version, namespace, key, length, digest, then zeros. The trailer is written
+second. Whoever reads a page makes the trailer of the bytes that came, and compares: that checks all
+fields and the digest.
 
 Another version of the format has other namespaces, so that its pages are not found, and another
 number in its trailers, so that they are refused where they are.
@@ -98,7 +98,9 @@ class PageFormat:
         self.write_trailer(memoryview(expected), key, page)
         if trailer == expected:
             return None
-        several = zip(_NAMES, _FIELDS.unpack_from(trailer), _FIELDS.unpack_from(expected), strict=True)
+        several = zip(
+            _NAMES, _FIELDS.unpack_from(trailer), _FIELDS.unpack_from(expected), strict=True
+        )
         for name, found, wanted in several:
             if found != wanted:
                 return f"its {name} is {_text(found)}, not {_text(wanted)}"

@@ -18,9 +18,8 @@ class PageStore(Protocol):
     drain_completions() returns that number with the outcome. The memory of a set or get stays
     valid, and in use, until then.
 
-    An object is set as a whole: a get sees the old bytes or the new ones, or finds that the object
-    has another number of bytes than the memory, which is an error for that key. One thread calls all
-    methods.
+    A get of an object with another number of bytes than the memory is an error for that key. One
+    thread calls all methods.
     """
 
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:

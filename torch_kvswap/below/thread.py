@@ -16,11 +16,11 @@ from torch_kvswap._native.log import log
 from torch_kvswap.below.store import Completion, PageStore
 
 # Seconds, read at each use so that tests can set them.
-DEADLINE = 10.0  # of each call
+DEADLINE = 5.0  # of each call
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # how long the store is left alone after a failure
 
-# Calls of the store that follow one another. Yields what begin() has returned, and gets whether each
-# key went well; or yields None, and goes on when another call has ended.
+# Calls of the store that follow one another. Yields what begin() has returned, and gets whether
+# each key went well; or yields None, and goes on when another call has ended.
 Steps = Generator["int | None", "list[bool]", None]
 
 
@@ -41,6 +41,11 @@ class Pause:
     @property
     def is_on(self) -> bool:
         return time.monotonic() < self.until
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there was one, and nothing has shown yet that the store works again."""
+        return 0 < self.until <= time.monotonic()
 
     def begin(self, why: str) -> None:
         """Something has failed. Changes nothing during a pause."""
@@ -76,6 +81,10 @@ class StoreThread:
         store (PageStore): closed by close().
         on_wake: called in the thread after it was woken or a call has ended; returns when it wants
             to be called next, as time.monotonic() says it.
+
+    Attributes:
+        error (str): what the store said of the call that steps have waited for last.
+        is_closing (bool): close() was called.
     """
 
     def __init__(self, store: PageStore, on_wake: Callable[[], float]) -> None:
@@ -84,6 +93,7 @@ class StoreThread:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._calls: dict[int, _Call] = {}
         self._waiting: deque[Steps] = deque()
+        self.error = ""
         self._lock = threading.Lock()  # of is_closing, and of the descriptor's life
         self.is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-below", daemon=True)
@@ -126,9 +136,7 @@ class StoreThread:
         """Runs steps until they wait."""
         self._advance(steps, None)
 
-    def begin(
-        self, what: str, keys: list[str], memory: Sequence[memoryview], pause: Pause
-    ) -> int:
+    def begin(self, what: str, keys: list[str], memory: Sequence[memoryview], pause: Pause) -> int:
         """Begins a call of the store: "set", "get", "exists" or "delete".
 
         Args:
@@ -200,8 +208,7 @@ class StoreThread:
         answers = [is_right] * call.num_keys if of_keys is None else [bool(key) for key in of_keys]
         if len(answers) != call.num_keys:
             answers = [False] * call.num_keys
-        if error:
-            log.debug("the store below: %s", error)
+        self.error = error
         self._advance(call.steps, answers)
 
     def _advance(self, steps: Steps, answers: list[bool] | None) -> None:

@@ -61,7 +61,7 @@ native.set_python(
     read_int=read_int,
     read_switch=read_switch,
 )
-Reservation = LoadReservation | StoreReservation | WriteReservation
+Reservation = LoadReservation | StoreReservation
 
 
 class BlockEvent(NamedTuple):

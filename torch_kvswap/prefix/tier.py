@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from torch_kvswap._C import StoreReservation, WriteReservation
@@ -123,7 +125,7 @@ class Tier:
         self._formats, self._manager = formats, manager
         self._mark_written, self._join = mark_written, join
         self._page_bytes = [pool.page_bytes for pool in pools]
-        self._memory = [memoryview(pool.pages.flatten().numpy()) for pool in pools]
+        self._memory = [pool.pages.flatten().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
         self._below_bytes = below_bytes
         self._batch = [max(below_bytes // _PARTS // size, 1) for size in self._page_bytes]
@@ -159,6 +161,8 @@ class Tier:
             ask = self._asking.get(identity)
             if ask is None:
                 if self._absent.get(identity, 0.0) > time.monotonic() or self._reads.is_on:
+                    return found
+                if self._reads.is_over and self._asking:  # one ask finds out if it works again
                     return found
                 ask = _Ask(list(map(_split, missed)), first, found.found)
                 self._asking[identity] = ask
@@ -385,10 +389,8 @@ class Tier:
             self._answer(ask)
         if damaged:
             names = [*map(form.trailer_name, damaged), *map(form.page_name, damaged)]
-            try:
+            with contextlib.suppress(StoreError):
                 yield self._thread.begin("delete", names, (), self._reads)
-            except StoreError:
-                pass
 
     def _promote(self, ask: _Ask, group: int, keys: list[bytes]) -> _Promotion | None:
         """Takes pages for these keys. None if they are in memory, or there is no room."""
@@ -444,38 +446,40 @@ class Tier:
     def _write(self, group: int, held: WriteReservation) -> Steps:
         """Writes pages that the store does not have, and then their trailers."""
         form, keys, pages = self._formats[group], _split(held.digests), held.pages.tolist()
-        self._writing[group] += len(pages)
-        missing = list(range(len(pages)))
+        count, error = len(pages), "it was refused"
+        self._writing[group] += count
+        is_below = [False] * count
         try:
             names = list(map(form.trailer_name, keys))
-            there = yield self._thread.begin("exists", names, (), self._writes)
-            missing = [place for place in missing if not there[place]]
-            if missing:
-                views = self._views(group, [pages[place] for place in missing])
-                trailers = _new_trailers(len(missing))
-                names = [form.page_name(keys[place]) for place in missing]
+            is_below = yield self._thread.begin("exists", names, (), self._writes)
+            left = [place for place in range(count) if not is_below[place]]
+            if left:
+                views = self._views(group, [pages[place] for place in left])
+                names = [form.page_name(keys[place]) for place in left]
                 writing = self._thread.begin("set", names, views, self._writes)
-                for place, view, trailer in zip(missing, views, trailers, strict=True):
+                trailers = _new_trailers(len(left))
+                for place, view, trailer in zip(left, views, trailers, strict=True):
                     form.write_trailer(trailer, keys[place], view)  # while the store writes
-                took = yield writing
-                taken = [at for at, is_right in enumerate(took) if is_right]
-                if taken:
-                    names = [form.trailer_name(keys[missing[at]]) for at in taken]
-                    own = [trailers[at] for at in taken]
-                    took = yield self._thread.begin("set", names, own, self._writes)
-                    there = [at for at, is_right in zip(taken, took, strict=True) if is_right]
-                    done = {missing[at] for at in there}
-                    missing = [place for place in missing if place not in done]
+                taken = yield writing
+                error = self._thread.error
+                left, trailers = list(compress(left, taken)), list(compress(trailers, taken))
+            if left:
+                names = [form.trailer_name(keys[place]) for place in left]
+                taken = yield self._thread.begin("set", names, trailers, self._writes)
+                error = self._thread.error or error
+                for place in compress(left, taken):
+                    is_below[place] = True
         except StoreError:
-            pass
-        self._writing[group] -= len(pages)
-        self._written += len(pages) - len(missing)
-        self._failed += len(missing)
-        if missing:
-            self._writes.begin(f"{count_of(len(missing), 'page')} could not be written")
+            pass  # its pause has begun
+        failed = [place for place in range(count) if not is_below[place]]
+        self._writing[group] -= count
+        self._written += count - len(failed)
+        self._failed += len(failed)
+        if failed:
+            self._writes.begin(f"{count_of(len(failed), 'page')} could not be written: {error}")
         else:
             self._writes.end()
-        self._manager.complete(held, missing)
+        self._manager.complete(held, failed)
 
     def _views(self, group: int, pages: list[int]) -> list[memoryview]:
         size, memory = self._page_bytes[group], self._memory[group]
