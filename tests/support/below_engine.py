@@ -28,9 +28,7 @@ def bytes_of(key: bytes) -> Tensor:
 class Engine:
     """Blocks 0 to 31 are computed into, blocks 32 to 63 loaded into."""
 
-    def __init__(
-        self, below: Any, pages: int = 32, policy: str = "all", **options: Any
-    ) -> None:
+    def __init__(self, below: Any, pages: int = 32, policy: str = "all", **options: Any) -> None:
         self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8)
         layout = PagedLayout([self.tensor])
         self.pool = HostPool(layout, pages, page_alignment=4096)

@@ -168,9 +168,7 @@ class FileStore:
                 step = os.preadv(file, [memory[done:]], done)
                 done += step
             if done < len(memory) or os.fstat(file).st_size != done:
-                raise OSError(
-                    f"{key} has {os.fstat(file).st_size} bytes, not the {len(memory)} of a page"
-                )
+                raise OSError(f"{key} has {os.fstat(file).st_size} bytes, not {len(memory)}")
         finally:
             os.close(file)
         return True

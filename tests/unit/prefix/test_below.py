@@ -185,7 +185,9 @@ def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path
         writer.poll()
         assert in_time(lambda: writer.below_stats().written == 16)  # type: ignore[union-attr]
     # The window of the prefix of 7 blocks is incomplete, so that one of 6 is the longest.
-    (missing,) = (file for file in tmp_path.iterdir() if file.name.endswith("@1@" + keys[1][6].hex()))
+    (missing,) = (
+        file for file in tmp_path.iterdir() if file.name.endswith("@1@" + keys[1][6].hex())
+    )
     missing.unlink()
     tensors, reader = engine()
     with reader:
@@ -563,7 +565,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(FileExistsError):
         PrefixCache(layout, aligned, below=f"file:{tmp_path}/file", below_model="m")
-    assert_expected_inline("\n\n".join(texts), """\
+    assert_expected_inline(
+        "\n\n".join(texts),
+        """\
 ValueError: below is 'valkey://there'; pass 'file:PATH', or an object that is a store
 
 TypeError: below is an int without submit_batch_set, submit_batch_get,
@@ -580,14 +584,18 @@ ValueError: below_policy is 'none'; it can be reused or all
 ValueError: below_bytes is 0; it must be 1 to 9223372036854775807
 
 ValueError: the pool has pages of 5000 bytes from the address 0x... on, but a
-store below needs multiples of 4096; make the pool with page_alignment=4096""")
+store below needs multiples of 4096; make the pool with page_alignment=4096""",
+    )
     with PrefixCache(layout, aligned, below=f"file:{tmp_path}", below_model="m"):
         pass  # nothing was left behind
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
-    assert_expected_inline(error_text(Engine, f"file:{tmp_path}"), """\
+    assert_expected_inline(
+        error_text(Engine, f"file:{tmp_path}"),
+        """\
 ImportError: a PrefixCache with `below` needs the package xxhash for the digests of
-pages: pip install 'torch_kvswap[below]'""")
+pages: pip install 'torch_kvswap[below]'""",
+    )
     assert not os.listdir(tmp_path)
