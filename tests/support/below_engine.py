@@ -43,9 +43,7 @@ class Engine:
 
     @property
     def stats(self) -> BelowStats:
-        stats = self.prefixes.below_stats()
-        assert stats is not None
-        return stats
+        return self.prefixes.below_stats()
 
     def compute(self, names: Sequence[object]) -> None:
         """Computes these blocks and stores them in host memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from torch_kvswap.below import Completion
 
@@ -61,10 +62,8 @@ class MemoryStore:
         return self._fd
 
     def drain_completions(self) -> list[Completion]:
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:

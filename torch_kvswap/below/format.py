@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable
 from hashlib import sha256
 
+from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -76,6 +77,7 @@ class PageFormat:
         self.namespace = sha256(json.dumps(fields, sort_keys=True).encode()).digest()
         self._prefix = f"{self.namespace.hex()}@{rank:x}"
         self._digest = load_digest()
+        log.info("pages of group %d have the namespace %s below: %s", group, self._prefix, fields)
 
     def page_name(self, key: bytes) -> str:
         """The name of the object with the bytes of a page."""

@@ -84,6 +84,7 @@ class StoreThread:
 
     Attributes:
         error (str): what the store said of the call that steps have waited for last.
+        was_late (bool): whether the answer came after the deadline.
         is_closing (bool): close() was called.
     """
 
@@ -93,7 +94,7 @@ class StoreThread:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._calls: dict[int, _Call] = {}
         self._waiting: deque[Steps] = deque()
-        self.error = ""
+        self.error, self.was_late = "", False
         self._lock = threading.Lock()  # of is_closing, and of the descriptor's life
         self.is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-below", daemon=True)
@@ -208,7 +209,7 @@ class StoreThread:
         answers = [is_right] * call.num_keys if of_keys is None else [bool(key) for key in of_keys]
         if len(answers) != call.num_keys:
             answers = [False] * call.num_keys
-        self.error = error
+        self.error, self.was_late = error, call.deadline == float("inf")
         self._advance(call.steps, answers)
 
     def _advance(self, steps: Steps, answers: list[bool] | None) -> None:

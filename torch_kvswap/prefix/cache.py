@@ -834,9 +834,14 @@ class PrefixCache(NotCopyable):
         """
         self._handler.rebind(gpu)
 
-    def below_stats(self) -> BelowStats | None:
-        """Returns what was moved to the store below and from there; None without one."""
-        return None if self._below is None else self._below.stats()
+    def below_stats(self) -> BelowStats:
+        """Returns what was moved to the store below and from there.
+
+        Raises RuntimeError if there is none.
+        """
+        if self._below is None:
+            raise RuntimeError("this prefix cache has no store below it; make it with `below=`")
+        return self._below.stats()
 
     def close(self) -> None:
         """Refuses new jobs, waits for all jobs, and closes a store below.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import operator
 import threading
 import time
 from collections import deque
@@ -242,11 +243,14 @@ class Tier:
     def _enter(self, promotion: _Promotion, now: float) -> None:
         """Pages with the right digests can be loaded from now on. Called again if interrupted."""
         is_again, promotion.is_ending = promotion.is_ending, True
+        rejected = promotion.rejected or ()
         pages: list[list[int]] = [[] for _ in self._formats]
-        pages[promotion.group] = promotion.pages
+        pages[promotion.group] = [
+            page for place, page in enumerate(promotion.pages) if place not in rejected
+        ]
         try:
             self._mark_written(self._join(pages))
-            self._manager.complete(promotion.reservation, promotion.rejected or ())
+            self._manager.complete(promotion.reservation, rejected)
         except ValueError:  # it had ended when the call before was interrupted
             if not is_again:
                 raise
@@ -273,19 +277,18 @@ class Tier:
         """Starts what is to be done. Returns when there may be more."""
         while self._new:
             self._thread.run(self._read(self._new.popleft()))
-        if self._writes.is_on:
-            return self._writes.until
-        for group, size in enumerate(self._page_bytes):
-            while True:
-                in_flight = sum(map(int.__mul__, self._writing, self._page_bytes))
-                room = (self._below_bytes - in_flight) // size if in_flight else self._batch[group]
-                held_too = self._most_held[group] - self._writing[group]
-                count = min(room, held_too, self._batch[group])
-                held = self._manager.hold_due(count, group) if count > 0 else None
-                if held is None:
-                    break
+        for group in range(len(self._formats)):
+            while not self._writes.is_on and (held := self._hold_due(group)) is not None:
                 self._thread.run(self._write(group, held))
-        return float("inf")
+        return self._writes.until if self._writes.is_on else float("inf")
+
+    def _hold_due(self, group: int) -> WriteReservation | None:
+        """Pages for a batch, unless enough are in flight."""
+        size, batch = self._page_bytes[group], self._batch[group]
+        in_flight = sum(map(operator.mul, self._writing, self._page_bytes))
+        room = (self._below_bytes - in_flight) // size if in_flight else batch
+        count = min(room, batch, self._most_held[group] - self._writing[group])
+        return self._manager.hold_due(count, group) if count > 0 else None
 
     def _read(self, ask: _Ask) -> Steps:
         """Finds out what is there, and starts to read it."""
@@ -297,7 +300,7 @@ class Tier:
         there = [False] * len(names)
         try:
             there = yield self._thread.begin("exists", names, (), self._reads)
-            self._reads.end()
+            self._end_pause(self._reads)
         except StoreError:
             pass
         units = self._longest(ask, there)
@@ -369,7 +372,7 @@ class Tier:
             came = [False] * len(names)
             try:
                 came = yield self._thread.begin("get", names, [*views, *trailers], self._reads)
-                self._reads.end()
+                self._end_pause(self._reads)
             except StoreError:
                 pass
             rejected = []
@@ -478,8 +481,13 @@ class Tier:
         if failed:
             self._writes.begin(f"{count_of(len(failed), 'page')} could not be written: {error}")
         else:
-            self._writes.end()
+            self._end_pause(self._writes)
         self._manager.complete(held, failed)
+
+    def _end_pause(self, pause: Pause) -> None:
+        """The store has answered the last call, perhaps in time."""
+        if not self._thread.was_late:
+            pause.end()
 
     def _views(self, group: int, pages: list[int]) -> list[memoryview]:
         size, memory = self._page_bytes[group], self._memory[group]

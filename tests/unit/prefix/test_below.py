@@ -183,7 +183,7 @@ def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path
             tensor[:8] = torch.arange(8)[:, None] + 10 * group
         writer.store(keys, [list(range(8))] * 2)
         writer.poll()
-        assert in_time(lambda: writer.below_stats().written == 16)  # type: ignore[union-attr]
+        assert in_time(lambda: writer.below_stats().written == 16)
     # The window of the prefix of 7 blocks is incomplete, so that one of 6 is the longest.
     (missing,) = (
         file for file in tmp_path.iterdir() if file.name.endswith("@1@" + keys[1][6].hex())
@@ -196,7 +196,7 @@ def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path
             reader.poll(timeout=1.0)
             found = reader.lookup(keys, again=True)
         assert (found.found, found.ready) == (6, 6)
-        assert reader.below_stats().promoted == 6 + 2  # type: ignore[union-attr]
+        assert reader.below_stats().promoted == 6 + 2
         blocks = [list(range(20, 26)), [-1] * 4 + [24, 25]]
         job = reader.load([of[:6] for of in keys], blocks, 6)
         assert job is not None
@@ -224,7 +224,7 @@ def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path
         one[:8] = torch.randn(8, 2048)
         writer.store(keys, list(range(8)))
         writer.poll()
-        assert in_time(lambda: writer.below_stats().written == 4)  # type: ignore[union-attr]
+        assert in_time(lambda: writer.below_stats().written == 4)
     two, reader = engine()
     with reader:
         while reader.lookup(keys).ready < 4:
@@ -490,6 +490,30 @@ def test_a_write_that_hangs_keeps_its_pages_and_the_others_are_lost(store: Memor
         assert in_time(lambda: engine.prefixes.manager.stats().idle_pages >= 14)
 
 
+@pytest.mark.usefixtures("hurry")
+def test_an_answer_that_comes_too_late_ends_no_pause(store: MemoryStore, reader: Engine) -> None:
+    store.held = {"exists"}
+    reader.prefixes.lookup([key_of("a")])
+    assert in_time(lambda: reader.prefixes._below._reads.is_on)  # type: ignore[union-attr]
+    store.release()
+    assert in_time(lambda: not reader.prefixes._below._thread._calls)  # type: ignore[union-attr]
+    assert reader.prefixes._below._reads.is_on  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("operation", ["exists", "set"])
+def test_nothing_is_written_during_a_pause(
+    operation: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "FIRST_PAUSE", 1000.0)
+    store.refused = {operation}
+    with Engine(store) as engine:
+        engine.compute(PROMPT)
+        engine.until(lambda: engine.stats.failed > 0)
+        engine.compute("ij")
+        assert engine.find("x").found == 0  # through the same thread, which could have written
+        assert engine.stats.failed == 4, "a batch, which is an eighth of the pages"
+
+
 def test_after_a_hang_one_lookup_tries_and_the_others_do_not_wait(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,7 +565,8 @@ def test_without_a_store_nothing_is_below() -> None:
     layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
     with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
         assert prefixes.lookup(["a"]) == (0, 0, 0, 0)
-        assert prefixes.below_stats() is None
+        with pytest.raises(RuntimeError, match="no store below"):
+            prefixes.below_stats()
         prefixes.poll()
 
 
