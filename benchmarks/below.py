@@ -1,10 +1,11 @@
 """Writes and reads pages through a store below a prefix cache, beside plain files.
 
-Three ways, in turns in one process: "plain", threads that write and read a file for each page with
+Four ways, in turns in one process: "plain", threads that write and read a file for each page with
 pwritev() and preadv() around the page cache; "store", the FileStore alone, which also renames; and
 "cache", a PrefixCache from poll() until all pages are below, and from lookup() until all can be
-loaded, which also asks what is there, checks digests, and moves a trailer for each page. Then
-lookup() of 512 keys is timed in an idle process without a store, and beside such transfers.
+loaded, which also asks what is there, checks digests, and moves a trailer for each page; and
+"without digests", the same with zeros for digests. Then digests are timed alone, and lookup() of
+512 keys in an idle process without a store, and beside such transfers.
 
 Ends with 1 when bytes are wrong, else with 0, whether or not targets are met.
 """
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
@@ -33,20 +34,23 @@ from report import Column, Verdict, table_of, write_json
 from timing import Spread, in_turn, new_samples, quartiles, rounded
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.below import FileStore
+from torch_kvswap.below import FileStore, format
 
 THREADS = 4
 KEYS = 512
+UNDIGESTED = "without digests"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Quartiles of a way: GB/s, and its speed over that of plain files in the same round."""
+    """Quartiles of a way: GB/s, and its speed over that of plain files in the same round.
+    over_undigested: the median of its speed over that of the cache without digests."""
 
     way: str
     direction: str
     gb_per_second: list[float]
     over_plain: list[float]
+    over_undigested: float
     wrong: int
 
 
@@ -74,20 +78,30 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="on the file system to be measured")
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--page-bytes", type=int, default=2_621_440, help="a multiple of 4,096")
-    parser.add_argument("--samples", type=int, default=25)
+    parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--lookups", type=int, default=4000)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         cells = measure(Path(folder), options.pages, options.page_bytes, options.samples)
         idle, beside = measure_lookups(Path(folder), options.pages, options.lookups)
+    digests = measure_digests(options.page_bytes)
     verdicts = [
         Verdict(f"{cell.direction} of {cell.way} over plain", 0.9, cell.over_plain[1], True)
         for cell in cells
-        if cell.way != "plain"
+        if cell.way in ("store", "cache")
     ]
+    for direction in ("write", "read"):
+        name = f"{direction} with digests over without"
+        (over,) = (
+            cell.over_undigested
+            for cell in cells
+            if (cell.way, cell.direction) == ("cache", direction)
+        )
+        verdicts.append(Verdict(name, 0.9, over, True))
     verdicts.append(Verdict("lookup beside transfers over idle, p99", 2.0, beside.p99 / idle.p99))
     print(table_of(COLUMNS, cells))
+    print("digests, GB/s:", ", ".join(f"{name} {rate:.1f}" for name, rate in digests.items()))
     print(f"lookup of {KEYS} keys, us, median and p99: idle {idle.median:.0f}, {idle.p99:.0f}; ")
     print(f"beside transfers {beside.median:.0f}, {beside.p99:.0f}", "", *verdicts, sep="\n")
     wrong = sum(cell.wrong for cell in cells)
@@ -98,6 +112,7 @@ def main(arguments: list[str]) -> int:
             "benchmark": "below",
             "settings": {**settings, "samples": options.samples},
             "cells": list(map(asdict, cells)),
+            "digests_gb_per_second": digests,
             "lookup_us": {"idle": asdict(idle), "beside": asdict(beside)},
         }
         write_json(options.json, torch.device("cpu"), content, verdicts)
@@ -109,7 +124,7 @@ def measure(folder: Path, count: int, nbytes: int, samples: int) -> list[Cell]:
     seconds: dict[tuple[str, str], list[float]] = {}
     wrong: dict[tuple[str, str], int] = {}
     ways: dict[str, Callable[[Path, Pages, Pages], Measured]]
-    ways = {"plain": plain, "store": store, "cache": cache}
+    ways = {"plain": plain, "store": store, "cache": cache, UNDIGESTED: undigested}
     for number in range(-1, samples):
         for name in in_turn(list(ways), max(number, 0)):
             target.memory.zero_()
@@ -124,10 +139,12 @@ def measure(folder: Path, count: int, nbytes: int, samples: int) -> list[Cell]:
     cells = []
     for (name, direction), times in seconds.items():
         rates = [count * nbytes / one / 1e9 for one in times]
-        plainly = seconds["plain", direction]
-        ratios = [other / one for one, other in zip(times, plainly, strict=True)]
-        speeds, over_plain = rounded(quartiles(rates)), rounded(quartiles(ratios))
-        cells.append(Cell(name, direction, speeds, over_plain, wrong[name, direction]))
+        over_plain, over_undigested = (
+            rounded(quartiles([its / own for own, its in zip(times, other, strict=True)]))
+            for other in (seconds["plain", direction], seconds[UNDIGESTED, direction])
+        )
+        speeds, bad = rounded(quartiles(rates)), wrong[name, direction]
+        cells.append(Cell(name, direction, speeds, over_plain, over_undigested[1], bad))
     return sorted(cells, key=lambda cell: cell.direction, reverse=True)
 
 
@@ -190,6 +207,18 @@ def prefix_cache(folder: Path, pages: Pages, num_pages: int) -> Iterator[PrefixC
         yield prefixes
 
 
+def no_digest(page: memoryview) -> bytes:
+    return bytes(16)
+
+
+def undigested(folder: Path, source: Pages, target: Pages) -> Measured:
+    load, format.load_digest = format.load_digest, lambda: no_digest
+    try:
+        yield from cache(folder, source, target)
+    finally:
+        format.load_digest = load
+
+
 def cache(folder: Path, source: Pages, target: Pages) -> Measured:
     keys = [sha256(str(place).encode()).digest() for place in range(len(source.views))]
     blocks = list(range(len(keys)))
@@ -214,6 +243,21 @@ def cache(folder: Path, source: Pages, target: Pages) -> Measured:
         job = prefixes.load(keys, blocks)
         assert job is not None
         yield "read", took, torch.equal(source.memory, target.memory)
+
+
+def measure_digests(nbytes: int) -> dict[str, float]:
+    """GB/s of XXH3-128 and of what Python has, one page after another in one thread."""
+    pages = Pages(16, nbytes, True).views
+    ways: dict[str, Callable[[memoryview], object]] = {
+        "xxh3_128": format.load_digest(),
+        "sha256": lambda page: sha256(page).digest(),
+        "blake2b": lambda page: blake2b(page, digest_size=16).digest(),
+    }
+    rates = {}
+    for name, digest in ways.items():
+        took = [timed(lambda digest=digest: map(digest, pages)) for _ in range(5)]  # type: ignore[misc]
+        rates[name] = rounded([len(pages) * nbytes / min(took) / 1e9])[0]
+    return rates
 
 
 def measure_lookups(folder: Path, count: int, lookups: int) -> tuple[Spread, Spread]:

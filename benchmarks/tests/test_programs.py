@@ -100,7 +100,7 @@ def test_below_moves_pages_and_notices_wrong_ones(
     arguments = [*small.split(), str(tmp_path), "--json", str(file)]
     assert program.main(arguments) == 0
     figures = json.loads(file.read_text())
-    assert len(figures["cells"]) == 3 * 2  # ways and directions
+    assert len(figures["cells"]) == 4 * 2  # ways and directions
     assert set(wrong_counts(figures)) == {0}
     load = PrefixCache.load
     monkeypatch.setattr(PrefixCache, "load", lambda it, keys, ids: load(it, keys, ids[::-1]))

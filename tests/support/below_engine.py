@@ -30,8 +30,15 @@ def bytes_of(key: bytes) -> Tensor:
 class Engine:
     """Blocks 0 to 31 are computed into, blocks 32 to 63 loaded into."""
 
-    def __init__(self, below: Any, pages: int = 32, policy: str = "all", **options: Any) -> None:
-        self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8)
+    def __init__(
+        self,
+        below: Any,
+        pages: int = 32,
+        policy: str = "all",
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8, device=device)
         layout = PagedLayout([self.tensor])
         self.pool = HostPool(layout, pages, page_alignment=4096)
         options = {"below_model": "m", **options}
@@ -86,5 +93,5 @@ class Engine:
             job.synchronize()
             self.prefixes.poll()
         for place in range(count):
-            assert torch.equal(self.tensor[32 + place], bytes_of(keys[place])), place
+            assert torch.equal(self.tensor[32 + place].cpu(), bytes_of(keys[place])), place
         return count

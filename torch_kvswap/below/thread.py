@@ -90,6 +90,7 @@ class StoreThread:
 
     def __init__(self, store: PageStore, on_wake: Callable[[], float]) -> None:
         self._store, self._on_wake = store, on_wake
+        self._event_fd = store.event_fd()
         self._process = ForkGuard()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._calls: dict[int, _Call] = {}
@@ -165,7 +166,7 @@ class StoreThread:
         try:
             poller = select.poll()
             poller.register(self._wake_fd, select.POLLIN)
-            poller.register(self._store.event_fd(), select.POLLIN)
+            poller.register(self._event_fd, select.POLLIN)
             while not self.is_closing:
                 self._find_late()
                 wanted = self._on_wake()
@@ -198,6 +199,7 @@ class StoreThread:
         except Exception as error:  # whatever somebody else's store raises
             for call in self._calls.values():
                 call.pause.begin(f"drain_completions raised {error!r}")
+            time.sleep(0.1)  # its descriptor may stay readable
             return []
 
     def _end_call(

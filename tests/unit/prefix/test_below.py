@@ -83,9 +83,13 @@ def new_lmcache_fs(path: Path) -> Any:
     return native.LMCacheFSClient(str(path), 2, "", True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("new_store", stores())
-def test_an_engine_loads_what_another_one_has_computed(new_store: Any, tmp_path: Path) -> None:
-    with Engine(new_store(tmp_path / "pages")) as one, Engine(new_store(tmp_path / "pages")) as two:
+def test_an_engine_loads_what_another_one_has_computed(
+    new_store: Any, device: str, tmp_path: Path
+) -> None:
+    stores = [new_store(tmp_path / "pages") for _ in range(2)]
+    with Engine(stores[0], device=device) as one, Engine(stores[1], device=device) as two:
         one.share(PROMPT)
         assert two.load([*PROMPT, "x"]) == len(PROMPT)
         assert (two.stats.promoted, two.stats.damaged) == (len(PROMPT), 0)
@@ -582,6 +586,22 @@ def test_without_a_store_nothing_is_below() -> None:
         with pytest.raises(RuntimeError, match="no store below"):
             prefixes.below_stats()
         prefixes.poll()
+
+
+def test_a_store_whose_answers_cannot_be_had_is_left_alone(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> list[Any]:
+        raise OSError("no answers today")
+
+    monkeypatch.setattr(store, "drain_completions", broken)
+    with logged() as messages:
+        reader.prefixes.lookup([key_of("a")])
+        assert in_time(lambda: bool(messages))
+    assert messages[0].endswith("drain_completions raised OSError('no answers today')")
+    monkeypatch.undo()
+    works_again(reader)
+    assert reader.load(PROMPT) == len(PROMPT)
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
