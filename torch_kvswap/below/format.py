@@ -40,7 +40,8 @@ def load_digest() -> Callable[[memoryview], bytes]:
             "a PrefixCache with `below` needs the package xxhash for the digests of pages: "
             "pip install 'torch_kvswap[below]'"
         ) from error
-    return xxh3_128_digest
+    digest: Callable[[memoryview], bytes] = xxh3_128_digest
+    return digest
 
 
 class PageFormat:

@@ -71,6 +71,7 @@ class _Call:
     deadline: float
     num_keys: int
     memory: Sequence[memoryview]
+    on_late: Callable[[], None] | None
     steps: Steps | None = None
 
 
@@ -138,7 +139,14 @@ class StoreThread:
         """Runs steps until they wait."""
         self._advance(steps, None)
 
-    def begin(self, what: str, keys: list[str], memory: Sequence[memoryview], pause: Pause) -> int:
+    def begin(
+        self,
+        what: str,
+        keys: list[str],
+        memory: Sequence[memoryview],
+        pause: Pause,
+        on_late: Callable[[], None] | None = None,
+    ) -> int:
         """Begins a call of the store: "set", "get", "exists" or "delete".
 
         Args:
@@ -146,6 +154,7 @@ class StoreThread:
             keys (list[str]): of the objects.
             memory (Sequence[memoryview]): of each object, for a set or a get.
             pause (Pause): begins if the call fails or takes too long.
+            on_late: called if there is no answer within DEADLINE. The steps still wait for it.
 
         Returns:
             int: to be yielded before anything else is.
@@ -159,7 +168,8 @@ class StoreThread:
         except Exception as error:  # whatever somebody else's store raises
             pause.begin(f"{what} raised {error!r}")
             raise StoreError from error
-        self._calls[number] = _Call(pause, time.monotonic() + DEADLINE, len(keys), memory)
+        deadline = time.monotonic() + DEADLINE
+        self._calls[number] = _Call(pause, deadline, len(keys), memory, on_late)
         return number
 
     def _run(self) -> None:
@@ -192,6 +202,8 @@ class StoreThread:
             if call.deadline <= now:
                 call.deadline = float("inf")
                 call.pause.begin(f"no answer within {DEADLINE:g} s")
+                if call.on_late is not None:
+                    call.on_late()
 
     def _drain(self) -> list[Completion]:
         try:

@@ -80,17 +80,18 @@ class _Ask:
         units (int): the length of the prefix that was found.
         identity (bytes): the first key of the first group with any. The others are of no use
             without it.
-        deadline (float): when lookups are told that nothing is there.
+        began (float): when the lookup was.
         left (int): batches that have not ended.
-        is_over (bool): the deadline has passed.
+        is_late (bool): the store has not answered one of its calls in time.
+        is_over (bool): lookups are told that nothing is there.
     """
 
     def __init__(self, keys: list[list[bytes]], first: list[int], units: int) -> None:
         self.keys, self.first, self.units = keys, first, units
         self.identity = next(of_group[0] for of_group in keys if of_group)
         self.count = sum(map(len, keys))
-        self.deadline = time.monotonic() + thread.DEADLINE
-        self.left, self.is_over = 0, False
+        self.began = time.monotonic()
+        self.left, self.is_late, self.is_over = 0, False, False
         self.promotions: list[_Promotion] = []
 
 
@@ -135,7 +136,8 @@ class Tier:
 
         # Guarded by _changed.
         self._changed = threading.Condition()
-        self._asking: dict[bytes, _Ask] = {}  # by identity, oldest first
+        self._asking: dict[bytes, _Ask] = {}  # by identity
+        self._progress = 0.0  # when the store has answered to a read last
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
         self._new: deque[_Ask] = deque()
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
@@ -190,10 +192,11 @@ class Tier:
                 else:
                     self._enter(answered, now)
                 self._answered.popleft()
+            # An ask may have to wait for others. But if the store answers to none of them, or the
+            # thread hangs in a call, all are over.
             for ask in list(self._asking.values()):
-                if ask.deadline > now:
-                    break
-                self._give_up(ask)
+                if ask.is_late or max(ask.began, self._progress) + thread.DEADLINE <= now:
+                    self._give_up(ask)
             while self._leases and self._leases[0][0] <= now:
                 self._manager.release(self._leases[0][1].reservation)
                 self._leases.popleft()
@@ -203,12 +206,11 @@ class Tier:
                 del self._absent[identity]
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until an ask was answered or must end, if there is one."""
+        """Waits until an ask was answered or is late, if there is one; for DEADLINE at most."""
         with self._changed:
             if self._asking and not self._answered:
-                oldest = next(iter(self._asking.values()))
-                longest = max(oldest.deadline - time.monotonic(), 0.0)
-                self._changed.wait(longest if timeout is None else min(timeout, longest))
+                longest = thread.DEADLINE if timeout is None else min(timeout, thread.DEADLINE)
+                self._changed.wait(longest)
 
     def use_leases(self, digests: Sequence[bytes]) -> None:
         """A load holds the pages of these keys: their leases end."""
@@ -299,8 +301,8 @@ class Tier:
         ]
         there = [False] * len(names)
         try:
-            there = yield self._thread.begin("exists", names, (), self._reads)
-            self._end_pause(self._reads)
+            there = yield self._begin_read("exists", names, (), ask)
+            self._note_answer()
         except StoreError:
             pass
         units = self._longest(ask, there)
@@ -371,8 +373,8 @@ class Tier:
             names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
             came = [False] * len(names)
             try:
-                came = yield self._thread.begin("get", names, [*views, *trailers], self._reads)
-                self._end_pause(self._reads)
+                came = yield self._begin_read("get", names, [*views, *trailers], ask)
+                self._note_answer()
             except StoreError:
                 pass
             rejected = []
@@ -483,6 +485,20 @@ class Tier:
         else:
             self._end_pause(self._writes)
         self._manager.complete(held, failed)
+
+    def _begin_read(
+        self, what: str, names: list[str], memory: Sequence[memoryview], ask: _Ask
+    ) -> int:
+        def on_late() -> None:
+            with self._changed:
+                ask.is_late = True
+                self._changed.notify_all()
+
+        return self._thread.begin(what, names, memory, self._reads, on_late)
+
+    def _note_answer(self) -> None:
+        self._progress = time.monotonic()
+        self._end_pause(self._reads)
 
     def _end_pause(self, pause: Pause) -> None:
         """The store has answered the last call, perhaps in time."""

@@ -532,6 +532,26 @@ def test_nothing_is_written_during_a_pause(
         assert engine.stats.failed == 4, "a batch, which is an eighth of the pages"
 
 
+def test_an_ask_that_waits_for_others_is_not_late_while_the_store_answers(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(MemoryStore(store.objects)) as writer:
+        writer.share(PROMPT)
+    now, added = time.monotonic, [0.0]
+    monkeypatch.setattr(tier.time, "monotonic", lambda: now() + added[0])
+    with Engine(store, below_bytes=8192) as engine:  # one page at a time
+        store.held = {"get"}
+        engine.prefixes.lookup(list(map(key_of, PROMPT)))
+        for answered in range(1, 9):
+            assert in_time(lambda: len(store.waiting) == 1)
+            added[0] += 0.6 * thread.DEADLINE
+            engine.prefixes.poll()
+            store.waiting.popleft()()
+            engine.until(lambda answered=answered: store.calls.count("get") >= min(answered + 1, 8))
+        store.held.clear()
+        assert engine.load(PROMPT) == len(PROMPT)
+
+
 def test_after_a_hang_one_lookup_tries_and_the_others_do_not_wait(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
