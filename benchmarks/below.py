@@ -36,8 +36,9 @@ from timing import Spread, in_turn, new_samples, quartiles, rounded
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below import FileStore, format
 
-THREADS = 4
+THREADS = 4  # as many as the store has
 KEYS = 512
+REST = 0.4  # seconds
 UNDIGESTED = "without digests"
 
 
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="on the file system to be measured")
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--page-bytes", type=int, default=2_621_440, help="a multiple of 4,096")
-    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--lookups", type=int, default=4000)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
@@ -130,7 +131,6 @@ def measure(folder: Path, count: int, nbytes: int, samples: int) -> list[Cell]:
             target.memory.zero_()
             path = folder / "pages"
             path.mkdir()
-            os.sync()
             for direction, took, is_right in ways[name](path, source, target):
                 if number >= 0:
                     seconds.setdefault((name, direction), []).append(took)
@@ -149,7 +149,8 @@ def measure(folder: Path, count: int, nbytes: int, samples: int) -> list[Cell]:
 
 
 def timed(work: Callable[[], Iterable[object]]) -> float:
-    """Seconds until all of the work has ended."""
+    """Seconds until all of the work has ended. Rests before, so that the disk has done so too."""
+    time.sleep(REST)
     began = time.perf_counter()
     for _ in work():
         pass
@@ -222,7 +223,7 @@ def undigested(folder: Path, source: Pages, target: Pages) -> Measured:
 def cache(folder: Path, source: Pages, target: Pages) -> Measured:
     keys = [sha256(str(place).encode()).digest() for place in range(len(source.views))]
     blocks = list(range(len(keys)))
-    with prefix_cache(folder, source, 8 * len(keys)) as prefixes:
+    with prefix_cache(folder, source, 4 * len(keys)) as prefixes:
         job = prefixes.store(keys, blocks)
         assert job is not None
 
@@ -233,7 +234,7 @@ def cache(folder: Path, source: Pages, target: Pages) -> Measured:
                 yield None
 
         yield "write", timed(write), True
-    with prefix_cache(folder, target, 8 * len(keys)) as prefixes:
+    with prefix_cache(folder, target, 4 * len(keys)) as prefixes:
 
         def read() -> Iterator[object]:
             while prefixes.lookup(keys).ready < len(keys):

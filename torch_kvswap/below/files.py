@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.below.store import Completion
 
-_THREADS = 4  # benchmarks/below.py: as fast as one write or read after another on a plain file
+_THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL (benchmarks/below.py)
 _Work = Callable[[str, memoryview | None], bool]
 
 

@@ -28,7 +28,7 @@ from torch_kvswap.prefix.manager import BlockManager, Lookup
 LEASE = 30.0  # how long blocks that were read stay in memory if nobody loads them
 ABSENT = 1.0  # for how long the store is not asked again for what it does not have
 
-_PARTS = 4  # a batch has a part of the bytes in flight
+_PARTS = 4  # a batch has such a part of the bytes in flight, so that the store is never idle
 _LEAST_SHARE = 8  # of the pages of a pool, one in so many is held at most to be written
 
 
@@ -132,6 +132,10 @@ class Tier:
         self._below_bytes = below_bytes
         self._batch = [max(below_bytes // _PARTS // size, 1) for size in self._page_bytes]
         self._most_held = [max(pool.num_pages // _LEAST_SHARE, 1) for pool in pools]
+        self._write_batch = [
+            min(batch, max(held // _PARTS, 1))
+            for batch, held in zip(self._batch, self._most_held, strict=True)
+        ]
         self._reads, self._writes = Pause("reading from"), Pause("writing to")
 
         # Guarded by _changed.
@@ -286,7 +290,7 @@ class Tier:
 
     def _hold_due(self, group: int) -> WriteReservation | None:
         """Pages for a batch, unless enough are in flight."""
-        size, batch = self._page_bytes[group], self._batch[group]
+        size, batch = self._page_bytes[group], self._write_batch[group]
         in_flight = sum(map(operator.mul, self._writing, self._page_bytes))
         room = (self._below_bytes - in_flight) // size if in_flight else batch
         count = min(room, batch, self._most_held[group] - self._writing[group])
