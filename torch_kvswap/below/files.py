@@ -17,6 +17,8 @@ from torch_kvswap._native.log import warn_once
 from torch_kvswap.below.store import Completion
 
 _THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL (benchmarks/below.py)
+# Smaller files, such as trailers, go through the page cache: to wait for the disk takes longer.
+_LEAST_DIRECT = 8192
 _Work = Callable[[str, memoryview | None], bool]
 
 
@@ -32,10 +34,10 @@ class _Batch:
 class FileStore:
     """A PageStore in a folder, which several processes and machines may share.
 
-    Reads and writes go around the page cache (O_DIRECT) where the file system can do that; then the
-    memory must begin at a multiple of 4,096 bytes, and have such a size. A file is written under
-    another name, and gets its own when it is complete. It is not flushed: after a loss of power it
-    may be damaged, which its reader must find out.
+    Reads and writes of 8 KiB and more go around the page cache (O_DIRECT) where the file system
+    can do that; then the memory must begin at a multiple of 4,096 bytes, and have such a size. A
+    file is written under another name, and gets its own when it is complete. It is not flushed:
+    after a loss of power it may be damaged, which its reader must find out.
 
     Args:
         path (str): the folder, which is made if there is none.
@@ -143,7 +145,7 @@ class FileStore:
         assert memory is not None
         with self._lock:
             name = os.path.join(self._unfinished, next(self._names))
-        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory))
         try:
             # Tells _remove_unfinished() of other processes that this one lives.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -161,7 +163,7 @@ class FileStore:
 
     def _get(self, key: str, memory: memoryview | None) -> bool:
         assert memory is not None
-        file = self._open(os.path.join(self._path, key), os.O_RDONLY)
+        file = self._open(os.path.join(self._path, key), os.O_RDONLY, len(memory))
         try:
             done, step = 0, 1
             while done < len(memory) and step:
@@ -181,17 +183,18 @@ class FileStore:
             os.unlink(os.path.join(self._path, key))
         return True
 
-    def _open(self, name: str, flags: int) -> int:
-        """Opens a file, around the page cache if that is possible."""
+    def _open(self, name: str, flags: int, nbytes: int) -> int:
+        """Opens a file of so many bytes, around the page cache if that is possible and worth it."""
         flags |= os.O_CLOEXEC
-        if self._direct:
+        if self._direct and nbytes >= _LEAST_DIRECT:
             try:
                 return os.open(name, flags | self._direct, 0o600)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name) if flags & os.O_CREAT else None
+            if flags & os.O_CREAT:  # the kernel may have made the file before it refused
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
             warn_once(f"{self._path} has no O_DIRECT; pages go through the page cache")
             self._direct = 0
         return os.open(name, flags, 0o600)
