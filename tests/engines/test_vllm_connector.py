@@ -99,9 +99,13 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
 
 @RUNNERS
 @SCHEDULERS
-def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async):
+@pytest.mark.parametrize("new_tokens", [0, 40], ids=["before the step", "in the step"])
+def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens):
     prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
-    again = {f"again {name}": one for name, one in prompts.items()}
+    again = {
+        f"again {name}": one + prompt(n, new_tokens)
+        for n, (name, one) in enumerate(prompts.items())
+    }
     with serving(folder, runner=runner, is_async=is_async) as engine:
         engine.serve(prompts)
         engine.forget_gpu()
@@ -386,19 +390,3 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
     engine.run()
     engine.serve({"again": one + prompt(2, 50)})
     check(engine, {"again": one + prompt(2, 50)})
-
-
-@RUNNERS
-@SCHEDULERS
-def test_in_step(folder, runner, is_async):
-    prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
-    again = {
-        f"again {name}": [*one, *prompt(n, 40)] for n, (name, one) in enumerate(prompts.items())
-    }
-    with serving(folder, runner=runner, is_async=is_async) as engine:
-        engine.serve(prompts)
-        engine.forget_gpu()
-        loads = Faults(engine, never)
-        engine.serve(again)
-        check(engine, {**prompts, **again})
-        assert loads.seen["load"] == len(again)

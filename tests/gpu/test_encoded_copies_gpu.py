@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from encoded_cache import EncodedCache
+from encoded_cache import METHODS, EncodedCache
 from encoded_fuzz import Fuzz
 from gpu_cache import Hold
 
 from torch_kvswap.results import BlocksRejectedError
 
 pytestmark = pytest.mark.gpu
-
-METHODS = ("staged", "kernel")
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from damage import HEAD, Damage, rows_of
 from digest_model import digests_of, tag_of
-from encoded_cache import EncodedCache
+from encoded_cache import METHODS, EncodedCache
 from encoded_fuzz import Fuzz
 from logged import logged
 from patience import in_time
@@ -19,7 +19,6 @@ from torch_kvswap import CorruptedPageError, HostPool, OffloadHandler, PagedLayo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 
-METHODS = ("staged", "kernel")
 ENCODINGS = ("raw", "lossless")
 # Bytes of a block in each slab.
 SIZES = {

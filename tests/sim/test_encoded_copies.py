@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from encoded_cache import STAGING_BYTES, VALUES, EncodedCache
+from encoded_cache import FREE, METHODS, STAGING_BYTES, VALUES, EncodedCache, costs, finish
 from encoded_fuzz import Fuzz
 from expecttest import assert_expected_inline
 from fuzz import fuzz
@@ -35,27 +34,9 @@ from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import BlocksRejectedError, Result
 
-METHODS = ("staged", "kernel")
-FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
-
-
-def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
-    """Runs the device until the jobs have ended, and returns their results."""
-    assert cache.driver is not None
-    run_until(cache.driver, lambda: all([job.query() for job in jobs]))
-    return [job.result for job in jobs if job.result is not None]
-
 
 def outcomes(results: list[Result]) -> list[tuple[str, tuple[int, ...]]]:
     return [(result.state, result.rejected) for result in results]
-
-
-@contextlib.contextmanager
-def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
-    """Handlers that are made meanwhile predict from these, in both directions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
-        yield
 
 
 def steps(driver: Driver) -> str:

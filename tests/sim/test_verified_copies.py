@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 from damage import Damage
-from encoded_cache import EncodedCache
+from encoded_cache import FREE, METHODS, EncodedCache, costs, finish
 from encoded_fuzz import Fuzz
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fuzz import fuzz
 from logged import logged
-from simulated_cache import CURRENT, Stream, needs_kernels, run_until
+from simulated_cache import CURRENT, Stream, needs_kernels
 from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import (
@@ -31,27 +30,8 @@ from torch_kvswap import (
     TransferError,
 )
 from torch_kvswap.copy_method import CopyMethodCosts
-from torch_kvswap.offload.handler import Job
-from torch_kvswap.results import Result
 
-METHODS = ("staged", "kernel")
-FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
 ENCODINGS = ("raw", "lossless")
-
-
-def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
-    """Runs the device until the jobs have ended, and returns their results."""
-    assert cache.driver is not None
-    run_until(cache.driver, lambda: all([job.query() for job in jobs]))
-    return [job.result for job in jobs if job.result is not None]
-
-
-@contextlib.contextmanager
-def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
-    """Handlers that are made meanwhile predict from these, in both directions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
-        yield
 
 
 def steps(driver: Driver) -> str:

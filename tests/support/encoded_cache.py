@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
+from simulated_cache import run_until
 from torch import Tensor
 
+from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.results import Result
 
 if TYPE_CHECKING:
     from simulated_driver import Driver
 
 VALUES = 2048  # of a block in a layer: less would leave no room for escapes
 STAGING_BYTES = 1 << 20
+METHODS = ("staged", "kernel")  # of the simulated driver and of a GPU
+FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
 
 
 class EncodedCache:
@@ -136,3 +143,18 @@ class EncodedCache:
             self.driver.set_mode("immediate")
         if failure is None:
             self.handler.close()
+
+
+def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
+    """Runs the device until the jobs have ended, and returns their results."""
+    assert cache.driver is not None
+    run_until(cache.driver, lambda: all([job.query() for job in jobs]))
+    return [job.result for job in jobs if job.result is not None]
+
+
+@contextlib.contextmanager
+def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
+    """Handlers that are made meanwhile predict from these, in both directions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
+        yield
