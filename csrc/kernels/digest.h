@@ -19,7 +19,7 @@ constexpr uint32_t kDigestUnitWords = kDigestUnitBytes / sizeof(uint32_t);
 // A key for each word of a tile. The second sum takes them from one unit further on.
 constexpr uint32_t kDigestKeys = kDigestTileBytes / sizeof(uint32_t) + kDigestUnitWords;
 
-// A permutation of the numbers of 64 bits, each bit of which depends on all bits.
+// A bijection of 64-bit numbers: each output bit depends on every input bit.
 KVSWAP_HOST_DEVICE constexpr uint64_t mix_bits(uint64_t x) {
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
   x = (x ^ x >> 27) * 0x94d049bb133111eb;

@@ -502,8 +502,7 @@ class OffloadHandler(NotCopyable):
                     return
                 for result, reserved in ended:
                     if isinstance(result.error, CorruptedPageError):
-                        job = result.direction, result.job_id
-                        log.warning("%s %d failed: %s", *job, result.error)
+                        log.warning("%s", error_of([result]))
                     elif result.rejected and result.direction == "store":
                         self._warn_of_rejected_blocks()
                     if reserved is not None and end is not None:

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from torch_kvswap._native.loader import native
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
 _SPEC = {
@@ -87,8 +88,8 @@ class WorkerPart(OffloadingConnectorWorker):
         self._failed_pages: dict[int, set[int]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._layers: dict[str, int] = {}  # place of each layer's tensor, if the hooks can be used
-        self._num_tensors = 1
+        self._layer_groups = 1  # of an in-step load
+        self._group_of: dict[str, int] = {}  # by layer, if the hooks can be used
         self._in_step: set[int] = set()  # loads of this step
         self._waited = -1  # layer group
         self._metadata: Any = None
@@ -99,11 +100,14 @@ class WorkerPart(OffloadingConnectorWorker):
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         refs = kv_caches.group_data_refs[0]
         places = {ref.tensor_idx: None for ref in refs}
-        self._num_tensors = len(places)
+        self._layer_groups = min(_LAYER_GROUPS, len(places))
         if len(names) == len(refs):
-            order = {tensor: place for place, tensor in enumerate(places)}
-            self._layers = {
-                name: order[ref.tensor_idx] for name, ref in zip(names, refs, strict=True)
+            groups = {
+                tensor: native.layer_group_of(place, self._layer_groups, len(places))
+                for place, tensor in enumerate(places)
+            }
+            self._group_of = {
+                name: groups[ref.tensor_idx] for name, ref in zip(names, refs, strict=True)
             }
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -122,12 +126,13 @@ class WorkerPart(OffloadingConnectorWorker):
             others = {number: job for number, job in jobs.items() if number not in in_step}
             metadata = replace(metadata, load_jobs=others)
         super().start_kv_transfers(metadata)
-        groups = min(_LAYER_GROUPS, self._num_tensors)
         for number, job in in_step.items():
             self._load_jobs[number] = None  # no request waits for it
             self._in_step.add(number)
             self.worker.submit_load(
-                *(number, job.src_spec, job.dst_spec), expedited=True, layer_groups=groups
+                *(number, job.src_spec, job.dst_spec),
+                expedited=True,
+                layer_groups=self._layer_groups,
             )
 
     def wait_for_all(self) -> None:
@@ -140,11 +145,10 @@ class WorkerPart(OffloadingConnectorWorker):
         """Makes the current stream wait until this layer is loaded."""
         if not self._in_step:
             return
-        if name not in self._layers:
+        group = self._group_of.get(name)
+        if group is None:
             self.wait_for_all()
-            return
-        group = self._layers[name] * min(_LAYER_GROUPS, self._num_tensors) // self._num_tensors
-        if group > self._waited:
+        elif group > self._waited:
             self._waited = group
             self.worker.let_wait(self._in_step, group)
 
