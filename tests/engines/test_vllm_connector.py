@@ -312,6 +312,33 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, 
 
 
 @RUNNERS
+@pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
+def test_a_request_that_is_preempted_before_its_load_has_failed_keeps_no_token_of_it(
+    folder, runner
+):
+    old = prompt(1, 96)
+    new = old + prompt(2, 64)
+    with serving(folder, runner=runner, is_async=True) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.add("new", new)
+        engine.step()
+        assert engine.steps, "it is not reported yet"
+        blocks = engine.scheduler.kv_cache_manager
+        allocate = blocks.allocate_slots
+
+        def no_block_is_free(*_: Any, **__: Any) -> None:
+            blocks.allocate_slots = allocate
+
+        blocks.allocate_slots = no_block_is_free
+        engine.run()
+        assert engine.requests["new"].num_preemptions == 1
+        assert faults.count["load"] == 1
+        check(engine, {"new": new})
+
+
+@RUNNERS
 def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(folder, runner):
     old = prompt(1, 96)
     new = old + prompt(2, 64)

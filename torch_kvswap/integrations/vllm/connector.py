@@ -282,17 +282,30 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
+        preempted = scheduler_output.preempted_req_ids or ()
+        if self._in_step and not _IS_033:
+            self._discard_tokens(preempted)
         self._in_step |= {
             number
             for number, job in self._current_batch_load_jobs.items()
             if getattr(job, "sync", False)
         }
-        hidden = [] if _IS_033 else self._hide_loads(scheduler_output.preempted_req_ids or ())
+        hidden = [] if _IS_033 else self._hide_loads(preempted)
         meta = super().build_connector_meta(scheduler_output)
         for jobs, number in hidden:
             jobs.add(number)
         self._current_batch_sync_loads = set()
         return meta
+
+    def _discard_tokens(self, preempted: Iterable[str]) -> None:
+        """Makes vLLM drop the tokens of requests that it preempts before it hears of their in-step
+        loads. If a load has failed, it ends the running requests with its blocks, and would keep
+        what the others computed from it. 0.33 preempts no request whose step it has not heard of.
+        """
+        for name in preempted:
+            request = self._req_status[name].req
+            request.async_tokens_to_discard = request.num_output_placeholders
+            request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
         """Takes in-step loads out of the jobs of their requests. Those of preempted requests must
