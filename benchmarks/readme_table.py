@@ -1,4 +1,4 @@
-"""Prints the table of the README from the results of bandwidth.py, or writes it there."""
+"""Prints the table of the README from results of bandwidth.py or peers.py, or writes it there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 from comparison import COLD, OURS, PLAIN, REFERENCE
+from peer_handlers import PEERS
 from report import Column, markdown_of
 from transfers import DIRECTIONS
 
@@ -52,6 +53,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
     arrangement = figures["settings"]["arrangements"][0]
 
     ways = {"torch_kvswap": OURS, "plain PyTorch copy": REFERENCE, "plain ops": PLAIN}
+    ways |= {name: name for name in PEERS}
     medians = {name: _medians(figures, arrangement, way) for name, way in ways.items()}
 
     def column_of(name: str) -> Column[Row]:

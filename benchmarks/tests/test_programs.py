@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from torch_kvswap import OffloadHandler
+from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
 
@@ -21,6 +22,7 @@ SHAPES = "--shapes 3x4 1x2 --other-mib 1 --samples 2 --cold-samples 1"
 # By program: small arguments, and the number of cells that they give.
 PROGRAMS = {
     "bandwidth": (f"{SHAPES} --blocks 8 1", 16),
+    "peers": (f"{SHAPES} --blocks 8 1", 16),
     "submit_cost": (f"{SHAPES} --blocks 1 8", 16),
     "duplex": (f"{SHAPES} --blocks 4", 4),
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
@@ -90,6 +92,24 @@ def test_a_lost_result_and_one_that_comes_twice_end_outstanding_with_1(
     for change in (lambda results: results[1:], lambda results: results + results[:1]):
         monkeypatch.setattr(OffloadHandler, "poll", lambda it, change=change: change(poll(it)))
         assert run("outstanding", tmp_path / "figures.json") == 1
+
+
+def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_reason() -> None:
+    class Wrong(ReferenceHandler):
+        def load(self, *, page_ids: Any, **options: Any) -> Any:
+            return super().load(page_ids=[page_ids[1], *page_ids[1:]], **options)
+
+    def missing(blocks: Any) -> Any:
+        return importlib.import_module("not_installed")
+
+    def of(handler: Any) -> Any:
+        return lambda blocks: handler(blocks.layout, blocks.host)
+
+    peers = {"right": of(ReferenceHandler), "wrong": of(Wrong), "missing": missing}
+    assert importlib.import_module("peers").why_not(peers, torch.device("cpu")) == {
+        "wrong": "1 blocks and pages had wrong bytes",
+        "missing": "ModuleNotFoundError: No module named 'not_installed'",
+    }
 
 
 def test_all_calls_of_block_managers_are_timed(

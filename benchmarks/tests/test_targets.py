@@ -17,6 +17,7 @@ import integration_transformers_report
 import integration_vllm_report
 import interference_report
 import outstanding_report
+import peers_report
 import submit_cost_report
 from comparison import COLD, WARM, Cell, Samples
 from comparison_report import judge
@@ -87,12 +88,32 @@ met          store of 8 x (160 x 8 KiB), one tensor, warm, total / big copy: 1.1
 met          store of 8 x (160 x 8 KiB), one tensor, warm, call / R's call: 0.57, at most 1.30
 MISSED       store of 1 x (160 x 8 KiB), one tensor, cold, total / R: 1.30, at most 1.20
 MISSED       store of 1 x (160 x 8 KiB), one tensor, cold, call / R's call: 1.30, at most 0.80
-met          store of 1 x (160 x 8 KiB), one tensor, cold, total / big copy, best peer's: 1.30, at most 2.92
 MISSED       load of 64 x (160 x 4 KiB), one tensor, cold, total / big copy: 1.20, at most 1.17
 MISSED       load of 64 x (160 x 4 KiB), one tensor, cold, call / R's call: 1.20, at most 1.10
-met          load of 64 x (160 x 4 KiB), one tensor, cold, total / big copy, best peer's: 1.20, at most 1.20
 met          load of 512 x (160 x 2 KiB), one tensor, warm, total / big copy: 1.06, at most 1.06
 met          load of 512 x (160 x 2 KiB), one tensor, warm, call / R's call: 1.06, at most 3""",
+    )
+
+
+def test_a_peer_that_is_more_than_3_us_faster_is_marked() -> None:
+    cells = [
+        transfers("store", "160x8", 1, COLD, ours=123, vLLM=120, big_copy=100, reference=50),
+        transfers("load", "160x8", 1, COLD, ours=123, vLLM=119, big_copy=100, reference=50),
+    ]
+    assert_expected_inline(
+        said(peers_report.judge(cells)),
+        """\
+met          store of 1 x (160 x 8 KiB), one tensor, cold, us behind vLLM: 3, at most 3
+MISSED       load of 1 x (160 x 8 KiB), one tensor, cold, us behind vLLM: 4, at most 3""",
+    )
+    assert_expected_inline(
+        peers_report.tables(cells),
+        """\
+total / big copy, medians; ! is more than 3 us ahead of ours
+
+one tensor, cold  blocks  direction  big copy, us  ours  vLLM    contiguous copy
+160 x 8 KiB            1  store               100  1.23  1.20               0.50
+160 x 8 KiB            1  load                100  1.23  1.19 !             0.50""",
     )
 
 
