@@ -201,7 +201,9 @@ def test_an_encoding_that_there_is_not_is_refused_when_it_is_enabled():
         ({"encoding": "lossless"}, "encoding='lossless' with verify='off'"),
         ({"verify": "order"}, "encoding='raw' with verify='order'"),
     ):
-        said = f"copy_method='copy_engines' uses no kernels, but {named} needs them; leave out either"
+        said = (
+            f"copy_method='copy_engines' uses no kernels, but {named} needs them; leave out either"
+        )
         with pytest.raises(ValueError, match=said):
             integration.enable(copy_method="copy_engines", **options)  # type: ignore[arg-type]
 
