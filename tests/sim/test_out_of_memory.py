@@ -327,7 +327,13 @@ def sweep(driver: Driver, name: str) -> None:
     each_fails(run)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "," in name else [])  # variants
+        for name in SCENARIOS
+    ],
+)
 @without_cuda
 def test_every_job_ends_and_the_handler_works_on_whichever_allocation_fails(name: str) -> None:
     assert number_of_failures(sweep, name) > 10
