@@ -33,7 +33,7 @@ from comparison import (
     settings,
 )
 from comparison_report import counts, judge, no_targets, tables
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from transfers import BLOCKS, DIRECTIONS, add_staging, shapes_of
 
 from torch_kvswap.copy_method import CHOICES
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=True, others=others)
     how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
     cells = measure_all(plan, device, options, "bandwidth", **how)
-    judged = targets if on_cuda else no_targets
+    judged = targets if is_judged(device) else no_targets
     print(tables(cells, judged), "", *counts(cells, judged), "", sep="\n")
     content = {
         "benchmark": "bandwidth",

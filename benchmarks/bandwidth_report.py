@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comparison import COLD, REFERENCE, WARM, Cell
-from comparison_report import (
-    CALL_OVER_REFERENCE,
-    OVER_BIG,
-    OVER_REFERENCE,
-    verdict,
-)
+from comparison_report import CALL_OVER_REFERENCE, OVER_BIG, OVER_REFERENCE, verdict
 from report import Verdict
 
 # By blocks and state. Of the total time over that of one big copy, for fragments of 8 KiB and more,

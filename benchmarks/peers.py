@@ -35,7 +35,7 @@ from comparison import (
 )
 from peer_handlers import PEERS
 from peers_report import judge, tables
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from transfers import BLOCKS, DIRECTIONS, Shape, move, shapes_of
 
 
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     cells = measure_all(plan, device, options, "peers")
     said = [f"{name}: {text}" for name, text in versions.items()]
     said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
-    verdicts = judge(cells) if on_cuda else []
+    verdicts = judge(cells) if is_judged(device) else []
     print(tables(cells), "", *said, "", sep="\n")
     content = {
         "benchmark": "peers",
