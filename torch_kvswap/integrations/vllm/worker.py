@@ -17,7 +17,13 @@ from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Kept, Retry
 from torch_kvswap.offload.handler import Job, OffloadHandler
-from torch_kvswap.results import DeviceLostError, Result, TransferError, error_of
+from torch_kvswap.results import (
+    CorruptedPageError,
+    DeviceLostError,
+    Result,
+    TransferError,
+    error_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +65,8 @@ class KVSwapWorker(base.OffloadingWorker):
 
     vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated
     once by a Retry, and if that fails too, the error is logged and reported, which ends the engine.
-    For the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
+    So do loads that a Retry cannot answer, because it compares no digests (HostPool.verify). For
+    the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
     KVSwapConnector asks for take_failures() instead.
 
     Args:
@@ -107,6 +114,7 @@ class KVSwapWorker(base.OffloadingWorker):
                 blocks_per_page,
                 encoding=options.encoding,
                 bits_per_value=options.bits_per_value,
+                verify=options.verify,
                 pin_in_background=options.pin_in_background,
             )
         else:
@@ -115,6 +123,7 @@ class KVSwapWorker(base.OffloadingWorker):
                 num_pages,
                 blocks_per_page,
                 replicas,
+                verify=options.verify,
                 pin_in_background=options.pin_in_background,
             )
         pools = [self._pool.view_for(layout) for layout in layouts]
@@ -262,6 +271,11 @@ class KVSwapWorker(base.OffloadingWorker):
                 for number in moves:
                     self._fail(number, [place for owner, place in lost if owner == number])
                 continue
+            (number,) = moves  # only KVSwapConnector, which repeats nothing, joins transfers
+            if isinstance(result.error, CorruptedPageError):
+                _log.error("%s; vLLM ends the engine", error_of([result]))
+                self._ended.append(_result_of(number, False))
+                continue
             if result.rejected:
                 _log.debug("%s; copying these blocks as they are", error_of([result]))
             else:
@@ -269,7 +283,6 @@ class KVSwapWorker(base.OffloadingWorker):
             groups = self._handler.layouts, self._handler.pools
             places = [place for _, place in lost]
             retry = Retry(*groups, result.direction, places, self._kept, bool(result.rejected))
-            (number,) = moves  # only KVSwapConnector, which repeats nothing, joins transfers
             self._repeated[number] = _Repeated(result, retry)
 
     def _fail(self, number: int, places: Sequence[Place]) -> None:
@@ -277,7 +290,7 @@ class KVSwapWorker(base.OffloadingWorker):
         if places:
             blocks, pages = {place.block for place in places}, {place.page for place in places}
             self._failures[number] = Failure(blocks, pages)
-        self._ended.append(_unsized(number))
+        self._ended.append(_result_of(number, True))
 
     def _end_retry(self, number: int) -> None:
         result, retry = self._repeated.pop(number)
@@ -295,9 +308,9 @@ class KVSwapWorker(base.OffloadingWorker):
         """Reports the good end of a job. vLLM's counters have it once."""
         first, *others = numbers
         self._ended.append(base.TransferResult(first, True, nbytes, seconds))
-        self._ended += map(_unsized, others)
+        self._ended += [_result_of(number, True) for number in others]
 
 
-def _unsized(number: int) -> base.TransferResult:
-    """The good end of a transfer as vLLM sees it, which its counters leave out."""
-    return base.TransferResult(number, True, None, None)
+def _result_of(number: int, ok: bool) -> base.TransferResult:
+    """The end of a transfer that vLLM's counters leave out."""
+    return base.TransferResult(number, ok, None, None)
