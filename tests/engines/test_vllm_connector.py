@@ -138,6 +138,21 @@ def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how)
 
 
 @RUNNERS
+def test_loads_that_begin_inside_a_chunk_are_not_joined(folder, runner):
+    """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
+    old = {f"{n}": prompt(n, 129) for n in range(3)}
+    new = {f"new {name}": one + prompt(9, 20) for name, one in old.items()}
+    with serving(folder, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        engine.serve({f"begin {n}": old[f"{n}"][:49] for n in range(2)})
+        loads = Faults(engine, never)
+        engine.serve(new)
+        assert loads.seen["load"] == 3
+        check(engine, new)
+
+
+@RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [True, "rejected"])
