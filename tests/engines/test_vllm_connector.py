@@ -41,10 +41,13 @@ class Faults:
     Args:
         chooses: given the direction and the number of blocks, whether this transfer fails, and
             "rejected" if only its last block does.
+        rank: the worker whose transfers fail.
     """
 
-    def __init__(self, engine: Serving, chooses: Callable[[str, int], bool | str]) -> None:
-        self.worker, self.chooses = engine.worker, chooses
+    def __init__(
+        self, engine: Serving, chooses: Callable[[str, int], bool | str], rank: int = 0
+    ) -> None:
+        self.worker, self.chooses = engine.workers[rank], chooses
         self.count = {"store": 0, "load": 0}
         self.seen = {"store": 0, "load": 0}
         self._layer = itertools.cycle(range(LAYERS))
@@ -115,6 +118,68 @@ def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, 
         engine.serve(again)
         check(engine, {**prompts, **again})
         assert loads.seen["load"] == (1 if new_tokens else len(again))
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("how", [{"cache": "fp8"}, {"cache": "mla"}, {"workers": 2}])
+def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how):
+    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(4)}
+    again = {f"again {name}": one for name, one in prompts.items()}
+    longer = {f"longer {name}": one + prompt(9, 40) for name, one in prompts.items()}
+    with serving(folder, runner=runner, is_async=is_async, **how) as engine:
+        engine.serve(prompts)
+        for more, loads in ((again, 4), (longer, 5)):
+            engine.forget_gpu()
+            seen = [Faults(engine, never, rank) for rank in range(len(engine.workers))]
+            engine.serve(more)
+            assert {one.seen["load"] for one in seen} == {loads - 4 or 4}
+        check(engine, {**prompts, **again, **longer})
+
+
+@RUNNERS
+def test_loads_that_begin_inside_a_chunk_are_not_joined(folder, runner):
+    """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
+    old = {f"{n}": prompt(n, 129) for n in range(3)}
+    new = {f"new {name}": one + prompt(9, 20) for name, one in old.items()}
+    with serving(folder, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        engine.serve({f"begin {n}": old[f"{n}"][:49] for n in range(2)})
+        loads = Faults(engine, never)
+        engine.serve(new)
+        assert loads.seen["load"] == 3
+        check(engine, new)
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", [True, "rejected"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_one_rank_could_not_copy_is_lost_for_all(folder, runner, is_async, rank, how, policy):
+    old = {f"{n}": prompt(n, 97 + 16 * n) for n in range(2)}
+    new = {f"new {name}": one + prompt(9, 40) for name, one in old.items()}
+    transfer = {"kv_load_failure_policy": policy}
+    with serving(folder, runner=runner, is_async=is_async, transfer=transfer, workers=2) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        faults = Faults(engine, only("load", how), rank)
+        engine.serve(new)
+        failed = [name for name in new if engine.ends[name] == "error"]
+        if policy == "recompute":
+            assert failed == []
+        else:
+            assert failed == (["new 1"] if how == "rejected" else ["new 0", "new 1"])
+        check(engine, {name: one for name, one in new.items() if name not in failed})
+        faults.chooses = only("store")
+        other = {"other": prompt(5, 100)}
+        engine.serve(other)
+        faults.chooses = never
+        engine.forget_gpu()
+        third = {f"third {name}": one for name, one in {**new, **other}.items()}
+        engine.serve(third)
+        check(engine, {**other, **third})
 
 
 def test_the_connector_makes_the_spec_also_in_the_front_end(folder):
