@@ -123,6 +123,19 @@ std::vector<int64_t> Handler::unreported_loads(const BlockLists& blocks) {
   return scheduler_.jobs(lock).unreported_loads(blocks);
 }
 
+void Handler::mark_written(const PageLists& pages, bool is_grouped) {
+  const Lock lock = scheduler_.lock();
+  const std::vector<Group>& groups = scheduler_.groups(lock);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const ArgumentNames names{is_grouped, static_cast<int>(g)};
+    for (size_t i = 0; i < pages[g].size(); ++i) {
+      const std::string name = item_of(names.list("page_ids"), static_cast<int64_t>(i));
+      check_page(name, pages[g][i], groups[g].num_pages, *groups[g].ready_range);
+    }
+  }
+  scheduler_.mark_written(lock, pages);
+}
+
 bool Handler::is_over(const Job& job) {
   const Lock lock = scheduler_.lock();
   return job.has_ended();

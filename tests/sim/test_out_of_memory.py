@@ -440,6 +440,8 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
     "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
     "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
     "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
+    "promote": lambda manager: manager.promote(["a", "c", "d"]),
+    "hold_due": lambda manager: manager.hold_due(2),
 }
 
 
@@ -448,7 +450,7 @@ def sweep_calls(name: str) -> None:
     fails. After each failure it is made again."""
     library = allocations()
     for nth in itertools.count(1):
-        manager = BlockManager(3, events=True)
+        manager = BlockManager(3, events=True, below_policy="all")
         manager.complete(manager.prepare_store(["a", "b"]))
         before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
         assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))

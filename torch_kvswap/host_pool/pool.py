@@ -158,12 +158,14 @@ class HostPool(NotCopyable):
         shared (bool): whether other processes of this machine can attach() to the pool. Each of
             them pins and uses all pages; the caller must make sure that no process reads or writes
             a page while another one writes it.
+        page_alignment (int): a power of two; makes page_bytes a multiple of it, with up to so many
+            bytes of padding. 4096 is what `below` of a PrefixCache needs.
 
     Attributes:
         device (torch.device): the device of the cache.
         num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
-        slot_bytes (int): bytes per block, encoded or raw.
+        slot_bytes (int): bytes per block, encoded or raw, with padding.
         page_bytes (int): bytes per page.
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
@@ -197,11 +199,12 @@ class HostPool(NotCopyable):
         numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         shared: bool = False,
+        page_alignment: int = 1,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
-        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify)
+        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
@@ -221,6 +224,7 @@ class HostPool(NotCopyable):
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        page_alignment: int = 1,
     ) -> HostPool:
         """Makes a pool on the memory of another process's pool, which has placed the pages.
 
@@ -229,6 +233,7 @@ class HostPool(NotCopyable):
                 handle. The encoding and `verify` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
+            page_alignment (int): that of the handle's pool.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
@@ -245,7 +250,9 @@ class HostPool(NotCopyable):
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
-        shape = PoolShape(layout, handle.num_pages, handle.blocks_per_page, kept, verify)
+        shape = PoolShape(
+            layout, handle.num_pages, handle.blocks_per_page, kept, verify, page_alignment
+        )
         handle._check(shape, layout)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
@@ -266,11 +273,12 @@ class HostPool(NotCopyable):
         *,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
+        page_alignment: int = 1,
     ) -> int:
         """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
 
         Args:
-            layout, blocks_per_page, encoding, bits_per_value: see HostPool.
+            layout, blocks_per_page, encoding, bits_per_value, page_alignment: see HostPool.
 
         Returns:
             int: bytes per page.
@@ -279,7 +287,8 @@ class HostPool(NotCopyable):
             TypeError, ValueError: see HostPool.
         """
         kept = read_encoding(encoding, bits_per_value)
-        return PoolShape(layout, 1, blocks_per_page, encoding=kept).page_bytes
+        shape = PoolShape(layout, 1, blocks_per_page, kept, page_alignment=page_alignment)
+        return shape.page_bytes
 
     def _open(
         self,

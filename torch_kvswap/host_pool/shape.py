@@ -14,6 +14,7 @@ from torch_kvswap.encoding.slot import RAW, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
+MAX_ALIGNMENT = 1 << 20
 
 
 class PoolShape:
@@ -36,11 +37,17 @@ class PoolShape:
         blocks_per_page: int,
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
+        page_alignment: int = 1,
     ) -> None:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
-        self.slot_bytes = encoding.slot_bytes(layout)
+        page_alignment = read_int("page_alignment", page_alignment, 1, MAX_ALIGNMENT)
+        if page_alignment & (page_alignment - 1):
+            raise ValueError(f"page_alignment is {page_alignment}; it must be a power of two")
+        # Slots stay at equal distances, so each of them is padded.
+        of_slot = page_alignment // math.gcd(page_alignment, blocks_per_page)
+        self.slot_bytes = -(-encoding.slot_bytes(layout) // of_slot) * of_slot
         slots = num_pages * blocks_per_page
         self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
         self.verify = verify

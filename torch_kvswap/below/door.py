@@ -1,0 +1,31 @@
+"""What `below=` of a PrefixCache may be."""
+
+from __future__ import annotations
+
+from torch_kvswap._native.arguments import kind_of
+from torch_kvswap.below.files import FileStore
+from torch_kvswap.below.store import PageStore
+
+_METHODS = [name for name in vars(PageStore) if not name.startswith("_")]
+
+
+def open_store(below: str | PageStore) -> PageStore:
+    """The store that `below` names, or is.
+
+    Raises:
+        TypeError: it is neither a str nor an object with the methods of a PageStore.
+        ValueError: no such kind of store is known.
+        OSError: the folder cannot be made, or is none.
+    """
+    if isinstance(below, str):
+        kind, _, place = below.partition(":")
+        if kind != "file" or not place:
+            raise ValueError(f"below is {below!r}; pass 'file:PATH', or an object that is a store")
+        return FileStore(place)
+    missing = [name for name in _METHODS if not callable(getattr(below, name, None))]
+    if missing:
+        raise TypeError(
+            f"below is {kind_of(below)} without {', '.join(missing)}; pass 'file:PATH', or an "
+            "object with the methods of torch_kvswap.below.PageStore"
+        )
+    return below
