@@ -145,7 +145,8 @@ class PyHandler {
 
   void check_open() {
     Handler& handler = alive();
-    without_gil([&] { handler.check_open(); });
+    // Without the GIL only if it waits: to get that back may take the 5 ms that another thread has.
+    if (!handler.check_open(false)) without_gil([&] { handler.check_open(true); });
   }
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,

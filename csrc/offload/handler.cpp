@@ -21,7 +21,11 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
-void Handler::check_open() { scheduler_.check_open(scheduler_.lock()); }
+bool Handler::check_open(bool wait) {
+  const Lock lock = wait ? scheduler_.lock() : scheduler_.try_lock();
+  if (lock) scheduler_.check_open(lock);
+  return static_cast<bool>(lock);
+}
 
 JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();

@@ -27,7 +27,8 @@ class Handler {
           const CopyMethodOptions& options);
 
   // Throws if the handler is closed or its device lost.
-  void check_open();
+  // Without `wait`, only if no other thread has the lock; false otherwise.
+  bool check_open(bool wait);
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const Request& request);
 

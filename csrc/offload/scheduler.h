@@ -55,6 +55,7 @@ class Scheduler {
   const std::string& slower_copies() const { return planner_.slower_copies(); }
 
   Lock lock() { return Lock(mutex_); }
+  Lock try_lock() { return Lock(mutex_, std::try_to_lock); }  // may hold nothing
 
   // State.
 
