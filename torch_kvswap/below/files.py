@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from torch_kvswap._native.log import warn_once
+from torch_kvswap.below.background import background_thread
 from torch_kvswap.below.store import Completion
 
 _THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL (benchmarks/below.py)
@@ -61,10 +62,7 @@ class FileStore:
         self._is_closing = False
         self._tasks: SimpleQueue[tuple[_Batch, int, _Work, str, memoryview | None] | None]
         self._tasks = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name="kvswap-file", daemon=True)
-            for _ in range(_THREADS)
-        ]
+        self._threads = [background_thread(self._work, "kvswap-file") for _ in range(_THREADS)]
         for thread in self._threads:
             thread.start()
 

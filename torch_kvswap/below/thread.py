@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
+from torch_kvswap.below.background import background_thread
 from torch_kvswap.below.store import Completion, PageStore
 
 # Seconds, read at each use so that tests can set them.
@@ -99,7 +100,7 @@ class StoreThread:
         self.error, self.was_late = "", False
         self._lock = threading.Lock()  # of is_closing, and of the descriptor's life
         self.is_closing = False
-        self._thread = threading.Thread(target=self._run, name="kvswap-below", daemon=True)
+        self._thread = background_thread(self._run, "kvswap-below")
 
     def start(self) -> None:
         self._thread.start()
@@ -108,7 +109,7 @@ class StoreThread:
         """Lets the thread call on_wake() soon. Any thread may call."""
         with self._lock:
             if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+                native.wake(self._wake_fd)
 
     def close(self) -> bool:
         """Ends the thread, which closes the store. Idempotent; any thread may call.

@@ -507,8 +507,7 @@ class PrefixCache(NotCopyable):
         found = self.manager.lookup(keys, again=again)
         if self._below is None:
             return found
-        digests = [read_digests("keys", of_group) for of_group in self._pools.split("keys", keys)]
-        return self._below.ask(found, digests)
+        return self._below.ask(found, self._pools.split("keys", keys))
 
     def load(
         self,

@@ -21,7 +21,7 @@ from torch_kvswap.below.format import TRAILER_BYTES, PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.thread import Pause, Steps, StoreError, StoreThread
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
 from torch_kvswap.prefix.manager import BlockManager, Lookup
 
 # Seconds, read at each use so that tests can set them.
@@ -76,22 +76,24 @@ class _Ask:
     """The keys that a lookup has missed.
 
     Attributes:
-        keys (list[list[bytes]]): of each group, from its key `first[group]` on.
+        digests (list[bytes]): of each group, from its key `first[group]` on.
+        keys (list[list[bytes]]): the same as keys, which the thread makes.
         units (int): the length of the prefix that was found.
         identity (bytes): the first key of the first group with any. The others are of no use
             without it.
         began (float): when the lookup was.
         left (int): batches that have not ended.
-        is_late (bool): the store has not answered one of its calls in time.
         is_over (bool): lookups are told that nothing is there.
     """
 
-    def __init__(self, keys: list[list[bytes]], first: list[int], units: int) -> None:
-        self.keys, self.first, self.units = keys, first, units
-        self.identity = next(of_group[0] for of_group in keys if of_group)
-        self.count = sum(map(len, keys))
+    def __init__(
+        self, digests: list[bytes], identity: bytes, first: list[int], units: int
+    ) -> None:
+        self.digests, self.identity, self.first, self.units = digests, identity, first, units
+        self.keys: list[list[bytes]] = []
+        self.count = sum(map(len, digests)) // DIGEST_BYTES
         self.began = time.monotonic()
-        self.left, self.is_late, self.is_over = 0, False, False
+        self.left, self.is_over = 0, False
         self.promotions: list[_Promotion] = []
 
 
@@ -145,6 +147,7 @@ class Tier:
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
         self._new: deque[_Ask] = deque()
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
+        self._late: deque[_Ask] = deque()  # a call of each was not answered in time
         self._leases: deque[tuple[float, _Promotion]] = deque()
 
         # Of the thread.
@@ -156,11 +159,10 @@ class Tier:
 
     # What a PrefixCache calls.
 
-    def ask(self, found: Lookup, digests: Sequence[bytes]) -> Lookup:
-        """Asks the store for what a lookup of these digests, of each group, has missed."""
+    def ask(self, found: Lookup, keys: Sequence[Keys]) -> Lookup:
+        """Asks the store for what a lookup of these keys, of each group, has missed."""
         first = [found.found * ratio for ratio in self._ratios]
-        start = [place * DIGEST_BYTES for place in first]
-        missed = [of[begin:] for of, begin in zip(digests, start, strict=True)]
+        missed = list(map(_digests_from, keys, first))
         identity = next((of[:DIGEST_BYTES] for of in missed if of), None)
         if identity is None:
             return found
@@ -171,10 +173,11 @@ class Tier:
                     return found
                 if self._reads.is_over and self._asking:  # one ask finds out if it works again
                     return found
-                ask = _Ask(list(map(_split, missed)), first, found.found)
+                ask = _Ask(missed, identity, first, found.found)
                 self._asking[identity] = ask
                 self._new.append(ask)
-                self._thread.wake()
+                if len(self._new) == 1:  # else it is awake already
+                    self._thread.wake()
         return found._replace(asking=ask.count)
 
     def poll(self, some_ended: bool) -> None:
@@ -198,21 +201,24 @@ class Tier:
                 self._answered.popleft()
             # An ask may have to wait for others. But if the store answers to none of them, or the
             # thread hangs in a call, all are over.
-            for ask in list(self._asking.values()):
-                if ask.is_late or max(ask.began, self._progress) + thread.DEADLINE <= now:
-                    self._give_up(ask)
+            while self._late:
+                late = self._late.popleft()
+                if self._asking.get(late.identity) is late:  # it was not answered meanwhile
+                    self._give_up(late)
+            while (oldest := next(iter(self._asking.values()), None)) is not None:
+                if max(oldest.began, self._progress) + thread.DEADLINE > now:
+                    break
+                self._give_up(oldest)
             while self._leases and self._leases[0][0] <= now:
                 self._manager.release(self._leases[0][1].reservation)
                 self._leases.popleft()
-            for identity, until in list(self._absent.items()):
-                if until > now:
-                    break
-                del self._absent[identity]
+            while self._absent and self._absent[oldest_key := next(iter(self._absent))] <= now:
+                del self._absent[oldest_key]
 
     def wait(self, timeout: float | None) -> None:
         """Waits until an ask was answered or is late, if there is one; for DEADLINE at most."""
         with self._changed:
-            if self._asking and not self._answered:
+            if self._asking and not self._answered and not self._late:
                 longest = thread.DEADLINE if timeout is None else min(timeout, thread.DEADLINE)
                 self._changed.wait(longest)
 
@@ -298,6 +304,7 @@ class Tier:
 
     def _read(self, ask: _Ask) -> Steps:
         """Finds out what is there, and starts to read it."""
+        ask.keys = list(map(_split, ask.digests))
         names = [
             self._formats[group].trailer_name(key)
             for group, keys in enumerate(ask.keys)
@@ -495,7 +502,7 @@ class Tier:
     ) -> int:
         def on_late() -> None:
             with self._changed:
-                ask.is_late = True
+                self._late.append(ask)
                 self._changed.notify_all()
 
         return self._thread.begin(what, names, memory, self._reads, on_late)
@@ -512,6 +519,11 @@ class Tier:
     def _views(self, group: int, pages: list[int]) -> list[memoryview]:
         size, memory = self._page_bytes[group], self._memory[group]
         return [memory[page * size : (page + 1) * size] for page in pages]
+
+
+def _digests_from(keys: Keys, first: int) -> bytes:
+    """The digests of the keys from this one on."""
+    return read_digests("keys", keys[first * (DIGEST_BYTES if isinstance(keys, bytes) else 1) :])
 
 
 def _split(digests: bytes) -> list[bytes]:
