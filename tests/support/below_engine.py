@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below import thread
+from torch_kvswap.encoding.slot import VerifyName
 from torch_kvswap.prefix import BelowStats, Lookup
 
 thread.DEADLINE = PATIENCE  # no test depends on speed; those of deadlines set their own
@@ -36,11 +37,12 @@ class Engine:
         pages: int = 32,
         policy: str = "all",
         device: str = "cpu",
+        verify: VerifyName = "off",
         **options: Any,
     ) -> None:
         self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8, device=device)
         layout = PagedLayout([self.tensor])
-        self.pool = HostPool(layout, pages, page_alignment=4096)
+        self.pool = HostPool(layout, pages, page_alignment=4096, verify=verify)
         options = {"below_model": "m", **options}
         self.prefixes = PrefixCache(layout, self.pool, below=below, below_policy=policy, **options)
 

@@ -519,10 +519,32 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        table = self._memory.mapping.address + self._shape.table_begin
         return native.verified_encoding(
-            encoding, sizes, table, self._shape.row_bytes, self.verify == "order"
+            encoding, sizes, *self._digest_table, self.verify == "order"
         )
+
+    def _read_digests(self, page: int) -> bytes:
+        """The digests of a page's blocks in any slots; nothing if the pool has no digests.
+
+        The page has none if a store into it has not been reported.
+        """
+        if self.verify == "off":
+            return b""
+        first = page * self.blocks_per_page
+        return native.read_digests(
+            self.layout.sizes, *self._digest_table, first, self.blocks_per_page
+        )
+
+    def _write_digests(self, page: int, digests: bytes) -> None:
+        """The page has the blocks of another page of such a pool, with these _read_digests()."""
+        if self.verify != "off":
+            first = page * self.blocks_per_page
+            native.write_digests(*self._digest_table, first, self.blocks_per_page, digests)
+
+    @property
+    def _digest_table(self) -> tuple[int, int]:
+        """The address of the table of digests, and the bytes of a row."""
+        return self._memory.mapping.address + self._shape.table_begin, self._shape.row_bytes
 
     def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.

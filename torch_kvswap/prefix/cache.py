@@ -25,7 +25,7 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.loader import native
 from torch_kvswap.below.door import open_store
-from torch_kvswap.below.format import TRAILER_BYTES, PageFormat
+from torch_kvswap.below.format import ALIGNMENT, PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
 from torch_kvswap.host_pool.pool import HostPool
@@ -344,11 +344,11 @@ def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[
     formats = []
     for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
         address = pool.pages.data_ptr()
-        if pool.page_bytes % TRAILER_BYTES or address % TRAILER_BYTES:
+        if pool.page_bytes % ALIGNMENT or address % ALIGNMENT:
             raise ValueError(
                 f"the pool has pages of {pool.page_bytes} bytes from the address {address:#x} on, "
-                f"but a store below needs multiples of {TRAILER_BYTES}; make the pool with "
-                f"page_alignment={TRAILER_BYTES}"
+                f"but a store below needs multiples of {ALIGNMENT}; make the pool with "
+                f"page_alignment={ALIGNMENT}"
             )
         formats.append(PageFormat(layout, pool, model, group, rank, world))
     return formats

@@ -17,7 +17,7 @@ from torch_kvswap._C import StoreReservation, WriteReservation
 from torch_kvswap._native.arguments import count_of
 from torch_kvswap._native.log import log
 from torch_kvswap.below import thread
-from torch_kvswap.below.format import TRAILER_BYTES, PageFormat
+from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.thread import Pause, Steps, StoreError, StoreThread
 from torch_kvswap.host_pool.pool import HostPool
@@ -86,9 +86,7 @@ class _Ask:
         is_over (bool): lookups are told that nothing is there.
     """
 
-    def __init__(
-        self, digests: list[bytes], identity: bytes, first: list[int], units: int
-    ) -> None:
+    def __init__(self, digests: list[bytes], identity: bytes, first: list[int], units: int) -> None:
         self.digests, self.identity, self.first, self.units = digests, identity, first, units
         self.keys: list[list[bytes]] = []
         self.count = sum(map(len, digests)) // DIGEST_BYTES
@@ -380,7 +378,7 @@ class Tier:
         if promotion is not None:
             keys, count = promotion.keys, len(promotion.keys)
             views = self._views(group, promotion.pages)
-            trailers = _new_trailers(count)
+            trailers = _zeros(form.trailer_bytes, count)
             names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
             came = [False] * len(names)
             try:
@@ -389,11 +387,11 @@ class Tier:
             except StoreError:
                 pass
             rejected = []
-            for place, (key, page, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
-                problem = None
+            for place, (key, view, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
                 if came[place] and came[count + place]:
-                    problem = form.problem(trailer, key, page)
+                    problem = form.problem(trailer, key, view)
                     if problem is None:
+                        form.enter_digests(trailer, promotion.pages[place])
                         continue
                     damaged.append(key)
                     self._report(key, problem)
@@ -473,9 +471,10 @@ class Tier:
                 views = self._views(group, [pages[place] for place in left])
                 names = [form.page_name(keys[place]) for place in left]
                 writing = self._thread.begin("set", names, views, self._writes)
-                trailers = _new_trailers(len(left))
+                trailers = _zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
-                    form.write_trailer(trailer, keys[place], view)  # while the store writes
+                    # While the store writes the page.
+                    form.write_trailer(trailer, keys[place], pages[place], view)
                 taken = yield writing
                 error = self._thread.error
                 left, trailers = list(compress(left, taken)), list(compress(trailers, taken))
@@ -531,7 +530,7 @@ def _split(digests: bytes) -> list[bytes]:
     return [digests[place : place + DIGEST_BYTES] for place in places]
 
 
-def _new_trailers(count: int) -> list[memoryview]:
-    """Zeros, aligned as pages are."""
-    memory = memoryview(mmap.mmap(-1, count * TRAILER_BYTES))
-    return [memory[place * TRAILER_BYTES : (place + 1) * TRAILER_BYTES] for place in range(count)]
+def _zeros(nbytes: int, count: int) -> list[memoryview]:
+    """So many times so many bytes, aligned as pages are."""
+    memory = memoryview(mmap.mmap(-1, count * nbytes))
+    return [memory[place * nbytes : (place + 1) * nbytes] for place in range(count)]

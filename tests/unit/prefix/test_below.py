@@ -83,13 +83,21 @@ def new_lmcache_fs(path: Path) -> Any:
     return native.LMCacheFSClient(str(path), 2, "", True)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cpu"},
+        pytest.param({"device": "cuda"}, marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "verify": "load"}, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("new_store", stores())
 def test_an_engine_loads_what_another_one_has_computed(
-    new_store: Any, device: str, tmp_path: Path
+    new_store: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     stores = [new_store(tmp_path / "pages") for _ in range(2)]
-    with Engine(stores[0], device=device) as one, Engine(stores[1], device=device) as two:
+    with Engine(stores[0], **options) as one, Engine(stores[1], **options) as two:
         one.share(PROMPT)
         assert two.load([*PROMPT, "x"]) == len(PROMPT)
         assert (two.stats.promoted, two.stats.damaged) == (len(PROMPT), 0)
@@ -248,6 +256,66 @@ def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path
         assert job is not None
         job.synchronize()
     assert torch.equal(one[:8], two[8:])
+
+
+@pytest.mark.parametrize("damage", ["", "before it is written", "after it was read"])
+def test_pages_keep_the_digests_of_their_blocks(damage: str, store: MemoryStore) -> None:
+    """So that a load finds damage in host memory, in the engine that stored the block or in any."""
+    with Engine(store, verify="load") as writer:
+        store.held = {"exists"}
+        writer.compute(PROMPT)
+        if damage == "before it is written":
+            page = next(place for place in range(32) if stored_in(writer, place, PROMPT[3]))
+            writer.pool.pages[page, 0, 1000] ^= 1
+        store.release()
+        writer.until(lambda: writer.stats.written == len(PROMPT))
+    with Engine(MemoryStore(store.objects), verify="load") as reader, logged() as messages:
+        reader.compute(range(20))  # pages and numbers of stores are others
+        assert reader.find(PROMPT).ready == len(PROMPT)
+        if damage == "after it was read":
+            page = next(place for place in range(32) if stored_in(reader, place, PROMPT[3]))
+            reader.pool.pages[page, 0, 1000] ^= 1
+        job = reader.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
+        assert job is not None
+        reader.prefixes.poll()
+        assert job.result is not None
+        assert job.result.rejected == ((3,) if damage else ())
+        assert len(messages) == bool(damage)
+        good = [place for place in range(8) if not damage or place != 3]
+        for place in good:
+            assert torch.equal(reader.tensor[32 + place], bytes_of(key_of(PROMPT[place])))
+    with Engine(MemoryStore(store.objects)) as other:
+        assert other.find(PROMPT).found == 0, "these pages have no digests"
+
+
+def stored_in(engine: Engine, page: int, name: object) -> bool:
+    return torch.equal(engine.pool.read_block(page), bytes_of(key_of(name)))
+
+
+def test_a_trailer_has_room_for_the_digests_of_large_blocks(tmp_path: Path) -> None:
+    slabs = [torch.zeros(4, 5 << 20, dtype=torch.uint8) for _ in range(2)]
+    layouts = [PagedLayout([slab]) for slab in slabs]
+    caches = []
+    for layout in layouts:
+        pool = HostPool(layout, 2, 2, verify="load")
+        caches.append(
+            PrefixCache(layout, pool, below=f"file:{tmp_path}", below_model="m", below_policy="all")
+        )
+    slabs[0].random_(256)
+    with caches[0] as one, caches[1] as two:
+        one.store([key_of("a")], [1, 2])
+        one.poll()
+        assert in_time(lambda: one.below_stats().written == 1)
+        assert {file.stat().st_size for file in tmp_path.iterdir() if file.is_file()} == {
+            10 << 20,
+            12 << 10,
+        }
+        while two.lookup([key_of("a")]).ready == 0:
+            two.poll(timeout=1.0)
+        job = two.load([key_of("a")], [2, 3])
+        assert job is not None
+        job.synchronize()
+    assert torch.equal(slabs[0][1:3], slabs[1][2:4])
 
 
 # What is written
