@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,32 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE, in_time
+from patience import in_time
 from processes import in_child
+from store_calls import PAGE, outcome, pages
 
-from torch_kvswap.below import Completion, FileStore
+from torch_kvswap.below import FileStore
 from torch_kvswap.below import files as module
-
-PAGE = 8192
-
-
-def pages(*fills: bytes) -> list[memoryview]:
-    """Aligned memory for a page of each of these bytes."""
-    memory = memoryview(mmap.mmap(-1, PAGE * len(fills)))
-    views = [memory[place * PAGE : (place + 1) * PAGE] for place in range(len(fills))]
-    for view, fill in zip(views, fills, strict=True):
-        view[:] = fill * PAGE
-    return views
-
-
-def outcome(store: FileStore, number: int) -> Completion:
-    """What the store says of its only call."""
-    readable, _, _ = select.select([store.event_fd()], [], [], PATIENCE)
-    assert readable
-    (completion,) = store.drain_completions()
-    assert completion[0] == number
-    assert not select.select([store.event_fd()], [], [], 0)[0]
-    return completion
 
 
 @pytest.fixture

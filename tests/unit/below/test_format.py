@@ -12,7 +12,9 @@ def test_digests_move_with_a_page_that_is_partly_empty() -> None:
     layout = PagedLayout([tensor])
     pool = HostPool(layout, 3, 2, verify="load")
     with OffloadHandler(layout, pool) as handler:
-        handler.store(gpu_block_ids=[2, 3], page_ids=[2])  # what these slots had before does not count
+        handler.store(
+            gpu_block_ids=[2, 3], page_ids=[2]
+        )  # what these slots had before does not count
         handler.store(gpu_block_ids=[1], page_ids=[0])
         handler.synchronize()
         pool.pages[2] = pool.pages[0]

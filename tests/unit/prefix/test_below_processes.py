@@ -33,7 +33,7 @@ def test_what_a_killed_process_has_not_finished_is_not_there(at: int, tmp_path: 
     program = """
 import sys
 from below_engine import Engine
-from torch_kvswap.below import files
+from torch_kvswap.below import blocking, files
 write, count = files.os.pwritev, 0
 def stop(file, buffers, offset):
     global count
@@ -43,7 +43,7 @@ def stop(file, buffers, offset):
         print("stopped", flush=True)
         sys.stdin.read()
     return write(file, buffers, offset)
-files.os.pwritev, files._THREADS = stop, 1
+files.os.pwritev, blocking._THREADS = stop, 1
 engine = Engine(f"file:{sys.argv[1]}", below_bytes=8192)
 engine.compute("abcdefgh")
 sys.stdin.read()
