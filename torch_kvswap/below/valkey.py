@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import unquote, urlsplit
 
 from torch_kvswap.below.blocking import BlockingStore
@@ -135,7 +135,7 @@ class _Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._reader = self._socket.makefile("rb")
 
-    def send(self, *commands: list[bytes | memoryview]) -> None:
+    def send(self, *commands: Sequence[bytes | memoryview]) -> None:
         self._socket.settimeout(TIMEOUT)
         text = b""
         for command in commands:
@@ -167,7 +167,7 @@ class _Connection:
         if size != len(memory):
             found = f"has {size} bytes, not {len(memory)}" if size >= 0 else "is not there"
             raise OSError(f"{key} {found}")
-        if self._reader.readinto(memory) < size:  # type: ignore[attr-defined]
+        if self._reader.readinto(memory) < size:
             raise ConnectionResetError("the server has closed the connection")
         self._reader.readline()
 

@@ -224,16 +224,14 @@ class HostPool(NotCopyable):
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        page_alignment: int = 1,
     ) -> HostPool:
         """Makes a pool on the memory of another process's pool, which has placed the pages.
 
         Args:
             layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
-                handle. The encoding and `verify` are those of the handle.
+                handle. The encoding, `verify` and `page_alignment` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
-            page_alignment (int): that of the handle's pool.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
@@ -250,9 +248,8 @@ class HostPool(NotCopyable):
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
-        shape = PoolShape(
-            layout, handle.num_pages, handle.blocks_per_page, kept, verify, page_alignment
-        )
+        counts = handle.num_pages, handle.blocks_per_page
+        shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment)
         handle._check(shape, layout)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
@@ -350,7 +347,8 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify)
+        kept_with = self.verify, self._shape.page_alignment
+        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, *kept_with)
 
     def view_for(
         self,

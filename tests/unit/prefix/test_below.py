@@ -16,10 +16,13 @@ from expecttest import assert_expected_inline
 from logged import logged
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
+from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below import thread
 from torch_kvswap.prefix import BlockGroup, tier
+
+__all__ = ["server"]
 
 PROMPT = list("abcdefgh")
 
@@ -316,6 +319,23 @@ def test_a_trailer_has_room_for_the_digests_of_large_blocks(tmp_path: Path) -> N
         assert job is not None
         job.synchronize()
     assert torch.equal(slabs[0][1:3], slabs[1][2:4])
+
+
+def test_a_server_below_may_come_and_go(server: ValkeyServer) -> None:
+    with Engine(server.url) as one, Engine(server.url) as two:
+        one.share(PROMPT)
+        assert two.load(PROMPT) == len(PROMPT)
+        server.kill()
+        two.prefixes.manager.reset()
+        assert two.find(PROMPT).found == 0
+        one.compute("xyz")
+        one.until(lambda: one.stats.failed > 0)
+        server.start()
+        for engine in (one, two):
+            works_again(engine)
+        one.until(lambda: one.stats.written == len(PROMPT) + 3)
+        assert two.load("xyz") == 3
+        assert two.find(PROMPT).found == 0, "it has lost them"
 
 
 # What is written
@@ -702,7 +722,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
 
     (tmp_path / "file").touch()
     texts = [
-        refused(below="valkey://there"),
+        refused(below="ftp://there"),
         refused(below=1),
         refused(below_model=None),
         refused(below_rank=1),
@@ -715,11 +735,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert_expected_inline(
         "\n\n".join(texts),
         """\
-ValueError: below is 'valkey://there'; pass 'file:PATH', or an object that is a store
+ValueError: below is 'ftp://there'; pass 'file:PATH', 'valkey://HOST:PORT', or an object
+with the methods of torch_kvswap.below.PageStore
 
 TypeError: below is an int without submit_batch_set, submit_batch_get,
 submit_batch_exists, submit_batch_delete, event_fd, drain_completions, close; pass
-'file:PATH', or an object with the methods of torch_kvswap.below.PageStore
+'file:PATH', 'valkey://HOST:PORT', or an object with the methods of
+torch_kvswap.below.PageStore
 
 TypeError: below_model is None; name the model and its revision, because others may use
 the same store

@@ -10,21 +10,30 @@ from pathlib import Path
 import pytest
 from below_engine import Engine
 from processes import in_child, run_script
+from valkey_server import server
+
+__all__ = ["server"]
 
 PROMPT = list("abcdefgh")
 
 
-def test_a_process_loads_what_another_one_has_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "valkey"])
+def test_a_process_loads_what_another_one_has_computed(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    below = f"file:{tmp_path}"
+    if kind == "valkey":
+        below = request.getfixturevalue("server").url
     program = """
         import sys
         from below_engine import Engine
-        with Engine(f"file:{sys.argv[1]}") as engine:
+        with Engine(sys.argv[1]) as engine:
             print(engine.load(sys.argv[2]))
             engine.compute(sys.argv[2])
             engine.until(lambda: engine.stats.written == int(sys.argv[3]))
     """
     for arguments, found in ((("abcd", "4"), 0), (("abcdefgh", "4"), 4), (("abcdefgh", "0"), 8)):
-        assert run_script(program, str(tmp_path), *arguments) == f"{found}\n"
+        assert run_script(program, below, *arguments) == f"{found}\n"
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
