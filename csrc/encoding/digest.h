@@ -43,8 +43,8 @@ class DigestTable {
   uint64_t digest(int64_t slot, uint64_t tile) const {
     return read_number(digests_behind(&at(slot))[tile]);
   }
-  // Whether a store has left a block in the slot; if so, the digests of its tiles as they are in any
-  // slot, from the first one on. No job may use the slot.
+  // Whether a store has left a block in the slot; if so, the digests of its tiles as they are in
+  // any slot, from the first one on. No job may use the slot.
   bool read(int64_t slot, std::vector<uint64_t>& digests) const;
   // As if a store had left a block with these digests in the slot, or, if there are none, no block.
   void write(int64_t slot, const std::vector<uint64_t>& digests) const;

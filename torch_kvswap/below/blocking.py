@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from torch_kvswap.below.background import background_thread
 from torch_kvswap.below.store import Completion
 
 _THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL (benchmarks/below.py)
@@ -30,10 +29,11 @@ class _Batch:
 
 
 class BlockingStore(ABC):
-    """A PageStore on four methods that block. They raise OSError for what goes wrong.
+    """A PageStore on four methods that block, which a derived class has.
 
-    Several threads call them. After a ConnectionError or TimeoutError the rest of the call is left
-    out, so that a store that hangs holds up a thread once.
+    Several threads call them. An exception means that the keys are not right, and its text is the
+    error of the call. After a ConnectionError or TimeoutError the rest of the call is left out, so
+    that a store that hangs holds up each thread once.
     """
 
     def __init__(self) -> None:
@@ -44,40 +44,46 @@ class BlockingStore(ABC):
         self._is_closing = False
         self._tasks: SimpleQueue[tuple[_Batch, range, _Work] | None] = SimpleQueue()
         name = f"kvswap-{type(self).__name__}"
-        self._threads = [background_thread(self._run, name) for _ in range(_THREADS)]
+        self._threads = [
+            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(_THREADS)
+        ]
         for thread in self._threads:
             thread.start()
 
     @abstractmethod
-    def _set(self, key: str, memory: memoryview) -> None: ...
+    def set(self, key: str, memory: memoryview) -> None:
+        """Keeps these bytes under this key, in place of what is there."""
 
     @abstractmethod
-    def _get(self, key: str, memory: memoryview) -> None: ...
+    def get(self, key: str, memory: memoryview) -> None:
+        """Reads the bytes of the key. Raises if they are not there, or not as many."""
 
     @abstractmethod
-    def _exists(self, keys: list[str]) -> list[bool]: ...
+    def exists(self, keys: list[str]) -> list[bool]:
+        """Which of these keys are there."""
 
     @abstractmethod
-    def _delete(self, keys: list[str]) -> list[bool]: ...
+    def delete(self, keys: list[str]) -> list[bool]:
+        """Deletes these keys, and returns which were there, as far as it knows."""
 
-    def _interrupt(self) -> None:  # noqa: B027
-        """The store is being closed: ends calls that may take long."""
+    def interrupt(self) -> None:  # noqa: B027
+        """Lets methods that run in other threads end soon. close() waits for them."""
 
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
         """See PageStore."""
-        return self._submit_each(self._set, keys, memoryviews)
+        return self._submit_each(self.set, keys, memoryviews)
 
     def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
         """See PageStore."""
-        return self._submit_each(self._get, keys, memoryviews)
+        return self._submit_each(self.get, keys, memoryviews)
 
     def submit_batch_exists(self, keys: list[str]) -> int:
         """See PageStore."""
-        return self._submit_parts(self._exists, keys)
+        return self._submit_parts(self.exists, keys)
 
     def submit_batch_delete(self, keys: list[str]) -> int:
         """See PageStore."""
-        return self._submit_parts(self._delete, keys)
+        return self._submit_parts(self.delete, keys)
 
     def event_fd(self) -> int:
         """See PageStore."""
@@ -99,7 +105,7 @@ class BlockingStore(ABC):
         self._is_closing = True
         for _ in self._threads:
             self._tasks.put(None)
-        self._interrupt()
+        self.interrupt()
         for thread in self._threads:
             thread.join()
         os.close(self._event_fd)
@@ -141,10 +147,9 @@ class BlockingStore(ABC):
             if not self._is_closing and not batch.is_lost:
                 try:
                     are_right, error = work(), ""
-                except (ConnectionError, TimeoutError) as problem:
-                    batch.is_lost, error = True, str(problem)
-                except OSError as problem:
-                    error = str(problem)
+                except Exception as problem:  # whatever somebody else's store raises
+                    batch.is_lost |= isinstance(problem, ConnectionError | TimeoutError)
+                    error = str(problem) or repr(problem)
             del task, work  # its memory must not outlive the call
             with self._lock:
                 batch.are_right[places.start : places.stop] = are_right

@@ -42,7 +42,7 @@ class FileStore(BlockingStore):
         self._files = itertools.count()
         super().__init__()
 
-    def _set(self, key: str, memory: memoryview) -> None:
+    def set(self, key: str, memory: memoryview) -> None:
         name = os.path.join(self._unfinished, f"{self._names}{next(self._files)}")
         file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory))
         try:
@@ -59,7 +59,7 @@ class FileStore(BlockingStore):
         finally:
             os.close(file)
 
-    def _get(self, key: str, memory: memoryview) -> None:
+    def get(self, key: str, memory: memoryview) -> None:
         file = self._open(os.path.join(self._path, key), os.O_RDONLY, len(memory))
         try:
             done, step = 0, 1
@@ -71,10 +71,10 @@ class FileStore(BlockingStore):
         finally:
             os.close(file)
 
-    def _exists(self, keys: list[str]) -> list[bool]:
+    def exists(self, keys: list[str]) -> list[bool]:
         return [os.path.exists(os.path.join(self._path, key)) for key in keys]
 
-    def _delete(self, keys: list[str]) -> list[bool]:
+    def delete(self, keys: list[str]) -> list[bool]:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._path, key))

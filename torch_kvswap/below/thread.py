@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap.below.background import background_thread
 from torch_kvswap.below.store import Completion, PageStore
 
 # Seconds, read at each use so that tests can set them.
@@ -100,7 +99,7 @@ class StoreThread:
         self.error, self.was_late = "", False
         self._lock = threading.Lock()  # of is_closing, and of the descriptor's life
         self.is_closing = False
-        self._thread = background_thread(self._run, "kvswap-below")
+        self._thread = threading.Thread(target=self._run, name="kvswap-below", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -174,6 +173,9 @@ class StoreThread:
         return number
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it: then lookups take longer
+            # Of this thread: it does not take the core of the scheduler that wakes it.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             poller = select.poll()
             poller.register(self._wake_fd, select.POLLIN)

@@ -46,20 +46,20 @@ class ValkeyStore(BlockingStore):
         self._opening = threading.Lock()  # of _opened
         super().__init__()
 
-    def _set(self, key: str, memory: memoryview) -> None:
+    def set(self, key: str, memory: memoryview) -> None:
         with self._connection() as server:
             server.send([b"SET", key.encode(), memory])
             server.answer(b"+")
 
-    def _get(self, key: str, memory: memoryview) -> None:
+    def get(self, key: str, memory: memoryview) -> None:
         with self._connection() as server:
             server.send([b"GET", key.encode()])
             server.value(key, memory)
 
-    def _exists(self, keys: list[str]) -> list[bool]:
+    def exists(self, keys: list[str]) -> list[bool]:
         return self._call_each(b"EXISTS", keys)
 
-    def _delete(self, keys: list[str]) -> list[bool]:
+    def delete(self, keys: list[str]) -> list[bool]:
         return self._call_each(b"UNLINK", keys)
 
     def _call_each(self, command: bytes, keys: list[str]) -> list[bool]:
@@ -80,7 +80,7 @@ class ValkeyStore(BlockingStore):
                 server = _Connection(self._address, self._breaks)
                 with self._opening:
                     self._opened.add(server)
-                if self._is_closing:  # _interrupt() may have come before
+                if self._is_closing:  # interrupt() may have come before
                     raise ConnectionAbortedError("the store was closed")
                 if self._login:
                     server.send(self._login)
@@ -103,7 +103,7 @@ class ValkeyStore(BlockingStore):
             self._opened.discard(server)
         server.close()
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         with self._opening:
             for server in self._opened:
                 server.interrupt()

@@ -152,8 +152,9 @@ class PoolHandle(NotCopyable):
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                numbers += [sizes, encoding.name, encoding.bits_per_value, verified]
-                return cls(fds[0], *numbers, page_alignment)
+                kept = encoding.name, encoding.bits_per_value, verified, page_alignment
+                numbers += [sizes, *kept]
+                return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
         except BaseException:  # a timeout, a signal

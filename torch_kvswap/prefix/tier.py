@@ -176,7 +176,7 @@ class Tier:
                 self._new.append(ask)
                 if len(self._new) == 1:  # else it is awake already
                     self._thread.wake()
-        return found._replace(asking=ask.count)
+        return Lookup(found.found, found.ready, found.pending, ask.count)
 
     def poll(self, some_ended: bool) -> None:
         """Enters pages that were read, and ends what has run out of time.
