@@ -46,7 +46,7 @@ from torch_kvswap.prefix.manager import (
     Reservation,
 )
 from torch_kvswap.prefix.tier import BelowStats, Tier
-from torch_kvswap.results import Result
+from torch_kvswap.results import CorruptedPageError, Result
 
 
 class _Pools:
@@ -128,6 +128,16 @@ class _Pools:
             page_of_block += [first_page + place // pool.blocks_per_page for place in places]
             first_page += -(-len(of_pool) // pool.blocks_per_page)
         return list(dict.fromkeys(page_of_block[position] for position in positions))
+
+    def keys_of(self, positions: Sequence[int], entry: _Reserved) -> list[tuple[int, bytes]]:
+        """The groups and digests of pages with these positions(), as pages_with() counts them."""
+        indices = entry.reservation.key_indices
+        digests_of_pages = [
+            (group, entry.digests[group][index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+            for group, of_group in enumerate(indices if self._is_list else [indices])
+            for index in of_group
+        ]
+        return [digests_of_pages[position] for position in positions]
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
@@ -274,12 +284,14 @@ class _Reserved:
     Attributes:
         reservation (Reservation): the pages, from the manager.
         blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
+        digests (Sequence[bytes]): of each group, of the keys that the job was submitted for.
         job (Job | None): while it is being submitted.
         is_ending (bool): poll() has begun to end the reservation.
     """
 
     reservation: Reservation
     blocks: list[Int64Array]
+    digests: Sequence[bytes]
     job: Job | None = None
     is_ending: bool = False
 
@@ -561,6 +573,7 @@ class PrefixCache(NotCopyable):
         return self._submit(
             load,
             blocks,
+            digests,
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
@@ -870,6 +883,8 @@ class PrefixCache(NotCopyable):
                 self.manager.complete(entry.reservation)
             elif result.rejected:
                 pages = self._pools.pages_with(result.rejected, entry.blocks)
+                if self._below is not None and isinstance(result.error, CorruptedPageError):
+                    self._below.delete(self._pools.keys_of(pages, entry))
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)
@@ -945,12 +960,13 @@ class PrefixCache(NotCopyable):
         except BaseException:
             self.manager.fail(store)
             raise
-        return self._submit(store, prompt.blocks, computed_from=loads, **options)
+        return self._submit(store, prompt.blocks, prompt.digests, computed_from=loads, **options)
 
     def _submit(
         self,
         reservation: Reservation,
         blocks: Sequence[array[int]],
+        digests: Sequence[bytes],
         **options: Any,
     ) -> Job:
         """Submits the job that the pages are reserved for, of the GPU blocks of all keys, per pool.
@@ -964,7 +980,7 @@ class PrefixCache(NotCopyable):
         try:
             selected = self._pools.select(blocks, reservation.key_indices)
             ids = self._pools.join(selected), reservation.pages, 0
-            entry = _Reserved(reservation, selected)
+            entry = _Reserved(reservation, selected, digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
         except BaseException:
             if entry is None or not entry.is_submitted:

@@ -38,7 +38,8 @@ class BelowStats:
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused, because the digest or the trailer was wrong, and deleted.
+        damaged (int): refused, because the digest or the trailer was wrong, or by a load, because
+            a block was not what was stored; and deleted.
         written (int): written, or found to be there already.
         failed (int): not taken by the store. They are tried again while they are in memory.
         lost (int): evicted before they were written.
@@ -144,6 +145,7 @@ class Tier:
         self._progress = 0.0  # when the store has answered to a read last
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
         self._new: deque[_Ask] = deque()
+        self._wrong: deque[tuple[int, bytes]] = deque()  # groups and keys of pages to be deleted
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
         self._late: deque[_Ask] = deque()  # a call of each was not answered in time
         self._leases: deque[tuple[float, _Promotion]] = deque()
@@ -230,6 +232,15 @@ class Tier:
                     self._manager.release(lease[1].reservation)
                     self._leases.remove(lease)
 
+    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """Loads have found that these pages, given by group and key, are not what was stored.
+
+        What is below may be as wrong, so it is deleted and can be written anew.
+        """
+        with self._changed:
+            self._wrong.extend(pages)
+            self._thread.wake()
+
     def stats(self) -> BelowStats:
         of_groups = [self._manager.stats(group) for group in range(len(self._formats))]
         return BelowStats(
@@ -287,6 +298,10 @@ class Tier:
         """Starts what is to be done. Returns when there may be more."""
         while self._new:
             self._thread.run(self._read(self._new.popleft()))
+        while self._wrong:
+            group, key = self._wrong.popleft()
+            self._damaged += 1
+            self._thread.run(self._delete(group, [key]))
         for group in range(len(self._formats)):
             while not self._writes.is_on and (held := self._hold_due(group)) is not None:
                 self._thread.run(self._write(group, held))
@@ -402,9 +417,13 @@ class Tier:
         if not ask.left:
             self._answer(ask)
         if damaged:
-            names = [*map(form.trailer_name, damaged), *map(form.page_name, damaged)]
-            with contextlib.suppress(StoreError):
-                yield self._thread.begin("delete", names, (), self._reads)
+            yield from self._delete(group, damaged)
+
+    def _delete(self, group: int, keys: list[bytes]) -> Steps:
+        form = self._formats[group]
+        names = [*map(form.trailer_name, keys), *map(form.page_name, keys)]
+        with contextlib.suppress(StoreError):
+            yield self._thread.begin("delete", names, (), self._reads)
 
     def _promote(self, ask: _Ask, group: int, keys: list[bytes]) -> _Promotion | None:
         """Takes pages for these keys. None if they are in memory, or there is no room."""

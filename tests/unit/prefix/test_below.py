@@ -287,6 +287,12 @@ def test_pages_keep_the_digests_of_their_blocks(damage: str, store: MemoryStore)
         good = [place for place in range(8) if not damage or place != 3]
         for place in good:
             assert torch.equal(reader.tensor[32 + place], bytes_of(key_of(PROMPT[place])))
+        reader.until(lambda: len(store.objects) == 2 * (len(good) + 20))
+        assert reader.stats.damaged == bool(damage)
+        reader.compute(PROMPT)
+        reader.until(lambda: len(store.objects) == 2 * (len(PROMPT) + 20))
+    with Engine(MemoryStore(store.objects), verify="load") as third:
+        assert third.load(PROMPT) == len(PROMPT)
     with Engine(MemoryStore(store.objects)) as other:
         assert other.find(PROMPT).found == 0, "these pages have no digests"
 
