@@ -447,7 +447,8 @@ class OffloadHandler(NotCopyable):
         """Tells that these pages hold what the caller has written there, by other means than jobs.
 
         Loads of a page that a failed store should have filled fail until it is stored again, or
-        marked. Wait for the jobs on a page before you write it.
+        marked. Wait for the jobs on a page before you write it. With `verify` a marked page has no
+        digests of its new blocks, so that loads refuse it.
 
         Args:
             page_ids: as in store().
