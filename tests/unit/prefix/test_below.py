@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from patience import PATIENCE, in_time
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap._native.loader import native
 from torch_kvswap.below import thread
 from torch_kvswap.prefix import BlockGroup, tier
 
@@ -145,6 +148,42 @@ def test_a_lookup_asks_once_and_tells_it_until_a_poll_has_the_answer(
     reader.prefixes.poll()
     assert reader.prefixes.lookup(keys) == (8, 8, 0, 0)
     assert store.calls == ["exists", "get"]
+
+
+@pytest.mark.parametrize("call", ["lookup", "wake", "a control that gives it away"])
+def test_a_lookup_keeps_the_gil_also_when_it_wakes_the_thread(
+    call: str, store: MemoryStore
+) -> None:
+    """Beside threads that compute in Python, getting it back takes 5 ms."""
+    interval, fd, others = sys.getswitchinterval(), os.eventfd(0), []
+
+    def wait() -> None:
+        os.eventfd_read(fd)
+        others.append("ran")
+
+    waiting = threading.Thread(target=wait)
+    with Engine(store) as engine:
+        below, key = engine.prefixes._below, [key_of("a")]
+        assert below is not None
+        engine.share("a")  # then the thread has nothing to do
+        calls: dict[str, Any] = {
+            "lookup": lambda: engine.prefixes.lookup(key),
+            "wake": below._thread.wake,
+        }
+        do = calls.get(call, engine.prefixes.manager.stats)
+        waiting.start()
+        sys.setswitchinterval(1000.0)  # no thread makes another one give it away
+        try:
+            native.wake(fd)
+            for _ in range(50_000):  # a short release is taken once in some thousand times
+                do()
+                if others:
+                    break
+            assert others == ([] if call in calls else ["ran"])
+        finally:
+            sys.setswitchinterval(interval)
+            waiting.join()
+            os.close(fd)
 
 
 def test_only_the_part_of_a_prompt_that_is_there_is_read(
