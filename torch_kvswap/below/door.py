@@ -28,7 +28,8 @@ def open_store(below: str | PageStore) -> PageStore:
             return FileStore(place)
         if kind == "valkey":
             return ValkeyStore(below)
-        raise ValueError(f"below is {below!r}; pass {_KNOWN}")
+        # Not all of it, which may have a password.
+        raise ValueError(f"below is a store of the kind {kind!r}; pass {_KNOWN}")
     missing = [name for name in _METHODS if not callable(getattr(below, name, None))]
     if missing:
         raise TypeError(f"below is {kind_of(below)} without {', '.join(missing)}; pass {_KNOWN}")

@@ -767,7 +767,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
 
     (tmp_path / "file").touch()
     texts = [
-        refused(below="ftp://there"),
+        refused(below="redis://:secret@there"),
         refused(below=1),
         refused(below_model=None),
         refused(below_rank=1),
@@ -780,8 +780,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert_expected_inline(
         "\n\n".join(texts),
         """\
-ValueError: below is 'ftp://there'; pass 'file:PATH', 'valkey://HOST:PORT', or an object
-with the methods of torch_kvswap.below.PageStore
+ValueError: below is a store of the kind 'redis'; pass 'file:PATH',
+'valkey://HOST:PORT', or an object with the methods of torch_kvswap.below.PageStore
 
 TypeError: below is an int without submit_batch_set, submit_batch_get,
 submit_batch_exists, submit_batch_delete, event_fd, drain_completions, close; pass
