@@ -295,9 +295,11 @@ class PyBlockManager {
     return is_list_ ? nb::object(needed) : nb::object(needed[0]);
   }
 
-  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix) {
+  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix,
+                                              nb::handle is_use) {
     std::optional<int64_t> units;
     if (!prefix.is_none()) units = read_prefix(prefix);
+    const bool counts = read_switch("is_use", is_use);
     Digests digests = read(keys);
     Ranges ranges;
     if (units) {
@@ -312,8 +314,9 @@ class PyBlockManager {
                         std::move(ranges),
                         is_list_,
                         split(std::vector<int64_t>(digests.size()), digests.counts())}};
-    made->id = busy(
-        [&](bool wait) { return manager_.prepare_load(digests.keys(), made->pages.data(), wait); });
+    made->id = busy([&](bool wait) {
+      return manager_.prepare_load(digests.keys(), counts, made->pages.data(), wait);
+    });
     if (made->id == 0) made.reset();
     return made;
   }
@@ -569,16 +572,18 @@ Returns:
     range | list[range]: positions among the keys; with several groups a list with one range
         per group.)")
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
-           "prefix"_a.none() = nb::none(),
+           "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
            nb::sig("def prepare_load(self, keys: torch_kvswap.prefix.hashing.Keys | "
                    "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], prefix: int | None "
-                   "= None) -> LoadReservation | None"),
+                   "= None, *, is_use: bool = True) -> LoadReservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
 Args:
     keys: keys of a prompt's blocks.
     prefix (int | None): only the needed_blocks() of a prefix of this length, in units, such
         as `Lookup.ready`. None is all keys.
+    is_use (bool): whether it counts as a use for eviction. If not, the blocks keep their
+        positions: for copies that no request has asked for.
 
 Returns:
     LoadReservation | None: None, with nothing held, if a block is not ready.

@@ -50,7 +50,7 @@ void BlockManager::grow(const int64_t* ready_pages) {
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
+int64_t BlockManager::prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
   Reservation reservation{Kind::kLoad, {}};
@@ -66,8 +66,13 @@ int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) 
   const int64_t id = next_id();
   const Reservation& kept = reservations_.emplace(id, std::move(reservation)).first->second;
   for (const Pin& pin : kept.pins) {
-    groups_[pin.group].pages->hold(pin.page);
-    groups_[pin.group].pages->use(pin.page);
+    Pages& of_group = *groups_[pin.group].pages;
+    if (is_use) {
+      of_group.hold(pin.page);
+      of_group.use(pin.page);
+    } else {
+      of_group.hold_in_place(pin.page);
+    }
   }
   return id;
 }

@@ -91,8 +91,9 @@ class BlockManager {
   void grow(const int64_t* ready_pages);
   // again: a repeated lookup, which is not counted.
   Lookup lookup(const Keys& keys, bool again, bool wait);
-  // Holds the pages of all keys for a load. Returns the reservation; 0 if some key is not ready.
-  int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
+  // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
+  // their places. Returns the reservation; 0 if some key is not ready.
+  int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. If there is no room, gives none and returns

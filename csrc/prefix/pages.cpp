@@ -50,6 +50,11 @@ void Pages::hold(uint32_t page) {
   ++node.count;
 }
 
+void Pages::hold_in_place(uint32_t page) {
+  if (is_idle(page)) policy_->suspend_idle(page);
+  ++table_.nodes[page].count;
+}
+
 void Pages::release(uint32_t page) {
   if (--table_.nodes[page].count > 0) return;
   if (state(page) == PageState::kForgotten) {
@@ -151,8 +156,7 @@ void Pages::hold_due(size_t count, size_t visits, std::vector<uint32_t>& pages) 
     node.below &= static_cast<uint8_t>(~kQueued);
     if ((node.below & kDue) == 0) continue;  // it was evicted, or forgotten
     node.below = kWriting;
-    if (is_idle(page)) policy_->suspend_idle(page);
-    ++node.count;
+    hold_in_place(page);
     pages.push_back(page);
   }
 }

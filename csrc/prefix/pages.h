@@ -54,6 +54,8 @@ class Pages {
 
   // A held page is not given to another key.
   void hold(uint32_t page);
+  // It keeps its place in the order of eviction.
+  void hold_in_place(uint32_t page);
   void release(uint32_t page);
   // A filled page was used.
   void use(uint32_t page);

@@ -192,6 +192,21 @@ def test_held_pages_stay_although_it_was_their_turn(policy):
     manager.complete(load)
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("is_use", [False, True])
+def test_a_load_that_is_no_use_holds_its_pages_and_changes_no_order(policy, is_use):
+    manager = BlockManager(3, eviction_policy=policy)
+    for key in "abc":
+        manager.complete(manager.prepare_store([key]))
+    load = manager.prepare_load(["a"], is_use=is_use)
+    manager.complete(manager.prepare_store(["d"]))
+    assert [manager.lookup([key]).ready for key in "abcd"] == [1, 0, 1, 1]
+    manager.complete(load)
+    manager.complete(manager.prepare_store(["e"]))
+    gone = "c" if is_use else "a"
+    assert [key for key in "acde" if not manager.lookup([key]).ready] == [gone]
+
+
 def test_arc_survives_sides_of_which_all_pages_are_held():
     manager, rng = BlockManager(8, eviction_policy="arc"), np.random.default_rng(5)
     held = []
