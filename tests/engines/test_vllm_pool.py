@@ -158,7 +158,7 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
 
 def test_two_engines_of_one_name_are_told_apart(engine):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.bind(vllm_pool._address(engine))
+        other.bind(vllm_pool.address_of(engine))
         with pytest.raises(RuntimeError, match="is making its host pool on this machine"):
             make(0, 2, engine)
 
@@ -176,7 +176,7 @@ def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
             vllm_pool._connect(
                 caller,
-                vllm_pool._address(engine),
+                vllm_pool.address_of(engine),
                 Replicas(1, 2, engine),
                 time.monotonic() + PATIENCE,
             )
@@ -186,7 +186,7 @@ def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
 
 
 def test_another_user_is_given_nothing(engine, monkeypatch):
-    monkeypatch.setattr(vllm_pool, "_user_of", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(vllm_pool, "user_of", lambda connection: os.getuid() + 1)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(make, 0, 2, engine, 2)
         with pytest.raises(RuntimeError, match="a process of another user offers the host pool"):

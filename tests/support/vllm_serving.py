@@ -28,6 +28,7 @@ from vllm.config import (
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -285,6 +286,12 @@ class Serving:
         assert self.config.use_v2_model_runner == (runner == "v2")
         self.config.cache_config.num_gpu_blocks = blocks
         kv_cache_config = _kv_cache_config(blocks, window, cache)
+        self.runners = []  # before the scheduler, as in an engine
+        for rank in range(workers):
+            patch.setattr(self.config.parallel_config, "rank", rank)
+            with set_current_vllm_config(self.config):
+                self.runners.append(Runner(self.config, kv_cache_config, device, runner))
+        patch.setattr(self.config.parallel_config, "rank", 0)
         kind = AsyncScheduler if is_async else Scheduler
         self.scheduler = kind(
             self.config,
@@ -293,10 +300,6 @@ class Serving:
             block_size=BLOCK,
             log_stats=True,
         )
-        self.runners = []
-        for rank in range(workers):
-            patch.setattr(self.config.parallel_config, "rank", rank)
-            self.runners.append(Runner(self.config, kv_cache_config, device, runner))
         self.runner = self.runners[0]
         self._aggregator = KVOutputAggregator(workers)
         self.is_async = is_async

@@ -47,7 +47,7 @@ from torch_kvswap.host_pool.pinning import (
     Progress,
     read_pinning,
 )
-from torch_kvswap.host_pool.shape import PoolShape, check_layout
+from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
 from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle
 from torch_kvswap.layout import PagedLayout
 
@@ -160,6 +160,9 @@ class HostPool(NotCopyable):
             a page while another one writes it.
         page_alignment (int): a power of two; makes page_bytes a multiple of it, with up to so many
             bytes of padding. 4096 is what `below` of a PrefixCache needs.
+        part (tuple[int, int]): (rank, number of ranks), for a shared pool. A slot has a block of
+            each rank, one behind the other, and this process uses those of `rank`: of `pages`, in
+            transfers and in read_block(). page_bytes and slot_bytes are of all ranks.
 
     Attributes:
         device (torch.device): the device of the cache.
@@ -167,6 +170,7 @@ class HostPool(NotCopyable):
         blocks_per_page (int): blocks per page.
         slot_bytes (int): bytes per block, encoded or raw, with padding.
         page_bytes (int): bytes per page.
+        num_parts (int): ranks that have a part of each slot: see `part`.
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
         bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
@@ -200,11 +204,18 @@ class HostPool(NotCopyable):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         shared: bool = False,
         page_alignment: int = 1,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
-        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment)
+        part = read_part(part)
+        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment, part)
+        if shape.parts > 1 and not read_switch("shared", shared):
+            raise ValueError(
+                f"part is {part}, but shared is False, so that nobody has the others; pass "
+                "shared=True, or leave part out"
+            )
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
@@ -224,6 +235,7 @@ class HostPool(NotCopyable):
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        rank: int = 0,
     ) -> HostPool:
         """Makes a pool on the memory of another process's pool, which has placed the pages.
 
@@ -232,6 +244,7 @@ class HostPool(NotCopyable):
                 handle. The encoding, `verify` and `page_alignment` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
+            rank (int): which part of the slots this process uses: see HostPool's `part`.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
@@ -249,7 +262,8 @@ class HostPool(NotCopyable):
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
         counts = handle.num_pages, handle.blocks_per_page
-        shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment)
+        part = read_int("rank", rank, 0, handle.parts - 1), handle.parts
+        shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
         handle._check(shape, layout)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
@@ -298,7 +312,7 @@ class HostPool(NotCopyable):
         """Initializes a pool of any kind; _shares_huge_pages is set."""
         self.device = layout.device
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
-        self.slot_bytes = shape.slot_bytes
+        self.slot_bytes, self.num_parts = shape.slot_bytes, shape.parts
         self.page_bytes, self.nbytes = shape.page_bytes, shape.nbytes
         self.verify: VerifyName = shape.verify
         self._shape = shape
@@ -347,8 +361,8 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        kept_with = self.verify, self._shape.page_alignment
-        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, *kept_with)
+        rows = self._shape.page_alignment, self.num_parts
+        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify, *rows)
 
     def view_for(
         self,
@@ -382,11 +396,12 @@ class HostPool(NotCopyable):
             bits_per_value = pool.bits_per_value
         kept = read_encoding(encoding, bits_per_value)
         needed = kept.slot_bytes(layout, "pass encoding='raw' for this view")
-        if needed > self.slot_bytes:
+        if needed > self._shape.part_bytes:
             of = "" if kept is RAW else f", encoded in {needed} bytes,"
             raise ValueError(
                 f"blocks of {layout.block_bytes} bytes{of} do not fit into slots of "
-                f"{self.slot_bytes} bytes; make the pool from the layout with the largest slots"
+                f"{self._shape.part_bytes} bytes; make the pool from the layout with the largest "
+                "slots"
             )
         if kept is not RAW and self.slot_bytes % SLOT_ALIGNMENT:
             raise ValueError(
@@ -401,7 +416,7 @@ class HostPool(NotCopyable):
 
     @property
     def pages(self) -> Tensor:
-        """The memory, uint8 [num_pages, blocks_per_page, slot_bytes].
+        """The memory, uint8 [num_pages, blocks_per_page, slot_bytes], or the part of this process.
 
         Encoded blocks are in the format of docs/encoding.md.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap._native.loader import native
-from torch_kvswap.encoding.slot import RAW, Encoding, VerifyName
+from torch_kvswap.encoding.slot import RAW, SLOT_ALIGNMENT, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -29,10 +29,37 @@ def read_page_alignment(page_alignment: object) -> int:
     return number
 
 
+def read_part(part: object) -> tuple[int, int]:
+    """Checks the argument `part` of a pool.
+
+    Raises:
+        TypeError, ValueError: it is no pair of a rank and a number of ranks.
+    """
+    if not isinstance(part, tuple) or len(part) != 2:
+        raise TypeError(f"part is {kind_of(part)}; it must be a tuple of a rank and their number")
+    world = read_int("part[1]", part[1], 1)
+    return read_int("part[0]", part[0], 0, world - 1), world
+
+
+def aligned_part(nbytes: int) -> int:
+    """The bytes of a block's part of a slot: each begins where an encoded block can."""
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def padded_slot(nbytes: int, blocks_per_page: int, page_alignment: int, parts: int = 1) -> int:
+    """The bytes of a slot for a block of `nbytes` of each of `parts` processes, so that pages are
+    aligned. Slots stay at equal distances, so each of them is padded."""
+    nbytes = nbytes if parts == 1 else parts * aligned_part(nbytes)
+    of_slot = page_alignment // math.gcd(page_alignment, blocks_per_page)
+    return -(-nbytes // of_slot) * of_slot
+
+
 class PoolShape:
     """The number and size of a pool's pages, in bytes: see HostPool.
 
     Attributes:
+        part_begin (int): where the part of this process begins in a slot.
+        part_bytes (int): of a part; of the whole slot if it has one part.
         row_bytes (int): of the digests of a slot; 0 without digests.
         table_begin (int): where the table of digests begins in the memory, after all pages.
         mapped_bytes (int): of the pages and the table.
@@ -50,19 +77,27 @@ class PoolShape:
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
         page_alignment: int = 1,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_alignment = read_page_alignment(page_alignment)
-        # Slots stay at equal distances, so each of them is padded.
-        of_slot = self.page_alignment // math.gcd(self.page_alignment, blocks_per_page)
-        self.slot_bytes = -(-encoding.slot_bytes(layout) // of_slot) * of_slot
+        rank, self.parts = part
+        nbytes = encoding.slot_bytes(layout)
+        self.slot_bytes = padded_slot(nbytes, blocks_per_page, self.page_alignment, self.parts)
+        self.part_bytes = aligned_part(nbytes) if self.parts > 1 else self.slot_bytes
+        self.part_begin = rank * self.part_bytes
         slots = num_pages * blocks_per_page
         self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
         self.verify = verify
         self.row_bytes = 0
         if verify != "off":
+            if self.parts > 1:
+                raise ValueError(
+                    f"verify is {verify!r}, but a page has parts of {self.parts} processes, which "
+                    "have no digests; pass verify='off'"
+                )
             self.row_bytes = native.digest_row_bytes(layout.sizes)
             # The table is registered by itself, and two registrations share no page of the system.
             self.table_begin = -(-self.nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
@@ -86,8 +121,9 @@ class PoolShape:
         return max(least, 1 << max(nbytes // self.page_bytes, 1).bit_length() - 1)
 
     def view(self, memory: Tensor) -> Tensor:
-        """The pages in the memory as uint8 [pages, blocks_per_page, bytes of a slot]."""
-        return memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
+        """The pages in the memory as uint8 [pages, blocks_per_page, bytes of a part]."""
+        slots = memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
+        return slots[..., self.part_begin : self.part_begin + self.part_bytes]
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
         """The slabs of the pages' blocks in `memory`, for the blocks of `layout`.
@@ -96,8 +132,9 @@ class PoolShape:
         own: each has the address of the slot.
         """
         offsets = np.cumsum(layout.sizes) - layout.sizes
+        first = memory.data_ptr() + self.part_begin
         return Slabs(
-            bases=memory.data_ptr() + (offsets if encoding is RAW else np.zeros_like(offsets)),
+            bases=first + (offsets if encoding is RAW else np.zeros_like(offsets)),
             strides=np.full_like(layout.sizes, self.slot_bytes),
             sizes=layout.sizes,
             num_blocks=self.num_pages * self.blocks_per_page,

@@ -31,7 +31,7 @@ from torch_kvswap.host_pool.shape import PoolShape, read_page_alignment
 from torch_kvswap.layout import PagedLayout
 
 # The last number counts the slabs, whose sizes follow.
-_NUMBERS = struct.Struct("=8q")
+_NUMBERS = struct.Struct("=9q")
 _READ_BYTES = 1 << 16
 # What the error advises if the blocks of the attaching layout do not fit into the pool.
 ATTACH_ADVICE = "attach with a layout of the cache that the pool was made for"
@@ -56,6 +56,7 @@ class PoolHandle(NotCopyable):
         bits_per_value (float | None): HostPool.bits_per_value.
         verify (str): HostPool.verify.
         page_alignment (int): that of the pool.
+        parts (int): number of processes that have a part of each slot.
     """
 
     _instead = "send() it through a Unix socket"
@@ -72,6 +73,7 @@ class PoolHandle(NotCopyable):
         bits_per_value: float | None = None,
         verify: VerifyName = "off",
         page_alignment: int = 1,
+        parts: int = 1,
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
@@ -83,6 +85,7 @@ class PoolHandle(NotCopyable):
         self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
         self.verify: VerifyName = read_verify(verify)
         self.page_alignment = read_page_alignment(page_alignment)
+        self.parts = read_int("parts", parts, 1)
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
@@ -118,7 +121,8 @@ class PoolHandle(NotCopyable):
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
         kept = self._encoding.width_eighths, VERIFY.index(self.verify), self.page_alignment
-        message = _NUMBERS.pack(*shape, *kept, len(self.slab_sizes)) + self.slab_sizes.tobytes()
+        numbers = *shape, *kept, self.parts, len(self.slab_sizes)
+        message = _NUMBERS.pack(*numbers) + self.slab_sizes.tobytes()
         sent = socket.send_fds(connection, [message], [self.fd])
         if sent < len(message):  # sending nothing fails if the other end has closed already
             connection.sendall(message[sent:])
@@ -144,7 +148,7 @@ class PoolHandle(NotCopyable):
             for fd in fds:
                 os.set_inheritable(fd, False)
             message = _receive_rest(connection, message, fds, _NUMBERS.size)
-            *numbers, width_eighths, verify, page_alignment, slabs = _NUMBERS.unpack(message)
+            *numbers, width_eighths, verify, page_alignment, parts, slabs = _NUMBERS.unpack(message)
             try:
                 encoding = encoding_of(width_eighths)
                 verified = VERIFY[read_int("verify", verify, 0, len(VERIFY) - 1)]
@@ -152,7 +156,7 @@ class PoolHandle(NotCopyable):
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                kept = encoding.name, encoding.bits_per_value, verified, page_alignment
+                kept = encoding.name, encoding.bits_per_value, verified, page_alignment, parts
                 numbers += [sizes, *kept]
                 return cls(fds[0], *numbers)
             except ValueError as error:

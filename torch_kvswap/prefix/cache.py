@@ -355,6 +355,11 @@ def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[
     rank = read_int("below_rank", rank, 0, world - 1)
     formats = []
     for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
+        if pool.num_parts > 1:
+            raise ValueError(
+                f"the pool has a part of each page for {pool.num_parts} ranks, but a store below "
+                "needs whole pages; make the pool without part"
+            )
         address = pool.pages.data_ptr()
         if pool.page_bytes % ALIGNMENT or address % ALIGNMENT:
             raise ValueError(

@@ -5,8 +5,9 @@
       "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'
 
-KVSwapOffloadingSpec is for vLLM's own OffloadingConnector. docs/vllm.md describes both, and what
-happens when a copy fails. vLLM is imported when one of them is first accessed.
+KVSwapOffloadingSpec is for vLLM's own OffloadingConnector. KVSwapTieringOffloadingSpec puts vLLM's
+secondary tiers below the host memory, with either connector. docs/vllm.md describes all of them,
+and what happens when a copy fails. vLLM is imported when one of them is first accessed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from torch_kvswap.integrations.vllm.patch import patch_ops
 if TYPE_CHECKING:
     from torch_kvswap.integrations.vllm.connector import KVSwapConnector
     from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
+    from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 
-__all__ = ["KVSwapConnector", "KVSwapOffloadingSpec", "patch_ops"]
+__all__ = [
+    "KVSwapConnector",
+    "KVSwapOffloadingSpec",
+    "KVSwapTieringOffloadingSpec",
+    "patch_ops",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
         return KVSwapOffloadingSpec
+    if name == "KVSwapTieringOffloadingSpec":
+        from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
+
+        return KVSwapTieringOffloadingSpec
     if name == "KVSwapConnector":
         from torch_kvswap.integrations.vllm.connector import KVSwapConnector
 

@@ -20,6 +20,7 @@ class Access:
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         is_reused (dict[bytes, bool]): of the keys that it found or stored, whether it found them.
+        unreadable (set[bytes]): keys that no tier could read for it.
         manager (object): the manager that keeps this in the ReqContext.
         cache (object): identifies the manager's contents; reset_cache() makes a new one.
     """
@@ -28,6 +29,7 @@ class Access:
         self.manager, self.cache = manager, cache
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
+        self.unreadable: set[bytes] = set()
         self._places: dict[bytes, int] = {}
         self._last = 0  # the greatest place
 

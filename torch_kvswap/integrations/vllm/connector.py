@@ -39,13 +39,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
+from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import TransferError
 
-_SPEC = {
-    "spec_name": "KVSwapOffloadingSpec",
-    "spec_module_path": "torch_kvswap.integrations.vllm",
-}
+_MODULE = "torch_kvswap.integrations.vllm"
 # Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
 _IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
 # A request is loaded in its step if it has at most so many tokens to load for each one to compute.
@@ -332,7 +330,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
             job = self._jobs.get(number)
             if job is None:  # it was running when the cache was reset
                 continue
-            self.manager.fail_pages(pages)
+            with self._manager_locked() if _IS_033 else contextlib.nullcontext():
+                self.manager.fail_pages(pages)
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
                 # vLLM counts loaded chunks as stored. What is computed again is offered again.
@@ -381,11 +380,11 @@ class KVSwapConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        _choose_spec(vllm_config)
+        spec_class = _choose_spec(vllm_config)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         names_blocks = _can_name_blocks(kv_cache_config)
         self._is_layer_by_layer = vllm_config.speculative_config is None
-        spec = KVSwapOffloadingSpec(
+        spec = spec_class(
             build_offloading_config(vllm_config, kv_cache_config),
             repeats=not (names_blocks or _IS_033),
         )
@@ -448,19 +447,23 @@ class KVSwapConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *others)
 
 
-def _choose_spec(vllm_config: Any) -> None:
+def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
     """Names our spec in the configuration, from which vLLM's own code makes it for the metrics.
 
     Raises:
         ValueError: the configuration names another one.
     """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
-    for name, ours in _SPEC.items():
-        if options.setdefault(name, ours) != ours:
-            raise ValueError(
-                f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector "
-                'makes its own spec; leave it out, or use "kv_connector": "OffloadingConnector"'
-            )
+    name = options.setdefault("spec_name", KVSwapOffloadingSpec.__name__)
+    module = options.setdefault("spec_module_path", _MODULE)
+    for spec in (KVSwapOffloadingSpec, KVSwapTieringOffloadingSpec):
+        if (name, module) == (spec.__name__, _MODULE):
+            return spec
+    raise ValueError(
+        f"kv_connector_extra_config: spec_name is {name!r} of {module!r}, but KVSwapConnector "
+        f"makes KVSwapOffloadingSpec or KVSwapTieringOffloadingSpec of {_MODULE!r}; name one of "
+        'these, or use "kv_connector": "OffloadingConnector"'
+    )
 
 
 def _can_name_blocks(kv_cache_config: Any) -> bool:

@@ -33,9 +33,10 @@ _ONLY_OF_VLLM = {
     "max_tracker_size": "leave it out: KVSwapOffloadingSpec counts the offers of as many chunks as "
     "the host memory holds",
     "secondary_tiers": "leave it out: KVSwapOffloadingSpec keeps blocks in host memory only; or "
-    "use spec_name TieringOffloadingSpec",
+    "use spec_name KVSwapTieringOffloadingSpec",
 }
 _OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
+_BEFORE_033 = "which vLLM 0.26 does not have; leave it out"
 _CHOICES = {
     "eviction_policy": POLICIES,
     "copy_method": COPY_METHODS,
@@ -80,14 +81,18 @@ def is_tested(version: str) -> bool:
     return version.partition("+")[0] in TESTED_VERSIONS
 
 
-def read_options(config: Mapping[str, Any]) -> SpecOptions:
+def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOptions:
     """Reads the options.
+
+    Args:
+        config (Mapping[str, Any]): kv_connector_extra_config.
+        has_tiers (bool): secondary_tiers may be there. read_tiers() reads it.
 
     Raises:
         ValueError: an option is unknown or missing, or has an invalid value.
     """
     for name, instead in _ONLY_OF_VLLM.items():
-        if config.get(name):
+        if config.get(name) and not (has_tiers and name == "secondary_tiers"):
             raise ValueError(
                 f"kv_connector_extra_config: {name} is for vLLM's own specs; {instead}"
             )
@@ -118,6 +123,55 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
     except ValueError as error:
         raise ValueError(f"kv_connector_extra_config: {error}") from error
     return options
+
+
+def read_tiers(
+    config: Mapping[str, Any], poll_interval: float | None
+) -> tuple[list[dict[str, Any]], float | None]:
+    """Reads what vLLM's tiers are made from.
+
+    Args:
+        config (Mapping[str, Any]): kv_connector_extra_config.
+        poll_interval (float | None): the default in seconds; None for vLLM 0.26, which polls no
+            tiers between steps and has no backpressure.
+
+    Returns:
+        tuple[list[dict[str, Any]], float | None]: the configuration of each tier, with the common
+        backpressure, and the seconds between polls.
+
+    Raises:
+        ValueError: one of these has another type, or vLLM does not have it.
+    """
+    tiers, common = config.get("secondary_tiers", []), config.get("backpressure") or {}
+    if not isinstance(tiers, list):
+        raise _wrong("secondary_tiers", type(tiers).__name__, "a list of tiers")
+    for at, tier in enumerate(tiers):  # which may hold passwords
+        if not isinstance(tier, dict) or not isinstance(tier.get("type"), str):
+            kind = "a dictionary without a type" if isinstance(tier, dict) else type(tier).__name__
+            raise _wrong(f"secondary_tiers[{at}]", kind, 'a dictionary with a "type" like "fs"')
+    if not isinstance(common, dict):
+        raise _wrong("backpressure", common, "a dictionary")
+    if poll_interval is None:
+        named = [name for name in _OF_TIERS if name in config]
+        named += [
+            f"secondary_tiers[{at}]: backpressure"
+            for at, t in enumerate(tiers)
+            if _OF_TIERS[1] in t
+        ]
+        if named:
+            raise ValueError(f"kv_connector_extra_config: {named[0]} is set, {_BEFORE_033}")
+        return tiers, None
+    interval = config.get("tier_poll_interval_s", poll_interval)
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or math.isnan(interval):
+        raise _wrong("tier_poll_interval_s", interval, "a number of seconds")
+    made = []
+    for at, tier in enumerate(tiers):
+        own = tier.get("backpressure", {})
+        if not isinstance(own, dict):
+            raise _wrong(f"secondary_tiers[{at}]: backpressure", own, "a dictionary")
+        both = {**common, **own}
+        made.append({**tier, "backpressure": both} if both or "backpressure" in tier else tier)
+    return made, float(interval)
 
 
 def _whole(name: str, value: Any, least: int) -> int:

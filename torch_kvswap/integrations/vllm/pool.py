@@ -1,4 +1,4 @@
-"""One host pool for all workers of an engine whose caches have equal contents."""
+"""One host pool for all workers of an engine: with equal caches, or with a part of each page."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch_kvswap.encoding.slot import VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
@@ -22,17 +22,19 @@ _POLL_SECONDS = 0.02
 
 
 class Replicas(NamedTuple):
-    """A worker among those with equal caches.
+    """A worker among those that share a pool.
 
     Attributes:
         rank (int): this worker, 0 to world - 1.
         world (int): number of workers.
         engine_id (str): name of the engine, unique on the machine.
+        is_split (bool): each worker has a part of each page. If not, their caches are equal.
     """
 
     rank: int
     world: int
     engine_id: str
+    is_split: bool = False
 
 
 class Host(NamedTuple):
@@ -75,8 +77,8 @@ def check_one_host(hosts: Sequence[Host]) -> None:
                 f"{name} (network namespace {net})" for name, _, net in (hosts[0], host)
             )
             raise RuntimeError(
-                f"the {len(hosts)} workers have the same cache and share one host pool, but worker "
-                f"0 runs on {first} and worker {rank} on {other}; run all workers of an engine on "
+                f"the {len(hosts)} workers share one host pool, but worker 0 "
+                f"runs on {first} and worker {rank} on {other}; run all workers of an engine on "
                 "one machine and in one container, or leave out kv_transfer_config"
             )
 
@@ -87,8 +89,8 @@ def replicated_pool(
     blocks_per_page: int,
     replicas: Replicas,
     timeout: float = 300,
-    verify: VerifyName = "off",
     pin_in_background: bool = False,
+    **options: Any,
 ) -> HostPool:
     """Makes the pool in the worker of rank 0, and attaches to it in the others.
 
@@ -101,21 +103,22 @@ def replicated_pool(
         blocks_per_page (int): see HostPool; the same in all workers.
         replicas (Replicas): this worker.
         timeout (float): seconds to wait for another worker; the time to pin memory is not counted.
-        verify (str): see HostPool; the same in all workers.
         pin_in_background (bool): see HostPool.
+        options: further arguments of HostPool; the same in all workers.
 
     Raises:
         TimeoutError: a worker has not come.
         RuntimeError: rank 0 failed, or an engine with this name already has a pool.
     """
-    address = _address(replicas.engine_id)
+    address = address_of(replicas.engine_id)
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
         if replicas.rank == 0:
-            meeting_of = meeting, address, replicas, timeout
-            return _serve(
-                *meeting_of, layout, num_pages, blocks_per_page, verify, pin_in_background
-            )
+            options |= {"pin_in_background": pin_in_background, "shared": True}
+            if replicas.is_split:
+                options["part"] = 0, replicas.world
+            make = partial(HostPool, layout, num_pages, blocks_per_page, **options)
+            return _serve(meeting, address, replicas, timeout, make)
         _connect(meeting, address, replicas, deadline)
         try:
             handle = PoolHandle.receive(meeting)
@@ -125,12 +128,13 @@ def replicated_pool(
                 f"{replicas.engine_id!r} ended before it had made the pool; see its log"
             ) from error
     try:
-        return HostPool.attach(layout, handle, pin_in_background=pin_in_background)
+        rank = replicas.rank if replicas.is_split else 0
+        return HostPool.attach(layout, handle, pin_in_background=pin_in_background, rank=rank)
     finally:
         handle.close()
 
 
-def _address(engine_id: str) -> str:
+def address_of(engine_id: str) -> str:
     """The socket's address, in the abstract namespace, so that no file remains."""
     return f"\0torch_kvswap.{os.getuid()}.{hashlib.sha256(engine_id.encode()).hexdigest()}"
 
@@ -140,11 +144,7 @@ def _serve(
     address: str,
     replicas: Replicas,
     timeout: float,
-    layout: PagedLayout,
-    num_pages: int,
-    blocks_per_page: int,
-    verify: VerifyName,
-    pin_in_background: bool,
+    make: Callable[[], HostPool],
 ) -> HostPool:
     """Makes the pool and sends its handle to every other worker."""
     try:
@@ -155,12 +155,7 @@ def _serve(
             "machine; give each engine its own engine_id"
         ) from error
     meeting.listen(replicas.world)  # before the pool is made, so that the others wait in receive()
-    pool = HostPool(
-        *(layout, num_pages, blocks_per_page),
-        verify=verify,
-        pin_in_background=pin_in_background,
-        shared=True,
-    )
+    pool = make()
     handle = pool.share()
     try:
         deadline = time.monotonic() + timeout
@@ -189,7 +184,7 @@ def _serve_one(
             ) from error
         # A peer that hangs up is not counted. If it was a worker, the wait times out.
         with connection, contextlib.suppress(ConnectionError):
-            if _user_of(connection) == os.getuid():
+            if user_of(connection) == os.getuid():
                 handle.send(connection)
                 return
 
@@ -208,14 +203,14 @@ def _connect(meeting: socket.socket, address: str, replicas: Replicas, deadline:
                 ) from error
             time.sleep(_POLL_SECONDS)
             continue
-        if _user_of(meeting) != os.getuid():
+        if user_of(meeting) != os.getuid():
             raise RuntimeError(
                 f"a process of another user offers the host pool of engine {replicas.engine_id!r}"
             )
         return
 
 
-def _user_of(connection: socket.socket) -> int:
+def user_of(connection: socket.socket) -> int:
     """The user id of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])

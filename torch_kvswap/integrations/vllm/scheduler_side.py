@@ -78,6 +78,9 @@ class KVSwapManager(base.OffloadingManager):
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
         if self._was_reset:  # the request starts, so it may store again
             self._access(req_context)
+        return self._state_of(key)
+
+    def _state_of(self, key: Key) -> base.LookupResult:
         state = self._states.get(key, _MISS)
         return _PENDING if isinstance(state, StoreReservation) else state
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torch_kvswap.encoding.slot import read_encoding
+from torch_kvswap.host_pool.shape import padded_slot
 from torch_kvswap.integrations.vllm.options import (
     TESTED_VERSIONS,
     SpecOptions,
@@ -16,6 +17,7 @@ from torch_kvswap.integrations.vllm.options import (
     read_options,
 )
 from torch_kvswap.integrations.vllm.pool import Host, Replicas, check_one_host, this_host
+from torch_kvswap.integrations.vllm.rows import RowsOffer
 
 try:
     from vllm.v1.kv_offload.base import (
@@ -47,16 +49,19 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             get_worker() say if there are too few bytes for a chunk.
     """
 
+    _row_alignment = 1  # bytes
+
     def __init__(self, config: OffloadingConfig, repeats: bool = True) -> None:
         super().__init__(config)
         self._repeats = repeats
-        self.options: SpecOptions = read_options(config.extra_config)
+        self.options = self._read_options()
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
-        copies = 1 if self.replicated_layout else config.parallel.world_size
+        self._copies = 1 if self.replicated_layout else config.parallel.world_size
         self.num_pages, self._chunk_bytes, self._problem = 0, 0, ""
         try:
-            self.num_pages, self._chunk_bytes = _size_pools(config, copies, self.options)
+            sizes = config, self._copies, self.options, self._row_alignment
+            self.num_pages, self._chunk_bytes = _size_pools(*sizes)
         except ValueError as error:
             if config.parallel.pp_size == 1:
                 raise
@@ -64,7 +69,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             self._problem = str(error)
         _check_chunks(config)
         if self.options.encoding != "raw":
-            _check_encoding(config, self._replicas())
+            _check_encoding(config, self.replicated_layout)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         version = importlib.metadata.version("vllm")
@@ -109,8 +114,16 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             self._worker = KVSwapWorker(
                 *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
                 *(self.options, replicas, self._repeats),
+                rows=self._rows_offer(),
             )
         return self._worker
+
+    def _read_options(self) -> SpecOptions:
+        return read_options(self.extra_config)
+
+    def _rows_offer(self) -> RowsOffer | None:
+        """What a worker offers to the scheduler, if that one needs the pages."""
+        return None
 
     def _pages_of_scheduler(self) -> int:
         """The number of pages that the scheduler knows: that of the first worker.
@@ -134,11 +147,19 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     def _replicas(self) -> Replicas | None:
         parallel = self.config.parallel
-        if not self.replicated_layout or parallel.world_size == 1:
+        is_split = self._row_alignment > 1 and not self.replicated_layout
+        if not (self.replicated_layout or is_split) or parallel.world_size == 1:
             return None
-        return Replicas(parallel.rank, parallel.world_size, self.config.engine_id)
+        of_engine = parallel.rank, parallel.world_size, self.config.engine_id
+        return Replicas(*of_engine, is_split)
 
     def _make_manager(self) -> OffloadingManager:
+        from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
+
+        return KVSwapManager(*self._of_manager())
+
+    def _of_manager(self) -> tuple[Any, ...]:
+        """The arguments of KVSwapManager."""
         from vllm.v1.kv_offload.cpu import common
 
         options = self.options
@@ -146,13 +167,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         info = None
         if hasattr(common, "CPUOffloadingInfo"):  # since 0.33
             sizes = self.num_pages, self._chunk_bytes
-            info = common.CPUOffloadingInfo.from_config(self.config, *sizes)
-        from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
-
-        return KVSwapManager(
-            *(self.num_pages, options.eviction_policy, options.store_threshold, events),
-            info.as_config_info() if info is not None else None,
-        )
+            info = common.CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
+        return self.num_pages, options.eviction_policy, options.store_threshold, events, info
 
 
 def _hosts_of_workers(replicas: Replicas) -> list[Host]:
@@ -191,7 +207,7 @@ def _check_chunks(config: OffloadingConfig) -> None:
         )
 
 
-def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None:
+def _check_encoding(config: OffloadingConfig, is_replicated: bool) -> None:
     """Checks that pages of this cache can be encoded.
 
     Raises:
@@ -204,14 +220,17 @@ def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None
             f"kv_connector_extra_config: encoding is 'lossless', which is for bfloat16, but the KV "
             f"cache is of {dtype}; leave encoding out"
         )
-    if replicas is not None:
+    world = config.parallel.world_size
+    if is_replicated and world > 1:
         raise ValueError(
-            f"kv_connector_extra_config: encoding is 'lossless', but the {replicas.world} workers "
+            f"kv_connector_extra_config: encoding is 'lossless', but the {world} workers "
             "have the same cache and share raw pages; leave encoding out"
         )
 
 
-def _size_pools(config: OffloadingConfig, copies: int, options: SpecOptions) -> tuple[int, int]:
+def _size_pools(
+    config: OffloadingConfig, copies: int, options: SpecOptions, alignment: int
+) -> tuple[int, int]:
     """How many chunks fit into the bytes of all workers, and the bytes of one in all of them.
 
     Equal in the scheduler and in all workers with as many layers as the first one.
@@ -220,6 +239,7 @@ def _size_pools(config: OffloadingConfig, copies: int, options: SpecOptions) -> 
         config: vLLM's configuration.
         copies (int): number of workers that keep a chunk.
         options (SpecOptions): host memory of all workers together, and the encoding.
+        alignment (int): of the pages, in bytes. Above 1 a page has the blocks of all copies.
 
     Raises:
         ValueError: not a single chunk fits, or the model has no KV cache.
@@ -228,10 +248,15 @@ def _size_pools(config: OffloadingConfig, copies: int, options: SpecOptions) -> 
     if block == 0:
         raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
     encoding = read_encoding(options.encoding, options.bits_per_value)
-    chunk = encoding.bytes_for(block) * config.cache.blocks_per_chunk * copies
+    blocks = config.cache.blocks_per_chunk
+    slot = encoding.bytes_for(block)
+    if alignment > 1:
+        chunk = padded_slot(slot, blocks, alignment, copies) * blocks
+    else:
+        chunk = slot * blocks * copies
     if nbytes < chunk:
         raise ValueError(
-            f"cpu_bytes_to_use is {nbytes}, but one chunk of {config.cache.blocks_per_chunk} "
-            f"blocks takes {chunk} bytes in all workers together"
+            f"cpu_bytes_to_use is {nbytes}, but one chunk of {blocks} blocks takes {chunk} bytes "
+            "in all workers together"
         )
     return int(nbytes // chunk), int(chunk)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload import base
 
@@ -16,6 +17,7 @@ from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, re
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Kept, Retry
+from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, RowsOffer, RowsServer
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import (
     CorruptedPageError,
@@ -76,9 +78,11 @@ class KVSwapWorker(base.OffloadingWorker):
         options (SpecOptions): copy options.
         repeats (bool): repeat what fails. If not, every transfer is reported as a success to vLLM's
             code, and take_failures() has what was not copied.
-        replicas (Replicas | None): set if the workers have equal caches. They then share one pool.
+        replicas (Replicas | None): set if the workers share one pool. If their caches are equal,
             vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
             store in rank 0 before any worker loads its pages.
+        rows (RowsOffer | None): set if vLLM's tiers read and write the pages, in the process of the
+            scheduler. Worker 0 offers it the pages.
 
     Raises:
         ValueError: no group has layers in this worker.
@@ -92,6 +96,7 @@ class KVSwapWorker(base.OffloadingWorker):
         options: SpecOptions,
         replicas: Replicas | None = None,
         repeats: bool = True,
+        rows: RowsOffer | None = None,
     ) -> None:
         self._repeats = repeats
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
@@ -107,25 +112,16 @@ class KVSwapWorker(base.OffloadingWorker):
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         self._kept: Kept = {}
+        how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
+        how |= {"bits_per_value": options.bits_per_value}
+        how |= {"pin_in_background": options.pin_in_background}
+        if rows is not None:
+            how["page_alignment"] = ROW_ALIGNMENT
+        shape = largest, num_pages, blocks_per_page
         if replicas is None:
-            self._pool = HostPool(
-                largest,
-                num_pages,
-                blocks_per_page,
-                encoding=options.encoding,
-                bits_per_value=options.bits_per_value,
-                verify=options.verify,
-                pin_in_background=options.pin_in_background,
-            )
+            self._pool = HostPool(*shape, shared=rows is not None, **how)
         else:
-            self._pool = replicated_pool(
-                largest,
-                num_pages,
-                blocks_per_page,
-                replicas,
-                verify=options.verify,
-                pin_in_background=options.pin_in_background,
-            )
+            self._pool = replicated_pool(*shape, replicas, **how)
         pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
@@ -134,6 +130,10 @@ class KVSwapWorker(base.OffloadingWorker):
         self._open: dict[int, _Open] = {}  # key: vLLM's number
         self._repeated: dict[int, _Repeated] = {}  # key: vLLM's number
         self._ended: list[base.TransferResult] = []
+        self._server: RowsServer | None = None
+        if rows is not None and (replicas is None or replicas.rank == 0):
+            offered = rows.engine_id, self._pool.share(), rows.namespace(pools)
+            self._server = RowsServer(*offered)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Starts a store. Always returns True; a transfer without blocks ends at once.
@@ -156,7 +156,8 @@ class KVSwapWorker(base.OffloadingWorker):
         vLLM 0.33 sets `expedited` for loads that it waits for.
         """
         move = self._read(dst_spec, src_spec)
-        self._submit({job_id: move}, self._handler.load, expedited=expedited)
+        written = _written(src_spec)
+        self._submit({job_id: move}, self._handler.load, written, expedited=expedited)
         return True
 
     def submit_step_loads(self, loads: Mapping[int, Any], layer_groups: int) -> Job | None:
@@ -175,7 +176,9 @@ class KVSwapWorker(base.OffloadingWorker):
             Job | None: the job, for streams to wait for. None if it could not be started.
         """
         moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
-        return self._submit(moves, self._handler.load, expedited=True, layer_groups=layer_groups)
+        written = frozenset().union(*(_written(one.src_spec) for one in loads.values()))
+        how = {"expedited": True, "layer_groups": layer_groups}
+        return self._submit(moves, self._handler.load, written, **how)
 
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
@@ -211,16 +214,24 @@ class KVSwapWorker(base.OffloadingWorker):
         """Waits for running transfers, then frees the host memory."""
         for repeated in self._repeated.values():
             repeated.retry.wait()
+        if self._server is not None:
+            self._server.close()
         self._pool.close()
 
     def _read(self, gpu: Any, host: Any) -> Move:
         return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
     def _submit(
-        self, moves: Mapping[int, Move], submit: Callable[..., Job], **options: Any
+        self,
+        moves: Mapping[int, Move],
+        submit: Callable[..., Job],
+        written: frozenset[int] = frozenset(),
+        **options: Any,
     ) -> Job | None:
         """Starts transfers as one job, when their pages are pinned. Reports their ends if there is
-        nothing to copy, or if they cannot be started and are not repeated."""
+        nothing to copy, or if they cannot be started and are not repeated.
+
+        What is known of pages that others have `written` since is forgotten."""
         numbers = tuple(moves)
         blocks, pages, first = Move.joined(list(moves.values()))
         if not any(map(len, blocks)):
@@ -228,6 +239,8 @@ class KVSwapWorker(base.OffloadingWorker):
             return None
         try:
             self._wait_for(pages)
+            if written:
+                self._forget(pages, written)
             ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
             job = submit(**ids, **options, tag=numbers)
         except (MemoryError, RuntimeError) as error:
@@ -242,6 +255,13 @@ class KVSwapWorker(base.OffloadingWorker):
         for number, move in moves.items():
             self._open[number] = _Open(move, job)
         return job
+
+    def _forget(self, pages: Sequence[Int64Array], written: frozenset[int]) -> None:
+        """Forgets that stores into these pages have failed, and the blocks kept beside them."""
+        numbers = np.fromiter(written, np.int64)
+        self._handler.mark_written([some[np.isin(some, numbers)] for some in pages])
+        for key in [key for key in self._kept if key[0] in written]:
+            del self._kept[key]
 
     def _wait_for(self, pages: Sequence[Int64Array]) -> None:
         """Waits until the pages are pinned. The scheduler assigns them from the front, as they are
@@ -309,6 +329,12 @@ class KVSwapWorker(base.OffloadingWorker):
         first, *others = numbers
         self._ended.append(base.TransferResult(first, True, nbytes, seconds))
         self._ended += [_result_of(number, True) for number in others]
+
+
+def _written(host: Any) -> frozenset[int]:
+    """The pages of a load that a tier has filled: see PrimaryTier.prepare_load()."""
+    written: frozenset[int] = getattr(host, "written", frozenset())
+    return written
 
 
 def _result_of(number: int, ok: bool) -> base.TransferResult:

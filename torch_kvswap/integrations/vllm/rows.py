@@ -1,0 +1,183 @@
+"""The host pages of the workers in the process of vLLM's scheduler, whose tiers read and write them
+as rows: all bytes of a page, of all workers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch_kvswap._native.loader import native
+from torch_kvswap.encoding.slot import read_encoding
+from torch_kvswap.host_pool.memory import Mapping
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shape import aligned_part
+from torch_kvswap.host_pool.shared import PoolHandle
+from torch_kvswap.integrations.vllm.pool import address_of, user_of
+
+# Direct I/O needs rows that begin at a multiple of it. vLLM's file tier stores nothing else.
+ROW_ALIGNMENT = 4096
+_FORMAT = 1  # of a row; a part of its namespace
+
+
+class RowsOffer(NamedTuple):
+    """What a worker tells the scheduler beside the pages.
+
+    Attributes:
+        engine_id (str): name of the engine, unique on the machine.
+        kv_layout (str): the order of tokens and heads in the cache, as vLLM names it.
+    """
+
+    engine_id: str
+    kv_layout: str
+
+    def namespace(self, pools: Sequence[HostPool]) -> str:
+        """What the bytes of a row depend on, besides the model and its tokens.
+
+        Args:
+            pools (Sequence[HostPool]): of each group of layers in this worker.
+        """
+        pool = pools[0]
+        sizes = [one.layout.sizes.tolist() for one in pools]
+        slabs = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
+        width = "" if pool.bits_per_value is None else f" {pool.bits_per_value}"
+        return (
+            f"torch_kvswap {_FORMAT}: {pool.encoding}{width}, {sys.byteorder} endian, "
+            f"{pool.blocks_per_page} slots of {pool.slot_bytes} bytes for {pool.num_parts} ranks, "
+            f"slabs {slabs}, KV layout {self.kv_layout}"
+        )
+
+
+class RowsServer:
+    """Gives the pages of a pool to the scheduler of the same engine, once, from a thread.
+
+    The scheduler may run in this thread's process. Only processes of the same user are served.
+
+    Args:
+        engine_id (str): name of the engine.
+        handle (PoolHandle): closed when the scheduler has it.
+        namespace (str): see RowsOffer.namespace().
+
+    Raises:
+        RuntimeError: another engine of this name waits for its scheduler.
+    """
+
+    def __init__(self, engine_id: str, handle: PoolHandle, namespace: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._handle, self._namespace = handle, namespace.encode()
+        try:
+            self._socket.bind(_address(engine_id))
+        except OSError as error:
+            self._socket.close()
+            handle.close()
+            raise RuntimeError(
+                f"another engine with engine_id {engine_id!r} is starting on this machine; give "
+                "each engine its own engine_id"
+            ) from error
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve, name="kvswap-rows", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._socket, contextlib.closing(self._handle):
+            while True:
+                try:
+                    connection, _ = self._socket.accept()
+                except OSError:  # close()
+                    return
+                # A peer that hangs up was not the scheduler, or its engine ends.
+                with connection, contextlib.suppress(ConnectionError):
+                    if user_of(connection) == os.getuid():
+                        self._handle.send(connection)
+                        connection.sendall(self._namespace)
+                        return
+
+    def close(self) -> None:
+        """Ends the thread, if the scheduler has not come."""
+        with contextlib.suppress(OSError):  # it was served
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+
+class Rows:
+    """The pages of an engine's workers, which have started before.
+
+    The memory is mapped, not pinned, and stays so until `memory` and all views of it are gone.
+
+    Args:
+        engine_id (str): name of the engine.
+
+    Attributes:
+        num_pages (int): number of rows.
+        memory (memoryview): uint8 [num_pages, bytes of a row], writable.
+        namespace (str): see RowsOffer.namespace().
+
+    Raises:
+        RuntimeError: no worker of the engine offers its pages here.
+    """
+
+    def __init__(self, engine_id: str) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                connection.connect(_address(engine_id))
+                if user_of(connection) != os.getuid():
+                    raise ConnectionError("it belongs to another user")
+                handle = PoolHandle.receive(connection)
+                self.namespace = _read_all(connection).decode()
+            except ConnectionError as error:
+                raise RuntimeError(
+                    f"the scheduler of engine {engine_id!r} found no host memory of a worker: "
+                    f"{error}; run the workers on the scheduler's machine and in its container, or "
+                    "use spec_name KVSwapOffloadingSpec, without secondary_tiers"
+                ) from error
+        with contextlib.closing(handle):
+            self.num_pages, self._slots = handle.num_pages, handle.blocks_per_page
+            self._slot_bytes = handle.page_bytes // handle.blocks_per_page
+            self._sizes, self._parts = handle.slab_sizes, handle.parts
+            encoding = read_encoding(handle.encoding, handle.bits_per_value)
+            self._width = encoding.width_eighths
+            self._part_bytes = aligned_part(encoding.for_native(handle.slab_sizes).slot_bytes)
+            mapping = Mapping(
+                handle.num_pages * handle.page_bytes,
+                os.dup(handle.fd),
+                None if handle.huge_pages else False,
+            )
+            self._address = mapping.address
+            rows = mapping.tensor.view(handle.num_pages, handle.page_bytes)
+            self.memory: memoryview = rows.numpy().data
+
+    def holds_blocks(self, page: int) -> bool:
+        """Whether all slots of a page hold blocks.
+
+        An encoded slot whose block did not fit has none, and neither has one that was read from
+        something else. Raw slots do not tell.
+        """
+        if not self._width:
+            return True
+        first = self._address + page * self._slots * self._slot_bytes
+        parts = [
+            first + slot * self._slot_bytes + part * self._part_bytes
+            for slot in range(self._slots)
+            for part in range(self._parts)
+        ]
+        return not any(map(self._is_empty, parts))
+
+    def _is_empty(self, address: int) -> int:
+        # Decodes no slab, but looks whether this is a slot with a block.
+        return native.decode_block(self._sizes, self._sizes, self._width, address, 0, 0)
+
+
+def _address(engine_id: str) -> str:
+    return address_of(f"{engine_id} rows")
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
