@@ -2,7 +2,7 @@
 
 Here is what most programs use. Its packages have the other public names: `prefix` the block
 manager, `offload` metrics, `host_pool` pools of several processes, `encoding` what it gains,
-`integrations` serving engines.
+`below` stores of pages, `integrations` serving engines.
 """
 
 from torch_kvswap.host_pool.pool import HostPool

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_kvswap import OffloadHandler
+from torch_kvswap import OffloadHandler, PrefixCache
 from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
@@ -112,6 +112,21 @@ def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_r
         "wrong": "1 blocks and pages had wrong bytes",
         "missing": "ModuleNotFoundError: No module named 'not_installed'",
     }
+
+
+def test_below_moves_pages_and_notices_wrong_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, file = importlib.import_module("below"), tmp_path / "figures.json"
+    small = "--pages 2 --page-bytes 8192 --samples 1 --lookups 5 --folder"
+    arguments = [*small.split(), str(tmp_path), "--json", str(file)]
+    assert program.main(arguments) == 0
+    figures = json.loads(file.read_text())
+    assert len(figures["cells"]) == 4 * 2  # ways and directions
+    assert set(wrong_counts(figures)) == {0}
+    load = PrefixCache.load
+    monkeypatch.setattr(PrefixCache, "load", lambda it, keys, ids: load(it, keys, ids[::-1]))
+    assert program.main(arguments) == 1
 
 
 def test_all_calls_of_block_managers_are_timed(

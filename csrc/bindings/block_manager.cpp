@@ -200,6 +200,11 @@ struct StoreReservation : Reservation {
   int64_t lease;
 };
 
+// Pages that are due to be written below.
+struct WriteReservation : Reservation {
+  prefix::Due due;
+};
+
 // vLLM's key of a block: its hash, and the number of its group of layers.
 constexpr size_t kGroupBytes = sizeof(uint32_t);
 
@@ -250,12 +255,13 @@ bool read_switch(const char* name, nb::handle value) {
 class PyBlockManager {
  public:
   PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int64_t max_units,
-                 int policy, uint32_t store_threshold, int32_t events)
+                 int policy, uint32_t store_threshold, int32_t events, int below)
       : is_list_(is_list),
         num_groups_(groups.size()),
         max_units_(max_units),
         manager_(read_groups(groups),
-                 {static_cast<prefix::EvictionPolicyKind>(policy), store_threshold, events}) {}
+                 {static_cast<prefix::EvictionPolicyKind>(policy), store_threshold, events,
+                  static_cast<prefix::BelowPolicy>(below)}) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
     prefix::BlockManager& manager = alive();
@@ -271,10 +277,10 @@ class PyBlockManager {
     // Lookup is a named tuple; its own constructor takes four times as long.
     auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
     static const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    nb::object made = nb::steal(allocate(type, 3));
+    nb::object made = nb::steal(allocate(type, 4));
     if (!made.is_valid()) throw nb::python_error();
     Py_ssize_t field = 0;
-    for (const int64_t length : {found, ready, pending}) {
+    for (const int64_t length : {found, ready, pending, int64_t{0}}) {
       PyObject* number = PyLong_FromLongLong(length);
       if (number == nullptr || PyTuple_SetItem(made.ptr(), field++, number) != 0)
         throw nb::python_error();
@@ -317,8 +323,27 @@ class PyBlockManager {
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
   }
 
-  std::optional<StoreReservation> prepare_store(nb::handle keys) { return reserve(keys, false); }
-  std::optional<StoreReservation> preempt(nb::handle keys) { return reserve(keys, true); }
+  std::optional<StoreReservation> prepare_store(nb::handle keys) {
+    return reserve(keys, prefix::Purpose::kStored);
+  }
+  std::optional<StoreReservation> preempt(nb::handle keys) {
+    return reserve(keys, prefix::Purpose::kKept);
+  }
+  std::optional<StoreReservation> promote(nb::handle keys) {
+    return reserve(keys, prefix::Purpose::kPromoted);
+  }
+
+  std::optional<WriteReservation> hold_due(size_t count, size_t group) {
+    alive();
+    prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
+    if (due.reservation == 0) return std::nullopt;
+    return WriteReservation{{due.reservation}, std::move(due)};
+  }
+
+  void abandon(nb::handle reservation) {
+    const int64_t id = id_of(reservation);
+    if (id != 0) busy([&](bool wait) { manager_.abandon(id, wait); });
+  }
 
   void complete(nb::handle reservation, nb::handle rejected) { end(reservation, true, rejected); }
   void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
@@ -362,16 +387,24 @@ class PyBlockManager {
   // As many numbers as BlockStats has fields.
   nb::typed<nb::tuple, int, nb::ellipsis> stats(size_t group) {
     prefix::BlockManager& manager = alive();
-    uint64_t n[13];
+    uint64_t n[15];
     without_gil([&] {
       manager.stats(group, [&](const prefix::Counters& of, const prefix::Pages& pages) {
-        const uint64_t numbers[] = {of.asked,           of.hits,
-                                    of.pending,         of.stored,
-                                    of.loaded,          pages.num_evicted(),
-                                    of.skipped,         of.refused,
-                                    of.failed,          pages.num_ready_pages(),
-                                    pages.num_free(),   pages.num_idle(),
-                                    pages.num_filling()};
+        const uint64_t numbers[] = {of.asked,
+                                    of.hits,
+                                    of.pending,
+                                    of.stored,
+                                    of.loaded,
+                                    pages.num_evicted(),
+                                    of.skipped,
+                                    of.refused,
+                                    of.failed,
+                                    pages.num_ready_pages(),
+                                    pages.num_free(),
+                                    pages.num_idle(),
+                                    pages.num_filling(),
+                                    of.promoted,
+                                    pages.num_lost()};
         std::copy(std::begin(numbers), std::end(numbers), n);
       });
     });
@@ -381,11 +414,11 @@ class PyBlockManager {
   }
 
  private:
-  std::optional<StoreReservation> reserve(nb::handle keys, bool keep) {
+  std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose) {
     const Digests digests = read(keys);
     prefix::Assigned of;
     const auto stored =
-        busy([&](bool wait) { return manager_.prepare_store(digests.keys(), keep, of, wait); });
+        busy([&](bool wait) { return manager_.prepare_store(digests.keys(), purpose, of, wait); });
     if (!stored) return std::nullopt;
     return StoreReservation{{stored->reservation},
                             split(std::move(of.key_indices), of.counts.data()),
@@ -396,15 +429,19 @@ class PyBlockManager {
 
   // rejected: mostly (), which read_ids() would give to Python.
   void end(nb::handle reservation, bool succeeded, nb::handle rejected) {
-    alive();
-    if (!nb::isinstance<Reservation>(reservation))
-      fail_type("reservation", reservation, "pass what prepare_load() or prepare_store() returned");
-    const int64_t id = nb::inst_ptr<Reservation>(reservation)->id;
+    const int64_t id = id_of(reservation);
     if (id == 0) return;
     std::vector<int64_t> positions;
     const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
     if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
     busy([&](bool wait) { manager_.end(id, succeeded, positions, wait); });
+  }
+
+  int64_t id_of(nb::handle reservation) {
+    alive();
+    if (!nb::isinstance<Reservation>(reservation))
+      fail_type("reservation", reservation, "pass what prepare_load() or prepare_store() returned");
+    return nb::inst_ptr<Reservation>(reservation)->id;
   }
 
   int64_t read_prefix(nb::handle prefix) const {
@@ -485,9 +522,25 @@ Attributes:
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r}, lease={0.lease})"));
 
+  nb::class_<WriteReservation, Reservation>(
+      module, "WriteReservation",
+      R"(Pages of hold_due(), held until complete() or fail() is called.
+
+Attributes:
+    id (int): number of the reservation.
+    digests (bytes): the digests of the pages' keys, one after another.
+    pages (np.ndarray): int64, the pages.)")
+      .def_prop_ro("digests",
+                   [](const WriteReservation& of) {
+                     return nb::bytes(of.due.digests.data(), of.due.digests.size());
+                   })
+      .def_prop_ro("pages", [](const WriteReservation& of) { return to_numpy(of.due.pages); })
+      .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));
+
   nb::class_<PyBlockManager>(module, "BlockManager")
-      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int32_t>(),
-           "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "events"_a)
+      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int32_t, int>(),
+           "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "events"_a,
+           "below"_a)
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
@@ -567,6 +620,34 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
+      .def("promote", &PyBlockManager::promote, "keys"_a.none(),
+           nb::sig("def promote(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
+                   "StoreReservation | None"),
+           R"(preempt() for blocks that are read from a store below host memory.
+
+complete() marks them as being below, so that hold_due() does not return them.
+
+Args:
+    keys: keys of blocks, in order.
+
+Returns:
+    StoreReservation | None: None, with nothing changed, if there is not enough room.
+
+Raises:
+    ValueError: a key occurs twice.)")
+      .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
+      .def("abandon", &PyBlockManager::abandon, "reservation"_a.none(),
+           nb::sig("def abandon(self, reservation: StoreReservation) -> None"),
+           R"(Forgets the blocks that a reservation is to fill, as fail() does.
+
+But its pages stay held until complete() or fail(): something may still write them.
+
+Args:
+    reservation (StoreReservation): from prepare_store(), preempt() or promote().
+
+Raises:
+    ValueError: the reservation has already ended.)")
       .def(
           "complete", &PyBlockManager::complete, "reservation"_a.none(),
           "rejected"_a.none() = nb::tuple(),

@@ -1,3 +1,4 @@
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -57,6 +58,35 @@ void bind_encoding(nb::module_& module) {
       "digest_row_bytes",
       [](nb::handle sizes) { return digest_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,
       "Bytes of a row of the table for verified_encoding().");
+  module.def(
+      "read_digests",
+      [](nb::handle sizes, uintptr_t table, uint64_t row_bytes, int64_t first_slot, int64_t slots) {
+        const DigestTable from(table, row_bytes);
+        std::vector<uint64_t> digests(first_digest_tiles(read_numbers<uint64_t>(sizes)).back());
+        std::vector<uint64_t> all;
+        for (int64_t slot = first_slot; slot < first_slot + slots; ++slot) {
+          all.push_back(from.read(slot, digests));
+          all.insert(all.end(), digests.begin(), digests.end());
+        }
+        return nb::bytes(all.data(), all.size() * sizeof(uint64_t));
+      },
+      "sizes"_a, "table"_a, "row_bytes"_a, "first_slot"_a, "slots"_a,
+      "For each slot 1, or 0 if it has no block, and the digests of the block's tiles.");
+  module.def(
+      "write_digests",
+      [](uintptr_t table, uint64_t row_bytes, int64_t first_slot, int64_t slots, nb::bytes read) {
+        const DigestTable into(table, row_bytes);
+        std::vector<uint64_t> all(read.size() / sizeof(uint64_t));
+        std::memcpy(all.data(), read.c_str(), all.size() * sizeof(uint64_t));
+        const auto count = static_cast<int64_t>(all.size()) / slots;  // of a slot
+        for (int64_t i = 0; i < slots; ++i) {
+          const auto of_slot = all.begin() + i * count;
+          const int64_t digests = *of_slot == 1 ? count - 1 : 0;
+          into.write(first_slot + i, {of_slot + 1, of_slot + 1 + digests});
+        }
+      },
+      "table"_a, "row_bytes"_a, "first_slot"_a, "slots"_a, "digests"_a,
+      "Binds what read_digests() has returned for other slots to these ones.");
 
   nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
       .def(

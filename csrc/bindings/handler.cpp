@@ -145,7 +145,8 @@ class PyHandler {
 
   void check_open() {
     Handler& handler = alive();
-    without_gil([&] { handler.check_open(); });
+    // Without the GIL only if it waits: to get that back may take the 5 ms that another thread has.
+    if (!handler.check_open(false)) without_gil([&] { handler.check_open(true); });
   }
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
@@ -156,7 +157,7 @@ class PyHandler {
   // the handler that the jobs name.
   nb::typed<nb::list, nb::any> jobs_using(nb::handle gpu_block_ids, nb::any job_type, nb::any owner,
                                           nb::typed<nb::dict, int, nb::any> kept) {
-    const BlockLists blocks = read_blocks(gpu_block_ids);
+    const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
     Handler& handler = alive();
     nb::list found;
     for (const JobRef& job : without_gil([&] { return handler.jobs_using(blocks); })) {
@@ -171,9 +172,15 @@ class PyHandler {
   }
 
   std::vector<int64_t> unreported_loads(nb::handle gpu_block_ids) {
-    const BlockLists blocks = read_blocks(gpu_block_ids);
+    const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
     Handler& handler = alive();
     return without_gil([&] { return handler.unreported_loads(blocks); });
+  }
+
+  void mark_written(nb::handle page_ids) {
+    const PageLists pages = read_lists("page_ids", page_ids);
+    Handler& handler = alive();
+    without_gil([&] { handler.mark_written(pages, is_list_); });
   }
 
   // A tuple of result and `reserved` for each of the first jobs that have ended and were not
@@ -345,17 +352,18 @@ class PyHandler {
     return read;
   }
 
-  BlockLists read_blocks(nb::handle gpu_block_ids) const {
-    BlockLists blocks(static_cast<size_t>(num_groups_));
+  // The ids of each group.
+  std::vector<std::vector<int64_t>> read_lists(const char* name, nb::handle ids) const {
+    std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_groups_));
     if (!is_list_) {
-      read_ids("gpu_block_ids", gpu_block_ids, blocks[0]);
-      return blocks;
+      read_ids(name, ids, lists[0]);
+      return lists;
     }
-    const auto split = split_ids("gpu_block_ids", gpu_block_ids, num_groups_);
-    for (size_t g = 0; g < blocks.size(); ++g) {
-      read_ids("gpu_block_ids[" + std::to_string(g) + "]", split[g], blocks[g], num_groups_);
+    const auto split = split_ids(name, ids, num_groups_);
+    for (size_t g = 0; g < lists.size(); ++g) {
+      read_ids(std::string(name) + "[" + std::to_string(g) + "]", split[g], lists[g], num_groups_);
     }
-    return blocks;
+    return lists;
   }
 
   Handler& alive() const {
@@ -625,6 +633,7 @@ void bind_handler(nb::module_& module) {
       .def("jobs_using", &PyHandler::jobs_using, "gpu_block_ids"_a.none(), "job_type"_a, "owner"_a,
            "kept"_a)
       .def("unreported_loads", &PyHandler::unreported_loads, "gpu_block_ids"_a.none())
+      .def("mark_written", &PyHandler::mark_written, "page_ids"_a.none())
       .def("result", &PyHandler::result, "job"_a)
       .def("state", &PyHandler::state, "job"_a)
       .def("query", &PyHandler::query, "job"_a)

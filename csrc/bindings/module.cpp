@@ -77,6 +77,14 @@ NB_MODULE(_C, module) {
       "stub", [] { return KVSWAP_STUB; },
       "SHA-256 of torch_kvswap/_C.pyi when the library was built.");
   module.def(
+      "wake",
+      [](int eventfd) {
+        const uint64_t one = 1;
+        KVSWAP_CHECK(write(eventfd, &one, sizeof one) == sizeof one, "an eventfd is full");
+      },
+      "eventfd"_a,
+      "Adds 1 to an eventfd. Keeps the GIL, which the thread that wakes would take at once.");
+  module.def(
       "never_free", [](nb::object object) { object.release(); }, "object"_a,
       "Not even while the interpreter ends.");
   module.def("set_python", set_python, nb::sig("def set_python(**named: typing.Any) -> None"));

@@ -79,6 +79,24 @@ uint64_t digest_row_bytes(const std::vector<uint64_t>& sizes) {
   return (bytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
 }
 
+bool DigestTable::read(int64_t slot, std::vector<uint64_t>& digests) const {
+  const SlotDigests& row = at(slot);
+  const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), row.store);
+  for (size_t tile = 0; tile < digests.size(); ++tile) digests[tile] = digest(slot, tile) ^ tag;
+  return row.store != 0 && row.tag == tag;
+}
+
+void DigestTable::write(int64_t slot, const std::vector<uint64_t>& digests) const {
+  SlotDigests& row = at(slot);
+  const uint64_t store = take_stores(1);
+  const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), store);
+  for (size_t tile = 0; tile < digests.size(); ++tile) {
+    write_number(digests_behind(&row)[tile], digests[tile] ^ tag);
+  }
+  write_number(row.store, store);
+  row.tag = digests.empty() ? ~tag : tag;
+}
+
 void digest_block(const DigestArguments& a, uint32_t i) {
   SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
   uint64_t* const digests = digests_behind(row);

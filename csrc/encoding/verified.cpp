@@ -29,29 +29,6 @@ uint64_t upload_digest_tiles(const Slabs& gpu, cuda::Stream stream) {
                       "the table of digests");
 }
 
-// What a pool keeps beside its pages: see make_verified_encoding().
-class DigestTable {
- public:
-  DigestTable(uint64_t address, uint64_t row_bytes) : address_(address), row_bytes_(row_bytes) {}
-
-  uint64_t rows() const { return address_ + row_bytes_; }
-  uint64_t row_bytes() const { return row_bytes_; }
-  SlotDigests& at(int64_t slot) const {
-    return *digests_at(rows(), row_bytes_, static_cast<uint64_t>(slot));
-  }
-  uint64_t digest(int64_t slot, uint64_t tile) const {
-    return read_number(digests_behind(&at(slot))[tile]);
-  }
-  // The first of some numbers for stores, which no other store of any process gets.
-  uint64_t take_stores(uint64_t count) const {
-    auto* const used = reinterpret_cast<uint64_t*>(address_);
-    return __atomic_fetch_add(used, count, __ATOMIC_RELAXED) + 1;
-  }
-
- private:
-  const uint64_t address_, row_bytes_;
-};
-
 // The digests of a group's blocks.
 class Digests {
  public:

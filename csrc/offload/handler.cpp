@@ -21,7 +21,11 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
-void Handler::check_open() { scheduler_.check_open(scheduler_.lock()); }
+bool Handler::check_open(bool wait) {
+  const Lock lock = wait ? scheduler_.lock() : scheduler_.try_lock();
+  if (lock) scheduler_.check_open(lock);
+  return static_cast<bool>(lock);
+}
 
 JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();
@@ -121,6 +125,19 @@ std::vector<JobRef> Handler::jobs_using(const BlockLists& blocks) {
 std::vector<int64_t> Handler::unreported_loads(const BlockLists& blocks) {
   const Lock lock = scheduler_.lock();
   return scheduler_.jobs(lock).unreported_loads(blocks);
+}
+
+void Handler::mark_written(const PageLists& pages, bool is_grouped) {
+  const Lock lock = scheduler_.lock();
+  const std::vector<Group>& groups = scheduler_.groups(lock);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const ArgumentNames names{is_grouped, static_cast<int>(g)};
+    for (size_t i = 0; i < pages[g].size(); ++i) {
+      const std::string name = item_of(names.list("page_ids"), static_cast<int64_t>(i));
+      check_page(name, pages[g][i], groups[g].num_pages, *groups[g].ready_range);
+    }
+  }
+  scheduler_.mark_written(lock, pages);
 }
 
 bool Handler::is_over(const Job& job) {

@@ -27,7 +27,8 @@ class Handler {
           const CopyMethodOptions& options);
 
   // Throws if the handler is closed or its device lost.
-  void check_open();
+  // Without `wait`, only if no other thread has the lock; false otherwise.
+  bool check_open(bool wait);
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const Request& request);
 
@@ -43,6 +44,9 @@ class Handler {
   std::vector<JobRef> jobs_using(const BlockLists& blocks);
   // The numbers of the latest load into each block, ascending, without loads that were reported.
   std::vector<int64_t> unreported_loads(const BlockLists& blocks);
+  // The caller has written these pages: loads of them do not fail for an earlier store. Throws,
+  // with nothing changed, if there is no such page, or a store that has not ended writes it.
+  void mark_written(const PageLists& pages, bool is_grouped);
   // Whether the job is known to have ended; does not ask the device. Then it never changes again.
   bool is_over(const Job& job);
   // What is known of the state of a job, and whether cancel() was called for it.

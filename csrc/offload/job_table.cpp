@@ -335,11 +335,33 @@ void JobTable::invalidate_slots(Job& job) noexcept {
 
 // From now on the slots hold what this store writes.
 void JobTable::make_valid(const Job& store) noexcept {
-  for (size_t i = 0; i < store.work->count(); ++i) {
-    JobRef& failed = invalid_[slot_number(*store.work, i)];
-    num_invalid_ -= static_cast<bool>(failed);
-    failed = JobRef();
-  }
+  for (size_t i = 0; i < store.work->count(); ++i) make_valid(slot_number(*store.work, i));
+}
+
+void JobTable::make_valid(int64_t slot_number) noexcept {
+  JobRef& failed = invalid_[slot_number];
+  num_invalid_ -= static_cast<bool>(failed);
+  failed = JobRef();
+}
+
+void JobTable::mark_written(const PageLists& pages) {
+  const auto for_each_slot = [&](const auto& visit) {
+    for (size_t group = 0; group < pages.size(); ++group) {
+      for (const int64_t page : pages[group]) {
+        const int64_t first = page * blocks_per_page_[group];
+        for (int64_t slot = first; slot < first + blocks_per_page_[group]; ++slot) {
+          visit(slot_space_[group], slot, page);
+        }
+      }
+    }
+  };
+  for_each_slot([&](int space, int64_t slot, int64_t page) {
+    const Job* store = find(latest_at_slot_[space][slot][kStores]);
+    if (store == nullptr || store->has_ended()) return;
+    fail<ValueError>("page ", page, " is being written by ", store->name(),
+                     "; wait for that job before you write the page");
+  });
+  for_each_slot([&](int space, int64_t slot, int64_t) { make_valid(space_begin_[space] + slot); });
 }
 
 JobTable::BlockRecords JobTable::make_block_records(const std::vector<Group>& groups) const {

@@ -58,6 +58,10 @@ class JobTable {
   // The numbers of the latest load into each block, ascending, without loads that were reported.
   std::vector<int64_t> unreported_loads(const BlockLists& blocks) const;
 
+  // From now on the slots of these pages, one list for each group, hold what the caller has written
+  // there. Throws ValueError, with nothing changed, if a store that has not ended writes one.
+  void mark_written(const PageLists& pages);
+
   // Reports.
 
   // The jobs that have ended and were not reported, in the order in which they ended.
@@ -111,6 +115,7 @@ class JobTable {
   int64_t latest_load(const Work& work, size_t i) const noexcept;
   // The number of the slot of the work's i-th block, counted through all slots of the handler.
   int64_t slot_number(const Work& work, size_t i) const noexcept;
+  void make_valid(int64_t slot_number) noexcept;
 
   // The job with this number; null when it was reported.
   Job* find(int64_t id) const;

@@ -13,6 +13,8 @@ namespace kvswap {
 
 // GPU blocks, one list for each group of the handler. -1 is no block.
 using BlockLists = std::vector<std::vector<int64_t>>;
+// Host pages, in the same form.
+using PageLists = std::vector<std::vector<int64_t>>;
 
 // What a caller asks a handler for.
 struct Request {

@@ -55,6 +55,7 @@ class Scheduler {
   const std::string& slower_copies() const { return planner_.slower_copies(); }
 
   Lock lock() { return Lock(mutex_); }
+  Lock try_lock() { return Lock(mutex_, std::try_to_lock); }  // may hold nothing
 
   // State.
 
@@ -102,6 +103,8 @@ class Scheduler {
   bool submit_queued(Lock& lock, const Job& job, double seconds) noexcept;
   // True when the job will be reported as cancelled.
   bool cancel(const Lock&, Job& job) noexcept;
+  // See JobTable.
+  void mark_written(const Lock&, const PageLists& pages) { table_.mark_written(pages); }
   // Takes the first job that was not reported. Call it only if there is one.
   JobRef report_first(const Lock&) noexcept { return table_.report_first(); }
   // After an error of the driver: ends every job as failed if the device does not answer any more.

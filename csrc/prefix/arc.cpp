@@ -62,6 +62,8 @@ void Arc::add_idle(uint32_t page) { order_of(page).add_idle(table_.nodes, page);
 
 void Arc::remove_idle(uint32_t page) { order_of(page).remove_idle(table_.nodes, page); }
 
+void Arc::suspend_idle(uint32_t page) { order_of(page).suspend_idle(); }
+
 void Arc::place(uint32_t page, uint32_t newer) { order_of(page).place(table_.nodes, page, newer); }
 
 void Arc::unplace(uint32_t page) { order_of(page).unplace(table_.nodes, page); }

@@ -20,6 +20,7 @@ class Arc final : public EvictionPolicy {
   void forget(uint32_t page) override;
   void add_idle(uint32_t page) override;
   void remove_idle(uint32_t page) override;
+  void suspend_idle(uint32_t page) override;
   void place(uint32_t page, uint32_t newer) override;
   void unplace(uint32_t page) override;
   size_t num_idle() const override {

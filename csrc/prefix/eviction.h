@@ -41,6 +41,7 @@ class EvictionPolicy {
   // See EvictionOrder. There is one for each list.
   virtual void add_idle(uint32_t page) = 0;
   virtual void remove_idle(uint32_t page) = 0;
+  virtual void suspend_idle(uint32_t page) = 0;
   virtual void place(uint32_t page, uint32_t newer) = 0;
   virtual void unplace(uint32_t page) = 0;
   virtual size_t num_idle() const = 0;

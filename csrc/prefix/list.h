@@ -67,6 +67,9 @@ class EvictionOrder {
     --num_idle_;
   }
 
+  // An idle page is held from now on, and keeps its place.
+  void suspend_idle() { --num_idle_; }
+
   // Moves a page directly before another one, or to the newest place if `newer` is kNone.
   void place(std::vector<Node>& nodes, uint32_t page, uint32_t newer) {
     unplace(nodes, page);

@@ -19,6 +19,7 @@ class Lru final : public EvictionPolicy {
   void forget(uint32_t page) override { table_.erase(page); }
   void add_idle(uint32_t page) override { order_.add_idle(table_.nodes, page); }
   void remove_idle(uint32_t page) override { order_.remove_idle(table_.nodes, page); }
+  void suspend_idle(uint32_t) override { order_.suspend_idle(); }
   void place(uint32_t page, uint32_t newer) override { order_.place(table_.nodes, page, newer); }
   void unplace(uint32_t page) override { order_.unplace(table_.nodes, page); }
   size_t num_idle() const override { return order_.num_idle(); }

@@ -20,7 +20,10 @@ constexpr size_t kAtOnce = 64;
 }  // namespace
 
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
-    : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
+    : events_(options.events),
+      policy_(options.policy),
+      below_(options.below),
+      store_threshold_(options.store_threshold) {
   size_t num_pages = 0;
   for (const GroupOptions& group : groups) {
     groups_.push_back({group, nullptr, {}, {}, 0});
@@ -32,7 +35,7 @@ BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Option
 
 std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {
   const size_t num_pages = groups_[group].options.num_pages;
-  return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, events_);
+  return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, below_, events_);
 }
 
 std::unique_lock<std::mutex> BlockManager::lock_for(size_t visits, bool wait) {
@@ -50,7 +53,7 @@ void BlockManager::grow(const int64_t* ready_pages) {
 int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
-  Reservation reservation{false, {}};
+  Reservation reservation{Kind::kLoad, {}};
   reservation.pins.reserve(found_pages_.size());
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
@@ -83,9 +86,11 @@ bool BlockManager::is_pending(const Keys& keys, bool wait) {
   return some_are_not_ready;
 }
 
-std::optional<Stored> BlockManager::prepare_store(const Keys& keys, bool keep, Assigned& assigned,
-                                                  bool wait) {
+std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purpose,
+                                                  Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
+  const bool keep = purpose != Purpose::kStored;
+  const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
   check_distinct(keys);
   find_pages(keys, true);
   if (!has_room(keys, keep)) return std::nullopt;
@@ -100,7 +105,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, bool keep, A
     numbers->resize(num_wanted);
   assigned.counts.resize(groups_.size());
   const Stored stored{next_id(), keep ? next_id() : 0};
-  const auto reservation = reservations_.emplace(stored.reservation, Reservation{true, {}}).first;
+  const auto reservation = reservations_.emplace(stored.reservation, Reservation{kind, {}}).first;
   try {
     if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
   } catch (...) {
@@ -151,38 +156,81 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* fo
 void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,
                        bool wait) {
   const auto lock = lock_for(0, wait);
-  const auto found = reservations_.find(id);
-  if (found == reservations_.end()) {
-    fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
-  }
-  const Reservation& reservation = found->second;
+  const Reservation& reservation = reservation_of(id);
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
   check_rejected(reservation, rejected);
   auto next = rejected.begin();
   int64_t position = 0;
   for (const Pin& pin : reservation.pins) {
-    if (reservation.is_store && !pin.fills) continue;  // cached before
+    if (!reservation.moves(pin)) continue;  // cached before
     Group& group = groups_[pin.group];
     const bool is_rejected = next != rejected.end() && *next == position++;
     next += is_rejected;
-    if (!succeeded || is_rejected) {
+    if (reservation.kind == Kind::kWrite) {
+      group.pages->end_write(pin.page, succeeded && !is_rejected);
+    } else if (!succeeded || is_rejected) {
       group.pages->forget(pin.page);
       ++group.counters.failed;
     } else if (pin.fills) {
-      group.counters.stored += group.pages->mark_filled(pin.page);
+      const bool is_below = reservation.kind == Kind::kPromotion;
+      const bool is_filled = group.pages->mark_filled(pin.page, is_below);
+      (is_below ? group.counters.promoted : group.counters.stored) += is_filled;
     } else {
       ++group.counters.loaded;
     }
   }
   release_all(reservation.pins);
-  reservations_.erase(found);
+  reservations_.erase(id);
+}
+
+void BlockManager::abandon(int64_t id, bool wait) {
+  const auto lock = lock_for(0, wait);
+  const Reservation& reservation = reservation_of(id);
+  if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
+  for (const Pin& pin : reservation.pins) {
+    if (pin.fills) groups_[pin.group].pages->forget(pin.page);
+  }
+}
+
+Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
+  const auto lock = lock_for(std::min(count, kFewKeys), wait);
+  Due due;
+  std::vector<uint32_t> pages;
+  std::vector<Pin> pins;
+  pages.reserve(count);
+  pins.reserve(count);
+  due.pages.reserve(count);
+  due.digests.reserve(count * kDigestBytes);
+  const int64_t id = next_id();
+  Reservation& reservation = reservations_.emplace(id, Reservation{Kind::kWrite, {}}).first->second;
+  groups_.at(group).pages->hold_due(count, kFewKeys, pages);
+  for (const uint32_t page : pages) {
+    const auto* key = reinterpret_cast<const uint8_t*>(&groups_[group].pages->key(page));
+    due.digests.insert(due.digests.end(), key, key + kDigestBytes);
+    due.pages.push_back(page);
+    pins.push_back({static_cast<uint32_t>(group), page, false});
+  }
+  if (pins.empty()) {
+    reservations_.erase(id);
+    return due;
+  }
+  reservation.pins = std::move(pins);
+  due.reservation = id;
+  return due;
+}
+
+BlockManager::Reservation& BlockManager::reservation_of(int64_t id) {
+  const auto found = reservations_.find(id);
+  if (found == reservations_.end()) {
+    fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
+  }
+  return found->second;
 }
 
 void BlockManager::check_rejected(const Reservation& reservation,
                                   const std::vector<int64_t>& rejected) {
-  const auto copied =
-      std::count_if(reservation.pins.begin(), reservation.pins.end(),
-                    [&](const Pin& pin) { return pin.fills || !reservation.is_store; });
+  const auto copied = std::count_if(reservation.pins.begin(), reservation.pins.end(),
+                                    [&](const Pin& pin) { return reservation.moves(pin); });
   int64_t least = 0;
   for (size_t i = 0; i < rejected.size(); ++i) {
     if (rejected[i] < least || rejected[i] >= copied) {

@@ -24,6 +24,7 @@ struct Options {
   EvictionPolicyKind policy;
   uint32_t store_threshold;
   int32_t events;  // bit 1 << kind for each kind to record
+  BelowPolicy below;
 };
 
 // The keys of a request: those of the first group one after another, then those of the next.
@@ -51,10 +52,22 @@ struct Stored {
   int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
 };
 
+// What prepare_store() is for. kKept, kPromoted: the store threshold does not count, and all keys
+// are leased until release(). kPromoted: the pages are filled with what the store below has.
+enum class Purpose { kStored, kKept, kPromoted };
+
+// Pages that are due to be written below, and their keys, one digest after another.
+struct Due {
+  int64_t reservation = 0;  // 0: there are none
+  std::vector<uint8_t> digests;
+  std::vector<int64_t> pages;
+};
+
 // Blocks of a group since the start, except refused: stores for which there was no room. skipped:
-// below the store threshold. failed: of loads and stores that failed.
+// below the store threshold. failed: of loads and stores that failed. promoted: from the store
+// below.
 struct Counters {
-  uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed;
+  uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed, promoted;
 };
 
 // Thrown by a call that may not wait and would take long. Nothing has changed.
@@ -83,12 +96,20 @@ class BlockManager {
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
-  // nullopt. keep: ignores the store threshold, and leases all keys until release().
-  std::optional<Stored> prepare_store(const Keys& keys, bool keep, Assigned& assigned, bool wait);
+  // nullopt.
+  std::optional<Stored> prepare_store(const Keys& keys, Purpose purpose, Assigned& assigned,
+                                      bool wait);
+  // Holds up to `count` pages of a group that are due to be written below, those that have been due
+  // for longest. That is no use: they keep their places in the order of eviction.
+  Due hold_due(size_t count, size_t group, bool wait);
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their
   // positions among the pages that the reservation was made for, ascending.
+  // Pages of hold_due() stay filled, and are then below or due again.
   void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
+  // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
+  // end().
+  void abandon(int64_t reservation, bool wait);
   // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
   // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
@@ -114,10 +135,17 @@ class BlockManager {
     uint32_t page;
     bool fills;  // the store that it is reserved for writes the page
   };
-  // The pages of a load or a store, until its copy has ended.
+  enum class Kind { kLoad, kStore, kPromotion, kWrite };
+  // The pages of a load, a store, a promotion from below or a write to there, until its copy has
+  // ended.
   struct Reservation {
-    bool is_store;
+    Kind kind;
     std::vector<Pin> pins;  // in the order of the keys
+
+    // Whether the copy concerns this page.
+    bool moves(const Pin& pin) const {
+      return pin.fills || kind == Kind::kLoad || kind == Kind::kWrite;
+    }
   };
   struct Group {
     GroupOptions options;
@@ -127,6 +155,7 @@ class BlockManager {
     size_t present_from;  // of longest_prefix(): it has seen the blocks from here to the end
   };
   std::unique_ptr<Pages> make_pages(size_t group);
+  Reservation& reservation_of(int64_t id);
   // Takes the lock, for a call that visits this many keys or pages.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   size_t num_keys(const Keys& keys) const;
@@ -152,6 +181,7 @@ class BlockManager {
   std::mutex mutex_;
   BlockEventQueue events_;
   const EvictionPolicyKind policy_;
+  const BelowPolicy below_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;

@@ -4,13 +4,16 @@
 
 namespace kvswap::prefix {
 
-Pages::Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BlockEventQueue& events)
+Pages::Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BelowPolicy below,
+             BlockEventQueue& events)
     : group_(group),
       num_pages_(num_pages),
       events_(events),
       table_(num_nodes(kind, num_pages)),
       policy_(make_policy(kind, table_, num_pages)),
-      admissions_(num_pages) {}
+      admissions_(num_pages),
+      below_(below),
+      due_(below == BelowPolicy::kNothing ? 0 : num_pages) {}
 
 void Pages::grow(size_t ready_pages) {
   num_ready_pages_ = std::max(num_ready_pages_, ready_pages);
@@ -20,6 +23,7 @@ void Pages::grow(size_t ready_pages) {
 void Pages::take_over(const Pages& before) {
   grow(before.num_ready_pages_);
   num_evicted_ = before.num_evicted_;
+  num_lost_ = before.num_lost_;
 }
 
 void Pages::keep_held(uint32_t page) {
@@ -37,8 +41,13 @@ void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) cons
 }
 
 void Pages::hold(uint32_t page) {
-  if (is_idle(page)) policy_->remove_idle(page);
-  ++table_.nodes[page].count;
+  Node& node = table_.nodes[page];
+  if (is_idle(page)) {
+    policy_->remove_idle(page);
+  } else if (node.count == 1 && (node.below & kWriting) != 0) {
+    policy_->unplace(page);  // as if it were idle: writing it below is no use
+  }
+  ++node.count;
 }
 
 void Pages::release(uint32_t page) {
@@ -55,6 +64,7 @@ void Pages::use(uint32_t page) {
   policy_->unplace(page);
   policy_->use(page);
   release(page);
+  if (below_ == BelowPolicy::kReused) make_due(page);
 }
 
 void Pages::order(const uint32_t* pages, size_t count) {
@@ -81,6 +91,9 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
       pages[i] = policy_->evict(admissions_[i]);
       events_.record(BlockEventKind::kEvicted, group_, table_.nodes[pages[i]].key);
       evicted[num_evicted++] = pages[i];
+      uint8_t& below = table_.nodes[pages[i]].below;
+      num_lost_ += (below & kDue) != 0;
+      below &= kQueued;
     }
     policy_->add_page(admissions_[i]);
   }
@@ -97,10 +110,15 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
   return num_evicted;
 }
 
-bool Pages::mark_filled(uint32_t page) {
+bool Pages::mark_filled(uint32_t page, bool is_below) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);
   events_.record(BlockEventKind::kStored, group_, table_.nodes[page].key);
+  if (is_below) {
+    table_.nodes[page].below |= kIsBelow;
+  } else if (below_ == BelowPolicy::kAll) {
+    make_due(page);
+  }
   return true;
 }
 
@@ -112,7 +130,37 @@ void Pages::forget(uint32_t page) {
   is_idle(page) ? policy_->remove_idle(page) : policy_->unplace(page);
   policy_->forget(page);
   set_state(page, PageState::kForgotten);
+  table_.nodes[page].below &= kQueued;
   if (table_.nodes[page].count == 0) free(page);
+}
+
+void Pages::make_due(uint32_t page) {
+  uint8_t& below = table_.nodes[page].below;
+  if ((below & (kDue | kWriting | kIsBelow)) != 0) return;
+  below |= kDue;
+  if ((below & kQueued) != 0) return;
+  below |= kQueued;
+  due_[(first_due_ + num_due_++) % due_.size()] = page;
+}
+
+void Pages::hold_due(size_t count, size_t visits, std::vector<uint32_t>& pages) {
+  for (; visits > 0 && pages.size() < count && num_due_ > 0; --visits, --num_due_) {
+    const uint32_t page = due_[first_due_];
+    first_due_ = (first_due_ + 1) % due_.size();
+    Node& node = table_.nodes[page];
+    node.below &= static_cast<uint8_t>(~kQueued);
+    if ((node.below & kDue) == 0) continue;  // it was evicted, or forgotten
+    node.below = kWriting;
+    if (is_idle(page)) policy_->suspend_idle(page);
+    ++node.count;
+    pages.push_back(page);
+  }
+}
+
+void Pages::end_write(uint32_t page, bool is_below) {
+  if (!is_filled(page)) return;  // forgotten meanwhile
+  table_.nodes[page].below = is_below ? kIsBelow : 0;
+  if (!is_below) make_due(page);
 }
 
 void Pages::set_state(uint32_t page, PageState state) {

@@ -12,16 +12,20 @@ namespace kvswap::prefix {
 // kForgotten: its key is gone, but the page is still held.
 enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
 
+// Which filled pages are due to be written to a store below: none, those that were used, or all.
+enum class BelowPolicy { kNothing = 0, kReused = 1, kAll = 2 };
+
 // The pages of one group, and the key on each. Not thread safe: the manager's lock guards it.
 class Pages {
  public:
   // No page can be used before grow().
-  Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BlockEventQueue& events);
+  Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BelowPolicy below,
+        BlockEventQueue& events);
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
-  // For a reset, on a new object: takes over from `before` the number of usable pages and the count
-  // of evictions.
+  // For a reset, on a new object: takes over from `before` the number of usable pages and the
+  // counts of evictions.
   void take_over(const Pages& before);
   // For a reset, on a new object: a reservation from before the reset holds this page.
   void keep_held(uint32_t page);
@@ -29,6 +33,7 @@ class Pages {
   // The page of each key, or kNone.
   void find_all(const uint8_t* digests, size_t count, uint32_t* pages) const;
 
+  const Digest& key(uint32_t page) const { return table_.nodes[page].key; }
   uint32_t hash(const Digest& key) const { return table_.hash(key); }
   PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
   bool is_filled(uint32_t page) const { return page != kNone && state(page) == PageState::kFilled; }
@@ -44,6 +49,8 @@ class Pages {
   size_t num_idle() const { return policy_->num_idle(); }
   size_t num_filling() const { return num_filling_; }
   uint64_t num_evicted() const { return num_evicted_; }
+  // Of these, pages that were due to be written below.
+  uint64_t num_lost() const { return num_lost_; }
 
   // A held page is not given to another key.
   void hold(uint32_t page);
@@ -64,12 +71,24 @@ class Pages {
   // eviction, and returns how many they are. Allocates nothing, so it cannot fail halfway.
   size_t assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages,
                 int64_t* evicted);
-  // Called when the page has its key's bytes. False if the key was forgotten meanwhile.
-  bool mark_filled(uint32_t page);
+  // Called when the page has its key's bytes. is_below: the store below has them too. False if the
+  // key was forgotten meanwhile.
+  bool mark_filled(uint32_t page, bool is_below);
   // Forgets the page's key.
   void forget(uint32_t page);
 
+  // Takes up to `count` of the pages that have been due for longest, and holds them. They keep
+  // their places in the order of eviction. Appends them to `pages`, which has the memory. Visits at
+  // most `visits` pages.
+  void hold_due(size_t count, size_t visits, std::vector<uint32_t>& pages);
+  // A page of hold_due() was written, or not: then it is due again. It stays held.
+  void end_write(uint32_t page, bool is_below);
+
  private:
+  // Bits of Node::below. kDue: the page is to be written. kQueued: it is in due_. kWriting: it is
+  // held by hold_due(). kIsBelow: it was written, or read from there.
+  enum Below : uint8_t { kDue = 1, kQueued = 2, kWriting = 4, kIsBelow = 8 };
+  void make_due(uint32_t page);
   uint32_t take_free();
   void set_state(uint32_t page, PageState state);
   void free(uint32_t page);
@@ -87,7 +106,12 @@ class Pages {
   std::unique_ptr<EvictionPolicy> policy_;
   std::vector<Admission> admissions_;  // used by assign(); has room for every page
   size_t num_filling_ = 0;
-  uint64_t num_evicted_ = 0;
+  uint64_t num_evicted_ = 0, num_lost_ = 0;
+  const BelowPolicy below_;
+  // A ring with room for every page, empty without a store below. Each page is in it once at most,
+  // also if it was evicted meanwhile.
+  std::vector<uint32_t> due_;
+  size_t first_due_ = 0, num_due_ = 0;
 };
 
 }  // namespace kvswap::prefix

@@ -450,3 +450,35 @@ def test_groups_with_the_same_memory_share_the_jobs_of_a_block(driver: Driver) -
         assert handler.jobs_using([[2], [1], [2]]) == []
         driver.set_mode("immediate")
         drain(handler)
+
+
+@simulated
+def test_a_page_that_the_caller_has_written_is_loaded_whatever_became_of_its_store(
+    driver: Driver,
+) -> None:
+    with SimulatedCache(driver, per_page=2) as sim:
+        store = fails(sim, "store", 1, 2)
+        sim.finish()
+        assert state(store) == "failed"
+        sim.host.pages[2, 0] = 7
+        refused = sim.load(2, 3)
+        sim.handler.mark_written([2])
+        load = sim.load(2, 4)
+        sim.finish()
+        assert (state(refused), state(load)) == ("failed", "done")
+        assert (sim.block(4) == 7).all()
+
+
+@simulated
+def test_a_page_that_a_store_still_writes_is_not_marked(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        failed = fails(sim, "store", 1, 2)
+        sim.finish()
+        hold, running = sim.hold_up("store", 1, 3)
+        for pages, error in (([2, 3], ValueError), ([2, 99], IndexError)):
+            with pytest.raises(error, match=r"page 3 is being written by store 1|page_ids\[1\]"):
+                sim.handler.mark_written(pages)
+        load = sim.load(2, 4)
+        sim.release(hold)
+        sim.finish()
+        assert [state(job) for job in (failed, running, load)] == ["failed", "done", "failed"]

@@ -323,7 +323,8 @@ def _pool(
     rng: random.Random, device: Device, group: Group, number: int, least: int
 ) -> tuple[HostPool, Memory]:
     per_page = rng.choice([1, 1, 1, 2, 3])
-    pool = device.pool(group.layout, rng.randint(least, least + 7), per_page)
+    alignment = rng.choice([1, 1, 256])
+    pool = device.pool(group.layout, rng.randint(least, least + 7), per_page, alignment)
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     raw = pool.pages.view(-1)
     raw.copy_(torch.randint(256, raw.shape, dtype=torch.uint8, generator=generator))

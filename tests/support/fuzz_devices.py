@@ -71,10 +71,12 @@ class Device:
 
         return PagedLayout(tensors, block_dim)
 
-    def pool(self, layout: PagedLayout, pages: int, per_page: int) -> HostPool:
+    def pool(
+        self, layout: PagedLayout, pages: int, per_page: int, page_alignment: int = 1
+    ) -> HostPool:
         from torch_kvswap import HostPool
 
-        return HostPool(layout, pages, per_page)
+        return HostPool(layout, pages, per_page, page_alignment=page_alignment)
 
     # Streams.
 
@@ -203,10 +205,12 @@ class Simulated(Device):
         made.device = torch.device("cuda", 0)
         return made
 
-    def pool(self, layout: PagedLayout, pages: int, per_page: int) -> HostPool:
+    def pool(
+        self, layout: PagedLayout, pages: int, per_page: int, page_alignment: int = 1
+    ) -> HostPool:
         from torch_kvswap import HostPool
 
-        made = HostPool(layout, pages, per_page, pinned=False)
+        made = HostPool(layout, pages, per_page, pinned=False, page_alignment=page_alignment)
         self.driver.adopt(made.pages, HOST)
         return made
 

@@ -26,10 +26,10 @@ class Model:
     def held(self) -> set[int]:
         return {page for page, count in self.holders.items() if count > 0}
 
-    def lookup(self, keys: Sequence[int]) -> tuple[int, int, int]:
+    def lookup(self, keys: Sequence[int]) -> tuple[int, int, int, int]:
         found = leading(key in self.page_of for key in keys)
         ready = leading(key in self.ready for key in keys)
-        return found, ready, sum(key not in self.ready for key in keys[:found])
+        return found, ready, sum(key not in self.ready for key in keys[:found]), 0
 
     def hold(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -43,11 +43,11 @@ def check_load_into_other_blocks(device: str) -> None:
     prefixes, tensor = make(device)
     with prefixes:
         assert prefixes.store(["a", "b", "c"], [1, 2, 3]) is not None
-        assert prefixes.lookup(["a", "b", "x"]) == (2, 0, 2)  # nobody has asked for results yet
+        assert prefixes.lookup(["a", "b", "x"]) == (2, 0, 2, 0)  # nobody has asked for results yet
         assert prefixes.load(["a", "b"], [8, 9]) is None
         assert [result.ok for result in results_of(prefixes)] == [True]
         found = prefixes.lookup(["a", "b", "x"])
-        assert found == (2, 2, 0)
+        assert found == (2, 2, 0, 0)
         load(prefixes, ["a", "b", "x"], [8, 9, 10], found.ready)
         assert tensor[8:11, 0].tolist() == [1, 2, 10]
         assert [result.direction for result in results_of(prefixes)] == ["load"]

@@ -28,7 +28,7 @@ LAYERS = (
     ("layout", "ops", "copy_method"),
     ("encoding",),
     ("host_pool",),
-    ("offload", "reference"),
+    ("offload", "reference", "below"),
     ("prefix",),
     ("integrations", "calibrate"),
     ("cli", "__init__", "__main__"),
@@ -137,8 +137,9 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
     # Native members have no signature.
     modules = {f"torch_kvswap.{name}" for name in MODULES}
     own = [cls for cls in thing.__mro__ if cls.__module__ in modules]
+    is_protocol = getattr(thing, "_is_protocol", False)  # whose __init__ is that of typing
     for name, member in (item for cls in own for item in vars(cls).items()):
-        if name.startswith("_") and name != "__init__":
+        if name.startswith("_") and (name != "__init__" or is_protocol):
             continue
         function = member.fget if isinstance(member, property) else getattr(thing, name)
         if inspect.isroutine(function):
@@ -149,7 +150,7 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
 CALLERS_OWN = {"Result.__init__": "tag"}
 
 
-PACKAGES = (kvs, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
+PACKAGES = (kvs, kvs.below, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
 PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
 
 

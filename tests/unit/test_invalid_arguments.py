@@ -78,7 +78,10 @@ def store_hybrid(**given: Any) -> object:
 
 # By call: its integers. None means something where a name ends with a question mark.
 INTEGERS: list[tuple[Callable[..., object], str]] = [
-    (lambda **given: make_pool(**given), "num_pages blocks_per_page chunk_bytes numa_node?"),
+    (
+        lambda **given: make_pool(**given),
+        "num_pages blocks_per_page chunk_bytes page_alignment numa_node?",
+    ),
     (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page chunk_bytes"),
     (lambda **given: attach_pool(**given), "chunk_bytes"),
     (lambda **given: PagedLayout([torch.zeros(4, 4)], **given), "block_dim?"),

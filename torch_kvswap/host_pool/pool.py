@@ -158,12 +158,14 @@ class HostPool(NotCopyable):
         shared (bool): whether other processes of this machine can attach() to the pool. Each of
             them pins and uses all pages; the caller must make sure that no process reads or writes
             a page while another one writes it.
+        page_alignment (int): a power of two; makes page_bytes a multiple of it, with up to so many
+            bytes of padding. 4096 is what `below` of a PrefixCache needs.
 
     Attributes:
         device (torch.device): the device of the cache.
         num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
-        slot_bytes (int): bytes per block, encoded or raw.
+        slot_bytes (int): bytes per block, encoded or raw, with padding.
         page_bytes (int): bytes per page.
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
@@ -197,11 +199,12 @@ class HostPool(NotCopyable):
         numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         shared: bool = False,
+        page_alignment: int = 1,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
-        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify)
+        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
@@ -226,7 +229,7 @@ class HostPool(NotCopyable):
 
         Args:
             layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
-                handle. The encoding and `verify` are those of the handle.
+                handle. The encoding, `verify` and `page_alignment` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
 
@@ -245,7 +248,8 @@ class HostPool(NotCopyable):
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
-        shape = PoolShape(layout, handle.num_pages, handle.blocks_per_page, kept, verify)
+        counts = handle.num_pages, handle.blocks_per_page
+        shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment)
         handle._check(shape, layout)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
@@ -266,11 +270,12 @@ class HostPool(NotCopyable):
         *,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
+        page_alignment: int = 1,
     ) -> int:
         """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
 
         Args:
-            layout, blocks_per_page, encoding, bits_per_value: see HostPool.
+            layout, blocks_per_page, encoding, bits_per_value, page_alignment: see HostPool.
 
         Returns:
             int: bytes per page.
@@ -279,7 +284,8 @@ class HostPool(NotCopyable):
             TypeError, ValueError: see HostPool.
         """
         kept = read_encoding(encoding, bits_per_value)
-        return PoolShape(layout, 1, blocks_per_page, encoding=kept).page_bytes
+        shape = PoolShape(layout, 1, blocks_per_page, kept, page_alignment=page_alignment)
+        return shape.page_bytes
 
     def _open(
         self,
@@ -341,7 +347,8 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify)
+        kept_with = self.verify, self._shape.page_alignment
+        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, *kept_with)
 
     def view_for(
         self,
@@ -510,10 +517,32 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        table = self._memory.mapping.address + self._shape.table_begin
         return native.verified_encoding(
-            encoding, sizes, table, self._shape.row_bytes, self.verify == "order"
+            encoding, sizes, *self._digest_table, self.verify == "order"
         )
+
+    def _read_digests(self, page: int) -> bytes:
+        """The digests of a page's blocks in any slots; nothing if the pool has no digests.
+
+        The page has none if a store into it has not been reported.
+        """
+        if self.verify == "off":
+            return b""
+        first = page * self.blocks_per_page
+        return native.read_digests(
+            self.layout.sizes, *self._digest_table, first, self.blocks_per_page
+        )
+
+    def _write_digests(self, page: int, digests: bytes) -> None:
+        """The page has the blocks of another page of such a pool, with these _read_digests()."""
+        if self.verify != "off":
+            first = page * self.blocks_per_page
+            native.write_digests(*self._digest_table, first, self.blocks_per_page, digests)
+
+    @property
+    def _digest_table(self) -> tuple[int, int]:
+        """The address of the table of digests, and the bytes of a row."""
+        return self._memory.mapping.address + self._shape.table_begin, self._shape.row_bytes
 
     def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.

@@ -14,6 +14,19 @@ from torch_kvswap.encoding.slot import RAW, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
+MAX_ALIGNMENT = 1 << 20
+
+
+def read_page_alignment(page_alignment: object) -> int:
+    """Checks the argument `page_alignment` of a pool.
+
+    Raises:
+        TypeError, ValueError: it is no power of two up to MAX_ALIGNMENT.
+    """
+    number = read_int("page_alignment", page_alignment, 1, MAX_ALIGNMENT)
+    if number & (number - 1):
+        raise ValueError(f"page_alignment is {number}; it must be a power of two")
+    return number
 
 
 class PoolShape:
@@ -36,11 +49,15 @@ class PoolShape:
         blocks_per_page: int,
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
+        page_alignment: int = 1,
     ) -> None:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
-        self.slot_bytes = encoding.slot_bytes(layout)
+        self.page_alignment = read_page_alignment(page_alignment)
+        # Slots stay at equal distances, so each of them is padded.
+        of_slot = self.page_alignment // math.gcd(self.page_alignment, blocks_per_page)
+        self.slot_bytes = -(-encoding.slot_bytes(layout) // of_slot) * of_slot
         slots = num_pages * blocks_per_page
         self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
         self.verify = verify

@@ -27,11 +27,11 @@ from torch_kvswap.encoding.slot import (
     read_encoding,
     read_verify,
 )
-from torch_kvswap.host_pool.shape import PoolShape
+from torch_kvswap.host_pool.shape import PoolShape, read_page_alignment
 from torch_kvswap.layout import PagedLayout
 
 # The last number counts the slabs, whose sizes follow.
-_NUMBERS = struct.Struct("=7q")
+_NUMBERS = struct.Struct("=8q")
 _READ_BYTES = 1 << 16
 # What the error advises if the blocks of the attaching layout do not fit into the pool.
 ATTACH_ADVICE = "attach with a layout of the cache that the pool was made for"
@@ -55,6 +55,7 @@ class PoolHandle(NotCopyable):
         encoding (str): HostPool.encoding.
         bits_per_value (float | None): HostPool.bits_per_value.
         verify (str): HostPool.verify.
+        page_alignment (int): that of the pool.
     """
 
     _instead = "send() it through a Unix socket"
@@ -70,6 +71,7 @@ class PoolHandle(NotCopyable):
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
         verify: VerifyName = "off",
+        page_alignment: int = 1,
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
@@ -80,6 +82,7 @@ class PoolHandle(NotCopyable):
         self._encoding = read_encoding(encoding, bits_per_value)
         self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
         self.verify: VerifyName = read_verify(verify)
+        self.page_alignment = read_page_alignment(page_alignment)
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
@@ -114,8 +117,8 @@ class PoolHandle(NotCopyable):
         """
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
-        kept = self._encoding.width_eighths, VERIFY.index(self.verify), len(self.slab_sizes)
-        message = _NUMBERS.pack(*shape, *kept) + self.slab_sizes.tobytes()
+        kept = self._encoding.width_eighths, VERIFY.index(self.verify), self.page_alignment
+        message = _NUMBERS.pack(*shape, *kept, len(self.slab_sizes)) + self.slab_sizes.tobytes()
         sent = socket.send_fds(connection, [message], [self.fd])
         if sent < len(message):  # sending nothing fails if the other end has closed already
             connection.sendall(message[sent:])
@@ -141,7 +144,7 @@ class PoolHandle(NotCopyable):
             for fd in fds:
                 os.set_inheritable(fd, False)
             message = _receive_rest(connection, message, fds, _NUMBERS.size)
-            *numbers, width_eighths, verify, slabs = _NUMBERS.unpack(message)
+            *numbers, width_eighths, verify, page_alignment, slabs = _NUMBERS.unpack(message)
             try:
                 encoding = encoding_of(width_eighths)
                 verified = VERIFY[read_int("verify", verify, 0, len(VERIFY) - 1)]
@@ -149,7 +152,8 @@ class PoolHandle(NotCopyable):
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                numbers += [sizes, encoding.name, encoding.bits_per_value, verified]
+                kept = encoding.name, encoding.bits_per_value, verified, page_alignment
+                numbers += [sizes, *kept]
                 return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error

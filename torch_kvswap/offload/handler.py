@@ -443,6 +443,23 @@ class OffloadHandler(NotCopyable):
         jobs: list[Job] = self._native.jobs_using(gpu_block_ids, Job, self, self._kept)
         return jobs
 
+    def mark_written(self, page_ids: Ids | Sequence[Ids]) -> None:
+        """Tells that these pages hold what the caller has written there, by other means than jobs.
+
+        Loads of a page that a failed store should have filled fail until it is stored again, or
+        marked. Wait for the jobs on a page before you write it. With `verify` a marked page has no
+        digests of its new blocks, so that loads refuse it.
+
+        Args:
+            page_ids: as in store().
+
+        Raises:
+            IndexError: the pool has no such page, or it is not pinned yet.
+            ValueError: a store that has not ended writes such a page. None is marked then.
+            TypeError: see store().
+        """
+        self._native.mark_written(page_ids)
+
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
         """Returns the jobs that have ended since the last call.
 

@@ -1,11 +1,12 @@
 """Prefix caching: which blocks of prompts are on which host pages.
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
-submit transfers themselves, with what it takes and returns; what `preempt()` and `resume()` return
-(`Preempted`, `Resumed`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
+submit transfers themselves, with what it takes and returns; what `preempt()`, `resume()` and
+`below_stats()` return (`Preempted`, `Resumed`, `BelowStats`); what the hasher takes and returns
+(`MultiModalItem`, `PrefixKeys`).
 """
 
-from torch_kvswap._C import LoadReservation, StoreReservation
+from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
 from torch_kvswap.prefix.cache import Preempted, Resumed
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
@@ -15,8 +16,10 @@ from torch_kvswap.prefix.manager import (
     BlockStats,
     Lookup,
 )
+from torch_kvswap.prefix.tier import BelowStats
 
 __all__ = [
+    "BelowStats",
     "BlockEvent",
     "BlockGroup",
     "BlockManager",
@@ -28,4 +31,5 @@ __all__ = [
     "PrefixKeys",
     "Resumed",
     "StoreReservation",
+    "WriteReservation",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,10 +18,15 @@ from torch_kvswap._native.arguments import (
     NotCopyable,
     count_of,
     kind_of,
+    read_int,
     read_switch,
+    read_timeout,
 )
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.loader import native
+from torch_kvswap.below.door import open_store
+from torch_kvswap.below.format import ALIGNMENT, PageFormat
+from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -32,11 +39,14 @@ from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, PrefixKeys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import (
+    BELOW_POLICIES,
+    BelowPolicy,
     BlockManager,
     Lookup,
     Reservation,
 )
-from torch_kvswap.results import Result
+from torch_kvswap.prefix.tier import BelowStats, Tier
+from torch_kvswap.results import CorruptedPageError, Result
 
 
 class _Pools:
@@ -118,6 +128,16 @@ class _Pools:
             page_of_block += [first_page + place // pool.blocks_per_page for place in places]
             first_page += -(-len(of_pool) // pool.blocks_per_page)
         return list(dict.fromkeys(page_of_block[position] for position in positions))
+
+    def keys_of(self, positions: Sequence[int], entry: _Reserved) -> list[tuple[int, bytes]]:
+        """The groups and digests of pages with these positions(), as pages_with() counts them."""
+        indices = entry.reservation.key_indices
+        digests_of_pages = [
+            (group, entry.digests[group][index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+            for group, of_group in enumerate(indices if self._is_list else [indices])
+            for index in of_group
+        ]
+        return [digests_of_pages[position] for position in positions]
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
@@ -264,12 +284,14 @@ class _Reserved:
     Attributes:
         reservation (Reservation): the pages, from the manager.
         blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
+        digests (Sequence[bytes]): of each group, of the keys that the job was submitted for.
         job (Job | None): while it is being submitted.
         is_ending (bool): poll() has begun to end the reservation.
     """
 
     reservation: Reservation
     blocks: list[Int64Array]
+    digests: Sequence[bytes]
     job: Job | None = None
     is_ending: bool = False
 
@@ -322,6 +344,28 @@ class Preempted(NamedTuple):
     keys: Keys | Sequence[Keys]
 
 
+def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[PageFormat]:
+    """The formats of the pools' pages. Raises what a PrefixCache does for a wrong argument."""
+    if not isinstance(model, str):
+        raise TypeError(
+            f"below_model is {kind_of(model)}; name the model and its revision, because others may "
+            "use the same store"
+        )
+    world = read_int("below_world", world, 1)
+    rank = read_int("below_rank", rank, 0, world - 1)
+    formats = []
+    for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
+        address = pool.pages.data_ptr()
+        if pool.page_bytes % ALIGNMENT or address % ALIGNMENT:
+            raise ValueError(
+                f"the pool has pages of {pool.page_bytes} bytes from the address {address:#x} on, "
+                f"but a store below needs multiples of {ALIGNMENT}; make the pool with "
+                f"page_alignment={ALIGNMENT}"
+            )
+        formats.append(PageFormat(layout, pool, model, group, rank, world))
+    return formats
+
+
 def _check_preempted(preempted: object) -> None:
     if not isinstance(preempted, Preempted):
         raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
@@ -347,6 +391,15 @@ class PrefixCache(NotCopyable):
             leave the GPU cache.
         eviction_policy, store_threshold, events: see BlockManager.
         copy_method, staging_bytes, submit_thread: see OffloadHandler.
+        below (str | PageStore | None): a store for pages that leave host memory, which may be
+            shared with other processes: "file:PATH", "valkey://HOST:PORT", or an object, which
+            close() closes. It needs the package xxhash, and pools with page_alignment=4096.
+            docs/below.md says what holds.
+        below_model (str | None): with `below`, the model and its revision, whatever the keys say.
+        below_rank, below_world (int): which part of the model this process has, and of how many.
+        below_policy (str): "reused" writes pages that were loaded or touched since they were
+            stored; "all" writes all.
+        below_bytes (int): bytes in flight to the store, and from there, at most.
 
     Attributes:
         manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order() and
@@ -357,6 +410,8 @@ class PrefixCache(NotCopyable):
         ValueError: an argument is out of range, the groups do not match the pools, or a pool has
             another open handler.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
+        ImportError: `below` needs the package xxhash.
+        OSError: the folder of `below` cannot be made.
     """
 
     def __init__(
@@ -372,6 +427,12 @@ class PrefixCache(NotCopyable):
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
+        below: str | PageStore | None = None,
+        below_model: str | None = None,
+        below_rank: int = 0,
+        below_world: int = 1,
+        below_policy: BelowPolicy = "reused",
+        below_bytes: int = 256 << 20,
     ) -> None:
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
@@ -380,12 +441,20 @@ class PrefixCache(NotCopyable):
         self._pools = _Pools(of_handler.pools, of_handler.is_list)
         self._pools.set_groups(groups)
         self._ready = self._pools.ready
+        if below_policy not in BELOW_POLICIES:
+            known = " or ".join(BELOW_POLICIES)
+            raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
+        below_bytes = read_int("below_bytes", below_bytes, 1)
+        formats: list[PageFormat] = []
+        if below is not None:
+            formats = _page_formats(of_handler, below_model, below_rank, below_world)
         self.manager = BlockManager(
             self._pools.counts[0] if groups is None else groups,
             num_ready_pages=self._ready,
             eviction_policy=eviction_policy,
             store_threshold=store_threshold,
             events=events,
+            below_policy=None if below is None else below_policy,
         )
         lazy = of_handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
@@ -393,6 +462,30 @@ class PrefixCache(NotCopyable):
         self._handler._open(
             of_handler, copy_method, staging_bytes, submit_thread, assigns_pages=True
         )
+        self._below: Tier | None = None
+        if below is not None:
+            self._open_below(below, formats, below_bytes)
+
+    def _open_below(
+        self, below: str | PageStore, formats: Sequence[PageFormat], below_bytes: int
+    ) -> None:
+        """Opens the store, or closes the handler and raises."""
+        try:
+            self._below = Tier(
+                open_store(below),
+                formats,
+                self.pools,
+                self.manager,
+                self._handler._native.mark_written,
+                self._pools.join,
+                below_bytes,
+            )
+        except BaseException:
+            self._handler.close()
+            raise
+        weakref.finalize(self, self._below.close)
+        for pool in self.pools:
+            pool._register_user(self._below)
 
     def __repr__(self) -> str:
         return (
@@ -411,7 +504,10 @@ class PrefixCache(NotCopyable):
         return self._handler.pools
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
-        """Finds the longest cached prefix.
+        """Finds the longest cached prefix in host memory.
+
+        A store below is asked, in the background, for what is not there. Until poll() has the
+        answer, `asking` of the result is not 0. What the store has is then read, and is pending.
 
         Args:
             keys, again: see BlockManager.lookup().
@@ -421,7 +517,10 @@ class PrefixCache(NotCopyable):
         """
         self._handler._native.check_open()
         self._pools.check_tokens(keys)
-        return self.manager.lookup(keys, again=again)
+        found = self.manager.lookup(keys, again=again)
+        if self._below is None:
+            return found
+        return self._below.ask(found, self._pools.split("keys", keys))
 
     def load(
         self,
@@ -470,9 +569,12 @@ class PrefixCache(NotCopyable):
         if load is None:
             self._handler._check_options(after, layer_groups, gate)
             return None
+        if self._below is not None:
+            self._below.use_leases(digests)
         return self._submit(
             load,
             blocks,
+            digests,
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
@@ -698,12 +800,23 @@ class PrefixCache(NotCopyable):
         store() before this call that named one of its blocks fails too: its new blocks may have
         been computed from blocks that were not loaded.
 
+        Blocks that came from a store below can be loaded from now on.
+
         Args:
-            timeout (float | None): as in OffloadHandler.poll().
+            timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits for an answer
+                of a store below, if lookup() has asked one.
         """
         results: list[Result] = []
+        began = time.monotonic() if self._below is not None else 0.0
         try:
             self._handler._read_ended(results, timeout, self._end)
+            if self._below is not None:
+                if timeout != 0 and not results:
+                    seconds = read_timeout("timeout", timeout)
+                    if seconds is not None:
+                        seconds = max(seconds - (time.monotonic() - began), 0.0)
+                    self._below.wait(seconds)
+                self._below.poll(some_ended=bool(results))
             return results
         except BaseException:
             self._handler._unreturned.extend(results)  # the next call returns them
@@ -734,8 +847,22 @@ class PrefixCache(NotCopyable):
         """
         self._handler.rebind(gpu)
 
+    def below_stats(self) -> BelowStats:
+        """Returns what was moved to the store below and from there.
+
+        Raises RuntimeError if there is none.
+        """
+        if self._below is None:
+            raise RuntimeError("this prefix cache has no store below it; make it with `below=`")
+        return self._below.stats()
+
     def close(self) -> None:
-        """Refuses new jobs and waits for all jobs. See OffloadHandler.close()."""
+        """Refuses new jobs, waits for all jobs, and closes a store below.
+
+        Pages that were not written to it yet are not written any more. See OffloadHandler.close().
+        """
+        if self._below is not None:
+            self._below.close()
         self._handler.close()
 
     def __enter__(self) -> PrefixCache:
@@ -757,6 +884,8 @@ class PrefixCache(NotCopyable):
                 self.manager.complete(entry.reservation)
             elif result.rejected:
                 pages = self._pools.pages_with(result.rejected, entry.blocks)
+                if self._below is not None and isinstance(result.error, CorruptedPageError):
+                    self._below.delete(self._pools.keys_of(pages, entry))
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)
@@ -832,12 +961,13 @@ class PrefixCache(NotCopyable):
         except BaseException:
             self.manager.fail(store)
             raise
-        return self._submit(store, prompt.blocks, computed_from=loads, **options)
+        return self._submit(store, prompt.blocks, prompt.digests, computed_from=loads, **options)
 
     def _submit(
         self,
         reservation: Reservation,
         blocks: Sequence[array[int]],
+        digests: Sequence[bytes],
         **options: Any,
     ) -> Job:
         """Submits the job that the pages are reserved for, of the GPU blocks of all keys, per pool.
@@ -851,7 +981,7 @@ class PrefixCache(NotCopyable):
         try:
             selected = self._pools.select(blocks, reservation.key_indices)
             ids = self._pools.join(selected), reservation.pages, 0
-            entry = _Reserved(reservation, selected)
+            entry = _Reserved(reservation, selected, digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
         except BaseException:
             if entry is None or not entry.is_submitted:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple, SupportsIndex, get_args
 
-from torch_kvswap._C import LoadReservation, StoreReservation
+from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
 from torch_kvswap._native.arguments import (
     INT64_MAX,
     UINT32_MAX,
@@ -17,6 +17,7 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.groups import (
+    MAX_PAGES,
     BlockGroup,
     read_groups,
     read_ready_pages,
@@ -26,6 +27,8 @@ from torch_kvswap.prefix.groups import (
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
 EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")  # by native number
 POLICIES = ("lru", "arc")  # index: native number
+BelowPolicy = Literal["reused", "all"]
+BELOW_POLICIES: tuple[BelowPolicy, ...] = get_args(BelowPolicy)  # index + 1: native number
 
 
 class Lookup(NamedTuple):
@@ -42,11 +45,14 @@ class Lookup(NamedTuple):
             cached do not count. If it is not 0, a later lookup may find more ready. If it is 0, a
             load() or prepare_load() of these keys that returned None lacks blocks that no job is
             storing.
+        asking (int): keys behind `found` that the store below a PrefixCache is being asked for. If
+            it is not 0, a lookup after a later poll() may find more.
     """
 
     found: int
     ready: int
     pending: int
+    asking: int = 0
 
 
 native.set_python(
@@ -92,8 +98,10 @@ class BlockStats:
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
-        filling_pages (int): pages being stored. The remaining pages are held by loads and by
-            preempted requests.
+        filling_pages (int): pages being stored. The remaining pages are held by loads, by preempted
+            requests and while they are written below.
+        promoted (int): blocks that were read from a store below.
+        lost (int): evicted blocks that were due to be written below, and were not.
     """
 
     asked: int
@@ -109,6 +117,8 @@ class BlockStats:
     free_pages: int
     idle_pages: int
     filling_pages: int
+    promoted: int
+    lost: int
 
 
 class BlockManager(NotCopyable, native.BlockManager):
@@ -140,6 +150,8 @@ class BlockManager(NotCopyable, native.BlockManager):
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
             it. As many keys as there are pages are counted, those that were looked up last.
         events (bool): record what changes, for events().
+        below_policy (str | None): which blocks hold_due() returns: "reused", those that a load or
+            touch() has used since they were stored; "all"; None is none.
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -158,12 +170,17 @@ class BlockManager(NotCopyable, native.BlockManager):
         eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool = False,
+        below_policy: BelowPolicy | None = None,
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
         if eviction_policy not in POLICIES:
             raise ValueError(
                 f"eviction_policy is {eviction_policy!r}; it can be {' or '.join(POLICIES)}"
+            )
+        if below_policy is not None and below_policy not in BELOW_POLICIES:
+            raise ValueError(
+                f"below_policy is {below_policy!r}; it can be {' or '.join(BELOW_POLICIES)}"
             )
         threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
         ready = read_ready_pages(self.groups, num_ready_pages)
@@ -173,10 +190,11 @@ class BlockManager(NotCopyable, native.BlockManager):
             for group in self.groups
         ]
         policy = POLICIES.index(eviction_policy)
+        below = 0 if below_policy is None else BELOW_POLICIES.index(below_policy) + 1
         kinds = (1 << len(EVENT_KINDS)) - 1 if read_switch("events", events) else 0
         most = INT64_MAX // self.unit_tokens
         native.BlockManager.__init__(
-            self, native_groups, self._is_list, most, policy, threshold, kinds
+            self, native_groups, self._is_list, most, policy, threshold, kinds, below
         )
         self._grow(ready)
 
@@ -205,6 +223,25 @@ class BlockManager(NotCopyable, native.BlockManager):
             ValueError: a group does not have this many pages.
         """
         self._grow(read_ready_pages(self.groups, num_ready_pages))
+
+    def hold_due(self, count: int, group: int = 0) -> WriteReservation | None:
+        """Holds blocks that are due to be written to a store below host memory.
+
+        That is no use: they keep their places in the order of eviction. complete() marks them as
+        being below. After fail(), or in its `rejected`, they are due again.
+
+        Args:
+            count (int): how many at most; those that have been due for longest.
+            group (int): its position in `groups`.
+
+        Returns:
+            WriteReservation | None: None if no block is due.
+
+        Raises:
+            TypeError, ValueError: count is no number from 1 on, or there is no such group.
+        """
+        group = read_int("group", group, 0, len(self.groups) - 1)
+        return self._hold_due(read_int("count", count, 1, MAX_PAGES), group)
 
     def events(self) -> list[BlockEvent]:
         """Takes the events since the last call, in order."""

@@ -248,6 +248,14 @@ that the pool was made for""",
         )
 
 
+def test_an_attached_pool_has_the_alignment_of_its_handle() -> None:
+    pool = HostPool(of_slabs(1000), 4, 2, shared=True, page_alignment=4096)
+    attached = HostPool.attach(of_slabs(1000), through_a_socket(pool.share()))
+    assert (attached.slot_bytes, attached.page_bytes) == (2048, 4096)
+    pool.pages[3, 1, 999] = 7
+    assert attached.pages[3, 1, 999] == 7
+
+
 def test_the_handle_of_a_view_has_the_slabs_of_its_pool() -> None:
     pool = HostPool(of_slabs(1024, 3072), 4, shared=True)
     handle = through_a_socket(pool.view_for(of_slabs(2048, 2048)).share())
@@ -276,7 +284,7 @@ def test_a_handle_that_ends_in_its_slabs_leaves_no_file() -> None:
     with here, there:
         before = open_files()
         socket.send_fds(
-            there, [torch.tensor([4, 1, 4096, 1, 0, 0, 2, 1024]).numpy().tobytes()], [handle.fd]
+            there, [torch.tensor([4, 1, 4096, 1, 0, 0, 1, 2, 1024]).numpy().tobytes()], [handle.fd]
         )
         there.shutdown(socket.SHUT_WR)
         assert_expected_inline(
@@ -294,7 +302,7 @@ def test_a_handle_with_more_slabs_than_its_pages_can_have_is_refused_at_once() -
     with here, there:
         here.settimeout(0.05)
         before = open_files()
-        numbers = torch.tensor([4, 1, 4096, 1, 0, 0, 4097]).numpy().tobytes()
+        numbers = torch.tensor([4, 1, 4096, 1, 0, 0, 1, 4097]).numpy().tobytes()
         socket.send_fds(there, [numbers], [handle.fd])
         assert_expected_inline(
             error_text(PoolHandle.receive, here),

@@ -41,11 +41,11 @@ def test_a_lookup_finds_the_longest_prefix_and_says_what_of_it_is_pending():
     stored(manager, ["a", "b"])
     running = manager.prepare_store(["c"])
     stored(manager, ["d", "f"])
-    assert manager.lookup(list("abcdef")) == (4, 2, 1)
+    assert manager.lookup(list("abcdef")) == (4, 2, 1, 0)
     manager.complete(running)
-    assert manager.lookup(list("abcdef")) == (4, 4, 0)
-    assert manager.lookup(list("xabc")) == (0, 0, 0)
-    assert manager.lookup([]) == (0, 0, 0)
+    assert manager.lookup(list("abcdef")) == (4, 4, 0, 0)
+    assert manager.lookup(list("xabc")) == (0, 0, 0, 0)
+    assert manager.lookup([]) == (0, 0, 0, 0)
 
 
 def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_keys():
@@ -109,7 +109,7 @@ def test_without_room_a_store_gets_nothing_and_nothing_is_evicted():
     assert manager.prepare_store(list("vwxyz")) is None
     assert manager.events() == []
     assert vars(manager.stats()) == {**vars(before), "refused": before.refused + 2}
-    assert manager.lookup(["a", "b", "c"], again=True) == (3, 2, 1)
+    assert manager.lookup(["a", "b", "c"], again=True) == (3, 2, 1, 0)
     manager.complete(running)
 
 
@@ -242,7 +242,7 @@ def test_a_reset_forgets_all_but_gives_no_page_of_a_running_job_away():
     assert not {*again.pages.tolist()} & {*load.pages.tolist(), *store.pages.tolist()}
     manager.complete(load)
     manager.complete(store)  # its page is free now, and not the one of c
-    assert manager.lookup(["c"]) == (1, 0, 1)
+    assert manager.lookup(["c"]) == (1, 0, 1, 0)
     assert not manager.release(lease)
     manager.complete(again)
     assert manager.lookup(["c"]).ready == 1
@@ -307,7 +307,7 @@ def test_statistics_count_blocks():
     stats = manager.stats()
     assert stats == BlockStats(
         asked=6, hits=2, pending=1, stored=5, loaded=2, evicted=1, skipped=0, refused=1, failed=1,
-        pages=4, free_pages=0, idle_pages=4, filling_pages=0,
+        pages=4, free_pages=0, idle_pages=4, filling_pages=0, promoted=0, lost=0,
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_a_hit_needs_of_each_group_only_what_is_needed_behind_it():
     assert [places.tolist() for places in store.key_indices] == [list(range(6)), [0, 1], [0]]
     manager.complete(store)
     found = manager.lookup([full, window, state])
-    assert found == (2, 2, 0)  # 16 tokens: the window and the state that end there are cached
+    assert found == (2, 2, 0, 0)  # 16 tokens: the window and the state that end there are cached
     load = manager.prepare_load([full, window, state], found.ready)
     assert load.key_indices == [range(4), range(6, 8), range(1, 2)]
     assert [len(pages) for pages in load.pages] == [4, 2, 1]
@@ -351,9 +351,9 @@ def test_a_prefix_ends_where_all_groups_have_what_it_needs():
     manager.complete(manager.prepare_store([full, window[2:4] + window[14:], [state[0], state[2]]]))
     assert manager.lookup([full, window, state]).found == 1
     running = manager.prepare_store([[], window[10:12], []])
-    assert manager.lookup([full, window, state]) == (3, 1, 2)
+    assert manager.lookup([full, window, state]) == (3, 1, 2, 0)
     manager.complete(running)
-    assert manager.lookup([full, window, state]) == (3, 3, 0)
+    assert manager.lookup([full, window, state]) == (3, 3, 0, 0)
     assert [manager.stats(group).hits for group in range(3)] == [2 + 2 + 6, 2 + 2 + 2, 1 + 1 + 1]
 
 

@@ -781,7 +781,7 @@ def test_only_the_blocks_that_do_not_fit_are_forgotten():
         prefixes.store(keys, [0, 1, 2, 3])
         (result,) = prefixes.poll()
         assert (result.ok, result.rejected) == (False, (2,))
-        assert prefixes.lookup(keys) == (2, 2, 0)  # not past the block that is missing
+        assert prefixes.lookup(keys) == (2, 2, 0, 0)  # not past the block that is missing
         stats = prefixes.manager.stats()
         assert (stats.stored, stats.failed, stats.idle_pages, stats.free_pages) == (3, 1, 3, 3)
         prefixes.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
@@ -816,7 +816,7 @@ def test_blocks_of_a_load_that_are_not_there_are_forgotten():
         prefixes.load(["a", "b", "c"], [8, 9, 10])
         (result,) = prefixes.poll()
         assert (result.direction, result.rejected) == ("load", (1,))
-        assert prefixes.lookup(["a", "b", "c"]) == (1, 1, 0)
+        assert prefixes.lookup(["a", "b", "c"]) == (1, 1, 0, 0)
         assert cache.bytes_of(10) == cache.bytes_of(2)
         assert prefixes.manager.stats().idle_pages == 2
 
@@ -846,4 +846,4 @@ def test_rejected_blocks_of_each_group_are_forgotten():
         (result,) = prefixes.poll()
         assert result.rejected == (2, 4)
         assert [prefixes.manager.stats(group).failed for group in range(2)] == [1, 1]
-        assert prefixes.lookup([["a", "b"], ["s", "t"]]) == (1, 1, 0)
+        assert prefixes.lookup([["a", "b"], ["s", "t"]]) == (1, 1, 0, 0)

@@ -1,0 +1,99 @@
+"""An engine whose prefix cache has a store below. The bytes of a block say which key it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+from patience import PATIENCE, in_time
+from torch import Tensor
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap.below import thread
+from torch_kvswap.encoding.slot import VerifyName
+from torch_kvswap.prefix import BelowStats, Lookup
+
+thread.DEADLINE = PATIENCE  # no test depends on speed; those of deadlines set their own
+BLOCK_BYTES = 5000  # no multiple of 4,096
+
+
+def key_of(name: object) -> bytes:
+    return sha256(str(name).encode()).digest()
+
+
+def bytes_of(key: bytes) -> Tensor:
+    repeated = key * (BLOCK_BYTES // len(key) + 1)
+    return torch.frombuffer(bytearray(repeated[:BLOCK_BYTES]), dtype=torch.uint8)
+
+
+class Engine:
+    """Blocks 0 to 31 are computed into, blocks 32 to 63 loaded into."""
+
+    def __init__(
+        self,
+        below: Any,
+        pages: int = 32,
+        policy: str = "all",
+        device: str = "cpu",
+        verify: VerifyName = "off",
+        **options: Any,
+    ) -> None:
+        self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8, device=device)
+        layout = PagedLayout([self.tensor])
+        self.pool = HostPool(layout, pages, page_alignment=4096, verify=verify)
+        options = {"below_model": "m", **options}
+        self.prefixes = PrefixCache(layout, self.pool, below=below, below_policy=policy, **options)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.prefixes.close()
+
+    @property
+    def stats(self) -> BelowStats:
+        return self.prefixes.below_stats()
+
+    def compute(self, names: Sequence[object]) -> None:
+        """Computes these blocks and stores them in host memory."""
+        keys = list(map(key_of, names))
+        for block, key in enumerate(keys):
+            self.tensor[block] = bytes_of(key)
+        job = self.prefixes.store(keys, list(range(len(keys))))
+        if job is not None:
+            job.synchronize()
+        self.prefixes.poll()
+
+    def share(self, names: Sequence[object]) -> None:
+        """Computes these blocks, and waits until they are below."""
+        before = self.stats.written
+        self.compute(names)
+        self.until(lambda: self.stats.written == before + len(names))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        assert in_time(condition), self.stats
+
+    def find(self, names: Sequence[object]) -> Lookup:
+        """What a lookup finds when the store has answered."""
+        keys = list(map(key_of, names))
+        found = self.prefixes.lookup(keys)
+        while found.asking or found.pending:
+            self.prefixes.poll(timeout=PATIENCE)
+            found = self.prefixes.lookup(keys, again=True)
+        return found
+
+    def load(self, names: Sequence[object]) -> int:
+        """Finds and loads these blocks. Returns how many have come, and checks their bytes."""
+        keys = list(map(key_of, names))
+        count = self.find(names).ready
+        if count:
+            blocks = list(range(32, 32 + len(keys)))
+            job = self.prefixes.load(keys, blocks, count)
+            assert job is not None
+            job.synchronize()
+            self.prefixes.poll()
+        for place in range(count):
+            assert torch.equal(self.tensor[32 + place].cpu(), bytes_of(keys[place])), place
+        return count

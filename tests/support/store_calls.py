@@ -1,0 +1,31 @@
+"""Calls of a store of pages, and memory for them."""
+
+from __future__ import annotations
+
+import mmap
+import select
+
+from patience import PATIENCE
+
+from torch_kvswap.below import Completion, PageStore
+
+PAGE = 8192
+
+
+def pages(*fills: bytes, nbytes: int = PAGE) -> list[memoryview]:
+    """Aligned memory for a page of each of these bytes."""
+    memory = memoryview(mmap.mmap(-1, nbytes * len(fills)))
+    views = [memory[place * nbytes : (place + 1) * nbytes] for place in range(len(fills))]
+    for view, fill in zip(views, fills, strict=True):
+        view[:] = fill * nbytes
+    return views
+
+
+def outcome(store: PageStore, number: int) -> Completion:
+    """What the store says of its only call."""
+    readable, _, _ = select.select([store.event_fd()], [], [], PATIENCE)
+    assert readable
+    (completion,) = store.drain_completions()
+    assert completion[0] == number
+    assert not select.select([store.event_fd()], [], [], 0)[0]
+    return completion

@@ -1,0 +1,29 @@
+"""Pages move with the digests of their blocks, whichever of their slots have one."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+
+def test_digests_move_with_a_page_that_is_partly_empty() -> None:
+    tensor = torch.randint(256, (8, 20_000), dtype=torch.uint8)
+    layout = PagedLayout([tensor])
+    pool = HostPool(layout, 3, 2, verify="load")
+    with OffloadHandler(layout, pool) as handler:
+        handler.store(
+            gpu_block_ids=[2, 3], page_ids=[2]
+        )  # what these slots had before does not count
+        handler.store(gpu_block_ids=[1], page_ids=[0])
+        handler.synchronize()
+        pool.pages[2] = pool.pages[0]
+        pool._write_digests(2, pool._read_digests(0))
+        full = handler.load(page_ids=[2], gpu_block_ids=[5])
+        empty = handler.load(page_ids=[2], gpu_block_ids=[6, 7])
+        handler.poll()
+    assert full.result is not None
+    assert empty.result is not None
+    assert (full.result.ok, empty.result.rejected) == (True, (1,))
+    assert torch.equal(tensor[5], tensor[1])
+    assert "no store has left one there" in str(empty.result.error)

@@ -1,0 +1,173 @@
+"""A Valkey server as a store of pages, also one that is full, hangs, or is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from error_text import error_text
+from store_calls import PAGE, outcome, pages
+from valkey_server import ValkeyServer, server
+
+from torch_kvswap.below import ValkeyStore, valkey
+
+__all__ = ["server"]
+
+
+@pytest.fixture
+def store(server: ValkeyServer) -> Iterator[ValkeyStore]:
+    connected = ValkeyStore(server.url)
+    yield connected
+    server.go_on()
+    connected.close()
+
+
+def set_pages(store: ValkeyStore, keys: list[str]) -> bool:
+    return outcome(store, store.submit_batch_set(keys, pages(*map(str.encode, keys))))[1]
+
+
+def get_pages(store: ValkeyStore, keys: list[str]) -> list[bool]:
+    """For each key whether it came, with the right bytes."""
+    into = pages(*[b"."] * len(keys))
+    came = outcome(store, store.submit_batch_get(keys, into))[3]
+    assert came is not None
+    for key, view, is_right in zip(keys, into, came, strict=True):
+        assert not is_right or view == key.encode() * PAGE
+    return list(came)
+
+
+def test_what_was_set_is_there_until_it_is_deleted(store: ValkeyStore) -> None:
+    assert set_pages(store, ["a", "b"])
+    assert outcome(store, store.submit_batch_exists(["a", "b", "c"]))[3] == [True, True, False]
+    into = pages(b".", b".", b".")
+    _, is_right, error, are_right = outcome(store, store.submit_batch_get(["a", "c", "b"], into))
+    assert (is_right, error, are_right) == (False, "c is not there", [True, False, True])
+    assert [view[0] for view in into] == list(b"a.b")
+    assert get_pages(store, ["a", "b"]) == [True, True], "the connection is in step"
+    assert outcome(store, store.submit_batch_delete(["a", "c"]))[1:] == (True, "", [True, False])
+    assert outcome(store, store.submit_batch_exists(["a", "b"]))[3] == [False, True]
+    assert outcome(store, store.submit_batch_exists([]))[1]
+
+
+def test_a_page_that_is_larger_than_the_buffers_of_sockets_is_whole(store: ValkeyStore) -> None:
+    (page,) = pages(b"x", nbytes=16 << 20)
+    page[5_000_000:5_000_100] = b"y" * 100
+    assert outcome(store, store.submit_batch_set(["key"], [page]))[1]
+    (into,) = pages(b".", nbytes=16 << 20)
+    assert outcome(store, store.submit_batch_get(["key"], [into]))[1]
+    assert into == page
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1])
+def test_a_value_of_another_size_is_an_error_of_its_key(store: ValkeyStore, size: int) -> None:
+    assert set_pages(store, ["g"])
+    if size:
+        assert outcome(store, store.submit_batch_set(["key"], pages(b"k", nbytes=size)))[1]
+    else:
+        assert outcome(store, store.submit_batch_set(["key"], [memoryview(b"")]))[1]
+    _, is_right, error, are_right = outcome(
+        store, store.submit_batch_get(["key", "g"], pages(b".", b"."))
+    )
+    assert (is_right, are_right) == (False, [False, True])
+    assert error == f"key has {size} bytes, not {PAGE}"
+    assert get_pages(store, ["g"] * 8) == [True] * 8, "each connection is in step"
+
+
+CALLS: list[Callable[[ValkeyStore], int]] = [
+    lambda store: store.submit_batch_set(["a", "b"], pages(b"a", b"b")),
+    lambda store: store.submit_batch_get(["a", "b"], pages(b".", b".")),
+    lambda store: store.submit_batch_exists(["a", "b"]),
+    lambda store: store.submit_batch_delete(["a", "b"]),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["set", "get", "exists", "delete"])
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_server_that_is_killed_answers_nothing_and_one_that_comes_back_does(
+    when: str, call: Callable[[ValkeyStore], int], server: ValkeyServer, store: ValkeyStore
+) -> None:
+    assert set_pages(store, ["a", "b"])
+    if when == "during":
+        server.hang()
+        number = call(store)
+        server.kill()
+        assert not any(outcome(store, number)[3] or ())
+    else:
+        if when == "after":
+            assert outcome(store, call(store))[1]
+        server.kill()
+        _, is_right, error, are_right = outcome(store, call(store))
+        assert (is_right, are_right) == (False, [False, False])
+        assert "server" in error or "connect" in error or "Broken pipe" in error
+    server.start()
+    assert outcome(store, store.submit_batch_exists(["a", "b"]))[3] == [False, False], "empty"
+    assert set_pages(store, ["a", "b"])
+    assert get_pages(store, ["a", "b"]) == [True, True]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["set", "get", "exists", "delete"])
+def test_a_server_that_hangs_holds_up_each_thread_once(
+    call: Callable[[ValkeyStore], int],
+    server: ValkeyServer,
+    store: ValkeyStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert set_pages(store, ["a", "b"])
+    store._tasks.put(None)  # one thread less, and so on: a single one is left
+    store._tasks.put(None)
+    store._tasks.put(None)
+    monkeypatch.setattr(valkey, "TIMEOUT", 0.1)
+    server.hang()
+    number = store.submit_batch_get(list("ab" * 50), pages(*[b"."] * 100))
+    _, is_right, error, are_right = outcome(store, number)
+    assert (is_right, are_right) == (False, [False] * 100)
+    assert error == f"no answer from 127.0.0.1:{server.port} in 0.1 s"
+    _, is_right, error, _ = outcome(store, call(store))
+    assert (is_right, "no answer" in error) == (False, True)
+    monkeypatch.undo()
+    server.go_on()
+    assert set_pages(store, ["a", "b"])
+    assert get_pages(store, ["a", "b"]) == [True, True]
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs(
+    server: ValkeyServer, store: ValkeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(valkey, "TIMEOUT", None)
+    server.hang()
+    into = pages(*[b"."] * 20)
+    store.submit_batch_get(["a"] * 20, into)
+    store.close()
+    assert not [thread for thread in store._threads if thread.is_alive()]
+    store.close()
+
+
+def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
+    running = ValkeyServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    store = ValkeyStore(running.url)
+    assert set_pages(store, ["a"])
+    large = [f"large {place}" for place in range(16)]
+    _, is_right, error, taken = outcome(
+        store, store.submit_batch_set(large, pages(*[b"x"] * 16, nbytes=1 << 20))
+    )
+    assert (is_right, error[:3]) == (False, "OOM")
+    assert outcome(store, store.submit_batch_exists(large))[3] == taken
+    assert get_pages(store, ["a", "a"]) == [True, True]
+    store.close()
+    running.kill()
+
+
+def test_a_password_is_needed_if_the_server_has_one() -> None:
+    running = ValkeyServer("--requirepass", "s@cret")
+    address = running.url.removeprefix("valkey://")
+    for login, expected in (("", "NOAUTH"), (":wrong@", "WRONGPASS"), ("default:s%40cret@", "")):
+        store = ValkeyStore(f"valkey://{login}{address}")
+        _, is_right, error, _ = outcome(store, store.submit_batch_set(["a"], pages(b"a")))
+        assert (is_right, error.split(" ")[0]) == (not expected, expected)
+        store.close()
+    running.kill()
+
+
+@pytest.mark.parametrize("url", ["valkey:", "valkey://", "valkey://there/1", "redis://there"])
+def test_urls_that_name_no_server_are_refused(url: str) -> None:
+    assert error_text(ValkeyStore, url).startswith("ValueError: below is no URL of a Valkey")

@@ -1,0 +1,815 @@
+"""A prefix cache with a store below: what it finds there, what it writes, and what can go wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from below_engine import BLOCK_BYTES, Engine, bytes_of, key_of
+from error_text import error_text
+from expecttest import assert_expected_inline
+from logged import logged
+from memory_store import MemoryStore
+from patience import PATIENCE, in_time
+from valkey_server import ValkeyServer, server
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap._native.loader import native
+from torch_kvswap.below import thread
+from torch_kvswap.prefix import BlockGroup, tier
+
+__all__ = ["server"]
+
+PROMPT = list("abcdefgh")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def reader(store: MemoryStore) -> Iterator[Engine]:
+    """Another engine that has found nothing yet, beside one that has shared PROMPT."""
+    with Engine(MemoryStore(store.objects)) as writer:
+        writer.share(PROMPT)
+    with Engine(store) as engine:
+        yield engine
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines pass at once, and what is not there is not asked for again."""
+    monkeypatch.setattr(thread, "DEADLINE", 0.0)
+    monkeypatch.setattr(tier, "ABSENT", 1000.0)
+
+
+def works_again(engine: Engine) -> None:
+    """The store has time from now on, and nobody remembers that it had not."""
+    thread.DEADLINE = PATIENCE
+    below = engine.prefixes._below
+    assert below is not None
+    below._absent.clear()
+    below._reads.end()
+    below._writes.end()
+    below._thread.wake()
+
+
+def data_of(store: MemoryStore, name: object) -> str:
+    return next(key for key in store.objects if key.endswith(f"@0@{key_of(name).hex()}"))
+
+
+def trailer_of(store: MemoryStore, name: object) -> str:
+    return data_of(store, name).replace("@0@0@", "@0@1@")
+
+
+def is_trailer(name: str) -> bool:
+    return name.split("@")[2] == "1"
+
+
+# What is shared
+
+
+def stores() -> list[Any]:
+    return [
+        pytest.param(lambda path: f"file:{path}", id="file"),
+        pytest.param(new_lmcache_fs, id="lmcache_fs"),
+    ]
+
+
+def new_lmcache_fs(path: Path) -> Any:
+    native = pytest.importorskip("lmcache.lmcache_fs")
+    path.mkdir(exist_ok=True)
+    return native.LMCacheFSClient(str(path), 2, "", True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cpu"},
+        pytest.param({"device": "cuda"}, marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda", "verify": "load"}, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("new_store", stores())
+def test_an_engine_loads_what_another_one_has_computed(
+    new_store: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    stores = [new_store(tmp_path / "pages") for _ in range(2)]
+    with Engine(stores[0], **options) as one, Engine(stores[1], **options) as two:
+        one.share(PROMPT)
+        assert two.load([*PROMPT, "x"]) == len(PROMPT)
+        assert (two.stats.promoted, two.stats.damaged) == (len(PROMPT), 0)
+        assert two.stats.written == 0, "it is below already"
+
+
+def test_an_engine_that_starts_again_finds_what_it_had(tmp_path: Path) -> None:
+    for expected in (0, len(PROMPT)):
+        with Engine(f"file:{tmp_path}") as engine:
+            assert engine.load(PROMPT) == expected
+            if not expected:
+                engine.share(PROMPT)
+
+
+def test_two_engines_may_write_the_same_pages_at_once(tmp_path: Path) -> None:
+    with Engine(f"file:{tmp_path}") as one, Engine(f"file:{tmp_path}") as two:
+        for engine in (one, two):
+            engine.compute(PROMPT)
+        for engine in (one, two):
+            engine.until(lambda engine=engine: engine.stats.written == len(PROMPT))
+        with Engine(f"file:{tmp_path}") as three:
+            assert three.load(PROMPT) == len(PROMPT)
+    assert len([file for file in tmp_path.iterdir() if file.is_file()]) == 2 * len(PROMPT)
+
+
+def test_a_lookup_asks_once_and_tells_it_until_a_poll_has_the_answer(
+    store: MemoryStore, reader: Engine
+) -> None:
+    store.held = {"exists"}
+    keys = list(map(key_of, PROMPT))
+    for again in (False, True):
+        assert reader.prefixes.lookup(keys, again=again) == (0, 0, 0, len(PROMPT))
+    assert in_time(lambda: len(store.waiting) == 1)
+    store.held = {"get"}
+    store.waiting.popleft()()
+    assert in_time(lambda: len(store.waiting) == 1)
+    assert reader.prefixes.lookup(keys) == (8, 0, 8, 0), "they have pages, and wait for their bytes"
+    assert reader.prefixes.load(keys, list(range(8))) is None
+    store.release()
+    assert in_time(lambda: bool(reader.prefixes._below._answered))  # type: ignore[union-attr]
+    assert reader.prefixes.lookup(keys).ready == 0, "only poll() changes what a lookup finds"
+    reader.prefixes.poll()
+    assert reader.prefixes.lookup(keys) == (8, 8, 0, 0)
+    assert store.calls == ["exists", "get"]
+
+
+@pytest.mark.parametrize("call", ["lookup", "wake", "a control that gives it away"])
+def test_a_lookup_keeps_the_gil_also_when_it_wakes_the_thread(
+    call: str, store: MemoryStore
+) -> None:
+    """Beside threads that compute in Python, getting it back takes 5 ms."""
+    interval, fd, others = sys.getswitchinterval(), os.eventfd(0), []
+
+    def wait() -> None:
+        os.eventfd_read(fd)
+        others.append("ran")
+
+    waiting = threading.Thread(target=wait)
+    with Engine(store) as engine:
+        below, key = engine.prefixes._below, [key_of("a")]
+        assert below is not None
+        engine.share("a")  # then the thread has nothing to do
+        calls: dict[str, Any] = {
+            "lookup": lambda: engine.prefixes.lookup(key),
+            "wake": below._thread.wake,
+        }
+        do = calls.get(call, engine.prefixes.manager.stats)
+        waiting.start()
+        sys.setswitchinterval(1000.0)  # no thread makes another one give it away
+        try:
+            native.wake(fd)
+            for _ in range(50_000):  # a short release is taken once in some thousand times
+                do()
+                if others:
+                    break
+            assert others == ([] if call in calls else ["ran"])
+        finally:
+            sys.setswitchinterval(interval)
+            waiting.join()
+            os.close(fd)
+
+
+def test_only_the_part_of_a_prompt_that_is_there_is_read(
+    store: MemoryStore, reader: Engine
+) -> None:
+    del store.objects[trailer_of(store, PROMPT[5])]
+    assert reader.load(PROMPT) == 5
+    assert reader.stats.promoted == 5
+    reader.compute(PROMPT)
+    assert reader.load(PROMPT) == len(PROMPT)
+
+
+def test_what_is_not_there_is_not_asked_for_again_at_once(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(store) as engine:
+        monkeypatch.setattr(tier, "ABSENT", 1000.0)
+        assert engine.find(PROMPT).found == 0
+        assert engine.find(PROMPT) == (0, 0, 0, 0)
+        assert store.calls == ["exists"]
+        now = time.monotonic
+        monkeypatch.setattr(tier.time, "monotonic", lambda: now() + 2000)
+        engine.prefixes.poll()
+        engine.find(PROMPT)
+        assert store.calls == ["exists", "exists"]
+
+
+def test_a_page_that_was_read_stays_until_it_is_loaded_or_its_lease_ends(
+    reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = reader.prefixes.manager
+    assert reader.find(PROMPT).ready == 8
+    assert manager.stats().idle_pages == 0
+    assert manager.prepare_store([str(i) for i in range(25)]) is None, "24 pages are left"
+    assert reader.load(PROMPT) == 8
+    assert manager.stats().idle_pages == 8
+    manager.reset()
+    reader.prefixes._below._absent.clear()  # type: ignore[union-attr]
+    assert reader.find(PROMPT).ready == 8
+    now = time.monotonic
+    monkeypatch.setattr(tier.time, "monotonic", lambda: now() + tier.LEASE)
+    reader.prefixes.poll()
+    assert manager.stats().idle_pages == 8
+
+
+def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path) -> None:
+    sizes = (4096, 8192)
+
+    def engine() -> tuple[list[torch.Tensor], PrefixCache]:
+        tensors = [torch.zeros(32, size, dtype=torch.uint8) for size in sizes]
+        layouts = [PagedLayout([tensor]) for tensor in tensors]
+        pools = [HostPool(layout, 32) for layout in layouts]
+        groups = [BlockGroup(32, 4), BlockGroup(32, 4, window_tokens=9)]
+        return tensors, PrefixCache(
+            layouts, pools, groups, below=f"file:{tmp_path}", below_model="m", below_policy="all"
+        )
+
+    keys = [[key_of((group, place)) for place in range(8)] for group in range(2)]
+    tensors, writer = engine()
+    with writer:
+        for group, tensor in enumerate(tensors):
+            tensor[:8] = torch.arange(8)[:, None] + 10 * group
+        writer.store(keys, [list(range(8))] * 2)
+        writer.poll()
+        assert in_time(lambda: writer.below_stats().written == 16)
+    # The window of the prefix of 7 blocks is incomplete, so that one of 6 is the longest.
+    (missing,) = (
+        file for file in tmp_path.iterdir() if file.name.endswith("@1@" + keys[1][6].hex())
+    )
+    missing.unlink()
+    tensors, reader = engine()
+    with reader:
+        found = reader.lookup(keys)
+        while found.asking or found.pending:
+            reader.poll(timeout=1.0)
+            found = reader.lookup(keys, again=True)
+        assert (found.found, found.ready) == (6, 6)
+        assert reader.below_stats().promoted == 6 + 2
+        blocks = [list(range(20, 26)), [-1] * 4 + [24, 25]]
+        job = reader.load([of[:6] for of in keys], blocks, 6)
+        assert job is not None
+        job.synchronize()
+        assert tensors[0][20:26, 0].tolist() == list(range(6))
+        assert tensors[1][24:26, -1].tolist() == [14, 15]
+
+
+@pytest.mark.parametrize("bits", [None, 12.125])
+def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path) -> None:
+    encoding: Any = {"encoding": "lossless", "bits_per_value": bits} if bits else {}
+
+    def engine() -> tuple[torch.Tensor, PrefixCache]:
+        tensor = torch.zeros(16, 2048, dtype=torch.bfloat16)
+        layout = PagedLayout([tensor])
+        pool = HostPool(layout, 12, 2, page_alignment=4096, **encoding)
+        assert pool.page_bytes % 4096 == 0
+        return tensor, PrefixCache(
+            layout, pool, below=f"file:{tmp_path}", below_model="m", below_policy="all"
+        )
+
+    keys = [key_of(place) for place in range(4)]
+    one, writer = engine()
+    with writer:
+        one[:8] = 1 + torch.rand(8, 2048)  # of one exponent, so that each block fits
+        writer.store(keys, list(range(8)))
+        writer.poll()
+        assert in_time(lambda: writer.below_stats().written == 4)
+    two, reader = engine()
+    with reader:
+        while reader.lookup(keys).ready < 4:
+            reader.poll(timeout=1.0)
+        job = reader.load(keys, list(range(8, 16)))
+        assert job is not None
+        job.synchronize()
+    assert torch.equal(one[:8], two[8:])
+
+
+@pytest.mark.parametrize("damage", ["", "before it is written", "after it was read"])
+def test_pages_keep_the_digests_of_their_blocks(damage: str, store: MemoryStore) -> None:
+    """So that a load finds damage in host memory, in the engine that stored the block or in any."""
+    with Engine(store, verify="load") as writer:
+        store.held = {"exists"}
+        writer.compute(PROMPT)
+        if damage == "before it is written":
+            page = next(place for place in range(32) if stored_in(writer, place, PROMPT[3]))
+            writer.pool.pages[page, 0, 1000] ^= 1
+        store.release()
+        writer.until(lambda: writer.stats.written == len(PROMPT))
+    with Engine(MemoryStore(store.objects), verify="load") as reader, logged() as messages:
+        reader.compute(range(20))  # pages and numbers of stores are others
+        assert reader.find(PROMPT).ready == len(PROMPT)
+        if damage == "after it was read":
+            page = next(place for place in range(32) if stored_in(reader, place, PROMPT[3]))
+            reader.pool.pages[page, 0, 1000] ^= 1
+        job = reader.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
+        assert job is not None
+        reader.prefixes.poll()
+        assert job.result is not None
+        assert job.result.rejected == ((3,) if damage else ())
+        assert len(messages) == bool(damage)
+        good = [place for place in range(8) if not damage or place != 3]
+        for place in good:
+            assert torch.equal(reader.tensor[32 + place], bytes_of(key_of(PROMPT[place])))
+        reader.until(lambda: len(store.objects) == 2 * (len(good) + 20))
+        assert reader.stats.damaged == bool(damage)
+        reader.compute(PROMPT)
+        reader.until(lambda: len(store.objects) == 2 * (len(PROMPT) + 20))
+    with Engine(MemoryStore(store.objects), verify="load") as third:
+        assert third.load(PROMPT) == len(PROMPT)
+    with Engine(MemoryStore(store.objects)) as other:
+        assert other.find(PROMPT).found == 0, "these pages have no digests"
+
+
+def stored_in(engine: Engine, page: int, name: object) -> bool:
+    return torch.equal(engine.pool.read_block(page), bytes_of(key_of(name)))
+
+
+def test_a_trailer_has_room_for_the_digests_of_large_blocks(tmp_path: Path) -> None:
+    slabs = [torch.zeros(4, 5 << 20, dtype=torch.uint8) for _ in range(2)]
+    layouts = [PagedLayout([slab]) for slab in slabs]
+    caches = []
+    for layout in layouts:
+        pool = HostPool(layout, 2, 2, verify="load")
+        caches.append(
+            PrefixCache(layout, pool, below=f"file:{tmp_path}", below_model="m", below_policy="all")
+        )
+    slabs[0].random_(256)
+    with caches[0] as one, caches[1] as two:
+        one.store([key_of("a")], [1, 2])
+        one.poll()
+        assert in_time(lambda: one.below_stats().written == 1)
+        assert {file.stat().st_size for file in tmp_path.iterdir() if file.is_file()} == {
+            10 << 20,
+            12 << 10,
+        }
+        while two.lookup([key_of("a")]).ready == 0:
+            two.poll(timeout=1.0)
+        job = two.load([key_of("a")], [2, 3])
+        assert job is not None
+        job.synchronize()
+    assert torch.equal(slabs[0][1:3], slabs[1][2:4])
+
+
+def test_a_server_below_may_come_and_go(server: ValkeyServer) -> None:
+    with Engine(server.url) as one, Engine(server.url) as two:
+        one.share(PROMPT)
+        assert two.load(PROMPT) == len(PROMPT)
+        server.kill()
+        two.prefixes.manager.reset()
+        assert two.find(PROMPT).found == 0
+        one.compute("xyz")
+        one.until(lambda: one.stats.failed > 0)
+        server.start()
+        for engine in (one, two):
+            works_again(engine)
+        one.until(lambda: one.stats.written == len(PROMPT) + 3)
+        assert two.load("xyz") == 3
+        assert two.find(PROMPT).found == 0, "it has lost them"
+
+
+# What is written
+
+
+def test_only_pages_that_were_used_are_written_unless_all_are(store: MemoryStore) -> None:
+    with Engine(store, policy="reused") as engine:
+        engine.compute(PROMPT)
+        engine.load(PROMPT[:3])
+        engine.until(lambda: engine.stats.written == 3)
+        assert len(store.objects) == 6
+    with Engine(MemoryStore(store.objects)) as engine:
+        engine.share(PROMPT)
+        assert len(store.objects) == 16
+
+
+def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
+    with Engine(store) as engine:
+        store.held = {"set"}
+        engine.compute(PROMPT)
+        assert in_time(lambda: len(store.waiting) > 0)
+        store.waiting.popleft()()
+        assert in_time(lambda: len(store.waiting) > 0)
+        assert store.objects
+        assert not list(filter(is_trailer, store.objects))
+        store.release()
+        engine.until(lambda: engine.stats.written == len(PROMPT))
+
+
+def test_a_page_that_is_being_written_is_not_given_to_another_block(store: MemoryStore) -> None:
+    store.held = {"set"}
+    with Engine(store, pages=8) as engine:
+        engine.compute(PROMPT)
+        assert in_time(lambda: len(store.waiting) > 0)
+        held = 8 - engine.prefixes.manager.stats().idle_pages
+        assert held == 1, "an eighth of the pool"
+        engine.compute(list("stuvwxy"))  # in the place of the seven others
+        assert engine.stats.lost == 7
+        assert engine.prefixes.manager.prepare_store(list("12345678")) is None
+        store.release()
+        engine.until(lambda: engine.stats.written == 8)
+    for name in "stuvwxy":
+        page = torch.frombuffer(bytearray(store.objects[data_of(store, name)]), dtype=torch.uint8)
+        assert torch.equal(page[:BLOCK_BYTES], bytes_of(key_of(name)))
+
+
+def test_a_page_that_the_store_has_is_not_written_again(store: MemoryStore, reader: Engine) -> None:
+    reader.compute(PROMPT)
+    reader.until(lambda: reader.stats.written == len(PROMPT))
+    assert "set" not in store.calls
+
+
+# What goes wrong
+
+
+def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> None:
+    store.held = {"set", "get"}
+    with Engine(store, below_bytes=3 * 8192) as engine:
+        engine.compute(PROMPT)
+        assert in_time(lambda: len(store.waiting) == 3)
+        engine.prefixes.poll()
+        store.release()
+        engine.until(lambda: engine.stats.written == len(PROMPT))
+    other = MemoryStore(store.objects)
+    other.held = {"get"}
+    with Engine(other, below_bytes=3 * 8192) as engine:
+        engine.prefixes.lookup(list(map(key_of, PROMPT)))
+        assert in_time(lambda: len(other.waiting) == 3)
+        assert engine.prefixes.manager.stats().filling_pages == 3
+        other.release()
+        assert engine.load(PROMPT) == len(PROMPT)
+
+
+def damage_bit(store: MemoryStore) -> None:
+    page = bytearray(store.objects[data_of(store, "d")])
+    page[1234] ^= 1
+    store.objects[data_of(store, "d")] = bytes(page)
+
+
+def damage_trailer(store: MemoryStore) -> None:
+    trailer = bytearray(store.objects[trailer_of(store, "d")])
+    trailer[4000] ^= 1
+    store.objects[trailer_of(store, "d")] = bytes(trailer)
+
+
+def swap_pages(store: MemoryStore) -> None:
+    store.objects[data_of(store, "d")] = store.objects[data_of(store, "e")]
+
+
+def swap_whole_pages(store: MemoryStore) -> None:
+    for of in (data_of, trailer_of):
+        store.objects[of(store, "d")] = store.objects[of(store, "e")]
+
+
+def of_other_version(store: MemoryStore) -> None:
+    trailer = bytearray(store.objects[trailer_of(store, "d")])
+    trailer[8] += 1
+    store.objects[trailer_of(store, "d")] = bytes(trailer)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (damage_bit, "its digest is "),
+        (damage_trailer, "its trailer is damaged"),
+        (swap_pages, "its digest is "),
+        (swap_whole_pages, "its key is "),
+        (of_other_version, "its version is 2, not 1"),
+    ],
+)
+def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(
+    damage: Any, problem: str, store: MemoryStore, reader: Engine
+) -> None:
+    damage(store)
+    with logged() as messages:
+        assert reader.load(PROMPT) == 3
+        assert reader.stats.damaged == 1
+    assert [message for message in messages if problem in message], messages
+    assert len(messages) == 1
+    assert in_time(lambda: not [name for name in store.objects if key_of("d").hex() in name])
+    reader.compute(PROMPT)
+    reader.until(lambda: len(store.objects) == 2 * len(PROMPT))
+    assert reader.load(PROMPT) == len(PROMPT)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "without bytes", "longer", "lying"])
+def test_a_page_whose_bytes_do_not_come_is_not_there(
+    damage: str, store: MemoryStore, reader: Engine
+) -> None:
+    name = data_of(store, "d")
+    if damage == "truncated":
+        store.objects[name] = store.objects[name][:4096]
+    elif damage == "longer":
+        store.objects[name] += bytes(4096)
+    elif damage == "without bytes":
+        del store.objects[name]
+    else:
+        store.lying = {trailer_of(store, "d")}
+        del store.objects[trailer_of(store, "d")], store.objects[name]
+    assert reader.load(PROMPT) == 3
+    reader.compute(PROMPT)
+    assert reader.load(PROMPT) == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "other", [{"below_model": "other"}, {"below_rank": 1, "below_world": 2}, {"below_world": 2}]
+)
+def test_another_model_or_rank_finds_nothing(
+    other: dict[str, Any], store: MemoryStore, reader: Engine
+) -> None:
+    with Engine(MemoryStore(store.objects), **other) as engine:
+        assert engine.find(PROMPT).found == 0
+    assert reader.find(PROMPT).found == len(PROMPT)
+
+
+@pytest.mark.parametrize("operation", ["exists", "get"])
+def test_a_store_that_refuses_or_fails_a_read_has_nothing(
+    operation: str, store: MemoryStore, reader: Engine
+) -> None:
+    for fault in (store.refused, store.failing):
+        fault.add(operation)
+        assert reader.load(PROMPT) == 0
+        fault.clear()
+        works_again(reader)
+    assert reader.load(PROMPT) == len(PROMPT), "no page was lost"
+
+
+@pytest.mark.parametrize(
+    ("fault", "operation", "reason"),
+    [
+        ("refused", "exists", "exists raised OSError('no exists today')"),
+        ("refused", "set", "set raised OSError('no set today')"),
+        ("failing", "set", "1 page could not be written: set failed"),
+    ],
+)
+def test_a_store_that_refuses_or_fails_a_write_gets_the_page_later(
+    fault: str, operation: str, reason: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "FIRST_PAUSE", 0.01)
+    with Engine(store) as engine, logged() as messages:
+        getattr(store, fault).add(operation)
+        engine.compute(PROMPT)
+        engine.until(lambda: engine.stats.failed > 0)
+        getattr(store, fault).clear()
+        engine.until(lambda: engine.stats.written == len(PROMPT))
+    assert messages[0] == f"writing to the store below pauses for 0.01 s: {reason}"
+
+
+def test_pauses_grow_and_end_when_the_store_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(thread.time, "monotonic", lambda: now[0])
+    now[0] = 1000.0
+    pause = thread.Pause("reading from")
+    with logged() as messages:
+        for _ in range(8):
+            pause.begin("no answer")
+            pause.begin("no answer")  # of another call
+            assert pause.is_on
+            now[0] = pause.until
+            assert not pause.is_on
+            assert pause.is_over
+    seconds = [message.split(" for ")[1].split(":")[0] for message in messages]
+    assert seconds == ["1 s", "2 s", "4 s", "8 s", "16 s", "32 s", "60 s", "60 s"]
+    pause.end()
+    assert not pause.is_over
+    with logged() as messages:
+        pause.begin("no answer")
+    assert messages == ["reading from the store below pauses for 1 s: no answer"]
+
+
+@pytest.mark.parametrize("operation", ["exists", "get"])
+def test_a_store_that_hangs_has_nothing_and_its_pages_wait_for_its_answer(
+    operation: str, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    manager = reader.prefixes.manager
+    store.held = {operation}
+    keys = list(map(key_of, PROMPT))
+    with logged() as messages:
+        reader.prefixes.lookup(keys)
+        assert in_time(lambda: len(store.waiting) > 0)
+        reader.prefixes.poll()
+        assert reader.prefixes.lookup(keys) == (0, 0, 0, 0)
+        assert "reading from the store below pauses for 1 s: no answer" in messages[0]
+    written = 8 if operation == "get" else 0  # the store may still write these pages
+    assert manager.stats().pages - manager.stats().free_pages == written
+    manager.reset()
+    assert manager.stats().free_pages == 32 - written
+    assert manager.prepare_store([str(i) for i in range(33 - written)]) is None
+    if operation == "get":
+        store.release()
+        assert in_time(lambda: manager.stats().free_pages == 32)
+        assert reader.prefixes.lookup(keys).found == 0, "it came too late"
+    store.release()
+    works_again(reader)
+    assert reader.load(PROMPT) == len(PROMPT)
+
+
+def test_a_write_that_hangs_keeps_its_pages_and_the_others_are_lost(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    store.held = {"set"}
+    with Engine(store, pages=16) as engine:
+        with logged() as messages:
+            engine.compute(PROMPT)
+            assert in_time(lambda: bool(messages))
+        assert "writing to the store below pauses for 1 s: no answer" in messages[0]
+        for start in range(0, 64, 8):
+            engine.compute(range(start, start + 8))
+        assert engine.stats.lost > 0
+        assert engine.prefixes.manager.stats().idle_pages == 14
+        works_again(engine)
+        store.release()
+        assert in_time(lambda: engine.prefixes.manager.stats().idle_pages == 16)
+
+
+def test_an_answer_that_comes_too_late_ends_no_pause(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    store.held = {"exists"}
+    reader.prefixes._below._reads._seconds = 1000.0  # type: ignore[union-attr]
+    reader.prefixes.lookup([key_of("a")])
+    assert in_time(lambda: reader.prefixes._below._reads.is_on)  # type: ignore[union-attr]
+    store.release()
+    assert in_time(lambda: not reader.prefixes._below._thread._calls)  # type: ignore[union-attr]
+    assert reader.prefixes._below._reads.is_on  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("operation", ["exists", "set"])
+def test_nothing_is_written_during_a_pause(
+    operation: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "FIRST_PAUSE", 1000.0)
+    store.refused = {operation}
+    with Engine(store) as engine:
+        engine.compute(PROMPT)
+        engine.until(lambda: engine.stats.failed > 0)
+        engine.compute("ij")
+        assert engine.find("x").found == 0  # through the same thread, which could have written
+        assert engine.stats.failed <= 4, "an eighth of the pages, which were on their way before"
+
+
+def test_an_ask_that_waits_for_others_is_not_late_while_the_store_answers(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(MemoryStore(store.objects)) as writer:
+        writer.share(PROMPT)
+    now, added = time.monotonic, [0.0]
+    monkeypatch.setattr(tier.time, "monotonic", lambda: now() + added[0])
+    with Engine(store, below_bytes=8192) as engine:  # one page at a time
+        store.held = {"get"}
+        engine.prefixes.lookup(list(map(key_of, PROMPT)))
+        for answered in range(1, 9):
+            assert in_time(lambda: len(store.waiting) == 1)
+            added[0] += 0.6 * thread.DEADLINE
+            engine.prefixes.poll()
+            store.waiting.popleft()()
+            engine.until(lambda answered=answered: store.calls.count("get") >= min(answered + 1, 8))
+        store.held.clear()
+        assert engine.load(PROMPT) == len(PROMPT)
+
+
+def test_after_a_hang_one_lookup_tries_and_the_others_do_not_wait(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "FIRST_PAUSE", 0.0)
+    reader.prefixes._below._reads = thread.Pause("reading from")  # type: ignore[union-attr]
+    store.held = {"exists"}
+    reader.prefixes._below._reads.begin("a test")  # type: ignore[union-attr]
+    assert reader.prefixes.lookup([key_of("a")]).asking == 1
+    assert reader.prefixes.lookup([key_of("x")]).asking == 0
+    store.release()
+
+
+# Its life
+
+
+def test_closing_closes_the_store_once(store: MemoryStore) -> None:
+    engine = Engine(store)
+    engine.pool.close()
+    assert store.is_closed
+    engine.prefixes.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        engine.prefixes.lookup(["a"])
+
+
+def test_dropping_closes_the_store(store: MemoryStore) -> None:
+    Engine(store)
+    assert in_time(lambda: store.is_closed)
+
+
+def test_a_store_that_does_not_close_keeps_the_memory_that_it_may_write(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    store.held = {"get"}
+    reader.prefixes.lookup(list(map(key_of, PROMPT)))
+    assert in_time(lambda: len(store.waiting) > 0)
+    closing, close = [True], store.close
+    store.close = lambda: close() if in_time(lambda: not closing) else None  # type: ignore[method-assign]
+    with logged() as messages:
+        reader.prefixes.close()
+        reader.pool.close()
+    assert "has not been closed within" in messages[0]
+    store.release()  # writes the pages, which are still mapped
+    closing.clear()
+    assert in_time(lambda: store.is_closed)
+
+
+def test_without_a_store_nothing_is_below() -> None:
+    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
+    with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
+        assert prefixes.lookup(["a"]) == (0, 0, 0, 0)
+        with pytest.raises(RuntimeError, match="no store below"):
+            prefixes.below_stats()
+        prefixes.poll()
+
+
+def test_a_store_whose_answers_cannot_be_had_is_left_alone(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> list[Any]:
+        raise OSError("no answers today")
+
+    monkeypatch.setattr(store, "drain_completions", broken)
+    with logged() as messages:
+        reader.prefixes.lookup([key_of("a")])
+        assert in_time(lambda: bool(messages))
+    assert messages[0].endswith("drain_completions raised OSError('no answers today')")
+    monkeypatch.undo()
+    works_again(reader)
+    assert reader.load(PROMPT) == len(PROMPT)
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    layout = PagedLayout([torch.zeros(8, 5000, dtype=torch.uint8)])
+    aligned, other = HostPool(layout, 4, page_alignment=4096), HostPool(layout, 4)
+
+    def refused(pool: HostPool = aligned, **options: Any) -> str:
+        given = {"below": f"file:{tmp_path}", "below_model": "m", **options}
+        return error_text(PrefixCache, layout, pool, **given)
+
+    (tmp_path / "file").touch()
+    texts = [
+        refused(below="redis://:secret@there"),
+        refused(below=1),
+        refused(below_model=None),
+        refused(below_rank=1),
+        refused(below_policy="none"),
+        refused(below_bytes=0),
+        refused(pool=other).replace(hex(other.pages.data_ptr()), "0x..."),
+    ]
+    with pytest.raises(FileExistsError):
+        PrefixCache(layout, aligned, below=f"file:{tmp_path}/file", below_model="m")
+    assert_expected_inline(
+        "\n\n".join(texts),
+        """\
+ValueError: below is a store of the kind 'redis'; pass 'file:PATH',
+'valkey://HOST:PORT', or an object with the methods of torch_kvswap.below.PageStore
+
+TypeError: below is an int without submit_batch_set, submit_batch_get,
+submit_batch_exists, submit_batch_delete, event_fd, drain_completions, close; pass
+'file:PATH', 'valkey://HOST:PORT', or an object with the methods of
+torch_kvswap.below.PageStore
+
+TypeError: below_model is None; name the model and its revision, because others may use
+the same store
+
+ValueError: below_rank is 1; it must be 0 to 0
+
+ValueError: below_policy is 'none'; it can be reused or all
+
+ValueError: below_bytes is 0; it must be 1 to 9223372036854775807
+
+ValueError: the pool has pages of 5000 bytes from the address 0x... on, but a
+store below needs multiples of 4096; make the pool with page_alignment=4096""",
+    )
+    with PrefixCache(layout, aligned, below=f"file:{tmp_path}", below_model="m"):
+        pass  # nothing was left behind
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
+    assert_expected_inline(
+        error_text(Engine, f"file:{tmp_path}"),
+        """\
+ImportError: a PrefixCache with `below` needs the package xxhash for the digests of
+pages: pip install 'torch_kvswap[below]'""",
+    )
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,95 @@
+"""Engines in several processes share pages through one folder, also after one of them was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from below_engine import Engine
+from processes import in_child, run_script
+from valkey_server import server
+
+__all__ = ["server"]
+
+PROMPT = list("abcdefgh")
+
+
+@pytest.mark.parametrize("kind", ["file", "valkey"])
+def test_a_process_loads_what_another_one_has_computed(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    below = f"file:{tmp_path}"
+    if kind == "valkey":
+        below = request.getfixturevalue("server").url
+    program = """
+        import sys
+        from below_engine import Engine
+        with Engine(sys.argv[1]) as engine:
+            print(engine.load(sys.argv[2]))
+            engine.compute(sys.argv[2])
+            engine.until(lambda: engine.stats.written == int(sys.argv[3]))
+    """
+    for arguments, found in ((("abcd", "4"), 0), (("abcdefgh", "4"), 4), (("abcdefgh", "0"), 8)):
+        assert run_script(program, below, *arguments) == f"{found}\n"
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 8])
+def test_what_a_killed_process_has_not_finished_is_not_there(at: int, tmp_path: Path) -> None:
+    """It is killed while it writes the file with this number, with the pages held."""
+    program = """
+import sys
+from below_engine import Engine
+from torch_kvswap.below import blocking, files
+write, count = files.os.pwritev, 0
+def stop(file, buffers, offset):
+    global count
+    count += 1
+    if count >= int(sys.argv[2]):
+        write(file, [buffers[0][:4096]], 0)
+        print("stopped", flush=True)
+        sys.stdin.read()
+    return write(file, buffers, offset)
+files.os.pwritev, blocking._THREADS = stop, 1
+engine = Engine(f"file:{sys.argv[1]}", below_bytes=8192)
+engine.compute("abcdefgh")
+sys.stdin.read()
+"""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), str(at)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"stopped\n"
+    finally:
+        writer.kill()
+        writer.communicate()
+    with Engine(f"file:{tmp_path}") as engine:
+        assert engine.load(PROMPT) == (at - 1) // 2  # a page is two files
+        engine.compute(PROMPT)
+        engine.until(lambda: engine.stats.written == 8 - (at - 1) // 2)
+    with Engine(f"file:{tmp_path}") as engine:
+        assert engine.load(PROMPT) == 8
+        assert engine.stats.damaged == 0
+
+
+def test_a_forked_child_leaves_the_store_to_its_parent(tmp_path: Path) -> None:
+    with Engine(f"file:{tmp_path}") as engine:
+        engine.share(PROMPT)
+
+        def child() -> bool:
+            try:
+                engine.prefixes.lookup(["a"])
+            except RuntimeError as error:
+                engine.prefixes._below.close()  # type: ignore[union-attr]
+                return "forked" in str(error)
+            return False
+
+        assert in_child(child) == 1
+        engine.prefixes.manager.reset()
+        assert engine.load(PROMPT) == 8

@@ -1,0 +1,36 @@
+"""What `below=` of a PrefixCache may be."""
+
+from __future__ import annotations
+
+from torch_kvswap._native.arguments import kind_of
+from torch_kvswap.below.files import FileStore
+from torch_kvswap.below.store import PageStore
+from torch_kvswap.below.valkey import ValkeyStore
+
+_METHODS = [name for name in vars(PageStore) if not name.startswith("_")]
+_KNOWN = (
+    "'file:PATH', 'valkey://HOST:PORT', or an object with the methods of "
+    "torch_kvswap.below.PageStore"
+)
+
+
+def open_store(below: str | PageStore) -> PageStore:
+    """The store that `below` names, or is.
+
+    Raises:
+        TypeError: it is neither a str nor an object with the methods of a PageStore.
+        ValueError: no such kind of store is known, or the URL is none.
+        OSError: the folder cannot be made, or is none.
+    """
+    if isinstance(below, str):
+        kind, _, place = below.partition(":")
+        if kind == "file" and place:
+            return FileStore(place)
+        if kind == "valkey":
+            return ValkeyStore(below)
+        # Not all of it, which may have a password.
+        raise ValueError(f"below is a store of the kind {kind!r}; pass {_KNOWN}")
+    missing = [name for name in _METHODS if not callable(getattr(below, name, None))]
+    if missing:
+        raise TypeError(f"below is {kind_of(below)} without {', '.join(missing)}; pass {_KNOWN}")
+    return below

@@ -1,0 +1,137 @@
+"""The format of a page below: its bytes, and a trailer that says what they are.
+
+A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer:
+magic, version, namespace, key, length, digest, the digests of the blocks if the pool has them
+(`HostPool.verify`), then zeros up to a multiple of 4,096. The digest is of the bytes and of the
+digests of the blocks. The trailer is written second. Whoever reads a page makes the trailer of what
+came, and compares: that checks all fields.
+
+Another version of the format has other namespaces, so that its pages are not found, and another
+number in its trailers, so that they are refused where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from hashlib import sha256
+
+from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+FORMAT_VERSION = 1
+ALIGNMENT = 4096  # bytes, of pages and trailers
+_MAGIC = b"KVSWPAGE"
+_FIELDS = struct.Struct("<8sI4x32s32sQ16s")  # 104 bytes
+_NAMES = ("magic", "version", "namespace", "key", "length", "digest")
+
+
+def load_digest() -> Callable[[memoryview, bytes], bytes]:
+    """XXH3-128 of both, 16 bytes; releases the GIL.
+
+    Raises:
+        ImportError: the package xxhash is not installed.
+    """
+    try:
+        from xxhash import xxh3_128
+    except ImportError as error:
+        raise ImportError(
+            "a PrefixCache with `below` needs the package xxhash for the digests of pages: "
+            "pip install 'torch_kvswap[below]'"
+        ) from error
+
+    def digest(page: memoryview, digests: bytes) -> bytes:
+        sum_of_both = xxh3_128(page)
+        sum_of_both.update(digests)
+        return bytes(sum_of_both.digest())
+
+    return digest
+
+
+class PageFormat:
+    """Names and trailers of the pages of one pool.
+
+    Args:
+        layout (PagedLayout), pool (HostPool): what the pages hold.
+        model (str): the model, with its revision.
+        group (int): the position of the pool among those of the cache.
+        rank (int), world (int): which part of the model this process has, of how many.
+
+    Attributes:
+        namespace (bytes): SHA-256 of everything that must be equal for a page to be of use.
+        trailer_bytes (int): bytes of a trailer.
+
+    Raises:
+        ImportError: see load_digest().
+    """
+
+    def __init__(
+        self, layout: PagedLayout, pool: HostPool, model: str, group: int, rank: int, world: int
+    ) -> None:
+        dtypes = [layout.dtype] if layout.dtype else [tensor.dtype for tensor in layout.tensors]
+        fields = {
+            "format": FORMAT_VERSION,
+            "model": model,
+            "slab_sizes": pool.layout.sizes.tolist(),
+            "dtypes": list(map(str, dtypes)),
+            "blocks_per_page": pool.blocks_per_page,
+            "slot_bytes": pool.slot_bytes,
+            "encoding": [pool.encoding, pool.bits_per_value],
+            "digests": pool.verify != "off",
+            "group": group,
+            "rank": [rank, world],
+        }
+        self.namespace = sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+        self._prefix = f"{self.namespace.hex()}@{rank:x}"
+        self._pool, self._digest = pool, load_digest()
+        self._end = _FIELDS.size + len(pool._read_digests(0))
+        self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
+        log.info("pages of group %d have the namespace %s below: %s", group, self._prefix, fields)
+
+    def page_name(self, key: bytes) -> str:
+        """The name of the object with the bytes of a page."""
+        return f"{self._prefix}@0@{key.hex()}"
+
+    def trailer_name(self, key: bytes) -> str:
+        """The name of the object with the trailer of a page."""
+        return f"{self._prefix}@1@{key.hex()}"
+
+    def write_trailer(
+        self, trailer: memoryview, key: bytes, page: int, of_page: memoryview
+    ) -> None:
+        """Writes the trailer of a page of the pool, with these bytes, over zeros."""
+        self._write(trailer, key, of_page, self._pool._read_digests(page))
+
+    def problem(self, trailer: memoryview, key: bytes, of_page: memoryview) -> str | None:
+        """Why these bytes are not the page of the key, or None."""
+        expected = bytearray(self.trailer_bytes)
+        self._write(memoryview(expected), key, of_page, self._digests_in(trailer))
+        if trailer == expected:
+            return None
+        several = zip(
+            _NAMES, _FIELDS.unpack_from(trailer), _FIELDS.unpack_from(expected), strict=True
+        )
+        for name, found, wanted in several:
+            if found != wanted:
+                return f"its {name} is {_text(found)}, not {_text(wanted)}"
+        return "its trailer is damaged"
+
+    def enter_digests(self, trailer: memoryview, page: int) -> None:
+        """The bytes are in this page of the pool: so are the digests of its blocks from now on."""
+        self._pool._write_digests(page, self._digests_in(trailer))
+
+    def _write(self, trailer: memoryview, key: bytes, of_page: memoryview, digests: bytes) -> None:
+        digest = self._digest(of_page, digests)
+        _FIELDS.pack_into(
+            trailer, 0, _MAGIC, FORMAT_VERSION, self.namespace, key, len(of_page), digest
+        )
+        trailer[_FIELDS.size : self._end] = digests
+
+    def _digests_in(self, trailer: memoryview) -> bytes:
+        return bytes(trailer[_FIELDS.size : self._end])
+
+
+def _text(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
