@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import reprlib
 import secrets
 import select
 import selectors
@@ -14,7 +15,7 @@ import socket
 import stat
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -150,16 +151,18 @@ class _Pages:
     def split(self, of_groups: Any) -> Sequence[Any]:
         return of_groups if self.is_list else [of_groups]
 
-    def difference(self, cache: dict[str, Any]) -> str | None:
-        """The first item in which an engine's cache differs, in words; None if it fits."""
-        if (theirs := len(cache["groups"])) != (ours := len(self.cache["groups"])):
-            return f"{theirs} groups of layers, not {ours}"
-        of_groups = zip(cache["groups"], self.cache["groups"], strict=True)
-        for theirs, ours in ((cache, self.cache), *of_groups):
-            for name in ours:
-                if name != "groups" and theirs[name] != ours[name]:
-                    return f"{name} {theirs[name]!r}, not {ours[name]!r}"
-        return None
+
+def _difference(theirs: Any, ours: Any, name: str = "") -> str | None:
+    """Where the description of an engine's cache first differs from ours, in words."""
+    places: Iterable[Any] = ()
+    if isinstance(ours, dict):
+        places = ((key, f"{name}.{key}" if name else key) for key in ours)
+    elif isinstance(ours, list) and len(theirs) == len(ours):
+        places = ((place, f"{name}[{place}]") for place in range(len(ours)))
+    elif theirs != ours:
+        return f"have {name} {reprlib.repr(ours)}, and this engine has {reprlib.repr(theirs)}"
+    found = (_difference(theirs[place], ours[place], its) for place, its in places)
+    return next(filter(None, found), None)
 
 
 def _dtype_of(names: list[str]) -> torch.dtype | None:
@@ -417,11 +420,10 @@ class PageServer:
                     cache, self._memory, self._below, self._below_policy, self._wake
                 )
             else:
-                problem = self._pages.difference(cache)
-                if problem is not None:
+                difference = _difference(cache, self._pages.cache)
+                if difference is not None:
                     problem = (
-                        f"the engine has {problem} as the pages at {self._path}; start a server "
-                        "of its own for it"
+                        f"the pages at {self._path} {difference}; start a server of its own for it"
                     )
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             problem = str(error)
