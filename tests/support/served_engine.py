@@ -81,12 +81,12 @@ def server_process(path: str, pages: int = 32, *options: str) -> Process:
     return Process(["-m", "torch_kvswap", "serve", *memory, *options], "serving")
 
 
-def engine_process(path: str, does: str) -> Process:
+def engine_process(path: str, does: str, device: str = "cpu") -> Process:
     """An engine that does this, prints "done" and then lives on."""
     program = f"""
 import sys
 from served_engine import *
-engine = ServedEngine({path!r})
+engine = ServedEngine({path!r}, {device!r})
 {does}
 print("done", flush=True)
 sys.stdin.read()

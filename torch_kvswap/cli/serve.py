@@ -31,12 +31,12 @@ def main(arguments: list[str]) -> int:
     add("--below", metavar="file:PATH", help="a folder for pages that leave memory")
     add("--below-policy", choices=BELOW_POLICIES, default="reused", help="which pages it gets")
     options = parser.parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     try:
         server = PageServer(options.socket, options.memory, options.below, options.below_policy)
     except (RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     print(f"serving {bytes_text(options.memory)} at {options.socket}", flush=True)

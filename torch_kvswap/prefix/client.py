@@ -240,7 +240,10 @@ class RemoteManager(NotCopyable):
             raise
         with self._changed:
             self._session, self._generation = session, generation
-            self._connection = connection
+            if self._is_closing:
+                connection.close()
+            else:
+                self._connection = connection
 
     def start(self) -> None:
         """Lets a thread join the server again when it is lost."""
