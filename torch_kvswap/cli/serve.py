@@ -21,19 +21,20 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code; 1 if the socket cannot be had."""
+    """Runs the command and returns its exit code; 1 if the socket or the store cannot
+    be had."""
     parser = argparse.ArgumentParser("python -m torch_kvswap serve", description=__doc__)
     add = parser.add_argument
     add(
         "--socket", required=True, metavar="PATH", help="where engines connect; made with mode 0600"
     )
     add("--memory", required=True, type=_bytes, help="of all pages, such as 64GiB")
-    add("--below", metavar="file:PATH", help="a folder for pages that leave memory")
+    add("--below", help="a store for pages that leave memory, such as file:PATH")
     add("--below-policy", choices=BELOW_POLICIES, default="reused", help="which pages it gets")
     options = parser.parse_args(arguments)
     try:
         server = PageServer(options.socket, options.memory, options.below, options.below_policy)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)

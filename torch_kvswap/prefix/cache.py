@@ -989,8 +989,9 @@ class PrefixCache(NotCopyable):
                 self.manager.complete(entry.reservation)
             elif result.rejected:
                 pages = self._pools.pages_with(result.rejected, entry.blocks)
-                if self._below is not None and isinstance(result.error, CorruptedPageError):
-                    self._below.delete(self._pools.keys_of(pages, entry))
+                tier = self.manager if isinstance(self.manager, RemoteManager) else self._below
+                if tier is not None and isinstance(result.error, CorruptedPageError):
+                    tier.delete(self._pools.keys_of(pages, entry))
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)

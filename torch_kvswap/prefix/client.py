@@ -40,6 +40,7 @@ from torch_kvswap.prefix.protocol import (
     LOOKUP,
     MAGIC,
     NUMBER,
+    PAGE,
     STORE,
     VERSION,
     WELCOME,
@@ -193,6 +194,10 @@ class RemoteManager(NotCopyable):
     def reset(self) -> None:
         """Forgets all blocks and leases, also those of other engines: see BlockManager.reset()."""
         self._ask(Op.RESET)
+
+    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""
+        self._ask(Op.DELETE, *(PAGE.pack(*page) for page in pages))
 
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.

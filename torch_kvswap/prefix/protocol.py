@@ -21,6 +21,7 @@ END = struct.Struct("=q?")  # reservation, whether it has succeeded; then reject
 WELCOME = struct.Struct("=8sIq")  # magic, version, generation of the server
 MAGIC = b"KVSWSERV"
 LOOKUP = struct.Struct("=4q")  # the fields of a Lookup
+PAGE = struct.Struct(f"=q{DIGEST_BYTES}s")  # group, digest
 STORE = struct.Struct("=qq")  # reservation, lease; then for each group the count, indices, pages
 
 
@@ -41,7 +42,8 @@ class Op(IntEnum):
     TOUCH = 12  # no answer
     ORDER = 13  # no answer
     ORDER_RENEWED = 14  # no answer
-    LEAVE = 15  # no answer: no job is in flight
+    DELETE = 15  # no answer: pages that loads have found damaged, by PAGE
+    LEAVE = 16  # no answer: no job is in flight
 
 
 class Status(IntEnum):

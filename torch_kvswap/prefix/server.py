@@ -24,7 +24,8 @@ from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
-from torch_kvswap.below.format import ALIGNMENT, PageFormat
+from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
+from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.groups import BlockGroup
@@ -36,6 +37,7 @@ from torch_kvswap.prefix.protocol import (
     MAGIC,
     MAX_BYTES,
     NUMBER,
+    PAGE,
     STORE,
     VERSION,
     WELCOME,
@@ -93,7 +95,7 @@ class _Pages:
         self,
         cache: dict[str, Any],
         memory: int,
-        below: str | None,
+        store: PageStore | None,
         below_policy: BelowPolicy,
         on_answer: Callable[[], None],
     ) -> None:
@@ -126,16 +128,16 @@ class _Pages:
         self.is_list = cache["is_list"]
         self.manager = BlockManager(
             groups if self.is_list else groups[0].num_pages,
-            below_policy=None if below is None else below_policy,
+            below_policy=None if store is None else below_policy,
         )
         self.tier: Tier | None = None
-        if below is not None:
+        if store is not None:
             formats = [
                 PageFormat(*of_group, cache["model"], number, cache["rank"], cache["world"])
                 for number, of_group in enumerate(zip(layouts, self.pools, strict=True))
             ]
             self.tier = Tier(
-                open_store(below),
+                store,
                 formats,
                 self.pools,
                 self.manager,
@@ -184,7 +186,9 @@ class PageServer:
 
     Raises:
         RuntimeError: another server has this socket.
-        OSError: the socket cannot be made; FileExistsError if a file that is none has this name.
+        OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
+            that is no socket has this name.
+        ImportError, ValueError: see `below` of PrefixCache.
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class PageServer:
         below_policy: BelowPolicy = "reused",
     ) -> None:
         self._path, self._memory = path, read_int("memory", memory, 1)
-        self._below, self._below_policy = below, below_policy
+        self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
         self._numbers = itertools.count(1)
         self._sessions: dict[int, _Session] = {}
@@ -215,14 +219,20 @@ class PageServer:
             Op.TOUCH: lambda _, body: self._manager.touch(self._keys(body)),
             Op.ORDER: lambda _, body: self._manager.order(self._keys(body)),
             Op.ORDER_RENEWED: lambda _, body: self._manager.order(self._keys(body), renew=True),
+            Op.DELETE: self._delete,
             Op.LEAVE: lambda session, _: self._end_session(session),
         }
-        self._lock_file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._store: PageStore | None = None
+            if below is not None:
+                load_digest()  # raises here, not when an engine comes
+                self._store = open_store(below)
+                undo.callback(self._store.close)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._lock_file = os.open(f"{path}.lock", flags, 0o600)
+            undo.callback(os.close, self._lock_file)
             self._listener = self._listen()
-        except BaseException:
-            os.close(self._lock_file)
-            raise
+            undo.pop_all()
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -274,6 +284,8 @@ class PageServer:
             self._end_session(session)
         if self._pages is not None and self._pages.tier is not None:
             self._pages.tier.close()
+        elif self._store is not None:
+            self._store.close()
         self._selector.close()
         self._listener.close()
         os.close(self._wake_fd)
@@ -417,7 +429,7 @@ class PageServer:
         try:
             if self._pages is None:
                 self._pages = _Pages(
-                    cache, self._memory, self._below, self._below_policy, self._wake
+                    cache, self._memory, self._store, self._below_policy, self._wake
                 )
             else:
                 difference = _difference(cache, self._pages.cache)
@@ -505,6 +517,14 @@ class PageServer:
             self._manager.fail(reservation)
         del session.reservations[number]
         self._some_ended = True
+
+    def _delete(self, session: _Session, body: bytes) -> None:
+        assert self._pages is not None
+        pages = list(PAGE.iter_unpack(body))
+        if any(not 0 <= group < len(self._pages.pools) for group, _ in pages):
+            raise ProtocolError("there is no such group")
+        if self._pages.tier is not None:
+            self._pages.tier.delete(pages)
 
 
 def _next_message(received: bytearray) -> tuple[int, bytes] | None:

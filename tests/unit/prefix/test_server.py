@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from below_engine import BLOCK_BYTES, key_of
+from below_engine import BLOCK_BYTES, bytes_of, key_of
 from error_text import error_text
 from expecttest import assert_expected_inline
 from processes import in_child
@@ -153,6 +153,26 @@ def test_pages_that_leave_memory_are_found_below(path: str, tmp_path: Any) -> No
         assert engine.pages.loaded == 8
         engine.compute("ijklmnop")  # no lease holds the pages any more
         assert engine.pages.evicted == 8
+
+
+def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: Any) -> None:
+    below = {"below": f"file:{tmp_path}", "below_policy": "all"}
+    with serving(path, **below), ServedEngine(path, verify="load") as engine:
+        engine.compute(PROMPT)
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        pages = engine.prefixes.pools[0].pages
+        (page,) = (
+            at for at in range(32) if torch.equal(pages[at, 0, :BLOCK_BYTES], bytes_of(key_of("c")))
+        )
+        pages[page, 0, 7] += 1
+        job = engine.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
+        assert job is not None
+        assert [result.rejected for result in engine.prefixes.poll()] == [(2,)]
+        assert engine.prefixes.lookup(list(map(key_of, PROMPT))).ready == 2
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 7 + 1)
+        engine.compute(PROMPT)
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        assert engine.load(PROMPT) == 8
 
 
 def test_a_page_whose_store_failed_can_be_loaded_after_another_engine_has_stored_it(

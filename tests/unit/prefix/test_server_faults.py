@@ -25,7 +25,7 @@ from torch_kvswap import PagedLayout, PrefixCache
 from torch_kvswap.cli import serve
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, Op, pack, pack_keys
+from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, PAGE, Op, pack, pack_keys
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -220,6 +220,7 @@ NONSENSE = {
     "no reservation": pack(Op.END),
     "no lease": pack(Op.RELEASE, b"123"),
     "a group that is not there": pack(Op.STATS, struct.pack("=q", 7)),
+    "a page of no group": pack(Op.DELETE, PAGE.pack(1, b"")),
 }
 
 
