@@ -227,7 +227,7 @@ class RemoteManager(NotCopyable):
         try:
             if generation != self._generation:
                 # First the old memory is freed: there may be no room for both.
-                self._generation = 0
+                self._session = self._generation = 0
                 self._pools.let_go()
             session, handles = self._say_hello(connection)
             with contextlib.ExitStack() as received:
