@@ -14,6 +14,7 @@ import selectors
 import socket
 import stat
 import struct
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -235,6 +236,7 @@ class PageServer:
             undo.pop_all()
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
 
@@ -288,7 +290,6 @@ class PageServer:
             self._store.close()
         self._selector.close()
         self._listener.close()
-        os.close(self._wake_fd)
         os.close(self._lock_file)
 
     # Connections.

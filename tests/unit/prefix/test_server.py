@@ -17,6 +17,7 @@ from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_proce
 
 from torch_kvswap import PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup
+from torch_kvswap.prefix.client import RemoteReservation
 from torch_kvswap.prefix.manager import Lookup
 
 PROMPT = list("abcdefgh")
@@ -65,6 +66,31 @@ def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
         manager.reset()
         assert other.find(["a"]).found == 0
         assert engine.pages.free_pages == 4
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_page_that_a_load_reads_is_not_given_to_another_engine(
+    is_control: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a control the server is told too early that the load has ended."""
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    keys = list(map(key_of, "abcd"))
+    stores = f"""
+assert (engine.hold("wxyz") is not None) == {is_control}
+engine.prefixes.poll()
+"""
+    with serving(path, pages=4), ServedEngine(path) as engine:
+        manager: Any = engine.prefixes.manager
+        engine.compute("abcd")
+        job = engine.prefixes.load(keys, [32, 33, 34, 35])
+        assert job is not None
+        if is_control:
+            (number,) = manager._open
+            manager.complete(RemoteReservation(number, [], []))
+        with engine_process(path, stores):
+            job.synchronize()
+        right = [torch.equal(engine.tensor[32 + at], bytes_of(keys[at])) for at in range(4)]
+        assert right == [not is_control] * 4
 
 
 def test_a_preempted_request_keeps_its_pages_until_it_is_resumed(path: str) -> None:
@@ -168,7 +194,6 @@ def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: 
         job = engine.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
         assert job is not None
         assert [result.rejected for result in engine.prefixes.poll()] == [(2,)]
-        assert engine.prefixes.lookup(list(map(key_of, PROMPT))).ready == 2
         engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 7 + 1)
         engine.compute(PROMPT)
         engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
