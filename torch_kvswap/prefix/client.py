@@ -93,7 +93,7 @@ class RemoteManager(NotCopyable):
         self,
         path: str,
         groups: int | Sequence[BlockGroup],
-        cache: dict[str, Any],
+        cache: dict[str, object],
         pools: RemotePools,
     ) -> None:
         self.groups = read_groups(groups)
@@ -371,8 +371,9 @@ class RemoteManager(NotCopyable):
         with self._changed:
             if number not in self._open:
                 raise ValueError(f"reservation {number} has ended before")
-            self._open.remove(number)
+            # If Ctrl-C comes in between, poll() calls again: the server takes the first message.
             self._exchange(pack(Op.END, END.pack(number, has_succeeded), positions), False)
+            self._open.remove(number)
             if self._connection is None and not self._open:
                 self._changed.notify_all()
 
@@ -445,7 +446,7 @@ def describe(
     encoding: EncodingName,
     bits_per_value: float | None,
     verify: VerifyName,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What must be equal for engines to share pages; see PrefixCache.connect().
 
     Raises:

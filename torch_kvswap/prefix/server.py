@@ -511,7 +511,9 @@ class PageServer:
 
     def _end(self, session: _Session, body: bytes) -> None:
         number, has_succeeded = END.unpack_from(body)
-        reservation = session.reservations[number]
+        reservation = session.reservations.get(number)
+        if reservation is None:  # an engine that was interrupted says it again
+            return
         if has_succeeded:
             self._manager.complete(reservation, array("q", body[END.size :]))
         else:

@@ -110,6 +110,19 @@ def test_a_preempted_request_keeps_its_pages_until_it_is_resumed(path: str) -> N
         assert other.hold("e") is not None
 
 
+def test_lazy_engines_store_what_leaves_them(path: str) -> None:
+    with (
+        serving(path),
+        ServedEngine(path, store_policy="lazy") as engine,
+        ServedEngine(path) as other,
+    ):
+        engine.compute("abcd")
+        assert other.find("abcd").found == 0
+        assert len(engine.prefixes.evict([2])) == 1
+        engine.prefixes.poll()
+        assert other.load("abcd") == 3
+
+
 @pytest.mark.parametrize(
     "options", [{"verify": "load"}, {"encoding": "lossless", "bits_per_value": 12.5}, {}]
 )

@@ -216,7 +216,6 @@ NONSENSE = {
     "more keys than there are": pack(Op.LOOKUP, struct.pack("=q", 1 << 40)),
     "a negative number of keys": pack(Op.TOUCH, struct.pack("=q", -1)),
     "half a key": pack(Op.PREPARE_STORE, struct.pack("=q", 1), b"1234"),
-    "somebody else's reservation": pack(Op.END, END.pack(1, True)),
     "no reservation": pack(Op.END),
     "no lease": pack(Op.RELEASE, b"123"),
     "a group that is not there": pack(Op.STATS, struct.pack("=q", 7)),
@@ -248,6 +247,39 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
         engine.prefixes.poll()
         assert engine.load(PROMPT) == 8
         assert counts(engine) == (24, 8, 0, 0)
+
+
+def test_an_engine_cannot_end_what_another_has_reserved(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
+        engine.hold("abcd")
+        (number,) = engine.prefixes.manager._open  # type: ignore[union-attr]
+        for number_of in (number - 1, number, number + 1):
+            message = pack(Op.END, END.pack(number_of, True))
+            other.prefixes.manager._connection.sendall(message)  # type: ignore[union-attr]
+        assert other.prefixes.lookup(KEYS[:4]) == Lookup(4, 0, 4)
+        engine.prefixes.poll()
+        assert other.load("abcd") == 4
+
+
+def test_an_interrupted_poll_ends_each_reservation_once(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
+        engine.hold("abcd")
+        manager: Any = engine.prefixes.manager
+        exchange = manager._exchange
+
+        def exchange_and_interrupt(*arguments: Any) -> None:
+            exchange(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "_exchange", exchange_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.prefixes.poll()
+        assert [result.ok for result in engine.prefixes.poll()] == [True]
+        assert manager._open == set()
+        assert other.load("abcd") == 4
 
 
 def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
