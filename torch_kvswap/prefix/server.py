@@ -9,7 +9,6 @@ import json
 import os
 import reprlib
 import secrets
-import select
 import selectors
 import socket
 import stat
@@ -327,7 +326,10 @@ class PageServer:
         self._selector.register(
             connection, selectors.EVENT_READ, lambda _, events: self._on_ready(session, events)
         )
-        self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
+        try:
+            self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
+        except OSError:  # it has gone already
+            self._disconnect(session)
 
     def _on_ready(self, session: _Session, events: int) -> None:
         """Receives, or sends the rest of an answer."""
@@ -552,8 +554,8 @@ def _process_of(connection: socket.socket, pid: int) -> int:
     except OSError:  # an older kernel
         process = os.pidfd_open(pid)
     # If that process had ended, another one might have its number now.
-    ended, _, _ = select.select([connection], [], [], 0)
-    if ended and not connection.recv(1, socket.MSG_PEEK):
-        os.close(process)
-        raise ProcessLookupError("the engine has gone")
+    with contextlib.suppress(BlockingIOError):
+        if not connection.recv(1, socket.MSG_PEEK):
+            os.close(process)
+            raise ProcessLookupError("the engine has gone")
     return process

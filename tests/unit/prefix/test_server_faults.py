@@ -6,6 +6,7 @@ import contextlib
 import signal
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ from served_engine import (
 from torch_kvswap import PagedLayout, PrefixCache
 from torch_kvswap.cli import serve
 from torch_kvswap.prefix import client
+from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
 from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, PAGE, Op, pack, pack_keys
 from torch_kvswap.prefix.server import PageServer
@@ -247,6 +249,27 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
         engine.prefixes.poll()
         assert engine.load(PROMPT) == 8
         assert counts(engine) == (24, 8, 0, 0)
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_an_engine_that_has_gone_before_it_is_accepted_harms_nobody(
+    has_pidfd: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_pidfd:  # as on kernels before 6.5
+        monkeypatch.setattr(page_server, "_SO_PEERPIDFD", 9999)
+    server = PageServer(path, 4 * PAGE_BYTES)  # accepts nobody yet
+    for message in (b"", pack(Op.LEAVE)):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            connection.sendall(message)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    with ServedEngine(path) as engine:
+        engine.compute("abcd")
+        assert engine.load("abcd") == 4
+        engine.until(lambda: len(server._sessions) == 1)
+    server.stop()
+    thread.join(PATIENCE)
 
 
 def test_an_engine_cannot_end_what_another_has_reserved(path: str) -> None:
