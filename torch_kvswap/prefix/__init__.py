@@ -2,9 +2,8 @@
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
 submit transfers themselves, with what it takes and returns, and that of a server
-(`RemoteManager`); what `preempt()`, `resume()` and
-`below_stats()` return (`Preempted`, `Resumed`, `BelowStats`); what the hasher takes and returns
-(`MultiModalItem`, `PrefixKeys`).
+(`RemoteManager`); what `preempt()`, `resume()` and `below_stats()` return (`Preempted`, `Resumed`,
+`BelowStats`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
 """
 
 from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
