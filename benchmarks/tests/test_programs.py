@@ -133,10 +133,10 @@ def test_all_calls_of_block_managers_are_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
-    arguments = "--pages 400 --blocks 20 --samples 3 --policies lru --json"
+    arguments = "--server --pages 400 --blocks 20 --samples 3 --policies lru --json"
     assert program.main([*arguments.split(), str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert len(figures["cells"]) == 3 * 8  # ways of calling, and calls
+    assert len(figures["cells"]) == 4 * 8  # ways of calling, and calls
     assert all(cell["prompt"]["mean"] > 0 for cell in figures["cells"])
     assert figures["longest_hold_ms"] > 0
     assert capsys.readouterr().out.count("not measured") == 6  # what is beside vLLM's
