@@ -22,9 +22,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 from bandwidth_report import targets
-from comparison import COLD, WARM, Plan, add_comparison, measure_all, settings
+from comparison import (
+    COLD,
+    PLAIN,
+    WARM,
+    Plan,
+    add_comparison,
+    measure_all,
+    plain_ops,
+    settings,
+)
 from comparison_report import counts, judge, no_targets, tables
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from transfers import BLOCKS, DIRECTIONS, add_staging, shapes_of
 
 from torch_kvswap.copy_method import CHOICES
@@ -36,10 +45,11 @@ def main(arguments: list[str]) -> int:
     on_cuda = device.type == "cuda"
     blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
     shapes = shapes_of(options, on_cuda)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), (WARM, COLD), links=True, plain=True)
+    others, states = {PLAIN: plain_ops}, (WARM, COLD)
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=True, others=others)
     how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
     cells = measure_all(plan, device, options, "bandwidth", **how)
-    judged = targets if on_cuda else no_targets
+    judged = targets if is_judged(device) else no_targets
     print(tables(cells, judged), "", *counts(cells, judged), "", sep="\n")
     content = {
         "benchmark": "bandwidth",

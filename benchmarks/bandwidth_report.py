@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comparison import COLD, REFERENCE, WARM, Cell
-from comparison_report import (
-    CALL_OVER_REFERENCE,
-    OVER_BIG,
-    OVER_REFERENCE,
-    PEER,
-    peer_of,
-    verdict,
-)
+from comparison_report import CALL_OVER_REFERENCE, OVER_BIG, OVER_REFERENCE, verdict
 from report import Verdict
 
 # By blocks and state. Of the total time over that of one big copy, for fragments of 8 KiB and more,
@@ -33,7 +26,7 @@ CALLS = {
 
 
 def targets(cell: Cell, state: str) -> Mapping[str, Verdict]:
-    """By what they are on. That on a peer only where there is a figure of one."""
+    """By what they are on."""
     blocks, kib = cell.kind.blocks, cell.kind.shape.fragment_kib
     found = {}
     if blocks == 1:
@@ -42,6 +35,4 @@ def targets(cell: Cell, state: str) -> Mapping[str, Verdict]:
     else:
         found[OVER_BIG] = RATIOS[blocks][state][(kib < 8) + (kib < 4)]
     found[CALL_OVER_REFERENCE] = CALLS[blocks][state]
-    if peer := peer_of(cell, state):
-        found[PEER] = peer.ratio
     return {what: verdict(cell, state, what, target) for what, target in found.items()}

@@ -24,6 +24,8 @@ ARRANGEMENTS = (ONE_BY_ONE, ONE_TENSOR)
 class NumberedBlocks:
     """`count` blocks in tensors on the device, and as many host pages of one block each.
 
+    tensors: of each layer, int64 [count, words of a fragment].
+
     Args:
         arrangement: ONE_TENSOR: the layers are slices of one allocation, and all distances between
             neighbours are equal. ONE_BY_ONE: each has its own, and no two distances are equal.
@@ -46,13 +48,13 @@ class NumberedBlocks:
         self._words = fragment_bytes // 8
         if arrangement == ONE_TENSOR:
             whole = torch.empty(layers, count, self._words, dtype=torch.int64, device=device)
-            self._tensors = list(whole)
+            self.tensors = list(whole)
         else:
             flat = _one_by_one(device, layers, count * fragment_bytes)
-            self._tensors = [layer.view(torch.int64).view(count, self._words) for layer in flat]
-            if len(set(distances(self._tensors))) != layers - 1:
+            self.tensors = [layer.view(torch.int64).view(count, self._words) for layer in flat]
+            if len(set(distances(self.tensors))) != layers - 1:
                 raise RuntimeError("layers that were allocated one by one lie at equal distances")
-        self.layout = PagedLayout([tensor.view(dtype) for tensor in self._tensors])
+        self.layout = PagedLayout([tensor.view(dtype) for tensor in self.tensors])
         # torch copies whole slices of it, which may not straddle two registrations
         self.host = HostPool(self.layout, count, chunk_bytes=64 << 30, **pool_options)
         self._fills = 0
@@ -63,7 +65,7 @@ class NumberedBlocks:
         self._number_anew()
         self._fill_blocks(self._in_blocks)
         for chunk in self._chunks():
-            self._pages[chunk].copy_(self._bytes(self._in_pages[chunk]))
+            self.pages[chunk].copy_(self._bytes(self._in_pages[chunk]))
         synchronize(self.device)  # a job that waits for an event does not wait for these kernels
 
     def _number_anew(self) -> None:
@@ -74,7 +76,7 @@ class NumberedBlocks:
     def _fill_blocks(self, numbers: Tensor) -> None:
         for chunk in self._chunks():
             parts = self._bytes(numbers[chunk]).split(self._words, dim=1)
-            for tensor, part in zip(self._tensors, parts, strict=True):
+            for tensor, part in zip(self.tensors, parts, strict=True):
                 tensor[chunk] = part
 
     def note(self, direction: str, blocks: Tensor, pages: Tensor) -> None:
@@ -89,18 +91,19 @@ class NumberedBlocks:
         wrong = self._wrong_blocks()
         for chunk in self._chunks():
             pages = self._bytes(self._in_pages[chunk])
-            wrong += int((self._pages[chunk].to(self.device) != pages).any(1).sum())
+            wrong += int((self.pages[chunk].to(self.device) != pages).any(1).sum())
         return wrong
 
     def _wrong_blocks(self) -> int:
         wrong = 0
         for chunk in self._chunks():
-            found = torch.cat([tensor[chunk] for tensor in self._tensors], dim=1)
+            found = torch.cat([tensor[chunk] for tensor in self.tensors], dim=1)
             wrong += int((found != self._bytes(self._in_blocks[chunk])).any(1).sum())
         return wrong
 
     @property
-    def _pages(self) -> Tensor:
+    def pages(self) -> Tensor:
+        """int64 [count, words of a block]."""
         return self.host.pages.view(torch.int64).squeeze(1)
 
     def _chunks(self) -> Iterator[slice]:
@@ -108,7 +111,7 @@ class NumberedBlocks:
         return (slice(start, start + step) for start in range(0, self.count, step))
 
     def _bytes(self, numbers: Tensor) -> Tensor:
-        width = self._words * len(self._tensors)
+        width = self._words * len(self.tensors)
         words = torch.arange(width, device=self.device)
         return (numbers.to(self.device)[:, None] * width + words) * _ODD
 

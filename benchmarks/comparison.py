@@ -42,6 +42,7 @@ LINK_EACH = 5  # for so many samples one is measured on the device alone
 _WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
 
 Timed = Callable[[Before], Move]  # does it once, and tells what it took
+NewHandler = Callable[[NumberedBlocks], Any]  # of what moves these blocks
 Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
 
 
@@ -251,14 +252,18 @@ class Comparison:
 @dataclass(frozen=True)
 class Plan:
     """What is measured: every direction and number of blocks, in every state. links: whether also
-    on the device alone. plain: whether also by the plain ops."""
+    on the device alone. others: other handlers, which move the same blocks."""
 
     shapes: Sequence[Shape]
     directions: Sequence[str]
     counts: Sequence[int]
     states: Sequence[str]
     links: bool
-    plain: bool = False
+    others: Mapping[str, NewHandler] = field(default_factory=dict)
+
+
+def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
+    return ReferenceHandler(blocks.layout, blocks.host)
 
 
 def measure_all(
@@ -278,33 +283,36 @@ def measure_all(
         count = (at_once + 1) * max(*plan.counts, 16) + 2
         blocks = shape.new_blocks(device, count, arrangement)
         handler = OffloadHandler(blocks.layout, blocks.host, **handler_options)
+        handlers = {OURS: handler, **{name: new(blocks) for name, new in plan.others.items()}}
         with blocks.host, handler, no_garbage_collection():
             for direction, count in kinds:
                 kind = Kind(shape, arrangement, direction, count)
-                cells.append(measure(comparison, handler, blocks, kind, plan))
+                cells.append(measure(comparison, handlers, blocks, kind, plan))
                 progress.advance(1)
-        del handler, blocks
+        del handler, handlers, blocks
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape has blocks of another size
     return cells
 
 
 def measure(
-    comparison: Comparison, handler: Any, blocks: NumberedBlocks, kind: Kind, plan: Plan
+    comparison: Comparison,
+    handlers: Mapping[str, Any],
+    blocks: NumberedBlocks,
+    kind: Kind,
+    plan: Plan,
 ) -> Cell:
     """The first and the last block and page stay as they are."""
 
-    def ours(before: Before) -> Move:
-        return move(handler, blocks, kind.directions, kind.blocks, before)
+    def by(handler: Any) -> Timed:
+        return lambda before: move(handler, blocks, kind.directions, kind.blocks, before)
 
     blocks.refill()
-    cell, ways = Cell(kind), {OURS: ours, **comparison.copies(kind)}
-    if plan.plain:
-        plain = ReferenceHandler(blocks.layout, blocks.host)
-        ways[PLAIN] = lambda before: move(plain, blocks, kind.directions, kind.blocks, before)
+    cell = Cell(kind)
+    ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
     for state in plan.states:
         cell.states[state] = comparison.run(ways, kind, state)
     if plan.links:
-        cell.link_us = comparison.link_us(handler, blocks, kind)
+        cell.link_us = comparison.link_us(handlers[OURS], blocks, kind)
     cell.wrong = blocks.wrong()
     return cell

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from comparison import BIG, OURS, PLAIN, REFERENCE, SUBMIT, Cell
-from peers import Peer, best_peer
 from report import Column, Verdict, table_of
 
 # What targets are on, and columns of the table.
 OVER_BIG, OVER_REFERENCE = "total / big copy", "total / R"
-CALL_OVER_REFERENCE, PEER = "call / R's call", "total / big copy, best peer's"
+CALL_OVER_REFERENCE = "call / R's call"
 
 CAPTION = (
     "R: what PyTorch needs for one contiguous copy with the same guarantees; medians, [quartiles]\n"
@@ -25,12 +24,6 @@ def measured(cell: Cell, state: str, what: str) -> float:
     if what == CALL_OVER_REFERENCE:
         return samples.ratio(OURS, REFERENCE, SUBMIT)
     return samples.ratio(OURS, REFERENCE if what == OVER_REFERENCE else BIG)
-
-
-def peer_of(cell: Cell, state: str) -> Peer | None:
-    kind = cell.kind
-    shape = kind.shape.layers, kind.shape.fragment_kib
-    return best_peer(*shape, kind.direction, kind.blocks, state)
 
 
 def verdict(cell: Cell, state: str, what: str, target: float) -> Verdict:
@@ -81,8 +74,6 @@ def _columns_of(state: str, targets: Targets) -> list[Column[Cell]]:
         Column("total / R", judged(OVER_REFERENCE)),
         Column("call, us", lambda cell: cell.states[state].median(OURS, SUBMIT)),
         Column("call / R's", judged(CALL_OVER_REFERENCE)),
-        Column("peer / big", lambda cell: (peer := peer_of(cell, state)) and peer.ratio),
-        Column("its call, us", lambda cell: (peer := peer_of(cell, state)) and peer.submit_us),
     ]
 
 
@@ -120,7 +111,7 @@ def judge(cells: Sequence[Cell], targets: Targets) -> list[Verdict]:
 def counts(cells: Sequence[Cell], targets: Targets) -> Iterator[str]:
     """Lines: of the targets of each kind that are met and missed."""
     found = [targets(cell, state) for cell in cells for state in cell.states]
-    for what in (OVER_BIG, OVER_REFERENCE, CALL_OVER_REFERENCE, PEER):
+    for what in (OVER_BIG, OVER_REFERENCE, CALL_OVER_REFERENCE):
         met = [of_cell[what].met for of_cell in found if what in of_cell]
         if met:
             yield f"{what}: {met.count(True)} met, {met.count(False)} missed"

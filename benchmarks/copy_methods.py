@@ -27,7 +27,7 @@ from big_copy import Before
 from blocks import NumberedBlocks
 from comparison import COLD, WARM, Comparison, Timed, add_comparison, settings
 from copy_methods_report import COPY_ENGINES_ONLY, EXPEDITED, Cell, candidates, judge, tables
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from timing import Move, no_garbage_collection
 from transfers import BLOCKS, DIRECTIONS, Kind, Shape, move, shapes_of
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     shapes = shapes_of(options, on_cuda)
     blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
     cells = measure_all(device, shapes, sorted(set(blocks)), options)
-    verdicts = judge(cells) if on_cuda else []
+    verdicts = judge(cells) if is_judged(device) else []
     missed = [verdict for verdict in verdicts if verdict.met is False]
     print(tables(cells), "", *missed, "", sep="\n")
     content = {

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 from comparison import COLD, WARM, Plan, add_comparison, measure_all, settings
 from comparison_report import judge, no_targets, tables
 from duplex_report import targets
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from transfers import BOTH, shapes_of
 
 
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     blocks = options.blocks or ([64, 512] if on_cuda else [8])
     plan = Plan(shapes_of(options, on_cuda), [BOTH], blocks, (WARM, COLD), links=True)
     cells = measure_all(plan, device, options, "duplex")
-    judged = targets if on_cuda else no_targets
+    judged = targets if is_judged(device) else no_targets
     verdicts = judge(cells, judged)
     print(tables(cells, judged), "", *verdicts, sep="\n")
     content = {

@@ -33,7 +33,7 @@ from encoding_report import LOSSLESS, RAW, VERIFIED, Cell, judge, tables
 from interference import measure as measure_beside
 from interference_report import Cell as BesideCell
 from model_blocks import ModelBlocks
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from timing import Move, TimeLimit, no_garbage_collection, synchronize
 from traffic import HandlerWay, Way
 from transfers import BLOCKS, BOTH, DIRECTIONS, Kind, Shape, move, shapes_of
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
     cells = measure_all(device, shapes, sorted(set(blocks)), options)
     beside, wrong = measure_compute(device, options, on_cuda)
-    verdicts = judge(cells, beside) if on_cuda else []
+    verdicts = judge(cells, beside) if is_judged(device) else []
     print(tables(cells, beside), "", *verdicts, "", sep="\n")
     content = {
         "benchmark": "encoding",

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import torch
 from host_memory_report import Beside, Cell, judge, tables
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from timing import in_turn, no_garbage_collection, resident_bytes, synchronize
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     ways = pinned_ways(device) if on_cuda else touched_ways()
     cells = measure(ways, nbytes, options.samples)
     beside = measure_beside(device, nbytes, options.seconds)
-    verdicts = judge(cells) if on_cuda else []
+    verdicts = judge(cells) if is_judged(device) else []
     print(tables(cells, beside), "", *verdicts, sep="\n")
     content = {
         "benchmark": "host_memory",

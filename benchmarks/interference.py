@@ -5,11 +5,11 @@ bound by memory, and a GEMM whose kernels hold every SM. Beside it goes one tran
 blocks after another, two at a time, by the handler as it chooses, with a forced copy method, or
 with `copy_method="copy_engines"`; one big pinned copy after another; and one after another by
 PyTorch, with the guarantees of a transfer (the reference of bandwidth.py). "kernel" is the method
-with which an SM kernel copies, as the peers do. In each repeat the compute runs alone once and then
-beside each of them, in changing order; figures are medians of the repeats. Transfers follow each
-other at once, so there is nothing cold here. Without a GPU a thread computes and nothing is judged.
-All bytes are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the
-targets are met.
+with which an SM kernel copies. In each repeat the compute runs alone once and then beside each of
+them, in changing order; figures are medians of the repeats. Transfers follow each other at once, so
+there is nothing cold here. Without a GPU a thread computes and nothing is judged. All bytes are
+compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are
+met.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from big_copy import BigCopy, Reference
 from computes import Compute, Idle, computes
 from interference_report import BIG, COPY_ENGINES_ONLY, REFERENCE, Cell, Sample, judge, tables
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from timing import TimeLimit, in_turn, no_garbage_collection, synchronize
 from traffic import BigWay, HandlerWay, ReferenceWay, Way, beside
 from transfers import DIRECTIONS, Shape, add_staging, add_transfers, shapes_of
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     options.seconds = options.seconds or (0.06 if on_cuda else 0.02)
     options.mib = options.mib or (128 if on_cuda else 4)
     cells, wrong = measure_all(device, shapes, options)
-    verdicts = judge(cells) if on_cuda else []
+    verdicts = judge(cells) if is_judged(device) else []
     print(tables(cells), "", *verdicts, "", sep="\n")
     names = ("repeats", "seconds", "mib", "arrangements", "staging_mib", "time_limit")
     settings = {name: getattr(options, name) for name in names}

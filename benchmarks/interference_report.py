@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from peers import BESIDE_COMPUTE
 from report import Column, Verdict, table_of
 from timing import summary
 from transfers import Shape
@@ -117,7 +116,7 @@ def _of_kind(title: str, cells: Sequence[Cell]) -> str:
     ]
     for compute in computes:
         columns += [Column(f"{compute}: ms", lost(compute)), Column("GB/s", speed(compute))]
-    return table_of(columns, [*_ways(cells), *_peers(cells[0]), _link(cells[0], computes)])
+    return table_of(columns, [*_ways(cells), _link(cells[0], computes)])
 
 
 def _ways(cells: Sequence[Cell]) -> Iterator[_Line]:
@@ -126,13 +125,6 @@ def _ways(cells: Sequence[Cell]) -> Iterator[_Line]:
         used = sorted({name for cell in of_way for name in cell.copy_methods})
         lost = {cell.compute: cell.lost for cell in of_way}
         yield _Line(way, used, lost, {cell.compute: cell.gb_per_s for cell in of_way})
-
-
-def _peers(cell: Cell) -> Iterator[_Line]:
-    for peer in BESIDE_COMPUTE if cell.shape == Shape(160, 8) else ():
-        if peer.direction == cell.direction:
-            speeds = {"decode": float(peer.gb_per_s)}
-            yield _Line(peer.name, (), {"decode": peer.lost_ms_per_gb}, speeds)
 
 
 def _link(cell: Cell, computes: Sequence[str]) -> _Line:

@@ -62,7 +62,7 @@ class ModelBlocks(NumberedBlocks):
                 handler.load(page_ids=ids, gpu_block_ids=ids).synchronize()
 
     def _bytes(self, numbers: Tensor) -> Tensor:
-        width = self._words * len(self._tensors)
+        width = self._words * len(self.tensors)
         words = torch.arange(width, device=self.device)
         places = numbers.to(self.device)[:, None] * _ODD + words
         return self._contents[places % len(self._contents)]

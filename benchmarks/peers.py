@@ -1,94 +1,94 @@
-"""What others reach, to be compared with.
+"""Moves scattered blocks by what other libraries have installed here, beside torch_kvswap.
 
-Measured on one H200, the layers as slices of one tensor, every peer in the same process as one big
-pinned copy of the same bytes: vLLM 0.33.0 (its CPU offloading, and SimpleCPUOffload), SGLang 0.5.23
-(page_first), LMCache 0.5.6 (without and with staging) and the offloading of transformers 5.23.0.
-SGLang's bulk-copy kernel is among them, although SGLang has no setting that uses it. "Warm": each
-in a loop of its own. "Cold": all configurations in turn, so that the host's caches hold the code of
-another one at each call; 2026-11-22. Then the bulk-copy kernel was measured at 64 blocks only.
+In turn, in one process, on the same blocks and pages: this library; the worker of vLLM's CPU
+offloading; SGLang's transfer kernel; the copies of LMCache's server; the plain ops
+(torch_kvswap/reference.py); and beside them one contiguous copy by PyTorch, which gathers nothing,
+and one big copy, as in bandwidth.py, whose terms, shapes and states these are. A library takes part
+if it can be imported and moves a few blocks right; the others are named, with the reason. Without a
+GPU none does.
+
+The tables have total times over that of the big copy; ! marks a way that moves the same blocks and
+is more than 3 us faster than this library. All bytes are compared after each cell. Ends with 1 when
+bytes are wrong, else with 0, whether or not one is faster.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-@dataclass(frozen=True)
-class Peer:
-    """The fastest one for a kind of transfer. ratio: of its total time to that of the big copy.
-    submit_us: host time in the call of the fastest one that a setting can choose."""
-
-    ratio: float
-    submit_us: float | None = None
-
-
-@dataclass(frozen=True)
-class BesideCompute:
-    """What a graph of decode steps loses beside transfers of 160 x 8 KiB blocks by a peer."""
-
-    name: str
-    direction: str
-    lost_ms_per_gb: float
-    gb_per_s: float
-
-
-_BLOCKS = (1, 8, 64, 512)
-_WARM = {
-    ("64x32", "store"): (2.4, 1.29, 1.09, 1.06),
-    ("64x32", "load"): (2.5, 1.31, 1.11, 1.08),
-    ("160x4", "store"): (3.8, 1.69, 1.15, 1.10),
-    ("160x4", "load"): (4.2, 1.80, 1.18, 1.12),
-    ("61x18", "store"): (3.1, 1.62, 1.15, 1.07),
-    ("61x18", "load"): (3.4, 1.79, 1.13, 1.10),
-    ("1x2048", "store"): (2.2, 1.23, 1.06, 1.03),
-    ("1x2048", "load"): (2.0, 1.18, 1.06, 1.02),
-}
-_COLD = {
-    ("64x32", "store"): ((2.20, 81), (1.33, 169), (1.14, 376), (1.06, 1354)),
-    ("160x8", "store"): ((2.92, 99), (1.43, 162), (1.22, 383), (1.07, 1515)),
-    ("160x8", "load"): ((2.55, 82), (1.54, 169), (1.32, 814), (1.30, 5741)),
-    ("160x4", "store"): ((3.39, 91), (1.81, 179), (1.39, 812), (1.12, 1566)),
-    ("160x4", "load"): ((3.20, 104), (1.99, 191), (1.49, 717), (1.19, 2563)),
-    ("160x2", "store"): ((5.32, 139), (2.69, 169), (1.80, 365), (1.23, 1635)),
-    ("160x2", "load"): ((4.73, 126), (2.90, 191), (1.90, 703), (1.75, 2731)),
-    ("1x2048", "load"): ((2.05, 79), (1.45, 235), (1.11, 10), (1.04, 822)),
-}
-_BULK_KERNEL = {  # cold, 64 blocks
-    ("160x8", "store"): 1.11,
-    ("160x8", "load"): 1.14,
-    ("160x4", "store"): 1.18,
-    ("160x4", "load"): 1.20,
-    ("160x2", "store"): 1.29,
-    ("160x2", "load"): 1.30,
-}
-# Over two big copies at once; the bulk-copy kernel for fragments of 2 KiB, else SGLang.
-_BOTH = {("160x2", 64): 1.72, ("160x2", 512): 1.40, ("160x4", 512): 1.51, ("61x18", 512): 1.44}
-
-BESIDE_COMPUTE = (
-    BesideCompute("vLLM", "store", 0.23, 10),
-    BesideCompute("vLLM", "load", 3.89, 22),
-    BesideCompute("SGLang", "store", 0.68, 50),
-    BesideCompute("SGLang", "load", 3.24, 20),
-    BesideCompute("bulk-copy kernel", "store", 12.9, 51),
-    BesideCompute("bulk-copy kernel", "load", 1.56, 49),
+import torch
+from comparison import (
+    COLD,
+    PLAIN,
+    WARM,
+    NewHandler,
+    Plan,
+    add_comparison,
+    measure_all,
+    plain_ops,
+    settings,
 )
+from peer_handlers import PEERS
+from peers_report import judge, tables
+from program import device_of, finish, is_judged, new_parser
+from transfers import BLOCKS, DIRECTIONS, Shape, move, shapes_of
 
 
-def best_peer(
-    layers: int, fragment_kib: int, direction: str, blocks: int, state: str
-) -> Peer | None:
-    """None for what was not measured. direction: "store", "load" or "both"."""
-    shape = f"{layers}x{fragment_kib}"
-    if direction == "both":
-        ratio = _BOTH.get((shape, blocks))
-        return Peer(ratio) if ratio and state == "cold" else None
-    if blocks not in _BLOCKS:
-        return None
-    index, key = _BLOCKS.index(blocks), (shape, direction)
-    if state == "cold":
-        if key not in _COLD:
-            return None
-        ratio, submit_us = _COLD[key][index]
-        bulk_kernel = _BULK_KERNEL.get(key, ratio) if blocks == 64 else ratio
-        return Peer(min(ratio, bulk_kernel), submit_us)
-    return Peer(_WARM[key][index]) if key in _WARM else None
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    device = device_of(options)
+    on_cuda = device.type == "cuda"
+    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
+    left_out = why_not(PEERS, device)
+    found = {name: peer for name, peer in PEERS.items() if name not in left_out}
+    versions = {name: peer.version() for name, peer in found.items()}
+    shapes, states = shapes_of(options, on_cuda), (WARM, COLD)
+    others: dict[str, NewHandler] = {**found, PLAIN: plain_ops}
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False, others=others)
+    cells = measure_all(plan, device, options, "peers")
+    said = [f"{name}: {text}" for name, text in versions.items()]
+    said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
+    verdicts = judge(cells) if is_judged(device) else []
+    print(tables(cells), "", *said, "", sep="\n")
+    content = {
+        "benchmark": "peers",
+        "settings": settings(options),
+        "versions": versions,
+        "left_out": left_out,
+        "cells": [cell.to_json() for cell in cells],
+    }
+    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+
+
+def _parser() -> ArgumentParser:
+    parser = new_parser(__doc__)
+    add_comparison(parser, samples=20, cold_samples=10)
+    text = "in a transfer"
+    parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, help=text)
+    return parser
+
+
+def why_not(peers: Mapping[str, NewHandler], device: torch.device) -> dict[str, str]:
+    """Moves a few blocks by each, and returns why some cannot take part."""
+    left_out = {}
+    for name, peer in peers.items():
+        blocks = Shape(2, 4).new_blocks(device, 20)
+        with blocks.host:
+            try:
+                handler = peer(blocks)
+                for direction in DIRECTIONS:
+                    move(handler, blocks, (direction,), 9)
+                if wrong := blocks.wrong():
+                    left_out[name] = f"{wrong} blocks and pages had wrong bytes"
+            except Exception as error:
+                left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return left_out
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

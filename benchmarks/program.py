@@ -26,6 +26,11 @@ def device_of(options: Namespace) -> torch.device:
     return torch.device("cpu")
 
 
+def is_judged(device: torch.device) -> bool:
+    """Targets are those of a GPU."""
+    return device.type == "cuda"
+
+
 def finish(
     options: Namespace,
     content: Mapping[str, Any],

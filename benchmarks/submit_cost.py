@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import torch
 from comparison import COLD, HELD, WARM, Plan, add_comparison, measure_all, settings
-from program import device_of, finish, new_parser
+from program import device_of, finish, is_judged, new_parser
 from submit_cost_report import (
     Expansion,
     expansion_table,
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False)
     cells = measure_all(plan, device, options, "calls")
     expansions = [expand(OUTPUTS, factor, options.samples) for factor in FACTORS]
-    verdicts = [*(judge_calls(cells) if on_cuda else []), *judge_expansions(expansions)]
+    verdicts = [*(judge_calls(cells) if is_judged(device) else []), *judge_expansions(expansions)]
     print(tables(cells), "", expansion_table(expansions), "", *verdicts, "", sep="\n")
     content = {
         "benchmark": "submit_cost",

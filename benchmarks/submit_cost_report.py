@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from bandwidth_report import CALLS
 from comparison import BIG, HELD, OURS, REFERENCE, SUBMIT, WARM, Cell, Samples
-from comparison_report import peer_of
-from peers import Peer
 from report import Column, Verdict, table_of
 from timing import Spread
 
@@ -44,10 +42,6 @@ class Call(NamedTuple):
     def samples(self) -> Samples:
         return self.cell.states[self.state]
 
-    @property
-    def peer(self) -> Peer | None:
-        return peer_of(self.cell, self.state)
-
 
 def tables(cells: Sequence[Cell]) -> str:
     """One for each arrangement and direction; a row for each shape, number of blocks and state."""
@@ -78,7 +72,6 @@ def _call_columns(title: str) -> list[Column[Call]]:
         Column("big copy", lambda call: call.samples.median(BIG, SUBMIT)),
         Column("R", lambda call: call.samples.median(REFERENCE, SUBMIT)),
         Column("median / R", lambda call: call.samples.ratio(OURS, REFERENCE, SUBMIT)),
-        Column("best peer", lambda call: call.peer and call.peer.submit_us),
     ]
 
 

@@ -264,12 +264,14 @@ def copy_method_options(
     number = -1 if copy_method in (AUTO, COPY_ENGINES) else COPY_METHODS.index(copy_method)
     staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda" and is_native("cuda"):
-        measured = read_costs(gpu_name(device))
+        gpu = gpu_name(device)
+        measured = read_costs(gpu)
         costs = measured.costs
         if measured.is_of_other_gpu and number < 0:
             warn_once(
                 f"the copy method is chosen by the costs on an {REFERENCE_GPU}: none are known for "
-                "this GPU; `python -m torch_kvswap calibrate` measures them"
+                f"{gpu}; `python -m torch_kvswap calibrate` measures them, in some seconds, "
+                "while the GPU is otherwise idle"
             )
     known = [costs[direction] if costs else {} for direction in DIRECTIONS]
     table = [

@@ -64,7 +64,7 @@ def test_blocks_and_pages_of_a_model_that_are_wrong_are_counted(width: str) -> N
     assert cache.wrong() == 0
     cache.refill()
     cache._in_pages[[0, 1]] = cache._in_pages[[1, 0]]
-    cache._tensors[1][5] += 1
+    cache.tensors[1][5] += 1
     assert cache.wrong() == 3
 
 

@@ -1,5 +1,5 @@
 """Every program runs without a GPU, finds right bytes, notices wrong ones, and leaves its figures in
-a file.
+a file. Targets are judged here, though they are those of a GPU: no GPU run ends in an error of that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from torch_kvswap import OffloadHandler, PrefixCache
+from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
 
@@ -21,8 +22,9 @@ SHAPES = "--shapes 3x4 1x2 --other-mib 1 --samples 2 --cold-samples 1"
 # By program: small arguments, and the number of cells that they give.
 PROGRAMS = {
     "bandwidth": (f"{SHAPES} --blocks 8 1", 16),
+    "peers": (f"{SHAPES} --blocks 8 1", 16),
     "submit_cost": (f"{SHAPES} --blocks 1 8", 16),
-    "duplex": (f"{SHAPES} --blocks 4", 4),
+    "duplex": (f"{SHAPES} --blocks 64", 4),
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
     "encoding": (f"{SHAPES} --blocks 1 8 --repeats 1 --bits 12.5", 12),
     "interference": ("--shapes 3x4 --repeats 2 --seconds 0.002 --mib 1", 16),
@@ -57,10 +59,12 @@ def test_a_program_runs_and_leaves_its_figures(
 ) -> None:
     program, file = importlib.import_module(name), tmp_path / "results" / "figures.json"
     monkeypatch.setattr(program, "OUTPUTS", 1000, raising=False)  # of submit_cost
+    monkeypatch.setattr(program, "is_judged", lambda device: True, raising=False)
     assert run(name, file, device) == 0
     figures = json.loads(file.read_text())
     assert (figures["benchmark"], figures["machine"]["torch"]) == (name, torch.__version__)
     assert set(wrong_counts(figures)) <= {0}
+    assert figures["verdicts"]
     assert all("met" in verdict for verdict in figures["verdicts"])  # run_all.py counts them
     if device == "cpu" and PROGRAMS[name][1] is not None:
         assert len(figures["cells"]) == PROGRAMS[name][1]
@@ -105,6 +109,24 @@ def test_below_moves_pages_and_notices_wrong_ones(
     load = PrefixCache.load
     monkeypatch.setattr(PrefixCache, "load", lambda it, keys, ids: load(it, keys, ids[::-1]))
     assert program.main(arguments) == 1
+
+
+def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_reason() -> None:
+    class Wrong(ReferenceHandler):
+        def load(self, *, page_ids: Any, **options: Any) -> Any:
+            return super().load(page_ids=[page_ids[1], *page_ids[1:]], **options)
+
+    def missing(blocks: Any) -> Any:
+        return importlib.import_module("not_installed")
+
+    def of(handler: Any) -> Any:
+        return lambda blocks: handler(blocks.layout, blocks.host)
+
+    peers = {"right": of(ReferenceHandler), "wrong": of(Wrong), "missing": missing}
+    assert importlib.import_module("peers").why_not(peers, torch.device("cpu")) == {
+        "wrong": "1 blocks and pages had wrong bytes",
+        "missing": "ModuleNotFoundError: No module named 'not_installed'",
+    }
 
 
 def test_all_calls_of_block_managers_are_timed(

@@ -96,8 +96,6 @@ void bind_encoding(nb::module_& module) {
           },
           "sizes"_a, "width_eighths"_a)
       .def_prop_ro("slot_bytes", &SlotFormat::slot_bytes)
-      .def_prop_ro("metadata_bytes", &SlotFormat::metadata_bytes)
-      .def_prop_ro("tiles", &SlotFormat::tile_count)
       .def_prop_ro("max_escapes", &SlotFormat::max_escapes);
 
   module.def(

@@ -54,29 +54,58 @@ __device__ DigestSums sums_of(const unsigned char* tile, uint32_t bytes, const u
   return sums;
 }
 
+// What a slot and the copy say of a block besides its digests.
+struct Mark {
+  uint64_t tag = 0;
+  bool was_rejected = false;  // by the encoder or the decoder
+};
+
+// Two reads over the link. Those of one sector wait for each other, about 1 us each, so not every
+// CTA that has tiles of the block may make them.
+__device__ Mark read_mark(const DigestArguments& a, uint32_t i) {
+  Mark mark;
+  if (a.task == DigestTask::kCompare) {
+    const SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+    mark.tag = *reinterpret_cast<const volatile uint64_t*>(&row->tag);
+  }
+  if (a.rejects != 0) {
+    const uint8_t state = reinterpret_cast<const volatile uint8_t*>(a.states)[i];
+    mark.was_rejected = state != static_cast<uint8_t>(SlotState::kGood) &&
+                        state != static_cast<uint8_t>(SlotState::kCorrupted) &&
+                        state != static_cast<uint8_t>(SlotState::kOverwritten);
+  }
+  return mark;
+}
+
 // What one warp does with the digests of some tiles of blocks[i], from number `first` on: thread t
-// has that of tile first + t, if t < count. stored: that of the slot, tag: the slot's.
+// has that of tile first + t, if t < count. stored: that of the slot. mark: of the warp that has
+// the block's first tile; the others read it when their digests differ.
 __device__ void finish_tiles(const DigestArguments& a, uint32_t i, uint32_t first, uint32_t count,
-                             uint64_t digest, uint64_t stored, uint64_t tag, unsigned lane) {
+                             uint64_t digest, uint64_t stored, Mark mark, unsigned lane) {
   SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
   const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
-  auto* const states = reinterpret_cast<volatile uint8_t*>(a.states);
-  const bool was_rejected = a.rejects != 0 && states[i] != 0;
+  const bool is_first = first == a.first_tile;
   if (a.task == DigestTask::kWrite) {
     if (lane < count) digests_behind(row)[first + lane] = digest ^ right;
-    if (lane == 0 && first == a.first_tile) row->tag = was_rejected ? ~right : right;
-    return;
-  }
-  if (a.task == DigestTask::kCompareAgain && was_rejected) {
-    if (lane == 0) row->tag = ~right;
-    return;
-  }
-  if (a.task == DigestTask::kCompare && (a.stores[i] == 0 || tag == ~right)) {
-    if (lane == 0) states[i] = static_cast<uint8_t>(SlotState::kRefused);
+    if (lane == 0 && is_first) row->tag = mark.was_rejected ? ~right : right;
     return;
   }
   const unsigned different = __ballot_sync(~0u, lane < count && digest != (stored ^ right));
-  const bool is_bad = a.task == DigestTask::kCompare && (was_rejected || tag != right);
+  if (!is_first) {
+    if (different == 0) return;
+    mark = read_mark(a, i);
+  }
+  auto* const states = reinterpret_cast<volatile uint8_t*>(a.states);
+  if (a.task == DigestTask::kCompareAgain && mark.was_rejected) {
+    if (lane == 0) row->tag = ~right;
+    return;
+  }
+  if (a.task == DigestTask::kCompare && (a.stores[i] == 0 || mark.tag == ~right)) {
+    if (lane == 0) states[i] = static_cast<uint8_t>(SlotState::kRefused);
+    return;
+  }
+  const bool is_bad =
+      a.task == DigestTask::kCompare && is_first && (mark.was_rejected || mark.tag != right);
   if (different == 0 && !is_bad) return;
   if (lane == (different != 0 ? __ffs(different) - 1 : 0)) {
     // Of several tiles the last one stays: both numbers are written at once.
@@ -107,13 +136,14 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     const uint32_t i = number / groups, from = kWarps * (number % groups);
     const uint32_t first = a.first_tile + from, count = min(kWarps, a.tile_count - from);
     // On their way over the link meanwhile.
-    uint64_t stored = 0, tag = 0;
-    if (warp == 0 && a.task != DigestTask::kWrite) {
-      SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
-      tag = *reinterpret_cast<const volatile uint64_t*>(&row->tag);
-      if (lane < count) {
+    uint64_t stored = 0;
+    Mark mark;
+    if (warp == 0) {
+      if (a.task != DigestTask::kWrite && lane < count) {
+        SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
         stored = reinterpret_cast<const volatile uint64_t*>(digests_behind(row))[first + lane];
       }
+      if (from == 0) mark = read_mark(a, i);
     }
     if (warp < count) {
       const DigestTile tile = reinterpret_cast<const DigestTile*>(a.tiles)[first + warp];
@@ -127,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     __syncthreads();
     if (warp == 0) {
       const uint64_t digest = digests[turn][lane % kWarps];
-      finish_tiles(a, i, first, count, digest, stored, tag, lane);
+      finish_tiles(a, i, first, count, digest, stored, mark, lane);
     }
   }
 }

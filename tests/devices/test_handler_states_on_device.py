@@ -137,7 +137,7 @@ def test_a_handler_does_what_the_model_does_whatever_is_called_and_fails(
     accelerator: Accelerator,
 ) -> None:
     Machine.accelerator = accelerator
-    run_states(Machine, 200)
+    run_states(Machine, 120)
 
 
 @on_queued_device

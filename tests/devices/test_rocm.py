@@ -153,6 +153,7 @@ def test_nothing_is_said_of_cuda(accelerator: Accelerator) -> None:
     assert report["device cuda"].text == "driven by PyTorch"
 
 
+@pytest.mark.slow
 def test_without_rocm_the_ops_for_cuda_are_native() -> None:
     program = (
         "import torch, sys; torch.version.hip = sys.argv[1] or None; import torch_kvswap;"

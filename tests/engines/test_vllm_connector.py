@@ -41,10 +41,13 @@ class Faults:
     Args:
         chooses: given the direction and the number of blocks, whether this transfer fails, and
             "rejected" if only its last block does.
+        rank: the worker whose transfers fail.
     """
 
-    def __init__(self, engine: Serving, chooses: Callable[[str, int], bool | str]) -> None:
-        self.worker, self.chooses = engine.worker, chooses
+    def __init__(
+        self, engine: Serving, chooses: Callable[[str, int], bool | str], rank: int = 0
+    ) -> None:
+        self.worker, self.chooses = engine.workers[rank], chooses
         self.count = {"store": 0, "load": 0}
         self.seen = {"store": 0, "load": 0}
         self._layer = itertools.cycle(range(LAYERS))
@@ -52,16 +55,17 @@ class Faults:
         self._submit, self._poll = self.worker._submit, self.worker._handler.poll
         self.worker._submit, self.worker._handler.poll = self.submit, self.poll
 
-    def submit(self, number: int, move: Any, submit: Any, **options: Any) -> None:
+    def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
         direction = submit.__name__
-        places = move.places(self.worker._blocks_per_page)
+        slots = self.worker._blocks_per_page
+        places = [place for move in moves.values() for place in move.places(slots)]
         self.seen[direction] += 1
-        self._submit(number, move, submit, **options)
+        job = self._submit(moves, submit, **options)
         how = self.chooses(direction, len(places))
-        if not how or number not in self.worker._open:
-            return
+        if not how or job is None:
+            return job
         self.count[direction] += 1
-        self._failing[number] = how
+        self._failing[job.id] = how
         first = next(self._layer)
         for place in places[-1:] if how == "rejected" else places:
             if direction == "store":
@@ -69,16 +73,17 @@ class Faults:
             else:
                 for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
                     tensor[place.block].view(torch.uint8).fill_(0x5A)
+        return job
 
     def poll(self) -> list[Any]:
         return [self._spoil(result) for result in self._poll()]
 
     def _spoil(self, result: Any) -> Any:
-        how = self._failing.pop(result.tag, False)
+        how = self._failing.pop(result.job_id, False)
         if not how:
             return result
-        places = self.worker._open[result.tag].move.places(self.worker._blocks_per_page)
-        rejected = (len(places) - 1,) if how == "rejected" else ()
+        blocks = sum(len(*self.worker._open[number].move.blocks) for number in result.tag)
+        rejected = (blocks - 1,) if how == "rejected" else ()
         error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
         return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
 
@@ -101,7 +106,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
 @SCHEDULERS
 @pytest.mark.parametrize("new_tokens", [0, 40], ids=["before the step", "in the step"])
 def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens):
-    prompts = {f"{n}": prompt(n, 40 + 17 * n) for n in range(6)}
+    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
     again = {
         f"again {name}": one + prompt(n, new_tokens)
         for n, (name, one) in enumerate(prompts.items())
@@ -112,7 +117,69 @@ def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, 
         loads = Faults(engine, never)
         engine.serve(again)
         check(engine, {**prompts, **again})
-        assert loads.seen["load"] == len(again)
+        assert loads.seen["load"] == (1 if new_tokens else len(again))
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("how", [{"cache": "fp8"}, {"cache": "mla"}, {"workers": 2}])
+def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how):
+    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(4)}
+    again = {f"again {name}": one for name, one in prompts.items()}
+    longer = {f"longer {name}": one + prompt(9, 40) for name, one in prompts.items()}
+    with serving(folder, runner=runner, is_async=is_async, **how) as engine:
+        engine.serve(prompts)
+        for more, loads in ((again, 4), (longer, 5)):
+            engine.forget_gpu()
+            seen = [Faults(engine, never, rank) for rank in range(len(engine.workers))]
+            engine.serve(more)
+            assert {one.seen["load"] for one in seen} == {loads - 4 or 4}
+        check(engine, {**prompts, **again, **longer})
+
+
+@RUNNERS
+def test_loads_that_begin_inside_a_chunk_are_not_joined(folder, runner):
+    """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
+    old = {f"{n}": prompt(n, 129) for n in range(3)}
+    new = {f"new {name}": one + prompt(9, 20) for name, one in old.items()}
+    with serving(folder, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        engine.serve({f"begin {n}": old[f"{n}"][:49] for n in range(2)})
+        loads = Faults(engine, never)
+        engine.serve(new)
+        assert loads.seen["load"] == 3
+        check(engine, new)
+
+
+@RUNNERS
+@SCHEDULERS
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", [True, "rejected"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_one_rank_could_not_copy_is_lost_for_all(folder, runner, is_async, rank, how, policy):
+    old = {f"{n}": prompt(n, 97 + 16 * n) for n in range(2)}
+    new = {f"new {name}": one + prompt(9, 40) for name, one in old.items()}
+    transfer = {"kv_load_failure_policy": policy}
+    with serving(folder, runner=runner, is_async=is_async, transfer=transfer, workers=2) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        faults = Faults(engine, only("load", how), rank)
+        engine.serve(new)
+        failed = [name for name in new if engine.ends[name] == "error"]
+        if policy == "recompute":
+            assert failed == []
+        else:
+            assert failed == (["new 1"] if how == "rejected" else ["new 0", "new 1"])
+        check(engine, {name: one for name, one in new.items() if name not in failed})
+        faults.chooses = only("store")
+        other = {"other": prompt(5, 100)}
+        engine.serve(other)
+        faults.chooses = never
+        engine.forget_gpu()
+        third = {f"third {name}": one for name, one in {**new, **other}.items()}
+        engine.serve(third)
+        check(engine, {**other, **third})
 
 
 def test_the_connector_makes_the_spec_also_in_the_front_end(folder):
@@ -175,19 +242,36 @@ def test_what_could_not_be_loaded_is_computed_again(folder, runner, is_async, ho
 
 @RUNNERS
 @SCHEDULERS
-@pytest.mark.parametrize("new", [0, 50], ids=["asynchronous", "in the step"])
-def test_with_the_policy_fail_only_the_request_fails(folder, runner, is_async, new):
-    first, second = prompt(1, 100), prompt(2, 84)
+@pytest.mark.parametrize(
+    ("new", "how", "fails"),
+    [
+        (0, True, ["first"]),
+        (50, "rejected", ["second"]),  # its last block is that of the step's load
+        (50, True, ["first", "second"]),  # both are in the load that failed
+    ],
+    ids=["asynchronous", "a block in the step", "in the step"],
+)
+def test_with_the_policy_fail_only_the_requests_of_the_load_fail(
+    folder, runner, is_async, new, how, fails
+):
+    prompts = {"first": prompt(1, 100), "second": prompt(2, 84)}
     with serving(folder, runner=runner, is_async=is_async) as engine:
-        engine.serve({"first": first, "second": second})
+        engine.serve(prompts)
         engine.forget_gpu()
-        faults = Faults(engine, lambda direction, blocks: direction == "load" and blocks == 6)
-        again = {"first again": first + prompt(3, new), "second again": second + prompt(4, new)}
+        faults = Faults(
+            engine, lambda direction, blocks: direction == "load" and blocks > 5 and how
+        )
+        more = {"first": prompt(3, new), "second": prompt(4, new)}
+        again = {f"{name} again": one + more[name] for name, one in prompts.items()}
         engine.serve(again)
-        assert engine.ends["first again"] == "error"
-        assert engine.tokens["first again"] == []
-        assert faults.seen["load"] == 2
-        check(engine, {"second again": again["second again"]})
+        assert faults.seen["load"] == (1 if new else 2)
+        for name in prompts:
+            if name in fails:
+                assert engine.ends[f"{name} again"] == "error"
+                assert engine.tokens[f"{name} again"] == []
+            else:
+                check(engine, {f"{name} again": again[f"{name} again"]})
+        faults.chooses = never
         third = {f"third {name}": one for name, one in again.items()}
         engine.serve(third)
         check(engine, third)
@@ -308,6 +392,33 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, 
         engine.abort("aborted")
         engine.run()
         engine.serve({"new": new})
+        check(engine, {"new": new})
+
+
+@RUNNERS
+@pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
+def test_a_request_that_is_preempted_before_its_load_has_failed_keeps_no_token_of_it(
+    folder, runner
+):
+    old = prompt(1, 96)
+    new = old + prompt(2, 64)
+    with serving(folder, runner=runner, is_async=True) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.add("new", new)
+        engine.step()
+        assert engine.steps, "it is not reported yet"
+        blocks = engine.scheduler.kv_cache_manager
+        allocate = blocks.allocate_slots
+
+        def no_block_is_free(*_: Any, **__: Any) -> None:
+            blocks.allocate_slots = allocate
+
+        blocks.allocate_slots = no_block_is_free
+        engine.run()
+        assert engine.requests["new"].num_preemptions == 1
+        assert faults.count["load"] == 1
         check(engine, {"new": new})
 
 

@@ -32,8 +32,8 @@ SCRIPT = """
             # No copy begins before all layers are launched.
             held.append(accelerator.hold_copies())
             start(*arguments, **options)
-            if part._in_step:
-                print("groups", *sorted({job.job.layer_groups for job in part.worker._open.values()}))
+            if part._in_step_job is not None:
+                print("groups", part._in_step_job.layer_groups)
             else:
                 held.pop().release()
 
@@ -44,14 +44,19 @@ SCRIPT = """
                 held.pop().release()
 
         connector.start_load_kv, made.when_launched = start_held, let_them_go
-        let_wait = part.worker.let_wait
+        submit = part.worker.submit_step_loads
 
-        def noted(jobs, group=None):
-            print("waits for", group)
-            if waits == "all":
-                let_wait(jobs, group)
+        class Noted:
+            def __init__(self, *loads):
+                self.job = submit(*loads)
+                self.layer_groups = self.job.layer_groups
 
-        part.worker.let_wait = noted
+            def wait(self, layer_group):
+                print("waits for", layer_group)
+                if waits == "all":
+                    self.job.wait(layer_group=layer_group)
+
+        part.worker.submit_step_loads = Noted
         engine.serve({f"again {name}": one for name, one in new.items()})
         right = [engine.tokens[f"again {name}"] == expected_tokens(one, 4)
                  for name, one in new.items()]
@@ -84,3 +89,54 @@ def test_without_the_waits_a_step_reads_old_bytes(graph):
     """The control of the test above."""
     said = said_by("v2", graph, "none")
     assert said == ["groups 4", "right False False False", *WAITS[graph]]
+
+
+ORDER = """
+    import sys
+
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+    from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches
+
+    from torch_kvswap.integrations.vllm.options import SpecOptions
+
+    cache = caches([[(0, 64), (1, 64)]], [64, 64], "fakeaccel:0")
+    layers = [one.tensor for one in cache.tensors]
+    worker = KVSwapWorker(cache, 3, 1, SpecOptions(1))
+    for page in range(3):
+        worker._pool.pages[page] = page + 1
+    for layer in layers:
+        layer.zero_()
+    loads = {
+        page: TransferJob(f"{page}", CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0]))
+        for page in range(3)
+    }
+    steps = [loads] if sys.argv[1] == "joined" else [{page: one} for page, one in loads.items()]
+    stream = torch.Stream("fakeaccel:0")
+    with accelerator.hold_copies():
+        first, *_ = [worker.submit_step_loads(one, 2) for one in steps]
+        first.wait(stream, layer_group=0)
+        with stream:
+            seen = [layer[9:12, 0].clone() for layer in layers]
+        # The ids, the first layer of each block, and the ids again.
+        accelerator.let_copies(1 + len(steps[0]) + 1)
+        stream.synchronize()
+    worker.wait(set(loads))
+    for of_layer in (*seen, *(layer[9:12, 0] for layer in layers)):
+        print("layer", *of_layer.tolist())
+    print("ended", [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()])
+    worker.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "first_layer", "sizes"),
+    [
+        ("joined", "layer 1 2 3", [3 * 128, None, None]),
+        ("apart", "layer 1 0 0", [128] * 3),  # the control
+    ],
+)
+def test_a_layer_of_all_loads_of_a_step_lands_before_the_next_layer_of_any(how, first_layer, sizes):
+    *layers, ended = run_on_device(ORDER, how).splitlines()[-5:]
+    assert layers == [first_layer, "layer 0 0 0", "layer 1 2 3", "layer 1 2 3"]
+    assert ended == f"ended {[(number, True, size) for number, size in enumerate(sizes)]}"

@@ -20,6 +20,7 @@ def test_what_is_not_said_has_a_default():
         staging_bytes=256 << 20,
         encoding="raw",
         bits_per_value=None,
+        verify="off",
         pin_in_background=False,
     )
 
@@ -33,6 +34,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "staging_bytes": 0,
         "encoding": "lossless",
         "bits_per_value": 12.5,
+        "verify": "order",
         "pin_in_background": True,
     }
     of_vllm = {
@@ -51,7 +53,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "backpressure": {},
     }
     read = read_options(ours | of_vllm)
-    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", 12.5, True)
+    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", 12.5, "order", True)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -91,6 +93,10 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
         (
             {"cpu_bytes_to_use": 1, "bits_per_value": 12.5},
             "kv_connector_extra_config: bits_per_value is 12.5, but encoding is 'raw'",
+        ),
+        (
+            {"cpu_bytes_to_use": 1, "verify": True},
+            "verify is True; it must be off or load or order",
         ),
         ({"cpu_bytes_to_use": 1, "load_after": "nothing"}, "has load_after, which"),
         (

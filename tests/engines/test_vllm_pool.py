@@ -27,6 +27,8 @@ from torch_kvswap.integrations.vllm.pool import (
     this_host,
 )
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
+from torch_kvswap.results import CorruptedPageError
 
 
 @pytest.fixture
@@ -51,6 +53,27 @@ def test_all_workers_can_use_all_pages_of_one_memory(engine):
     for pool in pools:
         assert [int(page[0, 0]) for page in pool.pages[:3]] == [1, 2, 3]
         assert pool.nbytes == 6 * 2 * 64
+    for pool in pools:
+        pool.close()
+
+
+def test_a_worker_loads_what_another_one_has_stored_with_digests_and_notices_damage(engine):
+    gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
+    layouts = [PagedLayout([one]) for one in gpu]
+
+    def attach(rank: int) -> HostPool:
+        of_engine = Replicas(rank, 2, engine)
+        return replicated_pool(layouts[rank], 6, 2, of_engine, PATIENCE, verify="load")
+
+    with ThreadPoolExecutor(2) as threads:
+        pools = list(threads.map(attach, range(2)))
+    first, second = map(OffloadHandler, layouts, pools)
+    first.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[4, 5]).synchronize()
+    second.load(page_ids=[4, 5], gpu_block_ids=[7, 6, 5, 4]).synchronize()
+    assert torch.equal(gpu[1][[7, 6, 5, 4]], gpu[0][:4])
+    pools[0].pages[4, 1, 9] ^= 1
+    with pytest.raises(CorruptedPageError, match="GPU block 3, page 4, slot 1"):
+        second.load(page_ids=[4, 5], gpu_block_ids=[2, 3, 1, 0]).synchronize()
     for pool in pools:
         pool.close()
 

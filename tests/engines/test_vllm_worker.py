@@ -298,6 +298,31 @@ def test_shutdown_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
     assert torch.equal(pages, checked.pages)
 
 
+def test_blocks_of_pages_with_digests_are_copied_again_beside_them_or_not_at_all(
+    device, monkeypatch, caplog
+):
+    """Plain copies make no digests, and compare none."""
+    checked = CheckedWorker(GROUPS["a tensor for each layer"], device, verify="load")
+    fail_copies(checked, monkeypatch)
+    checked.submit("store", [([3], [5], 0)])
+    assert checked.finished(1)[0].success
+    assert not checked.worker._pool.pages[5].any()
+    checked.submit("load", [([8], [5], 0)])
+    assert checked.finished(1)[0].success
+    for one, expected in zip(checked.caches.tensors, checked.expected, strict=True):
+        assert torch.equal(one.tensor[8].cpu(), expected[3])
+    checked.submit("load", [([4], [6], 0)])
+    assert not checked.finished(1)[0].success
+    assert "failed, too: page 6 has digests, which plain copies do not compare" in caplog.text
+    checked.worker.shutdown()
+
+
+def test_digests_without_kernels_are_refused(device):
+    said = "copy_method='copy_engines' cannot make the digests of host pages with verify='load'"
+    with pytest.raises(ValueError, match=said):
+        CheckedWorker(GROUPS["padded rows"], device, verify="load", copy_method="copy_engines")
+
+
 def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object) -> None:
         raise RuntimeError("error 719")

@@ -164,7 +164,7 @@ def test_random_jobs_leave_the_bits_of_a_model(
 def test_many_random_jobs_leave_the_bits_of_a_model(
     driver: Driver, method: str, shares: bool
 ) -> None:
-    check_random_jobs(driver, "threaded", method, shares, scenarios=40)
+    check_random_jobs(driver, "threaded", method, shares, scenarios=8)
 
 
 def check_random_jobs(driver: Driver, mode: str, method: str, shares: bool, scenarios: int) -> None:

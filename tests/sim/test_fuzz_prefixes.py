@@ -30,7 +30,7 @@ def test_prefix_caches_on_the_cpu_load_the_bytes_of_the_keys() -> None:
 def test_prefix_caches_on_the_simulated_driver_load_the_bytes_of_the_keys(
     driver: Driver, mode: str
 ) -> None:
-    check(fuzz(lambda seed: Server(Simulated(driver, mode, seed), seed), 10))
+    check(fuzz(lambda seed: Server(Simulated(driver, mode, seed), seed), 5))
 
 
 def check_encoded(counts: Counter[str]) -> None:
@@ -48,7 +48,7 @@ def test_prefix_caches_on_the_cpu_find_encoded_blocks_if_they_fit() -> None:
 def test_prefix_caches_on_the_simulated_driver_find_encoded_blocks_if_they_fit(
     driver: Driver, mode: str
 ) -> None:
-    check_encoded(fuzz(lambda seed: EncodedServer(Simulated(driver, mode, seed), seed), 10))
+    check_encoded(fuzz(lambda seed: EncodedServer(Simulated(driver, mode, seed), seed), 5))
 
 
 @pytest.mark.gpu

@@ -170,7 +170,7 @@ class Unordered(Machine):
 @simulated
 def test_a_handler_does_what_the_model_does_whatever_is_called_and_fails(driver: Driver) -> None:
     Machine.driver = driver
-    run_states(Machine, 400)
+    run_states(Machine, 200)
 
 
 @simulated

@@ -1,15 +1,10 @@
 """Each allocation of the native library fails once: every job ends, the handler goes on, and a
 block manager keeps its state.
-
-tests/support/simulated_driver/liballocations is preloaded and makes them fail. It counts the
-allocations of the library itself and of the C++ library, in all threads.
 """
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
-import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,9 +15,10 @@ import pytest
 import torch
 from drained import drain
 from encoded_cache import EncodedCache
+from failing_allocations import FailingAllocation, each_fails, number_of_failures
 from patience import PATIENCE, in_time
 from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream, needs_kernels
-from simulated_driver import DEVICE, Driver, build, run, without_cuda
+from simulated_driver import DEVICE, Driver, without_cuda
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.layout import PagedLayout
@@ -30,38 +26,25 @@ from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.prefix.manager import BlockManager
 from torch_kvswap.results import TransferError
 
-LIBRARY = native.__file__.encode()
 # What a call may raise because of that, and whom a test may make fail besides.
 TOLD = ("out of host memory", "failed: ", "made up by the simulated driver", "was cancelled")
-
-
-def allocations() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build() / "liballocations.so"))
-    library.allocations_fail.restype = ctypes.c_bool
-    library.allocations_stop.restype = ctypes.c_bool
-    return library
 
 
 class Attempt:
     """A scenario with a handler of its own, of which one allocation fails."""
 
-    def __init__(self, driver: Driver, nth: int, **options: Any) -> None:
+    def __init__(self, driver: Driver, allocation: FailingAllocation, **options: Any) -> None:
         driver.reset()
+        self.begin = allocation.begin  # from then on the allocations are counted
         self.driver = driver
         self.sim = SimulatedCache(driver, blocks=600, pages=600, **options)
         self.jobs: list[tuple[Job, int, int]] = []
         self.gates = 0
         self.reported: list[int] = []
-        self._library = allocations()
         self._synchronized = driver.calls("cuStreamSynchronize")
         self._ends = threading.Event()
         self._releasing = threading.Thread(target=self._release_for_who_waits)
         self._releasing.start()
-        self._nth = nth
-
-    def begin(self) -> None:
-        """From here on the allocations are counted."""
-        assert self._library.allocations_fail(LIBRARY, ctypes.c_long(self._nth))
 
     def is_synchronized(self) -> bool:
         """Whether a job failed in the middle of its copies, and waits for those that were submitted."""
@@ -76,11 +59,9 @@ class Attempt:
         for hold in list(self.sim._holds):
             self.sim.release(hold)
 
-    def stop(self) -> bool:
-        """Whether an allocation has failed."""
+    def stop(self) -> None:
         self._ends.set()
         self._releasing.join()
-        return bool(self._library.allocations_stop())
 
     def call(self, body: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What it returns; None when it raised what the test provokes."""
@@ -334,38 +315,28 @@ SCENARIOS: dict[str, tuple[Callable[[Attempt], None], dict[str, Any]]] = {
 
 
 def sweep(driver: Driver, name: str) -> None:
-    """The scenario with its first allocation failing, with its second, until none fails."""
     scenario, options = SCENARIOS[name]
-    for nth in itertools.count(1):
-        faulthandler.dump_traceback_later(3 * PATIENCE, exit=True)
-        attempt = Attempt(driver, nth, **options)
-        try:
-            scenario(attempt)
-            failed = attempt.stop()
-            attempt.check()
-        except BaseException:
-            print(f"allocation {nth} of '{name}'")
-            raise
-        faulthandler.cancel_dump_traceback_later()
-        if not failed:
-            print(nth - 1)
-            return
+
+    def run(allocation: FailingAllocation) -> None:
+        attempt = Attempt(driver, allocation, **options)
+        scenario(attempt)
+        attempt.stop()
+        allocation.end()
+        attempt.check()
+
+    each_fails(run)
 
 
-def program(driver: Driver) -> None:
-    import os
-
-    from test_out_of_memory import sweep
-
-    sweep(driver, os.environ["SCENARIO"])
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "," in name else [])  # variants
+        for name in SCENARIOS
+    ],
+)
 @without_cuda
 def test_every_job_ends_and_the_handler_works_on_whichever_allocation_fails(name: str) -> None:
-    preload = str(build() / "liballocations.so")
-    allocations = int(run(program, SCENARIO=name, LD_PRELOAD=preload))
-    assert allocations > 10
+    assert number_of_failures(sweep, name) > 10
 
 
 def run_and_see(driver: Driver, jobs: list[Job]) -> bool:
@@ -375,65 +346,52 @@ def run_and_see(driver: Driver, jobs: list[Job]) -> bool:
 
 
 def sweep_encoded(driver: Driver, method: str) -> None:
-    """Copies with rejected blocks, with the first allocation failing, with the second, and so on."""
-    library = allocations()
-    for nth in itertools.count(1):
-        faulthandler.dump_traceback_later(3 * PATIENCE, exit=True)
-        driver.reset()
-        cache = EncodedCache(driver, copy_method=method)
-        cache.spoil(2)
-        before = {block: cache.block(block) for block in (1, 3, 8)}
-        live = driver.live("allocations")
-        assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
-        jobs = []
-        driver.set_mode("immediate")
-        with suppress(MemoryError, RuntimeError):
-            gpu, host = cache.layouts[0], cache.pools[0]
-            with OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20) as other:
-                other.store(gpu_block_ids=[1], page_ids=[15], after=())
-        driver.set_mode("manual")
-        with suppress(MemoryError):
-            jobs.append(cache.store([1, 2, 3], [0, 1, 2]))
-            jobs.append(cache.load([0, 1, 2], [7, 8, 9]))
-        assert in_time(partial(run_and_see, driver, jobs)), "a job does not end"
-        failed = library.allocations_stop()
-        assert driver.live("allocations") == live
-        for job, targets in zip(jobs, ((), (7, 8, 9)), strict=False):
-            assert job.result is not None
-            if job.result.rejected:
-                assert job.result.rejected == (1,)
-                for target, source in zip(targets, (1, 8, 3), strict=False):
-                    assert cache.is_same(target, before[source])
-            else:
-                assert told(job.result.error), f"allocation {nth}: {job.result}"
-        drain(cache.handler)
-        cache.handler.poll()
-        driver.set_mode("immediate")
-        cache.store([1, 3], [1, 4]).synchronize(PATIENCE)
-        cache.load([1, 4], [5, 6]).synchronize(PATIENCE)
-        assert cache.is_same(5, before[1])
-        assert cache.is_same(6, before[3])
-        cache.handler.close()
-        faulthandler.cancel_dump_traceback_later()
-        if not failed:
-            print(nth - 1)
-            return
+    each_fails(partial(copy_with_rejected_blocks, driver, method))
 
 
-def program_of_encoded(driver: Driver) -> None:
-    import os
-
-    from test_out_of_memory import sweep_encoded
-
-    sweep_encoded(driver, os.environ["METHOD"])
+def copy_with_rejected_blocks(driver: Driver, method: str, allocation: FailingAllocation) -> None:
+    driver.reset()
+    cache = EncodedCache(driver, copy_method=method)
+    cache.spoil(2)
+    before = {block: cache.block(block) for block in (1, 3, 8)}
+    live = driver.live("allocations")
+    allocation.begin()
+    jobs = []
+    driver.set_mode("immediate")
+    with suppress(MemoryError, RuntimeError):
+        gpu, host = cache.layouts[0], cache.pools[0]
+        with OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20) as other:
+            other.store(gpu_block_ids=[1], page_ids=[15], after=())
+    driver.set_mode("manual")
+    with suppress(MemoryError):
+        jobs.append(cache.store([1, 2, 3], [0, 1, 2]))
+        jobs.append(cache.load([0, 1, 2], [7, 8, 9]))
+    assert in_time(partial(run_and_see, driver, jobs)), "a job does not end"
+    allocation.end()
+    assert driver.live("allocations") == live
+    for job, targets in zip(jobs, ((), (7, 8, 9)), strict=False):
+        assert job.result is not None
+        if job.result.rejected:
+            assert job.result.rejected == (1,)
+            for target, source in zip(targets, (1, 8, 3), strict=False):
+                assert cache.is_same(target, before[source])
+        else:
+            assert told(job.result.error), job.result
+    drain(cache.handler)
+    cache.handler.poll()
+    driver.set_mode("immediate")
+    cache.store([1, 3], [1, 4]).synchronize(PATIENCE)
+    cache.load([1, 4], [5, 6]).synchronize(PATIENCE)
+    assert cache.is_same(5, before[1])
+    assert cache.is_same(6, before[3])
+    cache.handler.close()
 
 
 @pytest.mark.parametrize("method", ["staged", "kernel"])
 @needs_kernels
 @without_cuda
 def test_no_rejected_block_is_lost_whichever_allocation_fails(method: str) -> None:
-    preload = str(build() / "liballocations.so")
-    assert int(run(program_of_encoded, METHOD=method, LD_PRELOAD=preload)) > 10
+    assert number_of_failures(sweep_encoded, method) > 10
 
 
 CALLS: dict[str, Callable[[BlockManager], Any]] = {
@@ -445,66 +403,50 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
 }
 
 
-def sweep_calls(name: str) -> None:
-    """The call of a block manager with its first allocation failing, with its second, until none
-    fails. After each failure it is made again."""
-    library = allocations()
-    for nth in itertools.count(1):
-        manager = BlockManager(3, events=True, below_policy="all")
-        manager.complete(manager.prepare_store(["a", "b"]))
-        before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
-        assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
-        try:
-            CALLS[name](manager)
-        except MemoryError:
-            assert library.allocations_stop()
-            assert manager.stats() == before[0]
-            assert manager.events() == []
-            assert manager.lookup(["a", "b"], again=True) == before[2]
-            assert CALLS[name](manager) is not None
-        else:
-            assert not library.allocations_stop()
-            print(nth - 1)
-            return
+def sweep_calls(_: Driver, name: str) -> None:
+    each_fails(partial(call_a_manager, CALLS[name]))
 
 
-def program_of_calls(driver: Driver) -> None:
-    import os
-
-    from test_out_of_memory import sweep_calls
-
-    sweep_calls(os.environ["CALL"])
+def call_a_manager(call: Callable[[BlockManager], Any], allocation: FailingAllocation) -> None:
+    """After a failure the call is made again."""
+    manager = BlockManager(3, events=True, below_policy="all")
+    manager.complete(manager.prepare_store(["a", "b"]))
+    before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
+    allocation.begin()
+    try:
+        call(manager)
+    except MemoryError:
+        allocation.end()
+        assert allocation.has_failed
+        assert manager.stats() == before[0]
+        assert manager.events() == []
+        assert manager.lookup(["a", "b"], again=True) == before[2]
+        assert call(manager) is not None
+    else:
+        allocation.end()
+        assert not allocation.has_failed
 
 
 @pytest.mark.parametrize("name", CALLS)
 @without_cuda
 def test_a_block_manager_is_as_it_was_whichever_allocation_fails(name: str) -> None:
-    preload = str(build() / "liballocations.so")
-    assert int(run(program_of_calls, CALL=name, LD_PRELOAD=preload)) > 0
+    assert number_of_failures(sweep_calls, name) > 0
 
 
-def sweep_touch() -> None:
-    """Pages are touched with the first allocation failing, with the second, until none fails."""
-    library, nbytes = allocations(), 96 << 20
-    for nth in itertools.count(1):
-        address = native.map_host(-1, nbytes, 1 << 21, True)
-        assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
-        with suppress(MemoryError):
-            native.touch_host(address, nbytes, 3, False, [])
-        failed = library.allocations_stop()
-        native.unmap_host(address, nbytes)
-        if not failed:
-            print(nth - 1)
-            return
+def sweep_touch(_: Driver, name: str) -> None:
+    each_fails(touch)
 
 
-def program_of_touch(driver: Driver) -> None:
-    from test_out_of_memory import sweep_touch
-
-    sweep_touch()
+def touch(allocation: FailingAllocation) -> None:
+    nbytes = 96 << 20
+    address = native.map_host(-1, nbytes, 1 << 21, True)
+    allocation.begin()
+    with suppress(MemoryError):
+        native.touch_host(address, nbytes, 3, False, [])
+    allocation.end()
+    native.unmap_host(address, nbytes)
 
 
 @without_cuda
 def test_pages_are_touched_by_the_threads_that_there_is_memory_for() -> None:
-    preload = str(build() / "liballocations.so")
-    assert int(run(program_of_touch, LD_PRELOAD=preload)) > 2
+    assert number_of_failures(sweep_touch) > 2

@@ -373,6 +373,22 @@ def test_a_begun_job_that_is_cancelled_ends_with_its_copies(driver: Driver, kind
 @KINDS
 @needs_kernels
 @simulated
+def test_a_begun_job_that_is_cancelled_is_told_so_if_its_rest_fails(
+    driver: Driver, kind: str
+) -> None:
+    with staged(driver, kind) as sim:
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            assert sim.handler.cancel(job)
+            driver.fail(LAUNCH)
+        assert in_time(job.query)
+        assert [result.state for result in sim.handler.poll()] == ["cancelled"]
+        assert driver.pending() == ""
+
+
+@KINDS
+@needs_kernels
+@simulated
 def test_a_device_that_is_lost_ends_a_begun_job_and_those_behind_it(
     driver: Driver, kind: str
 ) -> None:

@@ -8,6 +8,7 @@ read too early, changes the tokens. expected_tokens() computes them without a ca
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,13 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
@@ -41,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -145,6 +149,7 @@ class Runner:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def execute(self, scheduled: Any) -> ModelRunnerOutput:
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self._update(scheduled)
         if not self.is_v2:  # as GPUModelRunner.execute_model() does
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
@@ -247,6 +252,9 @@ class Serving:
         blocks: GPU blocks, the first of which is vLLM's null block.
         batched: tokens of a step.
         window: of all layers, in tokens; None is full attention.
+        cache: "kv", or "fp8", or "mla" for latent attention, of as many bytes.
+        workers: ranks of tensor parallelism, each with the same cache. The tokens are those of the
+            last one.
         transfer: more of the KVTransferConfig.
         extra: more of kv_connector_extra_config.
     """
@@ -263,17 +271,20 @@ class Serving:
         batched: int = 256,
         device: str = "cpu",
         window: int | None = None,
+        cache: str = "kv",
+        workers: int = 1,
         transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         page_bytes = LAYERS * BLOCK * LANES * 4
-        options = {"cpu_bytes_to_use": pages * page_bytes, **(extra or {})}
-        self.config = _config(folder, is_async, batched, {**CONNECTOR, **(transfer or {})}, options)
+        options = {"cpu_bytes_to_use": pages * page_bytes * workers, **(extra or {})}
+        how = {**CONNECTOR, **(transfer or {})}
+        self.config = _config(folder, is_async, batched, how, options, workers)
         # Only now, because it wants Triton, which our model does without.
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
         assert self.config.use_v2_model_runner == (runner == "v2")
         self.config.cache_config.num_gpu_blocks = blocks
-        kv_cache_config = _kv_cache_config(blocks, window)
+        kv_cache_config = _kv_cache_config(blocks, window, cache)
         kind = AsyncScheduler if is_async else Scheduler
         self.scheduler = kind(
             self.config,
@@ -282,7 +293,12 @@ class Serving:
             block_size=BLOCK,
             log_stats=True,
         )
-        self.runner = Runner(self.config, kv_cache_config, device, runner)
+        self.runners = []
+        for rank in range(workers):
+            patch.setattr(self.config.parallel_config, "rank", rank)
+            self.runners.append(Runner(self.config, kv_cache_config, device, runner))
+        self.runner = self.runners[0]
+        self._aggregator = KVOutputAggregator(workers)
         self.is_async = is_async
         self.steps: deque[tuple[Any, Any]] = deque()  # executed, not reported yet
         self.requests: dict[str, Request] = {}
@@ -310,7 +326,13 @@ class Serving:
         """As EngineCore does: with asynchronous scheduling a step is reported after the next one was
         scheduled and launched."""
         scheduled = self.scheduler.schedule()
-        self.steps.append((scheduled, self.runner.execute(scheduled)))
+        output: Any
+        if len(self.runners) == 1:
+            output = self.runner.execute(scheduled)
+        else:  # copies, as to and from other processes
+            outputs = [copy.deepcopy(one.execute(copy.deepcopy(scheduled))) for one in self.runners]
+            output = self._aggregator.aggregate(outputs, len(outputs) - 1)
+        self.steps.append((scheduled, output))
         waits = self.is_async and scheduled.total_num_scheduled_tokens > 0
         while len(self.steps) > int(waits):
             self._report(*self.steps.popleft())
@@ -340,9 +362,13 @@ class Serving:
         assert self.scheduler.reset_prefix_cache()
 
     @property
+    def workers(self) -> list[Any]:
+        """The KVSwapWorker of each rank."""
+        return [one.connector.connector_worker.worker for one in self.runners]
+
+    @property
     def worker(self) -> Any:
-        """The KVSwapWorker."""
-        return self.runner.connector.connector_worker.worker
+        return self.workers[0]
 
 
 @contextlib.contextmanager
@@ -354,11 +380,17 @@ def serving(folder: Path, **how: Any) -> Iterator[Serving]:
             yield made
         finally:
             made.scheduler.shutdown()
-            made.runner.shutdown()
+            for runner in made.runners:
+                runner.shutdown()
 
 
 def _config(
-    folder: Path, is_async: bool, batched: int, transfer: dict[str, Any], extra: dict[str, Any]
+    folder: Path,
+    is_async: bool,
+    batched: int,
+    transfer: dict[str, Any],
+    extra: dict[str, Any],
+    workers: int,
 ) -> VllmConfig:
     model = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64}
     model |= {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "ffn_dim": 128}
@@ -381,17 +413,24 @@ def _config(
             kv_role="kv_both", kv_connector_extra_config=extra, **transfer
         ),
         device_config=DeviceConfig(device="cpu"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=workers,
+            distributed_executor_backend="mp" if workers > 1 else None,
+        ),
     )
 
 
-def _kv_cache_config(blocks: int, window: int | None) -> KVCacheConfig:
+def _kv_cache_config(blocks: int, window: int | None, cache: str) -> KVCacheConfig:
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": LANES // 2}
     shape["dtype"] = torch.float32
-    spec = (
-        FullAttentionSpec(**shape)
-        if window is None
-        else SlidingWindowSpec(**shape, sliding_window=window)
-    )
+    if window is not None:
+        spec = SlidingWindowSpec(**shape, sliding_window=window)
+    elif cache == "mla":
+        spec = MLAAttentionSpec(**shape | {"head_size": LANES})
+    elif cache == "fp8":
+        spec = FullAttentionSpec(**shape | {"head_size": 2 * LANES, "dtype": torch.float8_e4m3fn})
+    else:
+        spec = FullAttentionSpec(**shape)
     page = spec.page_size_bytes
     assert page == BLOCK * LANES * 4
     if IS_033:

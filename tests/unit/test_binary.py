@@ -85,7 +85,7 @@ def test_an_exception_of_an_op_is_no_longer_in_flight_when_python_has_it():
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="the simulated driver needs a PyTorch without CUDA"
 )
-def test_importing_it_does_not_touch_cuda():
+def test_importing_it_and_a_pool_for_the_cpu_do_not_touch_cuda():
     # With the simulated driver a driver can be found on every machine; the last line, a control, uses it.
     code = """
 import pathlib, torch
@@ -93,6 +93,7 @@ def drivers(): return "libcuda.so" in pathlib.Path("/proc/self/maps").read_text(
 before = drivers()
 import torch_kvswap
 from torch_kvswap._native.loader import native
+pool = torch_kvswap.HostPool(torch_kvswap.PagedLayout([torch.zeros(2, 8)]), 4)
 print(drivers() != before, torch.cuda.is_initialized())
 native.driver_version()
 print(drivers() != before, torch.cuda.is_initialized())

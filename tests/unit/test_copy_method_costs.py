@@ -72,8 +72,9 @@ def test_costs_of_another_gpu_are_named_in_the_log_once(
     for _ in range(2):
         copy_method_options("auto", 1 << 20, gpu)
     assert caplog.messages == [
-        "the copy method is chosen by the costs on an NVIDIA H200: none are known for this GPU; "
-        "`python -m torch_kvswap calibrate` measures them"
+        "the copy method is chosen by the costs on an NVIDIA H200: none are known for Imaginary "
+        "9000; `python -m torch_kvswap calibrate` measures them, in some seconds, while the GPU is "
+        "otherwise idle"
     ]
     caplog.clear()
     warn_once.cache_clear()

@@ -47,8 +47,7 @@ def test_the_interrupter_reaches_every_point_once() -> None:
         assert interrupter.points == at
 
 
-@pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("has_tag", [False, True])
+@pytest.mark.parametrize(("direction", "has_tag"), [("store", False), ("load", True)])
 def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
     direction: str, has_tag: bool
 ) -> None:
@@ -91,8 +90,7 @@ def make_rejecting_handler() -> OffloadHandler:
     return OffloadHandler(layout, HostPool(layout, BLOCKS, encoding="lossless"))
 
 
-@pytest.mark.parametrize("jobs", [3, 70])
-@pytest.mark.parametrize("make", [make_handler, make_rejecting_handler])
+@pytest.mark.parametrize(("make", "jobs"), [(make_handler, 70), (make_rejecting_handler, 3)])
 def test_a_poll_returns_what_an_interrupted_one_did_not(
     make: Callable[[], OffloadHandler], jobs: int
 ) -> None:

@@ -159,6 +159,7 @@ def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch,
         loader.load()
 
 
+@pytest.mark.slow
 def test_a_source_tree_that_hides_an_installation_says_so(tmp_path: Path) -> None:
     tree, installed = tmp_path / "checkout", tmp_path / "site-packages"
     without = shutil.ignore_patterns("_C.*so", "__pycache__")

@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
+from failing_allocations import FailingAllocation, each_fails, number_of_failures
 from patience import PATIENCE, in_time
 from simulated_cache import rest
-from simulated_driver import Driver, build, run, without_cuda
+from simulated_driver import Driver, without_cuda
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import copy_method_options
@@ -202,39 +203,26 @@ def lost(queue: Queue) -> Iterator[None]:
     thread.join()
 
 
-def sweep(device: str) -> None:
-    """Two jobs with their first allocation failing, with the second, until none fails."""
-    library = ctypes.CDLL(str(build() / "liballocations.so"))
-    library.allocations_stop.restype = ctypes.c_bool
-    for nth in itertools.count(1):
+def sweep(_: Driver, device: str) -> None:
+    def submit_two(allocation: FailingAllocation) -> None:
         queue, jobs = Queue(), []
         with {"running": running, "lost": lost}[device](queue):
-            library.allocations_fail(native.__file__.encode(), ctypes.c_long(nth))
+            allocation.begin()
             with suppress(MemoryError, RuntimeError):
                 for channel in (STORES, LOADS):
                     jobs.append(queue.submit(channel, 3, 0))
-            failed = library.allocations_stop()
+            allocation.end()
         assert all(queue.result(job)[0] in ("done", "failed") for job in jobs)
         del jobs
         queue.close()
-        if not failed:
-            print(nth - 1)
-            return
 
-
-def program(driver: Driver) -> None:
-    import os
-
-    from test_queued_device import sweep
-
-    sweep(os.environ["DEVICE"])
+    each_fails(submit_two)
 
 
 @pytest.mark.parametrize("device", ["running", "lost"])
 @without_cuda
 def test_every_job_ends_whichever_allocation_fails(device: str) -> None:
-    preload = str(build() / "liballocations.so")
-    assert int(run(program, DEVICE=device, LD_PRELOAD=preload)) > 10
+    assert number_of_failures(sweep, device) > 10
 
 
 def test_an_index_names_one_device() -> None:

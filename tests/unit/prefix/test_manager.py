@@ -376,7 +376,7 @@ def test_a_lookup_does_not_check_all_blocks_again_for_each_state_that_is_missing
     assert seconds(keys) < 30 * seconds(keys[:32])  # with all states, and with one
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(data):
     kinds = st.sampled_from([{}, {"window_tokens": 3}, {"window_tokens": 9}, {"is_state": True}])

@@ -107,15 +107,12 @@ def enable(
             negative, or copy_method="copy_engines" is combined with what takes kernels.
     """
     copy_method_options(copy_method, staging_bytes, torch.device("cpu"))  # raises now, not later
-    if read_encoding(encoding, bits_per_value) is not RAW and copy_method == COPY_ENGINES:
+    is_raw = read_encoding(encoding, bits_per_value) is RAW
+    is_unverified = read_verify(verify) == "off"
+    if copy_method == COPY_ENGINES and not (is_raw and is_unverified):
         raise ValueError(
-            f"copy_method={copy_method!r} is not possible with encoding={encoding!r}, because "
-            "kernels encode and decode the blocks; leave one of them out"
-        )
-    if read_verify(verify) != "off" and copy_method == COPY_ENGINES:
-        raise ValueError(
-            f"copy_method={copy_method!r} is not possible with verify={verify!r}, because kernels "
-            "make the digests; leave one of them out"
+            f"copy_method={copy_method!r} uses no kernels, but encoding={encoding!r} with "
+            f"verify={verify!r} needs them; leave out either side"
         )
     found = view()
     # Imported here because they derive from classes of transformers.

@@ -5,14 +5,17 @@ vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnect
 - A transfer that fails ends no engine. The worker part names its blocks and pages, and the
   scheduler part forgets the chunks on these pages before it looks up others.
 - A request with enough tokens to compute is loaded in the step in which it is scheduled, an
-  "in-step load": the model's stream waits for the blocks of a layer right before that layer. Only
-  vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was computed
-  from a failed load only if no later step was scheduled by then; its runner V2 keeps counting from
-  that token; and requests that share the blocks go on before they are computed again.
+  "in-step load": the model's stream waits for the blocks of a layer right before that layer. The
+  in-step loads of one step are one job, so that no request's last layers are copied before the
+  first layers of another one.
+  Only vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was
+  computed from a failed load only if no later step was scheduled by then; its runner V2 keeps
+  counting from that token; and requests that share the blocks go on before they are computed again.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,6 +39,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.results import TransferError
 
 _SPEC = {
     "spec_name": "KVSwapOffloadingSpec",
@@ -89,8 +94,9 @@ class WorkerPart(OffloadingConnectorWorker):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._layer_groups = 1  # of an in-step load
-        self._group_of: dict[str, int] = {}  # by layer, if the hooks can be used
+        self._group_of: dict[str | None, int] = {}  # by layer, if the hooks can be used
         self._in_step: set[int] = set()  # loads of this step
+        self._in_step_job: Job | None = None  # that does them all
         self._waited = -1  # layer group
         self._metadata: Any = None
         self._next_is_spoiled = False
@@ -119,38 +125,29 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def start_kv_transfers(self, metadata: Any) -> None:
         """As vLLM's, but the host does not wait for in-step loads."""
-        self._metadata, self._waited = metadata, -1
+        self._metadata, self._waited, self._in_step_job = metadata, -1, None
         jobs = metadata.load_jobs
         in_step = {number: job for number, job in jobs.items() if getattr(job, "sync", False)}
         if in_step:
             others = {number: job for number, job in jobs.items() if number not in in_step}
             metadata = replace(metadata, load_jobs=others)
         super().start_kv_transfers(metadata)
-        for number, job in in_step.items():
-            self._load_jobs[number] = None  # no request waits for it
-            self._in_step.add(number)
-            self.worker.submit_load(
-                *(number, job.src_spec, job.dst_spec),
-                expedited=True,
-                layer_groups=self._layer_groups,
-            )
+        if in_step:
+            self._load_jobs |= dict.fromkeys(in_step)  # no request waits for them
+            self._in_step |= in_step.keys()
+            self._in_step_job = self.worker.submit_step_loads(in_step, self._layer_groups)
 
-    def wait_for_all(self) -> None:
-        """Makes the current stream wait for the in-step loads."""
-        if self._in_step:
-            self._waited = _LAYER_GROUPS
-            self.worker.let_wait(self._in_step)
-
-    def wait_for_layer(self, name: str) -> None:
-        """Makes the current stream wait until this layer is loaded."""
-        if not self._in_step:
+    def wait_for_layer(self, name: str | None) -> None:
+        """Makes the current stream wait until this layer is loaded, or with None until all are. If
+        the in-step loads have failed, get_finished() says so."""
+        if self._in_step_job is None:
             return
         group = self._group_of.get(name)
-        if group is None:
-            self.wait_for_all()
-        elif group > self._waited:
-            self._waited = group
-            self.worker.let_wait(self._in_step, group)
+        if group is not None and group <= self._waited:
+            return
+        self._waited = _LAYER_GROUPS if group is None else group
+        with contextlib.suppress(TransferError):
+            self._in_step_job.wait(layer_group=group)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's. The requests of failed loads are among those received. Blocks the host until
@@ -158,7 +155,7 @@ class WorkerPart(OffloadingConnectorWorker):
         if self._in_step:
             self.worker.wait(self._in_step)
         requests, in_step = dict(self._load_jobs), self._in_step
-        self._in_step = set()
+        self._in_step, self._in_step_job = set(), None
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         failures = self.worker.take_failures()
         for number, failure in failures.items():
@@ -256,8 +253,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         if not self._loads_in_step or not is_async:
             return hit, is_async
         end = num_computed_tokens + hit
-        # The step must not write to a block that is loaded.
-        if end % self.config.kv_group_configs[0].tokens_per_block:
+        # Loads of a step are joined page by page, and it must not write to a block that is loaded.
+        tokens_per_chunk = self.config.kv_group_configs[0].tokens_per_chunk
+        if num_computed_tokens % tokens_per_chunk or end % tokens_per_chunk:
             return hit, is_async
         if hit > _LOADED_PER_COMPUTED * (request.num_tokens - end):
             return hit, is_async
@@ -282,17 +280,30 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
+        preempted = scheduler_output.preempted_req_ids or ()
+        if self._in_step and not _IS_033:
+            self._discard_tokens(preempted)
         self._in_step |= {
             number
             for number, job in self._current_batch_load_jobs.items()
             if getattr(job, "sync", False)
         }
-        hidden = [] if _IS_033 else self._hide_loads(scheduler_output.preempted_req_ids or ())
+        hidden = [] if _IS_033 else self._hide_loads(preempted)
         meta = super().build_connector_meta(scheduler_output)
         for jobs, number in hidden:
             jobs.add(number)
         self._current_batch_sync_loads = set()
         return meta
+
+    def _discard_tokens(self, preempted: Iterable[str]) -> None:
+        """Makes vLLM drop the tokens of requests that it preempts before it hears of their in-step
+        loads. If a load has failed, it ends the running requests with its blocks, and would keep
+        what the others computed from it. 0.33 preempts no request whose step it has not heard of.
+        """
+        for name in preempted:
+            request = self._req_status[name].req
+            request.async_tokens_to_discard = request.num_output_placeholders
+            request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
         """Takes in-step loads out of the jobs of their requests. Those of preempted requests must
@@ -413,7 +424,7 @@ class KVSwapConnector(OffloadingConnector):
             and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
         )
         if not has_hooks or not self._is_layer_by_layer:
-            self.connector_worker.wait_for_all()
+            self.connector_worker.wait_for_layer(None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Makes the current stream wait until this layer is loaded."""

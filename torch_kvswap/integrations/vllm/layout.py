@@ -53,6 +53,17 @@ class Move(NamedTuple):
             for place, block in enumerate(blocks.tolist(), first)
         ]
 
+    @classmethod
+    def joined(cls, moves: Sequence[Move]) -> Move:
+        """One transfer of several, each of whole pages."""
+        if len(moves) == 1:
+            return moves[0]
+        blocks, pages = (
+            [np.concatenate(of_group) for of_group in zip(*ids, strict=True)]
+            for ids in ([move.blocks for move in moves], [move.pages for move in moves])
+        )
+        return cls(blocks, pages, moves[0].first_slots)
+
     def check_whole_pages(self, slots: int) -> None:
         """Checks that a store fills its pages.
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from torch_kvswap.copy_method import CHOICES as COPY_METHODS
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-from torch_kvswap.encoding.slot import ENCODINGS, EncodingName, read_encoding
+from torch_kvswap.encoding.slot import (
+    ENCODINGS,
+    VERIFY,
+    EncodingName,
+    VerifyName,
+    read_encoding,
+)
 from torch_kvswap.prefix.manager import POLICIES
 
 TESTED_VERSIONS = ("0.26.0", "0.33.0")
@@ -34,6 +40,7 @@ _CHOICES = {
     "eviction_policy": POLICIES,
     "copy_method": COPY_METHODS,
     "encoding": ENCODINGS,
+    "verify": VERIFY,
 }
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
@@ -50,6 +57,7 @@ class SpecOptions:
         staging_bytes (int): see OffloadHandler.
         encoding (str): see HostPool.
         bits_per_value (float | None): see HostPool.
+        verify (str): see HostPool.
         pin_in_background (bool): see HostPool.
     """
 
@@ -60,6 +68,7 @@ class SpecOptions:
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
     bits_per_value: float | None = None
+    verify: VerifyName = "off"
     pin_in_background: bool = False
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_kvswap.encoding.slot import VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
@@ -86,6 +87,7 @@ def replicated_pool(
     blocks_per_page: int,
     replicas: Replicas,
     timeout: float = 300,
+    verify: VerifyName = "off",
     pin_in_background: bool = False,
 ) -> HostPool:
     """Makes the pool in the worker of rank 0, and attaches to it in the others.
@@ -99,6 +101,7 @@ def replicated_pool(
         blocks_per_page (int): see HostPool; the same in all workers.
         replicas (Replicas): this worker.
         timeout (float): seconds to wait for another worker; the time to pin memory is not counted.
+        verify (str): see HostPool; the same in all workers.
         pin_in_background (bool): see HostPool.
 
     Raises:
@@ -110,7 +113,9 @@ def replicated_pool(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
         if replicas.rank == 0:
             meeting_of = meeting, address, replicas, timeout
-            return _serve(*meeting_of, layout, num_pages, blocks_per_page, pin_in_background)
+            return _serve(
+                *meeting_of, layout, num_pages, blocks_per_page, verify, pin_in_background
+            )
         _connect(meeting, address, replicas, deadline)
         try:
             handle = PoolHandle.receive(meeting)
@@ -138,6 +143,7 @@ def _serve(
     layout: PagedLayout,
     num_pages: int,
     blocks_per_page: int,
+    verify: VerifyName,
     pin_in_background: bool,
 ) -> HostPool:
     """Makes the pool and sends its handle to every other worker."""
@@ -150,7 +156,10 @@ def _serve(
         ) from error
     meeting.listen(replicas.world)  # before the pool is made, so that the others wait in receive()
     pool = HostPool(
-        layout, num_pages, blocks_per_page, pin_in_background=pin_in_background, shared=True
+        *(layout, num_pages, blocks_per_page),
+        verify=verify,
+        pin_in_background=pin_in_background,
+        shared=True,
     )
     handle = pool.share()
     try:

@@ -14,15 +14,17 @@ from torch_kvswap.integrations.vllm.layout import Place
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.results import Direction
 
-# Blocks that are kept as they are, outside of their encoded pages: uint8, by page and slot.
+# Blocks that are kept as they are, outside of their pages: uint8, by page and slot.
 Kept: TypeAlias = dict[tuple[int, int], Tensor]
 
 
 class Retry:
     """Copies block by block and tensor by tensor with torch, without the handler.
 
-    Stores into encoded pages go to memory beside them, to `kept`: a block that was rejected does
-    not fit into its slot. Loads take a block from there first.
+    Stores into pages that are encoded or have digests go to memory beside them, to `kept`: a block
+    that was rejected does not fit into its slot, and no digest is made here. Loads take a block
+    from there first. Other blocks of pages with digests are not loaded, because nothing here tells
+    whether they are what was stored.
 
     Uses its own stream. Never raises: `error` has the problem once has_ended() is true.
 
@@ -31,7 +33,7 @@ class Retry:
         pools (Sequence[HostPool]): their pages.
         direction (str): "store" or "load".
         places (Sequence[Place]): what to copy.
-        kept (Kept): blocks beside encoded pages; a store adds its own when it ends well.
+        kept (Kept): blocks beside such pages; a store adds its own when it ends well.
         has_run (bool): the transfer has run to its end and only rejected blocks. It has waited for
             the kernels that used them before, so the copies start at once. If it failed, they wait
             for the current stream, and thus for these kernels.
@@ -117,10 +119,14 @@ class Retry:
     def _row(self, place: Place) -> Tensor:
         """The bytes of a block on the host, or memory for them."""
         pool, key = self._pools[place.group], (place.page, place.slot)
-        if pool.encoding == "raw":
+        if pool.encoding == "raw" and pool.verify == "off":
             return pool.pages[key]
         if self.direction == "store":
             self._stored[key] = torch.empty(pool.layout.block_bytes, dtype=torch.uint8)
             return self._stored[key]
         found = self._kept.get(key)
-        return pool.read_block(*key) if found is None else found
+        if found is not None:
+            return found
+        if pool.verify != "off":
+            raise RuntimeError(f"page {place.page} has digests, which plain copies do not compare")
+        return pool.read_block(*key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,13 @@ from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Kept, Retry
 from torch_kvswap.offload.handler import Job, OffloadHandler
-from torch_kvswap.results import DeviceLostError, Result, TransferError, error_of
+from torch_kvswap.results import (
+    CorruptedPageError,
+    DeviceLostError,
+    Result,
+    TransferError,
+    error_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +41,8 @@ class Failure(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A transfer whose end was not reported to vLLM yet."""
+    """A transfer whose end was not reported to vLLM yet. Transfers of a step can share a job, whose
+    tag has all their numbers."""
 
     move: Move
     job: Job
@@ -58,7 +65,8 @@ class KVSwapWorker(base.OffloadingWorker):
 
     vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated
     once by a Retry, and if that fails too, the error is logged and reported, which ends the engine.
-    For the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
+    So do loads that a Retry cannot answer, because it compares no digests (HostPool.verify). For
+    the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
     KVSwapConnector asks for take_failures() instead.
 
     Args:
@@ -106,6 +114,7 @@ class KVSwapWorker(base.OffloadingWorker):
                 blocks_per_page,
                 encoding=options.encoding,
                 bits_per_value=options.bits_per_value,
+                verify=options.verify,
                 pin_in_background=options.pin_in_background,
             )
         else:
@@ -114,6 +123,7 @@ class KVSwapWorker(base.OffloadingWorker):
                 num_pages,
                 blocks_per_page,
                 replicas,
+                verify=options.verify,
                 pin_in_background=options.pin_in_background,
             )
         pools = [self._pool.view_for(layout) for layout in layouts]
@@ -133,36 +143,39 @@ class KVSwapWorker(base.OffloadingWorker):
         """
         move = self._read(src_spec, dst_spec)
         move.check_whole_pages(self._blocks_per_page)
-        self._submit(job_id, move, self._handler.store)
+        self._submit({job_id: move}, self._handler.store)
         for place in move.places(self._blocks_per_page) if self._kept else ():
             self._kept.pop((place.page, place.slot), None)
         return True
 
     def submit_load(
-        self,
-        job_id: int,
-        src_spec: Any,
-        dst_spec: Any,
-        expedited: bool = False,
-        layer_groups: int | None = None,
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
         """Starts a load, as submit_store().
 
-        vLLM 0.33 sets `expedited` for loads that it waits for. KVSwapConnector sets layer_groups
-        (see OffloadHandler.load()) for loads of the step that begins.
+        vLLM 0.33 sets `expedited` for loads that it waits for.
         """
         move = self._read(dst_spec, src_spec)
-        options = {"expedited": expedited, "layer_groups": layer_groups}
-        self._submit(job_id, move, self._handler.load, **options)
+        self._submit({job_id: move}, self._handler.load, expedited=expedited)
         return True
 
-    def let_wait(self, job_ids: Iterable[int], layer_group: int | None = None) -> None:
-        """Makes the current stream wait for transfers, or for a layer group of loads. Those that
-        have ended or failed do not matter: get_finished() reports them."""
-        for number in job_ids:
-            if number in self._open:
-                with contextlib.suppress(TransferError):
-                    self._open[number].job.wait(layer_group=layer_group)
+    def submit_step_loads(self, loads: Mapping[int, Any], layer_groups: int) -> Job | None:
+        """Starts the loads of the step that begins, as one job: each layer group lands for all of
+        them before the next group of any. For KVSwapConnector.
+
+        They also end together: if the job fails, all of them have failed, except those without a
+        rejected block if only blocks were rejected.
+
+        Args:
+            loads (Mapping[int, TransferJob]): by vLLM's number; each of whole chunks, of a cache
+                with one group of layers.
+            layer_groups (int): see OffloadHandler.load().
+
+        Returns:
+            Job | None: the job, for streams to wait for. None if it could not be started.
+        """
+        moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
+        return self._submit(moves, self._handler.load, expedited=True, layer_groups=layer_groups)
 
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
@@ -203,24 +216,32 @@ class KVSwapWorker(base.OffloadingWorker):
     def _read(self, gpu: Any, host: Any) -> Move:
         return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
-    def _submit(self, number: int, move: Move, submit: Callable[..., Job], **options: Any) -> None:
-        """Starts a transfer whose pages are pinned. Reports its end if it copies nothing, or if it
-        cannot be started and is not repeated."""
-        blocks, pages, first = move
+    def _submit(
+        self, moves: Mapping[int, Move], submit: Callable[..., Job], **options: Any
+    ) -> Job | None:
+        """Starts transfers as one job, when their pages are pinned. Reports their ends if there is
+        nothing to copy, or if they cannot be started and are not repeated."""
+        numbers = tuple(moves)
+        blocks, pages, first = Move.joined(list(moves.values()))
         if not any(map(len, blocks)):
-            self._ended.append(base.TransferResult(number, True, 0, 0.0))
-            return
+            self._report(numbers, 0, 0.0)
+            return None
         try:
             self._wait_for(pages)
             ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
-            job = submit(**ids, **options, tag=number)
+            job = submit(**ids, **options, tag=numbers)
         except (MemoryError, RuntimeError) as error:
             if self._repeats or isinstance(error, DeviceLostError):
                 raise
-            _log.error("transfer %d of vLLM could not start: %s", number, error)
-            self._fail(number, move.places(self._blocks_per_page))
-        else:
+            _log.error(
+                "transfer %s of vLLM could not start: %s", ", ".join(map(str, numbers)), error
+            )
+            for number, move in moves.items():
+                self._fail(number, move.places(self._blocks_per_page))
+            return None
+        for number, move in moves.items():
             self._open[number] = _Open(move, job)
+        return job
 
     def _wait_for(self, pages: Sequence[Int64Array]) -> None:
         """Waits until the pages are pinned. The scheduler assigns them from the front, as they are
@@ -232,34 +253,44 @@ class KVSwapWorker(base.OffloadingWorker):
     def _collect(self) -> None:
         """Polls the handler and reports finished jobs. Repeats failed ones, or notes them."""
         for result in self._handler.poll():
-            number = result.tag
-            move = self._open.pop(number).move
+            moves = {number: self._open.pop(number).move for number in result.tag}
             if result.ok:
-                self._report(number, True, result.nbytes, result.copy_seconds)
+                self._report(result.tag, result.nbytes, result.copy_seconds)
                 continue
-            places = move.places(self._blocks_per_page)
+            lost = [
+                (number, place)
+                for number, move in moves.items()
+                for place in move.places(self._blocks_per_page)
+            ]
             if result.rejected:
-                places = [places[position] for position in result.rejected]
+                lost = [lost[position] for position in result.rejected]
             if not self._repeats:
                 _log.log(
                     logging.DEBUG if result.rejected else logging.ERROR, "%s", error_of([result])
                 )
-                self._fail(number, places)
+                for number in moves:
+                    self._fail(number, [place for owner, place in lost if owner == number])
+                continue
+            (number,) = moves  # only KVSwapConnector, which repeats nothing, joins transfers
+            if isinstance(result.error, CorruptedPageError):
+                _log.error("%s; vLLM ends the engine", error_of([result]))
+                self._ended.append(_result_of(number, False))
                 continue
             if result.rejected:
                 _log.debug("%s; copying these blocks as they are", error_of([result]))
             else:
                 _log.error("%s; retrying with plain copies", error_of([result]))
             groups = self._handler.layouts, self._handler.pools
+            places = [place for _, place in lost]
             retry = Retry(*groups, result.direction, places, self._kept, bool(result.rejected))
             self._repeated[number] = _Repeated(result, retry)
 
     def _fail(self, number: int, places: Sequence[Place]) -> None:
-        """Reports the end of a transfer that has not copied these blocks."""
-        blocks, pages = {place.block for place in places}, {place.page for place in places}
-        self._failures[number] = Failure(blocks, pages)
-        # Without a size, vLLM's counters leave it out.
-        self._ended.append(base.TransferResult(number, True, None, None))
+        """Reports the end of a transfer whose job has failed and not copied these blocks of it."""
+        if places:
+            blocks, pages = {place.block for place in places}, {place.page for place in places}
+            self._failures[number] = Failure(blocks, pages)
+        self._ended.append(_result_of(number, True))
 
     def _end_retry(self, number: int) -> None:
         result, retry = self._repeated.pop(number)
@@ -270,7 +301,16 @@ class KVSwapWorker(base.OffloadingWorker):
                 *(retry.direction, number, retry.error),
             )
         seconds = result.copy_seconds + retry.seconds
-        self._report(number, retry.error is None, result.nbytes, seconds)
+        ok = retry.error is None
+        self._ended.append(base.TransferResult(number, ok, result.nbytes, seconds))
 
-    def _report(self, number: int, ok: bool, nbytes: int, seconds: float) -> None:
-        self._ended.append(base.TransferResult(number, ok, nbytes, seconds))
+    def _report(self, numbers: Sequence[int], nbytes: int, seconds: float) -> None:
+        """Reports the good end of a job. vLLM's counters have it once."""
+        first, *others = numbers
+        self._ended.append(base.TransferResult(first, True, nbytes, seconds))
+        self._ended += [_result_of(number, True) for number in others]
+
+
+def _result_of(number: int, ok: bool) -> base.TransferResult:
+    """The end of a transfer that vLLM's counters leave out."""
+    return base.TransferResult(number, ok, None, None)
