@@ -254,7 +254,7 @@ def prefix_cache(below: str, pages: Pages, num_pages: int) -> Iterator[PrefixCac
     layout = PagedLayout([pages.memory.view(len(pages.views), -1)])
     pool = HostPool(layout, num_pages, page_alignment=4096)
     pool.pages.zero_()  # commits its memory
-    options: dict[str, Any] = {"below_model": "m", "below_policy": "all", "below_bytes": 1 << 30}
+    options: dict[str, Any] = {"below_model": "m", "below_policy": "all"}
     with PrefixCache(layout, pool, below=below, **options) as prefixes:
         yield prefixes
 

@@ -7,6 +7,7 @@ called for every single key ("by key"). vLLM's gets what its scheduler gives it:
 other calls with a list of keys; "vLLM by key" gets one key in all calls. At the end a thread notes
 for how long it waits for the GIL while ours is called. Memory is what a process
 holds when the manager is full, less what it held before it was made.
+With --server, the manager of a server in another process takes part too ("server", lru only).
 
 vLLM's modules come from its package, of which nothing else is needed:
     pip download --no-deps --only-binary :all: vllm==0.26.0
@@ -33,8 +34,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import numpy as np
 import torch
-from block_manager_report import HOLD_KEYS, MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
-from block_managers import Contestant, OfDigests, OfKeys, OfVllm, OneByOne, split
+from block_manager_report import (
+    HOLD_KEYS,
+    MISS,
+    SERVER,
+    VLLM,
+    VLLM_BY_KEY,
+    Cell,
+    Memory,
+    judge,
+    tables,
+)
+from block_managers import Contestant, OfDigests, OfKeys, OfServer, OfVllm, OneByOne, split
 from report import write_json
 from timing import Spread, no_garbage_collection, resident_bytes
 
@@ -60,9 +71,14 @@ def main(arguments: list[str]) -> int:
     for policy in options.policies:
         every = makers(options.vllm)
         managers = {name: make(pages, policy) for name, make in every.items()}
+        server = OfServer(pages) if options.server and policy == "lru" else None
+        if server is not None:
+            managers[SERVER] = server
         for (name, operation), times in measure(managers, prompts, samples).items():
             spread = Spread.of(np.array(times))
             cells.append(Cell(policy, name, operation, options.blocks, spread))
+        if server is not None:
+            server.close()
         del managers
         for name in ("digests", VLLM)[: 1 + (VLLM in every)]:
             size = in_a_new_process(bytes_per_page, name, policy, count, options)
@@ -90,6 +106,7 @@ def _parser() -> ArgumentParser:
     add("--blocks", type=int, default=1000, help="of a prompt")
     add("--samples", type=int, default=100, help="prompts for which each call is timed")
     add("--policies", nargs="+", choices=("lru", "arc"), default=("lru", "arc"))
+    add("--server", action="store_true")
     add("--vllm", type=Path, help="a folder with the folder vllm of its package")
     add("--json", type=Path, help="where the figures go")
     return parser

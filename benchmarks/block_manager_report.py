@@ -10,6 +10,7 @@ from timing import Spread
 
 FASTER = 5.0  # than vLLM's
 BYTES_PER_PAGE = 200.0
+SERVER, SERVER_MICROSECONDS = "server", 60.0  # a lookup of 512 keys
 HOLD_MILLISECONDS, HOLD_KEYS = 1.0, 10_000
 VLLM, VLLM_BY_KEY = "vLLM", "vLLM by key"
 MISS = "lookup, a miss"  # one key is looked up, so the call itself is all that it costs
@@ -73,9 +74,17 @@ def judge(cells: Sequence[Cell], memory: Sequence[Memory], hold: float) -> list[
     ours = [its for its in memory if its.manager != VLLM]
     worst = max(its.bytes_per_page for its in ours)
     name = f"bytes for each of {ours[0].pages:,} pages"
+    by_socket = [
+        Verdict(
+            f"{SERVER}, us for a lookup of {of.blocks} keys", SERVER_MICROSECONDS, of.prompt.median
+        )
+        for of in cells
+        if (of.manager, of.operation) == (SERVER, "lookup")
+    ]
     held = f"longest hold of the GIL by a call of up to {HOLD_KEYS:,} keys, ms"
     return [
         *_speeds(cells),
+        *by_socket,
         Verdict(name, BYTES_PER_PAGE, worst),
         Verdict(held, HOLD_MILLISECONDS, hold),
     ]

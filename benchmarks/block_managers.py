@@ -6,12 +6,18 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Protocol
 
+import torch
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
+ROOT = Path(__file__).parents[1]
 VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
     "vllm.distributed",
     "vllm.distributed.kv_transfer",
@@ -40,7 +46,10 @@ class OfDigests:
     """Ours, that gets a prompt as one bytes object."""
 
     def __init__(self, pages: int, policy: str) -> None:
-        manager = self.manager = BlockManager(pages, eviction_policy=policy)
+        self._use(BlockManager(pages, eviction_policy=policy))
+
+    def _use(self, manager: Any) -> None:
+        self.manager = manager
         self.touch, self.prepare_load = manager.touch, manager.prepare_load
         self.prepare_store = manager.prepare_store
         self.complete_store = self.complete_load = manager.complete
@@ -49,13 +58,35 @@ class OfDigests:
         return digests
 
     def lookup(self, prompt: Any) -> int:
-        return self.manager.lookup(prompt).ready
+        ready: int = self.manager.lookup(prompt).ready
+        return ready
 
     def stored(self, job: Any) -> int:
         return 0 if job is None else len(job.pages)
 
     def to_complete(self, prompt: Any, job: Any) -> Any:
         return job
+
+
+class OfServer(OfDigests):
+    """The manager of a server, which runs beside it."""
+
+    def __init__(self, pages: int) -> None:
+        cache = PagedLayout([torch.zeros(1, 1, dtype=torch.uint8)])
+        memory = pages * HostPool.page_bytes_of(cache, page_alignment=4096)  # never touched
+        with TemporaryDirectory() as folder:
+            path = f"{folder}/pages"
+            command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
+            self._server = Popen([*command, "--memory", str(memory)], stdout=PIPE, cwd=ROOT)
+            assert self._server.stdout is not None
+            self._server.stdout.readline()  # it serves
+            self._prefixes = PrefixCache.connect(path, cache, model="none")
+        self._use(self._prefixes.manager)
+
+    def close(self) -> None:
+        self._prefixes.close()
+        self._server.terminate()
+        self._server.communicate()
 
 
 class OfKeys(OfDigests):

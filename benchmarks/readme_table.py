@@ -1,4 +1,4 @@
-"""Prints the table of the README from results of bandwidth.py or peers.py, or writes it there."""
+"""Prints the table of the README from results of peers.py, or writes it there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from comparison import COLD, OURS, PLAIN, REFERENCE
+from comparison import COLD, OURS, REFERENCE
 from peer_handlers import PEERS
 from report import Column, markdown_of
 from transfers import DIRECTIONS
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def readme_table() -> str:
-    return markdown(json.loads((RESULTS / "bandwidth-h200.json").read_text()))
+    return markdown(json.loads((RESULTS / "peers-h100.json").read_text()))
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
@@ -52,8 +52,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
     arrangement that was measured first."""
     arrangement = figures["settings"]["arrangements"][0]
 
-    ways = {"torch_kvswap": OURS, "plain PyTorch copy": REFERENCE, "plain ops": PLAIN}
-    ways |= {name: name for name in PEERS}
+    ways = {"torch_kvswap": OURS, **{name: name for name in PEERS}, "plain PyTorch copy": REFERENCE}
     medians = {name: _medians(figures, arrangement, way) for name, way in ways.items()}
 
     def column_of(name: str) -> Column[Row]:

@@ -7,6 +7,7 @@ from importlib import import_module
 COMMANDS = {
     "calibrate": ("torch_kvswap.cli.calibrate", "measure the copy methods on this machine"),
     "doctor": ("torch_kvswap.cli.doctor", "report what this installation can do on this machine"),
+    "serve": ("torch_kvswap.cli.serve", "keep host pages for the engines of this machine"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_kvswap import OffloadHandler
+from torch_kvswap import OffloadHandler, PrefixCache
 from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
@@ -114,14 +114,29 @@ def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_r
     }
 
 
+def test_below_moves_pages_and_notices_wrong_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, file = importlib.import_module("below"), tmp_path / "figures.json"
+    small = "--pages 2 --page-bytes 8192 --samples 1 --lookups 5 --folder"
+    arguments = [*small.split(), str(tmp_path), "--json", str(file)]
+    assert program.main(arguments) == 0
+    figures = json.loads(file.read_text())
+    assert len(figures["cells"]) == 4 * 2  # ways and directions
+    assert set(wrong_counts(figures)) == {0}
+    load = PrefixCache.load
+    monkeypatch.setattr(PrefixCache, "load", lambda it, keys, ids: load(it, keys, ids[::-1]))
+    assert program.main(arguments) == 1
+
+
 def test_all_calls_of_block_managers_are_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
-    arguments = "--pages 400 --blocks 20 --samples 3 --policies lru --json"
+    arguments = "--server --pages 400 --blocks 20 --samples 3 --policies lru --json"
     assert program.main([*arguments.split(), str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert len(figures["cells"]) == 3 * 8  # ways of calling, and calls
+    assert len(figures["cells"]) == 4 * 8  # ways of calling, and calls
     assert all(cell["prompt"]["mean"] > 0 for cell in figures["cells"])
     assert figures["longest_hold_ms"] > 0
     assert capsys.readouterr().out.count("not measured") == 6  # what is beside vLLM's

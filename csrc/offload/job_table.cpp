@@ -39,19 +39,11 @@ bool fails_readers(const Job& source) {
 }  // namespace
 
 JobTable::JobTable(const std::vector<Group>& groups) {
-  rebind(make_block_records(groups));
-  std::vector<int64_t> slots;  // how many, by space
   for (const Group& group : groups) {
     slot_space_.push_back(group.slot_space);
     blocks_per_page_.push_back(group.blocks_per_page);
-    slots.resize(std::max<size_t>(slots.size(), group.slot_space + 1));
-    int64_t& of_space = slots[group.slot_space];
-    of_space = std::max(of_space, group.num_pages * group.blocks_per_page);
   }
-  space_begin_.push_back(0);
-  for (const int64_t count : slots) space_begin_.push_back(space_begin_.back() + count);
-  for (const int64_t count : slots) latest_at_slot_.emplace_back(count, kNoJobs);
-  invalid_.resize(space_begin_.back());
+  rebind(make_block_records(groups), make_slot_records(groups));
 }
 
 template <typename Visit>
@@ -379,9 +371,30 @@ JobTable::BlockRecords JobTable::make_block_records(const std::vector<Group>& gr
   return blocks;
 }
 
-void JobTable::rebind(BlockRecords blocks) noexcept {
+JobTable::SlotRecords JobTable::make_slot_records(const std::vector<Group>& groups) {
+  std::vector<int64_t> counts;  // by space
+  for (const Group& group : groups) {
+    counts.resize(std::max<size_t>(counts.size(), group.slot_space + 1));
+    int64_t& of_space = counts[group.slot_space];
+    of_space = std::max(of_space, group.num_pages * group.blocks_per_page);
+  }
+  SlotRecords slots{{0}, {}, {}};
+  for (const int64_t count : counts) {
+    slots.begin.push_back(slots.begin.back() + count);
+    slots.latest.emplace_back(count, kNoJobs);
+  }
+  slots.invalid.resize(slots.begin.back());
+  return slots;
+}
+
+void JobTable::rebind(BlockRecords blocks, std::optional<SlotRecords> slots) noexcept {
   block_space_.swap(blocks.spaces);
   latest_at_block_.swap(blocks.latest);
+  if (!slots) return;
+  space_begin_.swap(slots->begin);
+  latest_at_slot_.swap(slots->latest);
+  invalid_.swap(slots->invalid);
+  num_invalid_ = 0;
 }
 
 }  // namespace kvswap

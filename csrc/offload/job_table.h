@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -95,7 +96,15 @@ class JobTable {
     std::vector<std::vector<JobNumbers>> latest;  // by space, then by id
   };
   BlockRecords make_block_records(const std::vector<Group>& groups) const;
-  void rebind(BlockRecords blocks) noexcept;
+  // The same of slots, for groups with other pools than before, to which no job has copied yet.
+  struct SlotRecords {
+    std::vector<int64_t> begin;                   // by space: the number of its first slot
+    std::vector<std::vector<JobNumbers>> latest;  // by space, then by slot
+    std::vector<JobRef> invalid;                  // by slot number
+  };
+  static SlotRecords make_slot_records(const std::vector<Group>& groups);
+  // slots: null if the groups have the same pools as before.
+  void rebind(BlockRecords blocks, std::optional<SlotRecords> slots) noexcept;
 
  private:
   // Calls visit(space, block, latest) for each of the blocks. Throws IndexError if there is none.

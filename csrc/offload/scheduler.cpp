@@ -649,10 +649,16 @@ bool Scheduler::has_gates_to_open() const {
 void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
   MethodChooser chooser = planner_.prepare(groups);
   JobTable::BlockRecords blocks = table_.make_block_records(groups);
+  std::optional<JobTable::SlotRecords> slots;
+  const auto is_same_pool = [](const Group& before, const Group& now) {
+    return before.ready_range == now.ready_range;
+  };
+  if (!std::equal(groups.begin(), groups.end(), groups_.begin(), is_same_pool))
+    slots = JobTable::make_slot_records(groups);
   // From here on nothing fails. The old kernel tables go with `groups`.
   groups_.swap(groups);
   planner_.rebind(std::move(chooser));
-  table_.rebind(std::move(blocks));
+  table_.rebind(std::move(blocks), std::move(slots));
 }
 
 void Scheduler::close(const Lock&) noexcept {

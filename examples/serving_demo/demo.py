@@ -44,6 +44,11 @@ def parser() -> ArgumentParser:
         "--control", action="store_true", help="zero one loaded block: the tokens must change"
     )
     made.add_argument(
+        "--server",
+        metavar="PATH",
+        help="of a `python -m torch_kvswap serve`, which keeps the host cache for several demos",
+    )
+    made.add_argument(
         "--plot", metavar="FILE", help="draw the times to first token; needs matplotlib"
     )
     return made
@@ -78,22 +83,26 @@ class Run(NamedTuple):
 
 
 def serve(
-    model: Model, requests: list[Request], blocks: int, encoding: Encoding | None, control: bool
+    model: Model, requests: list[Request], options: Namespace, encoding: Encoding | None
 ) -> Run:
-    """Serves the requests in a cache of this many blocks.
+    """Serves the requests in a cache of `options.gpu_blocks` blocks.
 
     Args:
         encoding (Encoding | None): of the host pages; None serves without a host cache.
     """
-    cache = model.new_cache(blocks)
+    cache = model.new_cache(options.gpu_blocks)
     with ExitStack() as stack:
         prefixes = None
-        if encoding is not None:
-            gpu = kvs.PagedLayout(cache, block_dim=1)
+        gpu = kvs.PagedLayout(cache, block_dim=1)
+        if encoding is not None and options.server:
+            named = f"demo, seed {options.seed}"  # other weights give other keys and values
+            prefixes = kvs.PrefixCache.connect(options.server, gpu, model=named, encoding=encoding)
+            stack.enter_context(prefixes)
+        elif encoding is not None:
             pages = 2 * len(requests) * model.max_blocks  # for every request, and partial blocks
             host = stack.enter_context(kvs.HostPool(gpu, pages, encoding=encoding))
             prefixes = stack.enter_context(kvs.PrefixCache(gpu, host))
-        server = Server(model, cache, prefixes, requests, control)
+        server = Server(model, cache, prefixes, requests, options.control)
         start = perf_counter()
         server.run()
         seconds = perf_counter() - start
@@ -154,7 +163,8 @@ def run(options: Namespace) -> int:
         serve(
             model,
             [Request(prompt, options.new_tokens) for prompt in prompts],
-            *(options.gpu_blocks, encoding, options.control),
+            options,
+            encoding,
         )
         for encoding in (None, options.encoding)
     )

@@ -398,6 +398,8 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
     "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
     "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
     "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
+    "promote": lambda manager: manager.promote(["a", "c", "d"]),
+    "hold_due": lambda manager: manager.hold_due(2),
 }
 
 
@@ -407,7 +409,7 @@ def sweep_calls(_: Driver, name: str) -> None:
 
 def call_a_manager(call: Callable[[BlockManager], Any], allocation: FailingAllocation) -> None:
     """After a failure the call is made again."""
-    manager = BlockManager(3, events=True)
+    manager = BlockManager(3, events=True, below_policy="all")
     manager.complete(manager.prepare_store(["a", "b"]))
     before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
     allocation.begin()

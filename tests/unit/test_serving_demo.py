@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from served_engine import serving
 
 import torch_kvswap as kvs
 from serving_demo import demo
@@ -33,6 +34,24 @@ def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, caps
     assert (nothing, never) == (0, 0)
     assert min(reused, *both, again) > 0
     assert "144 tokens compared, 0 requests differ" in printed
+
+
+def test_two_demos_on_one_server_reuse_more_than_two_with_caches_of_their_own(tmp_path, capsys):
+    def reused(*options):
+        assert demo.main([*SMALL, *options]) == 0
+        printed = capsys.readouterr().out
+        assert "144 tokens compared, 0 requests differ" in printed
+        (_, count), *_ = [row[1:] for row in re.findall(TABLE, printed, re.MULTILINE)]
+        return int(count)
+
+    path = str(tmp_path / "pages")
+    with serving(path, pages=768):  # as much memory as two have of their own
+        first, second = reused("--server", path), reused("--server", path)
+        with pytest.raises(ValueError, match="have model 'demo, seed 0'"):
+            demo.main([*SMALL, "--server", path, "--seed", "1"])
+    alone = reused()
+    assert first == alone
+    assert second > 2 * alone
 
 
 @pytest.mark.parametrize("device", DEVICES)

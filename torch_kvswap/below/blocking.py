@@ -143,10 +143,12 @@ class BlockingStore(ABC):
         """A thread: carries out tasks until close()."""
         while (task := self._tasks.get()) is not None:
             batch, places, work = task
-            are_right, error = [False] * len(places), "the store was closed"
-            if not self._is_closing and not batch.is_lost:
+            are_right, error = [False] * len(places), ""
+            if self._is_closing:
+                error = "the store was closed"
+            elif not batch.is_lost:  # else another thread says why
                 try:
-                    are_right, error = work(), ""
+                    are_right = work()
                 except Exception as problem:  # whatever somebody else's store raises
                     batch.is_lost |= isinstance(problem, ConnectionError | TimeoutError)
                     error = str(problem) or repr(problem)

@@ -615,9 +615,17 @@ class OffloadHandler(NotCopyable):
                 submits meanwhile, or the driver refuses what the new cache needs.
         """
         self._native.check_open()
-        moved = self._native.groups.moved_to(gpu)
+        self._rebind_to(self._native.groups.moved_to(gpu))
+
+    def _rebind_to(self, groups: Groups) -> None:
+        """rebind() to groups that may also have other pools, as those of a PrefixCache can."""
+        pools = [pool for pool in groups.pools if pool not in self.pools]
+        for pool in pools:
+            pool._check_new_user(assigns_pages=True)
         self._native.synchronize(None, None)
-        self._native.move_to(moved)
+        self._native.move_to(groups)
+        for pool in pools:
+            pool._register_user(self._native, assigns_pages=True)
 
     def close(self) -> None:
         """Refuses new jobs, waits for all jobs, and frees threads, streams and events.

@@ -1,13 +1,14 @@
 """Prefix caching: which blocks of prompts are on which host pages.
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
-submit transfers themselves, with what it takes and returns; what `preempt()`, `resume()` and
-`below_stats()` return (`Preempted`, `Resumed`, `BelowStats`); what the hasher takes and returns
-(`MultiModalItem`, `PrefixKeys`).
+submit transfers themselves, with what it takes and returns, and that of a server
+(`RemoteManager`); what `preempt()`, `resume()` and `below_stats()` return (`Preempted`, `Resumed`,
+`BelowStats`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
 """
 
 from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
 from torch_kvswap.prefix.cache import Preempted, Resumed
+from torch_kvswap.prefix.client import RemoteManager
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
 from torch_kvswap.prefix.manager import (
@@ -29,6 +30,7 @@ __all__ = [
     "MultiModalItem",
     "Preempted",
     "PrefixKeys",
+    "RemoteManager",
     "Resumed",
     "StoreReservation",
     "WriteReservation",

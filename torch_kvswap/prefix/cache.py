@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from array import array
@@ -11,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap._native.arguments import (
     UINT64_MAX,
     Int64Array,
@@ -28,14 +28,17 @@ from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
+from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shape import check_layout
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.gate import Gate
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
-from torch_kvswap.prefix.groups import BlockGroup, read_groups
+from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe
+from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, PrefixKeys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import (
@@ -43,7 +46,6 @@ from torch_kvswap.prefix.manager import (
     BelowPolicy,
     BlockManager,
     Lookup,
-    Reservation,
 )
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import CorruptedPageError, Result
@@ -190,17 +192,7 @@ class _Pools:
         """The part of an argument for each pool."""
         if not self._is_list:
             return [argument]
-        count = len(self._pools)
-        if isinstance(argument, bytes | str) or not isinstance(argument, Sequence):
-            raise TypeError(
-                f"{name} is {kind_of(argument)}; pass a list with an item for each group"
-            )
-        if len(argument) != count:
-            raise ValueError(
-                f"{name} has {count_of(len(argument), 'item')} for {count_of(count, 'group')}; "
-                "pass one for each group"
-            )
-        return argument
+        return split_groups(name, argument, len(self._pools))
 
     def join(self, of_pools: Sequence[Any]) -> Any:
         """The parts of all pools in the form in which the caller passes arguments."""
@@ -282,14 +274,14 @@ class _Reserved:
     """What a job reserves until poll() has reported it.
 
     Attributes:
-        reservation (Reservation): the pages, from the manager.
+        reservation: the pages, from the manager.
         blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
         digests (Sequence[bytes]): of each group, of the keys that the job was submitted for.
         job (Job | None): while it is being submitted.
         is_ending (bool): poll() has begun to end the reservation.
     """
 
-    reservation: Reservation
+    reservation: Any
     blocks: list[Int64Array]
     digests: Sequence[bytes]
     job: Job | None = None
@@ -371,6 +363,19 @@ def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[
     return formats
 
 
+def _check_store_policy(store_policy: object) -> None:
+    if store_policy not in ("eager", "lazy"):
+        raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
+
+
+def _close_served(handler: OffloadHandler, manager: RemoteManager, served: RemotePools) -> None:
+    """Waits for all jobs, leaves the server, and frees its memory here."""
+    if handler._native.is_current_process:  # a forked child has none of them
+        handler.close()
+        manager.close()
+        served.close()
+
+
 def _check_preempted(preempted: object) -> None:
     if not isinstance(preempted, Preempted):
         raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
@@ -407,8 +412,9 @@ class PrefixCache(NotCopyable):
         below_bytes (int): bytes in flight to the store, and from there, at most.
 
     Attributes:
-        manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order() and
-            reset() may be used; leave reservations to the prefix cache.
+        manager (BlockManager | RemoteManager): the bookkeeping. Its stats(), events(), touch(),
+            order() and reset() may be used; leave reservations to the prefix cache. That of
+            connect() has no events().
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -439,13 +445,11 @@ class PrefixCache(NotCopyable):
         below_policy: BelowPolicy = "reused",
         below_bytes: int = 256 << 20,
     ) -> None:
-        if store_policy not in ("eager", "lazy"):
-            raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         # Everything else is refused before the handler takes staging memory.
+        _check_store_policy(store_policy)
         of_handler = Groups(gpu, host)
-        self._pools = _Pools(of_handler.pools, of_handler.is_list)
-        self._pools.set_groups(groups)
-        self._ready = self._pools.ready
+        pools = _Pools(of_handler.pools, of_handler.is_list)
+        pools.set_groups(groups)
         if below_policy not in BELOW_POLICIES:
             known = " or ".join(BELOW_POLICIES)
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
@@ -453,26 +457,123 @@ class PrefixCache(NotCopyable):
         formats: list[PageFormat] = []
         if below is not None:
             formats = _page_formats(of_handler, below_model, below_rank, below_world)
-        self.manager = BlockManager(
-            self._pools.counts[0] if groups is None else groups,
-            num_ready_pages=self._ready,
+        manager = BlockManager(
+            pools.counts[0] if groups is None else groups,
+            num_ready_pages=pools.ready,
             eviction_policy=eviction_policy,
             store_threshold=store_threshold,
             events=events,
             below_policy=None if below is None else below_policy,
         )
+        options = copy_method, staging_bytes, submit_thread
+        self._open(of_handler, pools, manager, store_policy, *options)
+        if below is not None:
+            self._open_below(below, formats, manager, below_bytes)
+
+    def _open(
+        self,
+        of_handler: Groups,
+        pools: _Pools,
+        manager: BlockManager | RemoteManager,
+        store_policy: str,
+        copy_method: str | None,
+        staging_bytes: int,
+        submit_thread: bool,
+    ) -> None:
+        """Initializes a prefix cache of any kind."""
+        self._pools, self._ready, self.manager = pools, pools.ready, manager
+        self._below: Tier | None = None
+        self._served: RemotePools | None = None
         lazy = of_handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(
             of_handler, copy_method, staging_bytes, submit_thread, assigns_pages=True
         )
-        self._below: Tier | None = None
-        if below is not None:
-            self._open_below(below, formats, below_bytes)
+
+    @classmethod
+    def connect(
+        cls,
+        path: str,
+        gpu: PagedLayout | Sequence[PagedLayout],
+        groups: Sequence[BlockGroup] | None = None,
+        *,
+        model: str,
+        rank: int = 0,
+        world: int = 1,
+        blocks_per_page: int = 1,
+        encoding: EncodingName = "raw",
+        bits_per_value: float | None = None,
+        verify: VerifyName = "off",
+        store_policy: Literal["eager", "lazy"] = "eager",
+        copy_method: str | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        submit_thread: bool = False,
+    ) -> PrefixCache:
+        """Makes a prefix cache on the pages of a server, which engines of this machine share.
+
+        The server is `python -m torch_kvswap serve`. It has the memory, the block manager and the
+        store below; docs/serve.md says what holds. This process pins all of the memory. The caches
+        of all engines must be equal, as the arguments say it; the first engine that comes decides.
+
+        If the server is lost, lookups find nothing and stores are dropped, until it is there again
+        with new pages; `pools` are others then.
+
+        Args:
+            path (str): of the server's socket.
+            gpu: the cache; see OffloadHandler.
+            groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
+                all pages together must fit into the server's memory. Without, the server decides
+                how many pages there are.
+            model (str): the model and its revision, whatever the keys say.
+            rank, world (int): which part of the model this process has, and of how many.
+            blocks_per_page, encoding, bits_per_value, verify: of the pages; see HostPool.
+            store_policy: see PrefixCache.
+            copy_method, staging_bytes, submit_thread: see OffloadHandler.
+
+        Raises:
+            TypeError: an argument has a wrong type.
+            ValueError: an argument is out of range, or the server refuses this cache, and why.
+            OSError: no server answers at the path.
+            RuntimeError: the memory cannot be pinned, or a tensor of a layout has moved.
+        """
+        _check_store_policy(store_policy)
+        is_list = isinstance(gpu, Sequence)
+        layouts = list(gpu) if isinstance(gpu, Sequence) else [gpu]
+        for layout in layouts:
+            check_layout(layout)
+        if is_list != (groups is not None):
+            raise ValueError("groups is for a list of layouts; pass both, or none")
+        kept: dict[str, Any] = {"encoding": encoding, "bits_per_value": bits_per_value}
+        cache = describe(
+            layouts, groups, model, rank, world, blocks_per_page, **kept, verify=verify
+        )
+        kept.update(blocks_per_page=blocks_per_page, verify=verify, page_alignment=ALIGNMENT)
+        served = RemotePools(layouts, is_list, kept)
+        manager = RemoteManager(path, 1 if groups is None else groups, cache, served)
+        manager.join()
+        made = cls.__new__(cls)
+        try:
+            of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
+            pools = _Pools(served.pools, is_list)
+            pools.set_groups(groups)
+            options = copy_method, staging_bytes, submit_thread
+            made._open(of_handler, pools, manager, store_policy, *options)
+        except BaseException:
+            manager.close()
+            served.close()
+            raise
+        made._served, served.handler = served, made._handler
+        manager.start()
+        weakref.finalize(made, _close_served, made._handler, manager, served)
+        return made
 
     def _open_below(
-        self, below: str | PageStore, formats: Sequence[PageFormat], below_bytes: int
+        self,
+        below: str | PageStore,
+        formats: Sequence[PageFormat],
+        manager: BlockManager,
+        below_bytes: int,
     ) -> None:
         """Opens the store, or closes the handler and raises."""
         try:
@@ -480,7 +581,7 @@ class PrefixCache(NotCopyable):
                 open_store(below),
                 formats,
                 self.pools,
-                self.manager,
+                manager,
                 self._handler._native.mark_written,
                 self._pools.join,
                 below_bytes,
@@ -577,6 +678,7 @@ class PrefixCache(NotCopyable):
         if self._below is not None:
             self._below.use_leases(digests)
         return self._submit(
+            LOADS,
             load,
             blocks,
             digests,
@@ -726,7 +828,7 @@ class PrefixCache(NotCopyable):
                         lazy.forget(blocks)
             return Preempted(self._jobs_using(prompt.named, started), store.lease, keys)
         except BaseException:  # KeyboardInterrupt too: nobody has the lease
-            self.manager.release(store)
+            self.manager.release(store.lease)
             raise
 
     def resume(
@@ -850,7 +952,8 @@ class PrefixCache(NotCopyable):
 
         See OffloadHandler.rebind().
         """
-        self._handler.rebind(gpu)
+        with contextlib.nullcontext() if self._served is None else self._served.changing:
+            self._handler.rebind(gpu)
 
     def below_stats(self) -> BelowStats:
         """Returns what was moved to the store below and from there.
@@ -868,6 +971,8 @@ class PrefixCache(NotCopyable):
         """
         if self._below is not None:
             self._below.close()
+        if isinstance(self.manager, RemoteManager) and self._served is not None:
+            _close_served(self._handler, self.manager, self._served)
         self._handler.close()
 
     def __enter__(self) -> PrefixCache:
@@ -889,8 +994,9 @@ class PrefixCache(NotCopyable):
                 self.manager.complete(entry.reservation)
             elif result.rejected:
                 pages = self._pools.pages_with(result.rejected, entry.blocks)
-                if self._below is not None and isinstance(result.error, CorruptedPageError):
-                    self._below.delete(self._pools.keys_of(pages, entry))
+                tier = self.manager if isinstance(self.manager, RemoteManager) else self._below
+                if tier is not None and isinstance(result.error, CorruptedPageError):
+                    tier.delete(self._pools.keys_of(pages, entry))
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)
@@ -958,7 +1064,7 @@ class PrefixCache(NotCopyable):
             return None
         return self._submit_store(store, prompt, **options)
 
-    def _submit_store(self, store: StoreReservation, prompt: _Prompt, **options: Any) -> Job:
+    def _submit_store(self, store: Any, prompt: _Prompt, **options: Any) -> Job:
         """_submit() for a store. The caller holds `_reporting`: loads stay unreported meanwhile."""
         handler, named = self._handler, self._pools.join(prompt.named)
         try:
@@ -966,11 +1072,14 @@ class PrefixCache(NotCopyable):
         except BaseException:
             self.manager.fail(store)
             raise
-        return self._submit(store, prompt.blocks, prompt.digests, computed_from=loads, **options)
+        return self._submit(
+            STORES, store, prompt.blocks, prompt.digests, computed_from=loads, **options
+        )
 
     def _submit(
         self,
-        reservation: Reservation,
+        channel: int,
+        reservation: Any,
         blocks: Sequence[array[int]],
         digests: Sequence[bytes],
         **options: Any,
@@ -980,10 +1089,11 @@ class PrefixCache(NotCopyable):
         Ends the reservation if the job cannot be submitted. The options are those of
         OffloadHandler._submit(), without ids.
         """
-        is_load = isinstance(reservation, LoadReservation)
-        channel = LOADS if is_load else STORES
+        is_load = channel == LOADS
         entry = None
         try:
+            if is_load and self._served is not None:  # perhaps since a store of ours has failed
+                self._handler._native.mark_written(reservation.pages)
             selected = self._pools.select(blocks, reservation.key_indices)
             ids = self._pools.join(selected), reservation.pages, 0
             entry = _Reserved(reservation, selected, digests)

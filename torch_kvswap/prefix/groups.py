@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, kind_of, read_int
+from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, count_of, kind_of, read_int
 
 MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
 
@@ -112,6 +112,23 @@ def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | 
         read_int(f"num_ready_pages of group {index}", pages, 0, every[index])
         for index, pages in enumerate(several)
     ]
+
+
+def split_groups(name: str, argument: Any, count: int) -> Sequence[Any]:
+    """The part of an argument for each of `count` groups.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: the list has another number of items.
+    """
+    if isinstance(argument, bytes | str) or not isinstance(argument, Sequence):
+        raise TypeError(f"{name} is {kind_of(argument)}; pass a list with an item for each group")
+    if len(argument) != count:
+        raise ValueError(
+            f"{name} has {count_of(len(argument), 'item')} for {count_of(count, 'group')}; "
+            "pass one for each group"
+        )
+    return argument
 
 
 def unit_tokens(groups: Sequence[BlockGroup]) -> int:

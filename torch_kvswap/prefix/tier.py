@@ -113,6 +113,7 @@ class Tier:
         mark_written: OffloadHandler.mark_written().
         join: makes of a list with an item for each pool what manager and handler take.
         below_bytes (int): bytes in flight at most, in each direction; a page at least.
+        on_answer: called, in the tier's thread, when poll() has something to do.
     """
 
     def __init__(
@@ -124,8 +125,9 @@ class Tier:
         mark_written: Callable[[Any], None],
         join: Callable[[Sequence[Any]], Any],
         below_bytes: int,
+        on_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        self._formats, self._manager = formats, manager
+        self._formats, self._manager, self._on_answer = formats, manager, on_answer
         self._mark_written, self._join = mark_written, join
         self._page_bytes = [pool.page_bytes for pool in pools]
         self._memory = [pool.pages.flatten().numpy().data for pool in pools]
@@ -462,13 +464,13 @@ class Tier:
             if rejected:
                 self._note_absent(ask.identity)
             self._answered.append(promotion)
-            self._changed.notify_all()
+            self._notify()
 
     def _answer(self, ask: _Ask) -> None:
         with self._changed:
             if not ask.is_over:
                 self._answered.append(ask)
-                self._changed.notify_all()
+                self._notify()
 
     def _report(self, key: bytes, problem: str) -> None:
         """Warns of the first page that is refused."""
@@ -521,9 +523,13 @@ class Tier:
         def on_late() -> None:
             with self._changed:
                 self._late.append(ask)
-                self._changed.notify_all()
+                self._notify()
 
         return self._thread.begin(what, names, memory, self._reads, on_late)
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        self._on_answer()
 
     def _note_answer(self) -> None:
         self._progress = time.monotonic()

@@ -1,0 +1,122 @@
+"""A page server and its engines, in this process and in others. The bytes of a block say its key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from below_engine import BLOCK_BYTES, Engine, bytes_of, key_of
+from patience import PATIENCE, in_time
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap.prefix import BlockStats, client
+from torch_kvswap.prefix.server import PageServer
+
+# No test depends on speed; those of a server that hangs set their own.
+client.DEADLINE = client.JOINING = PATIENCE
+client.FIRST_PAUSE = client.LONGEST_PAUSE = 0.01
+PAGE_BYTES = HostPool.page_bytes_of(
+    PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]), page_alignment=4096
+)
+
+
+@contextmanager
+def serving(path: str, pages: int = 32, **options: Any) -> Iterator[PageServer]:
+    """A server in this process."""
+    server = PageServer(path, pages * PAGE_BYTES, **options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+class Process:
+    """A program in a process of its own, killed at the end. It has printed `line` when it is made."""
+
+    def __init__(self, arguments: Sequence[str], line: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        try:
+            printed = self._process.stdout.readline().decode()
+            assert printed.startswith(line), printed
+        except BaseException:
+            self.kill()
+            raise
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        return self._process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def server_process(path: str, pages: int = 32, *options: str) -> Process:
+    memory = ["--socket", path, "--memory", str(pages * PAGE_BYTES)]
+    return Process(["-m", "torch_kvswap", "serve", *memory, *options], "serving")
+
+
+def engine_process(path: str, does: str, device: str = "cpu") -> Process:
+    """An engine that does this, prints "done" and then lives on."""
+    program = f"""
+import sys
+from served_engine import *
+engine = ServedEngine({path!r}, {device!r})
+{does}
+print("done", flush=True)
+sys.stdin.read()
+"""
+    return Process(["-c", program], "done")
+
+
+class ServedEngine(Engine):
+    """Engine, on the pages of a server."""
+
+    def __init__(self, path: str, device: str = "cpu", **options: Any) -> None:
+        self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8, device=device)
+        self.prefixes = PrefixCache.connect(
+            path, PagedLayout([self.tensor]), **{"model": "m", **options}
+        )
+
+    @property
+    def pages(self) -> BlockStats:
+        return self.prefixes.manager.stats()
+
+    @property
+    def is_served(self) -> bool:
+        return self.pages.pages > 0
+
+    def hold(self, names: Sequence[object]) -> Any:
+        """Computes these blocks and begins to store them; no poll() reports the store."""
+        keys = list(map(key_of, names))
+        for block, key in enumerate(keys):
+            self.tensor[block] = bytes_of(key)
+        return self.prefixes.store(keys, list(range(len(keys))))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        assert in_time(condition), self.prefixes

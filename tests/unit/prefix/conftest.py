@@ -1,0 +1,16 @@
+"""Fixtures of tests with a page server."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    """Of a socket, which may not have a long name."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(Path(folder) / "pages")

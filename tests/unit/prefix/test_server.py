@@ -1,0 +1,343 @@
+"""Engines that share the pages and the index of one server."""
+
+from __future__ import annotations
+
+import os
+import stat
+from textwrap import fill
+from typing import Any
+
+import pytest
+import torch
+from below_engine import BLOCK_BYTES, bytes_of, key_of
+from error_text import error_text
+from expecttest import assert_expected_inline
+from processes import in_child
+from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_process, serving
+
+from torch_kvswap import PagedLayout, PrefixCache
+from torch_kvswap.prefix import BlockGroup
+from torch_kvswap.prefix.client import RemoteReservation
+from torch_kvswap.prefix.manager import Lookup
+
+PROMPT = list("abcdefgh")
+
+
+def test_an_engine_loads_what_another_process_has_computed(path: str) -> None:
+    with (
+        serving(path),
+        engine_process(path, "engine.compute('abcdefgh')"),
+        ServedEngine(path) as engine,
+    ):
+        assert engine.load(PROMPT) == 8
+        assert (engine.pages.stored, engine.pages.loaded) == (8, 8)
+
+
+def test_what_one_engine_is_storing_is_pending_for_the_others_and_not_stored_again(
+    path: str,
+) -> None:
+    with serving(path), ServedEngine(path) as first, ServedEngine(path) as second:
+        keys = list(map(key_of, PROMPT))
+        assert first.hold(PROMPT) is not None
+        assert second.prefixes.lookup(keys) == Lookup(8, 0, 8)
+        assert second.hold(PROMPT) is None
+        assert second.prefixes.load(keys, list(range(32, 40))) is None
+        assert second.prefixes.manager.is_pending(keys)
+        first.prefixes.poll()
+        assert second.load(PROMPT) == 8
+        assert second.hold(PROMPT) is None
+        assert (first.pages.stored, first.pages.refused) == (8, 0)
+
+
+def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
+    with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
+        manager = engine.prefixes.manager
+        engine.compute("abcd")
+        manager.touch([key_of("a")])
+        engine.compute("e")  # evicts the oldest, d: a prompt is evicted from its end
+        assert [other.find([name]).ready for name in "abcde"] == [1, 1, 1, 0, 1]
+        manager.order([key_of("c")], renew=True)
+        engine.compute("f")
+        assert [other.find([name]).ready for name in "abcef"] == [1, 0, 1, 1, 1]
+        with pytest.raises(ValueError, match=r"keys\[1\] is the same key as keys\[0\]"):
+            engine.prefixes.preempt([key_of("g")] * 2, [1, 2])
+        assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)) is None
+        assert engine.pages.refused == 1
+        manager.reset()
+        assert other.find(["a"]).found == 0
+        assert engine.pages.free_pages == 4
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_page_that_a_load_reads_is_not_given_to_another_engine(
+    is_control: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a control the server is told too early that the load has ended."""
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    keys = list(map(key_of, "abcd"))
+    stores = f"""
+assert (engine.hold("wxyz") is not None) == {is_control}
+engine.prefixes.poll()
+"""
+    with serving(path, pages=4), ServedEngine(path) as engine:
+        manager: Any = engine.prefixes.manager
+        engine.compute("abcd")
+        job = engine.prefixes.load(keys, [32, 33, 34, 35])
+        assert job is not None
+        if is_control:
+            (number,) = manager._open
+            manager.complete(RemoteReservation(number, [], []))
+        with engine_process(path, stores):
+            job.synchronize()
+        right = [torch.equal(engine.tensor[32 + at], bytes_of(keys[at])) for at in range(4)]
+        assert right == [not is_control] * 4
+
+
+def test_a_preempted_request_keeps_its_pages_until_it_is_resumed(path: str) -> None:
+    with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
+        keys = list(map(key_of, "abcd"))
+        for _ in range(2):  # the second one is in memory already
+            engine.tensor[:4] = torch.arange(4, dtype=torch.uint8)[:, None]
+            held = engine.prefixes.preempt(keys, [0, 1, 2, 3])
+            assert held is not None
+            engine.prefixes.poll()
+            assert other.hold("e") is None
+            resumed = engine.prefixes.resume(held, [32, 33, 34, 35])
+            assert resumed.state == "loaded"
+            engine.prefixes.poll()
+            assert engine.tensor[32:36, 0].tolist() == [0, 1, 2, 3]
+            assert not engine.prefixes.release(held)
+        assert other.hold("e") is not None
+
+
+def test_lazy_engines_store_what_leaves_them(path: str) -> None:
+    with (
+        serving(path),
+        ServedEngine(path, store_policy="lazy") as engine,
+        ServedEngine(path) as other,
+    ):
+        engine.compute("abcd")
+        assert other.find("abcd").found == 0
+        assert len(engine.prefixes.evict([2])) == 1
+        engine.prefixes.poll()
+        assert other.load("abcd") == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"verify": "load"}, {"encoding": "lossless", "bits_per_value": 12.5}, {}]
+)
+def test_pages_are_as_the_engines_want_them(options: Any, path: str) -> None:
+    def make() -> tuple[torch.Tensor, PrefixCache]:
+        cache = torch.zeros(20, 16, 64, dtype=torch.bfloat16)
+        layout = PagedLayout([cache])
+        return cache, PrefixCache.connect(path, layout, model="m", blocks_per_page=2, **options)
+
+    with serving(path, pages=8):
+        (mine, first), (other, second) = make(), make()
+        keys = [key_of(number) for number in range(3)]
+        mine[:6] = torch.randn(6, 16, 64)
+        first.store(keys, range(6)).synchronize()
+        first.poll()
+        second.load(keys, range(10, 16), prefix=second.lookup(keys).ready).synchronize()
+        assert torch.equal(mine[:6], other[10:16])
+        assert [result.ok for result in second.poll()] == [True]
+        first.close()
+        second.close()
+
+
+def test_groups_of_layers_have_pages_of_their_own(path: str) -> None:
+    groups = [BlockGroup(6, block_tokens=2), BlockGroup(4, block_tokens=4, window_tokens=9)]
+
+    def make() -> tuple[list[torch.Tensor], PrefixCache]:
+        tensors = [torch.zeros(16, size, dtype=torch.uint8) for size in (100, 300)]
+        layouts = [PagedLayout([tensor]) for tensor in tensors]
+        return tensors, PrefixCache.connect(path, layouts, groups, model="m")
+
+    with serving(path):
+        (mine, first), (others, second) = make(), make()
+        keys = [
+            [key_of((group, place)) for place in range(count)] for group, count in ((0, 6), (1, 3))
+        ]
+        blocks = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
+        for tensor, of_group in zip(mine, blocks, strict=True):
+            tensor[of_group] = torch.randint(
+                255, (len(of_group), tensor.shape[1]), dtype=torch.uint8
+            )
+        first.store(keys, blocks)
+        first.poll()
+        found = second.lookup(keys)
+        assert found.ready == 3
+        assert second.manager.needed_blocks(3) == [range(6), range(1, 3)]
+        second.load(keys, [[10, 11, 12, 13, 14, 15], [-1, 2, 3]], prefix=3).synchronize()
+        assert torch.equal(mine[0][1:7], others[0][10:16])
+        assert torch.equal(mine[1][8:10], others[1][2:4])
+        assert not others[1][[0, 1, *range(4, 16)]].any()
+        second.poll()
+        assert second.manager.stats(1).loaded == 2
+        with pytest.raises(ValueError, match="needs 8 blocks of group 0, but keys has 6 keys"):
+            second.load(keys, [[1] * 6, [1, 2, 3]], prefix=4)
+        first.close()
+        second.close()
+
+
+def test_pages_that_leave_memory_are_found_below(path: str, tmp_path: Any) -> None:
+    below = {"below": f"file:{tmp_path}", "below_policy": "all"}
+    with serving(path, pages=8, **below), ServedEngine(path) as engine:
+        engine.compute(PROMPT)
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+    with serving(path, pages=8, **below), ServedEngine(path) as engine:
+        assert engine.find(PROMPT).ready == 8
+        assert engine.pages.promoted == 8
+        assert engine.load(PROMPT) == 8
+        assert engine.pages.loaded == 8
+        engine.compute("ijklmnop")  # no lease holds the pages any more
+        assert engine.pages.evicted == 8
+
+
+def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: Any) -> None:
+    below = {"below": f"file:{tmp_path}", "below_policy": "all"}
+    with serving(path, **below), ServedEngine(path, verify="load") as engine:
+        engine.compute(PROMPT)
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        pages = engine.prefixes.pools[0].pages
+        (page,) = (
+            at for at in range(32) if torch.equal(pages[at, 0, :BLOCK_BYTES], bytes_of(key_of("c")))
+        )
+        pages[page, 0, 7] += 1
+        job = engine.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
+        assert job is not None
+        assert [result.rejected for result in engine.prefixes.poll()] == [(2,)]
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 7 + 1)
+        engine.compute(PROMPT)
+        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        assert engine.load(PROMPT) == 8
+
+
+def test_a_page_whose_store_failed_can_be_loaded_after_another_engine_has_stored_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    with serving(path, pages=1), ServedEngine(path) as engine, ServedEngine(path) as other:
+        assert engine.prefixes.cancel(engine.hold("a"))
+        assert [result.state for result in engine.prefixes.poll()] == ["cancelled"]
+        other.compute("b")
+        assert engine.load("b") == 1
+
+
+def test_an_engine_that_leaves_gives_its_pages_back_and_lets_others_go_on(path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine:
+        with ServedEngine(path) as other:
+            other.compute("ab")
+            assert other.prefixes.preempt([key_of("a")], [0]) is not None
+            other.hold("cd")
+        engine.until(lambda: engine.pages.filling_pages == 0)
+        assert engine.load("ab") == 2
+        assert (engine.pages.idle_pages, engine.pages.free_pages) == (2, 30)
+        dropped = ServedEngine(path)
+        dropped.hold("e")
+        del dropped
+        engine.until(lambda: engine.pages.filling_pages == 0)
+        assert len(server._sessions) == 1
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> None:
+    tensor = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
+    wider = torch.zeros(4, BLOCK_BYTES + 1, dtype=torch.uint8)
+    layout = PagedLayout([tensor])
+
+    def refusal(gpu: Any = layout, groups: Any = None, **options: Any) -> str:
+        connect = PrefixCache.connect
+        error = error_text(connect, path, gpu, groups, **{"model": "m", **options})
+        return fill(" ".join(error.replace(path, "PATH").split()), 88)
+
+    with serving(path), ServedEngine(path) as engine:
+        engine.compute("a")
+        errors = [
+            refusal(model="another"),
+            refusal(rank=1, world=2),
+            refusal(blocks_per_page=2),
+            refusal(verify="load"),
+            refusal(PagedLayout([wider])),
+            refusal(PagedLayout([tensor], dtype=torch.bfloat16)),
+            refusal([layout], [BlockGroup(4)]),
+            refusal([layout, layout], [BlockGroup(4)] * 2),
+        ]
+        assert engine.load("a") == 1
+    with serving(path, pages=4):
+        errors.append(refusal([layout], [BlockGroup(5)]))
+        errors.append(refusal(blocks_per_page=5))
+        with ServedEngine(path) as engine:  # what was refused decided nothing
+            assert engine.pages.pages == 4
+    errors.append(refusal())
+    errors.append(refusal(model=None))
+    errors.append(refusal([layout], [BlockGroup(4)] * 2))
+    errors.append(refusal([layout]))
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: the pages at PATH have model 'm', and this engine has 'another'; start a
+server of its own for it
+ValueError: the pages at PATH have rank 0, and this engine has 1; start a server of its
+own for it
+ValueError: the pages at PATH have groups[0].blocks_per_page 1, and this engine has 2;
+start a server of its own for it
+ValueError: the pages at PATH have groups[0].verify 'off', and this engine has 'load';
+start a server of its own for it
+ValueError: the pages at PATH have groups[0].slab_sizes[0] 5000, and this engine has
+5001; start a server of its own for it
+ValueError: the pages at PATH have groups[0].dtypes[0] 'torch.uint8', and this engine
+has 'torch.bfloat16'; start a server of its own for it
+ValueError: the pages at PATH have is_list False, and this engine has True; start a
+server of its own for it
+ValueError: the pages at PATH have is_list False, and this engine has True; start a
+server of its own for it
+ValueError: 5 pages of 8192 bytes do not fit into the 32768 bytes that this server has
+left for them; start it with more --memory
+ValueError: 1 pages of 40960 bytes do not fit into the 32768 bytes that this server has
+left for them; start it with more --memory
+ConnectionError: no server answers at PATH: [Errno 2] No such file or directory; start
+one with `python -m torch_kvswap serve --socket PATH --memory ...`
+TypeError: model is None; name the model and its revision, because other engines use the
+same pages
+ValueError: 2 groups and 1 layout; pass a BlockGroup for each layout
+ValueError: groups is for a list of layouts; pass both, or none""",
+    )
+
+
+def test_the_socket_is_for_this_user_only(path: str) -> None:
+    with serving(path):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        if os.geteuid() != 0:
+            return
+        os.chmod(path, 0o666)  # whoever can connect is refused all the same
+        os.chmod(os.path.dirname(path), 0o777)
+
+        def another_user() -> bool:
+            os.setuid(65534)
+            return "this server serves user 0, not 65534" in error_text(ServedEngine, path)
+
+        assert in_child(another_user) == 1
+
+
+def test_a_forked_child_is_refused(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine:
+        engine.compute("a")
+
+        def child() -> bool:
+            calls = [engine.prefixes.lookup, engine.prefixes.manager.touch]
+            errors = [error_text(call, [key_of("a")]) for call in calls]
+            return all("forked from it" in error for error in errors)
+
+        assert in_child(child) == 1
+        assert engine.load("a") == 1
+
+
+def test_the_command_serves_and_ends_with_sigterm(path: str) -> None:
+    with server_process(path, 4) as server:
+        with ServedEngine(path) as engine:
+            engine.compute("abcd")
+            assert engine.load("abcd") == 4
+            assert engine.prefixes.pools[0].nbytes == 4 * PAGE_BYTES
+        server.send(15)
+        assert server.wait() == 0
+    assert not os.path.exists(path)

@@ -1,0 +1,368 @@
+"""Engines and servers that die, hang or talk nonsense, each a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from below_engine import bytes_of, key_of
+from patience import PATIENCE
+from served_engine import (
+    PAGE_BYTES,
+    ServedEngine,
+    engine_process,
+    server_process,
+    serving,
+)
+
+from torch_kvswap import PagedLayout, PrefixCache
+from torch_kvswap.cli import serve
+from torch_kvswap.prefix import client
+from torch_kvswap.prefix import server as page_server
+from torch_kvswap.prefix.manager import Lookup
+from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, PAGE, Op, pack, pack_keys
+from torch_kvswap.prefix.server import PageServer
+
+PROMPT = list("abcdefgh")
+KEYS = list(map(key_of, PROMPT))
+NOTHING = Lookup(0, 0, 0)
+# An engine stores a to d, and then has a load, a store and a lease in its hands.
+HOLDS = """
+engine.compute("abcd")
+engine.prefixes.load(list(map(key_of, "ab")), [32, 33])
+engine.prefixes.preempt([key_of("c")], [2])
+engine.hold("efgh")
+"""
+DYING = {
+    "between messages": "",
+    "inside a message": "engine.prefixes.manager._connection.sendall(b'1234567')",
+    "with an answer unread": """
+from torch_kvswap.prefix.protocol import Op, pack, pack_keys
+engine.prefixes.manager._connection.sendall(pack(Op.PREPARE_STORE, *pack_keys([key_of("z")])))
+""",
+    "after it has lost the connection": "engine.prefixes.manager._connection.close()",
+}
+
+
+def counts(engine: ServedEngine) -> tuple[int, int, int, int]:
+    """Pages that are free, idle, being filled, and otherwise held."""
+    of = engine.pages
+    held = of.pages - of.free_pages - of.idle_pages - of.filling_pages
+    return of.free_pages, of.idle_pages, of.filling_pages, held
+
+
+@pytest.mark.parametrize("dies", DYING)
+def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine:
+        with engine_process(path, HOLDS + DYING[dies]) as other:
+            if dies == "after it has lost the connection":  # its copies may still run
+                (its,) = (of for of in server._sessions.values() if of.pid == other.pid)
+                engine.until(lambda: its.connection is None)
+            filling = 5 if dies == "with an answer unread" else 4
+            engine.until(lambda: counts(engine) == (28 - filling, 1, filling, 3))
+            assert engine.hold("abcdefgh") is None
+            other.send(signal.SIGKILL)
+            engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+        assert engine.load("abcd") == 4
+        assert engine.find("e").found == 0
+        engine.compute("efgh")
+        assert engine.load(PROMPT) == 8
+
+
+def test_a_stopped_engine_keeps_its_pages(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine, engine_process(path, HOLDS) as other:
+        other.send(signal.SIGSTOP)
+        before = counts(engine)
+        assert before == (24, 1, 4, 3)
+        for _ in range(100):
+            assert counts(engine) == before
+
+
+@pytest.mark.parametrize("pages", [8, 32, 64])
+def test_engines_go_on_without_a_killed_server_and_begin_anew_with_the_next(
+    pages: int, path: str
+) -> None:
+    """The next server has fewer pages, as many, or more."""
+    with server_process(path) as server, ServedEngine(path) as engine:
+        engine.compute(PROMPT)
+        held = engine.prefixes.preempt(KEYS, range(8))
+        server.kill()
+        assert engine.prefixes.lookup(KEYS) == NOTHING
+        assert engine.hold("xyz") is None
+        assert engine.prefixes.load(KEYS, range(8)) is None
+        assert held is not None
+        assert engine.prefixes.resume(held, range(8)).state == "lost"
+        assert engine.prefixes.preempt(KEYS, range(8)) is None
+        engine.prefixes.manager.touch(KEYS)
+        assert (engine.pages.pages, engine.pages.refused) == (0, 2)
+        with serving(path, pages):
+            engine.until(lambda: engine.is_served)
+            assert engine.pages.free_pages == pages
+            assert engine.prefixes.lookup(KEYS) == NOTHING
+            with ServedEngine(path) as other:
+                for first in range(0, pages, 8):
+                    names = [f"{first + place}" for place in range(8)]
+                    engine.compute(names)
+                    assert other.load(names) == 8
+            assert engine.pages.free_pages == 0
+            assert engine.prefixes.pools[0].num_pages == pages
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
+    direction: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    with server_process(path) as server, ServedEngine(path) as engine:
+        engine.compute(PROMPT)
+        job = engine.hold("xyz")
+        if direction == "load":
+            engine.prefixes.poll()
+            job = engine.prefixes.load(KEYS, list(range(32, 40)))
+        server.kill()
+        with serving(path), ServedEngine(path) as other:
+            other.compute("stuvwxyz")  # the same pages of another memory
+            assert engine.prefixes.lookup(KEYS) == NOTHING
+            for _ in range(100):  # it may not join while a job uses the old pages
+                assert not engine.is_served
+                time.sleep(0.001)
+            assert job.result is None  # query() would let it end
+            assert [result.ok for result in engine.prefixes.poll()] == [True]
+            if direction == "load":
+                for place, key in enumerate(KEYS):
+                    assert torch.equal(engine.tensor[32 + place], bytes_of(key))
+            engine.until(lambda: engine.is_served)
+            assert engine.load("stuvwxyz") == 8
+
+
+def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server_process(path) as server:
+        monkeypatch.setattr(client, "DEADLINE", 0.1)
+        with ServedEngine(path) as engine:
+            engine.compute("abcd")
+            engine.hold("efgh")
+            engine.prefixes.preempt([key_of("z")], [9])
+            memory = engine.prefixes.pools[0].pages.data_ptr()
+            server.send(signal.SIGSTOP)
+            before = time.monotonic()
+            for _ in range(100):
+                assert engine.prefixes.lookup(KEYS) == NOTHING
+            assert time.monotonic() - before < 100 * 0.1
+            server.send(signal.SIGCONT)
+            for _ in range(100):
+                assert not engine.is_served  # its store was not reported
+            engine.prefixes.poll()
+            engine.until(lambda: engine.is_served)
+            assert engine.load("abcd") == 4
+            assert engine.prefixes.lookup(KEYS) == Lookup(4, 4, 0)
+            assert counts(engine) == (28, 4, 0, 0)
+            assert engine.prefixes.pools[0].pages.data_ptr() == memory
+
+
+def test_an_interrupted_call_does_not_take_another_answer_for_its_own(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(path), ServedEngine(path) as engine:
+        engine.compute("abcd")
+
+        def interrupt(_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_receive", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.prefixes.preempt(KEYS, range(8))
+        assert engine.prefixes.lookup(KEYS[:1]) == NOTHING
+        engine.until(lambda: engine.is_served)
+        assert engine.load("abcd") == 4
+        assert counts(engine) == (28, 4, 0, 0)
+
+
+def test_a_second_server_is_refused_and_one_that_was_killed_leaves_no_trace(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server_process(path, 4), ServedEngine(path) as engine:
+        engine.compute("abcd")
+        with pytest.raises(RuntimeError, match="another server has the socket /"):
+            PageServer(path, PAGE_BYTES)
+        assert serve.main(["--socket", path, "--memory", "1GiB"]) == 1
+        assert capsys.readouterr().err == f"another server has the socket {path}\n"
+        assert engine.load("abcd") == 4
+    with serving(path), ServedEngine(path) as engine:  # the first one was killed
+        assert engine.find("abcd").found == 0
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="is there, and is no socket"):
+        PageServer(str(tmp_path / "file"), PAGE_BYTES)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+NONSENSE = {
+    "bytes": b"GET / HTTP/1.1\r\n\r\n" * 100,
+    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.LOOKUP),
+    "an unknown request": pack(99),
+    "no request": pack(0),
+    "a second hello": pack(Op.HELLO, b"{}"),
+    "keys that are too short": pack(Op.LOOKUP, b"1"),
+    "more keys than there are": pack(Op.LOOKUP, struct.pack("=q", 1 << 40)),
+    "a negative number of keys": pack(Op.TOUCH, struct.pack("=q", -1)),
+    "half a key": pack(Op.PREPARE_STORE, struct.pack("=q", 1), b"1234"),
+    "no reservation": pack(Op.END),
+    "no lease": pack(Op.RELEASE, b"123"),
+    "a group that is not there": pack(Op.STATS, struct.pack("=q", 7)),
+    "a page of no group": pack(Op.DELETE, PAGE.pack(1, b"")),
+}
+
+
+def wait_until_closed(connection: socket.socket) -> None:
+    connection.settimeout(PATIENCE)
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(100):
+            pass
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as other:
+        engine.compute("abcd")
+        engine.hold("efgh")
+        connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
+        if not is_member:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(path)
+        with connection:
+            connection.sendall(NONSENSE[nonsense])
+            wait_until_closed(connection)
+        engine.until(lambda: len(server._sessions) == 2 - is_member)
+        engine.prefixes.poll()
+        assert engine.load(PROMPT) == 8
+        assert counts(engine) == (24, 8, 0, 0)
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_an_engine_that_has_gone_before_it_is_accepted_harms_nobody(
+    has_pidfd: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_pidfd:  # as on kernels before 6.5
+        monkeypatch.setattr(page_server, "_SO_PEERPIDFD", 9999)
+    server = PageServer(path, 4 * PAGE_BYTES)  # accepts nobody yet
+    for message in (b"", pack(Op.LEAVE)):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            connection.sendall(message)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    with ServedEngine(path) as engine:
+        engine.compute("abcd")
+        assert engine.load("abcd") == 4
+        engine.until(lambda: len(server._sessions) == 1)
+    server.stop()
+    thread.join(PATIENCE)
+
+
+def test_an_engine_cannot_end_what_another_has_reserved(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
+        engine.hold("abcd")
+        (number,) = engine.prefixes.manager._open  # type: ignore[union-attr]
+        for number_of in (number - 1, number, number + 1):
+            message = pack(Op.END, END.pack(number_of, True))
+            other.prefixes.manager._connection.sendall(message)  # type: ignore[union-attr]
+        assert other.prefixes.lookup(KEYS[:4]) == Lookup(4, 0, 4)
+        engine.prefixes.poll()
+        assert other.load("abcd") == 4
+
+
+def test_an_interrupted_poll_ends_each_reservation_once(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
+        engine.hold("abcd")
+        manager: Any = engine.prefixes.manager
+        exchange = manager._exchange
+
+        def exchange_and_interrupt(*arguments: Any) -> None:
+            exchange(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "_exchange", exchange_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.prefixes.poll()
+        assert [result.ok for result in engine.prefixes.poll()] == [True]
+        assert manager._open == set()
+        assert other.load("abcd") == 4
+
+
+def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
+    with serving(path) as server:
+        for hello in (b"", b"{", b"[]", b"{}", b'{"session": 0, "groups": [{}]}'):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(path)
+                connection.sendall(pack(Op.HELLO, hello))
+                wait_until_closed(connection)
+        with ServedEngine(path) as engine:
+            engine.compute("a")
+            assert engine.load("a") == 1
+            assert len(server._sessions) == 1
+
+
+def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
+    message = pack(Op.LOOKUP, *pack_keys([b"".join(KEYS)]))
+    with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
+        (its,) = (of for of in server._sessions.values() if of.number == 2)
+        connection: Any = slow.prefixes.manager._connection  # type: ignore[union-attr]
+        connection.setblocking(False)
+        requests = memoryview(message * 20_000)  # it reads no answers
+        sent = 0
+
+        def send() -> bool:
+            nonlocal sent
+            with contextlib.suppress(BlockingIOError):
+                sent += connection.send(requests[sent:])
+            return bool(its.unsent)
+
+        engine.until(send)
+        with socket.socket(socket.AF_UNIX) as half:
+            half.connect(path)
+            half.sendall(message[: len(message) // 2])
+            engine.compute(PROMPT)
+            assert engine.load(PROMPT) == 8
+        assert 0 < len(its.unsent) < len(message)  # an answer, and no more was received
+        assert len(its.received) < 1 << 17
+        assert sent < len(requests)
+        # When it reads, all that it has sent is answered.
+        answers = sent // len(message) * (HEAD.size + LOOKUP.size)
+        connection.settimeout(PATIENCE)
+        while answers > 0:
+            answers -= len(connection.recv(1 << 16))
+        assert answers == 0
+        connection.settimeout(None)
+        connection.sendall(requests[sent:][: -sent % len(message)])
+        assert len(connection.recv(100)) == HEAD.size + LOOKUP.size
+
+
+def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> None:
+    """A prompt of 100,000 keys."""
+    tensor = torch.zeros(100_000, 1, dtype=torch.uint8)
+    with serving(path, 50_000):
+        prefixes = PrefixCache.connect(path, PagedLayout([tensor]), model="m")
+        keys = b"".join(number.to_bytes(32, "little") for number in range(90_000))
+        tensor[:90_000] = torch.arange(90_000, dtype=torch.uint8)[:, None]
+        prefixes.store(keys, range(90_000)).synchronize()  # type: ignore[union-attr]
+        prefixes.poll()
+        assert prefixes.lookup(keys) == Lookup(90_000, 90_000, 0)
+        prefixes.load(keys, range(90_000)[::-1]).synchronize()  # type: ignore[union-attr]
+        assert torch.equal(tensor[:90_000].flip(0)[:, 0], torch.arange(90_000, dtype=torch.uint8))
+        prefixes.close()

@@ -1,0 +1,562 @@
+"""The block manager and the pools of a prefix cache that a server keeps (docs/serve.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_kvswap._native.arguments import (
+    INT64_MAX,
+    NotCopyable,
+    count_of,
+    kind_of,
+    read_int,
+    read_switch,
+)
+from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log
+from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shared import PoolHandle
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.groups import Groups
+from torch_kvswap.offload.handler import OffloadHandler
+from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, unit_tokens
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
+from torch_kvswap.prefix.manager import BlockStats, Lookup
+from torch_kvswap.prefix.protocol import (
+    END,
+    HEAD,
+    LOOKUP,
+    MAGIC,
+    NUMBER,
+    PAGE,
+    STORE,
+    VERSION,
+    WELCOME,
+    Op,
+    Status,
+    pack,
+    pack_keys,
+)
+
+# Seconds, read at each use so that tests can set them.
+DEADLINE = 1.0  # of an answer: the longest that a call waits for a server that hangs
+JOINING = 10.0  # of an answer while a connection is made, which no call waits for but connect()
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
+
+_READ_BYTES = 1 << 16
+_NOTHING = Lookup(0, 0, 0)
+
+
+class RemoteReservation(NamedTuple):
+    """What prepare_load(), prepare_store() and preempt() return: see those of a BlockManager."""
+
+    id: int
+    key_indices: Any
+    pages: Any
+    lease: int = 0
+
+
+class RemoteManager(NotCopyable):
+    """The BlockManager of a server, with the same calls; other engines change it too.
+
+    A call asks the server, and waits DEADLINE for it at most. If it does not answer, the server is
+    given up: lookups find nothing, loads and stores get no pages, and reservations end here. A
+    thread tries to join it again when all reservations have ended, so that no job is in flight.
+
+    Any thread may call any method. In a forked child every call raises RuntimeError.
+
+    Args:
+        path (str): the server's socket.
+        groups (int | Sequence[BlockGroup]): as for a BlockManager; with a number, the server says
+            how many pages there are.
+        cache: what the server compares, from describe().
+        pools (RemotePools): get the server's memory.
+
+    Attributes:
+        groups (tuple[BlockGroup, ...]): the groups.
+        unit_tokens (int): tokens per unit of a prefix's length.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        groups: int | Sequence[BlockGroup],
+        cache: dict[str, object],
+        pools: RemotePools,
+    ) -> None:
+        self.groups = read_groups(groups)
+        self.unit_tokens = unit_tokens(self.groups)
+        self._is_list = not isinstance(groups, int)
+        self._path, self._cache, self._pools = path, cache, pools
+        self._process = ForkGuard()
+        self._session = self._generation = 0  # 0: none
+        # Guarded by _changed, which is notified when the thread may have something to do.
+        self._changed = threading.Condition(threading.Lock())
+        self._connection: socket.socket | None = None
+        self._open: set[int] = set()  # reservations; jobs use their pages
+        self._dropped = 0  # stores without a server
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
+
+    def __repr__(self) -> str:
+        state = "no server" if self._connection is None else "connected"
+        return f"RemoteManager({self._path!r}, {state})"
+
+    def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
+        """See BlockManager.lookup()."""
+        op = Op.LOOKUP_AGAIN if read_switch("again", again) else Op.LOOKUP
+        answer = self._ask(op, *pack_keys(self._read(keys)))
+        return _NOTHING if answer is None else Lookup(*LOOKUP.unpack(answer))
+
+    def needed_blocks(self, prefix: int) -> range | list[range]:
+        """See BlockManager.needed_blocks()."""
+        prefix = read_int("prefix", prefix, 0, INT64_MAX // self.unit_tokens)
+        ranges = []
+        for group in self.groups:
+            end = prefix * (self.unit_tokens // group.block_tokens)
+            ranges.append(range(max(end - group.window, 0) if group.window else 0, end))
+        return ranges if self._is_list else ranges[0]
+
+    def prepare_load(
+        self, keys: Keys | Sequence[Keys], prefix: int | None = None
+    ) -> RemoteReservation | None:
+        """See BlockManager.prepare_load()."""
+        of_groups = self._read(keys)
+        ranges = [range(len(digests) // DIGEST_BYTES) for digests in of_groups]
+        if prefix is not None:
+            needed = self.needed_blocks(prefix)
+            several = needed if isinstance(needed, list) else [needed]
+            for group, (there, wanted) in enumerate(zip(ranges, several, strict=True)):
+                if wanted.stop > there.stop:
+                    raise ValueError(
+                        f"the prefix needs {count_of(wanted.stop, 'block')} of group {group}, but "
+                        f"keys has {count_of(there.stop, 'key')}; pass what lookup() found for the "
+                        "same keys"
+                    )
+            ranges = several
+        needed_digests = [
+            digests[of.start * DIGEST_BYTES : of.stop * DIGEST_BYTES]
+            for digests, of in zip(of_groups, ranges, strict=True)
+        ]
+        answer = self._reserve(Op.PREPARE_LOAD, needed_digests)
+        if answer is None or (number := NUMBER.unpack_from(answer)[0]) == 0:
+            return None
+        pages = _numbers(answer, NUMBER.size, map(len, ranges))
+        return RemoteReservation(number, self._join(ranges), self._join(pages))
+
+    def prepare_store(self, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
+        """See BlockManager.prepare_store()."""
+        return self._prepare_store(Op.PREPARE_STORE, keys)
+
+    def preempt(self, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
+        """See BlockManager.preempt()."""
+        return self._prepare_store(Op.PREEMPT, keys)
+
+    def complete(self, reservation: RemoteReservation, rejected: Sequence[int] = ()) -> None:
+        """See BlockManager.complete()."""
+        self._end(reservation, True, rejected)
+
+    def fail(self, reservation: RemoteReservation) -> None:
+        """See BlockManager.fail()."""
+        self._end(reservation, False, ())
+
+    def is_pending(self, keys: Keys | Sequence[Keys]) -> bool:
+        """See BlockManager.is_pending()."""
+        answer = self._ask(Op.IS_PENDING, *pack_keys(self._read(keys)))
+        return answer is not None and NUMBER.unpack(answer) != (0,)
+
+    def touch(self, keys: Keys | Sequence[Keys]) -> None:
+        """See BlockManager.touch()."""
+        self._ask(Op.TOUCH, *pack_keys(self._read(keys)))
+
+    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
+        """See BlockManager.order()."""
+        op = Op.ORDER_RENEWED if read_switch("renew", renew) else Op.ORDER
+        self._ask(op, *pack_keys(self._read(keys)))
+
+    def release(self, lease: int) -> bool:
+        """See BlockManager.release()."""
+        answer = self._ask(Op.RELEASE, NUMBER.pack(read_int("lease", lease)))
+        return answer is not None and NUMBER.unpack(answer) != (0,)
+
+    def reset(self) -> None:
+        """Forgets all blocks and leases, also those of other engines: see BlockManager.reset()."""
+        self._ask(Op.RESET)
+
+    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""
+        self._ask(Op.DELETE, *(PAGE.pack(*page) for page in pages))
+
+    def stats(self, group: int = 0) -> BlockStats:
+        """The server's statistics of a group, of all engines; zeros without a server.
+
+        `refused` also counts the stores of this engine that found no server.
+        """
+        group = read_int("group", group, 0, len(self.groups) - 1)
+        answer = self._ask(Op.STATS, NUMBER.pack(group))
+        fields = len(dataclasses.fields(BlockStats))
+        stats = BlockStats(*([0] * fields if answer is None else array("Q", answer)))
+        return dataclasses.replace(stats, refused=stats.refused + self._dropped)
+
+    def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
+        """Does nothing: all pages are ready before the server is joined."""
+
+    # Connecting.
+
+    def join(self) -> None:
+        """Connects to the server, and attaches the pools to its memory.
+
+        Raises:
+            OSError: no server answers there.
+            ValueError: the server refuses this cache, and says why.
+            RuntimeError: the memory cannot be pinned.
+        """
+        connection, generation = _connect(self._path)
+        try:
+            if generation != self._generation:
+                # First the old memory is freed: there may be no room for both.
+                self._session = self._generation = 0
+                self._pools.let_go()
+            session, handles = self._say_hello(connection)
+            with contextlib.ExitStack() as received:
+                for handle in handles:
+                    received.callback(handle.close)
+                if generation != self._generation:
+                    self._pools.attach(handles)
+            connection.settimeout(None)
+            # The kernel's own timeouts cost no system call.
+            seconds = struct.pack("ll", int(DEADLINE), int(DEADLINE % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+        except BaseException:
+            connection.close()
+            raise
+        with self._changed:
+            self._session, self._generation = session, generation
+            if self._is_closing:
+                connection.close()
+            else:
+                self._connection = connection
+
+    def start(self) -> None:
+        """Lets a thread join the server again when it is lost."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leaves the server. No job may be in flight. Idempotent."""
+        if not self._process.is_current:  # the connection is that of the parent
+            return
+        with self._changed:
+            self._is_closing = True
+            self._exchange(pack(Op.LEAVE), has_answer=False)
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self._changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(DEADLINE)
+
+    def _say_hello(self, connection: socket.socket) -> tuple[int, list[PoolHandle]]:
+        hello = json.dumps({**self._cache, "session": self._session})
+        connection.sendall(pack(Op.HELLO, hello.encode()))
+        (session,) = NUMBER.unpack(_receive_answer(connection))
+        return session, [PoolHandle.receive(connection) for _ in self.groups]
+
+    def _run(self) -> None:
+        """The thread: joins the server again each time that it is lost."""
+        pause, joined, told = FIRST_PAUSE, time.monotonic(), ""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closing or (self._connection is None and not self._open)
+                )
+                if time.monotonic() - joined > LONGEST_PAUSE:
+                    pause = FIRST_PAUSE
+                if self._changed.wait_for(lambda: self._is_closing, pause):
+                    return
+            try:
+                self.join()
+                log.info("the server at %s is there again", self._path)
+                joined, told = time.monotonic(), ""
+            except (OSError, ValueError, RuntimeError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("the server at %s cannot be joined again: %s", self._path, told)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _ask(self, op: Op, *parts: bytes) -> bytes | None:
+        """The server's answer; None if there is no server."""
+        self._process.check("prefix cache")
+        message = pack(op, *parts)
+        with self._changed:
+            return self._exchange(message, op < Op.END)
+
+    def _exchange(self, message: bytes, has_answer: bool = True) -> bytes | None:
+        """See _ask(). The caller holds the lock."""
+        if self._connection is None:
+            return None
+        try:
+            self._connection.sendall(message)
+            if not has_answer:
+                return b""
+            status, body = _receive(self._connection)
+        except BlockingIOError:
+            self._lose(f"it did not answer within {DEADLINE:g} s")
+            return None
+        except OSError as error:
+            self._lose(str(error))
+            return None
+        except BaseException:  # what comes next might be half an answer
+            self._lose("a call was interrupted")
+            raise
+        if status == Status.WRONG:
+            raise ValueError(body.decode())
+        return body
+
+    def _lose(self, why: str) -> None:
+        """The caller holds the lock."""
+        log.warning("the server at %s is lost, and its pages: %s", self._path, why)
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
+        self._changed.notify_all()
+
+    # Reservations.
+
+    def _reserve(self, op: Op, of_groups: Sequence[bytes]) -> bytes | None:
+        """As _ask(). What the answer reserves is open from then on."""
+        self._process.check("prefix cache")
+        message = pack(op, *pack_keys(of_groups))
+        with self._changed:
+            answer = self._exchange(message)
+            if answer is None:
+                self._dropped += op != Op.PREPARE_LOAD
+            elif (number := NUMBER.unpack_from(answer)[0]) > 0:
+                self._open.add(number)
+        return answer
+
+    def _prepare_store(self, op: Op, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
+        answer = self._reserve(op, self._read(keys))
+        if answer is None:
+            return None
+        number, lease = STORE.unpack_from(answer)
+        if number < 0:
+            return None
+        (counts,) = _numbers(answer, STORE.size, [len(self.groups)])
+        at = STORE.size + counts.nbytes
+        several = _numbers(answer, at, [*counts, *counts])
+        indices, pages = several[: len(counts)], several[len(counts) :]
+        return RemoteReservation(number, self._join(indices), self._join(pages), lease)
+
+    def _end(
+        self, reservation: RemoteReservation, has_succeeded: bool, rejected: Sequence[int]
+    ) -> None:
+        self._process.check("prefix cache")
+        number = reservation.id
+        if number == 0:
+            return
+        positions = array("q", rejected).tobytes()
+        with self._changed:
+            if number not in self._open:
+                raise ValueError(f"reservation {number} has ended before")
+            # If Ctrl-C comes in between, poll() calls again: the server takes the first message.
+            self._exchange(pack(Op.END, END.pack(number, has_succeeded), positions), False)
+            self._open.remove(number)
+            if self._connection is None and not self._open:
+                self._changed.notify_all()
+
+    def _read(self, keys: Any) -> list[bytes]:
+        """The digests of each group."""
+        if not self._is_list:
+            return [read_digests("keys", keys)]
+        return [
+            read_digests(f"keys[{group}]", of_group)
+            for group, of_group in enumerate(split_groups("keys", keys, len(self.groups)))
+        ]
+
+    def _join(self, of_groups: Sequence[Any]) -> Any:
+        return of_groups if self._is_list else of_groups[0]
+
+
+class RemotePools:
+    """The pools of a prefix cache on a server's memory. Without a server, pools of one page each.
+
+    Args:
+        layouts (Sequence[PagedLayout]): of the cache.
+        is_list (bool): whether the handler gets lists.
+        options: of the pools of one page.
+
+    Attributes:
+        pools (list[HostPool]): changes in place.
+        handler (OffloadHandler | None): once there is one, it gets the pools too.
+        changing (Lock): held while the handler is rebound.
+    """
+
+    def __init__(
+        self, layouts: Sequence[PagedLayout], is_list: bool, options: dict[str, Any]
+    ) -> None:
+        self._layouts, self._is_list, self._options = layouts, is_list, options
+        self.pools: list[HostPool] = []
+        self.handler: OffloadHandler | None = None
+        self.changing = threading.Lock()
+
+    def attach(self, handles: Sequence[PoolHandle]) -> None:
+        """Maps and pins the server's memory, and uses it."""
+        layouts = self._layouts if self.handler is None else self.handler.layouts
+        self._use(list(map(HostPool.attach, layouts, handles)))
+
+    def let_go(self) -> None:
+        """Frees the memory of a server that is gone. No job may be in flight."""
+        if self.handler is not None:
+            self._use([HostPool(layout, 1, **self._options) for layout in self.handler.layouts])
+
+    def close(self) -> None:
+        """Frees the memory. The handler must be closed."""
+        for pool in self.pools:
+            pool.close()
+
+    def _use(self, pools: list[HostPool]) -> None:
+        with self.changing:
+            if self.handler is not None:
+                layouts = self.handler.layouts
+                both = (layouts, pools) if self._is_list else (layouts[0], pools[0])
+                self.handler._rebind_to(Groups(*both))
+            self.pools[:] = pools
+
+
+def describe(
+    layouts: Sequence[PagedLayout],
+    groups: Sequence[BlockGroup] | None,
+    model: str,
+    rank: int,
+    world: int,
+    blocks_per_page: int,
+    encoding: EncodingName,
+    bits_per_value: float | None,
+    verify: VerifyName,
+) -> dict[str, object]:
+    """What must be equal for engines to share pages; see PrefixCache.connect().
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    if not isinstance(model, str):
+        raise TypeError(
+            f"model is {kind_of(model)}; name the model and its revision, because other engines "
+            "use the same pages"
+        )
+    world = read_int("world", world, 1)
+    rank = read_int("rank", rank, 0, world - 1)
+    kept = read_encoding(encoding, bits_per_value)
+    of_groups = [BlockGroup(1) for _ in layouts] if groups is None else read_groups(groups)
+    if len(of_groups) != len(layouts):
+        raise ValueError(
+            f"{count_of(len(of_groups), 'group')} and {count_of(len(layouts), 'layout')}; pass a "
+            "BlockGroup for each layout"
+        )
+    described = []
+    for layout, group in zip(layouts, of_groups, strict=True):
+        dtypes = [layout.dtype] if layout.dtype else [tensor.dtype for tensor in layout.tensors]
+        described.append(
+            {
+                "slab_sizes": layout.sizes.tolist(),
+                "dtypes": list(map(str, dtypes)),
+                "blocks_per_page": read_int("blocks_per_page", blocks_per_page, 1),
+                "encoding": kept.name,
+                "bits_per_value": kept.bits_per_value,
+                "verify": read_verify(verify, layout.device),
+                **dataclasses.asdict(group),
+                "num_pages": 0 if groups is None else group.num_pages,
+            }
+        )
+    return {
+        "model": model,
+        "rank": rank,
+        "world": world,
+        "is_list": groups is not None,
+        "groups": described,
+    }
+
+
+def _connect(path: str) -> tuple[socket.socket, int]:
+    """A connection to the server, and its generation: another one has other memory.
+
+    Raises OSError if there is none, and ValueError if it refuses.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(JOINING)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            raise ConnectionError(
+                f"no server answers at {path}: {error}; start one with "
+                f"`python -m torch_kvswap serve --socket {path} --memory ...`"
+            ) from error
+        welcome = _receive_answer(connection)
+        if len(welcome) != WELCOME.size or not welcome.startswith(MAGIC):
+            raise ConnectionError(f"what answers at {path} is no server of this library")
+        _, version, generation = WELCOME.unpack(welcome)
+        if version != VERSION:
+            raise ConnectionError(
+                f"the server at {path} has version {version} of the protocol, this library "
+                f"{VERSION}; use the same release for both"
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection, generation
+
+
+def _receive_answer(connection: socket.socket) -> bytes:
+    """An answer, and nothing behind it. Raises ValueError if the server refuses."""
+    length, status = HEAD.unpack(_receive_exactly(connection, HEAD.size))
+    body = _receive_exactly(connection, min(length, _READ_BYTES))
+    if status == Status.REFUSED:
+        raise ValueError(body.decode())
+    return body
+
+
+def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    while len(received) < nbytes:
+        more = connection.recv(nbytes - len(received))
+        if not more:
+            raise ConnectionError("it has closed the connection")
+        received += more
+    return received
+
+
+def _receive(connection: socket.socket) -> tuple[int, bytes]:
+    """The status and the body of the only answer that is outstanding."""
+    received = connection.recv(_READ_BYTES)
+    if len(received) < HEAD.size:
+        if not received:
+            raise ConnectionError("it has closed the connection")
+        received += _receive_exactly(connection, HEAD.size - len(received))
+    length, status = HEAD.unpack_from(received)
+    missing = HEAD.size + length - len(received)
+    if missing:
+        received += _receive_exactly(connection, missing)
+    return status, received[HEAD.size :]
+
+
+def _numbers(answer: bytes, at: int, counts: Any) -> list[Any]:
+    """Arrays of so many int64 each, from this byte of an answer on."""
+    arrays = []
+    for count in counts:
+        arrays.append(np.frombuffer(answer, np.int64, count, at))
+        at += 8 * count
+    return arrays

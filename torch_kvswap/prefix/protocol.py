@@ -1,0 +1,84 @@
+"""The messages between the prefix cache of an engine and a server (docs/serve.md).
+
+A message is HEAD, with the bytes that follow and a number, and then these bytes. The number of a
+request is its Op, that of an answer its Status. Keys are the count of each group, int64, and then
+all digests in a row. All numbers are in the byte order of the machine.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
+
+VERSION = 1
+HEAD = struct.Struct("=IB")
+MAX_BYTES = 64 << 20  # of a message: two million keys
+NUMBER = struct.Struct("=q")
+END = struct.Struct("=q?")  # reservation, whether it has succeeded; then rejected positions
+WELCOME = struct.Struct("=8sIq")  # magic, version, generation of the server
+MAGIC = b"KVSWSERV"
+LOOKUP = struct.Struct("=4q")  # the fields of a Lookup
+PAGE = struct.Struct(f"=q{DIGEST_BYTES}s")  # group, digest
+STORE = struct.Struct("=qq")  # reservation, lease; then for each group the count, indices, pages
+
+
+class Op(IntEnum):
+    """Requests. Those that are marked so get no answer."""
+
+    HELLO = 1
+    LOOKUP = 2
+    LOOKUP_AGAIN = 3
+    PREPARE_LOAD = 4
+    PREPARE_STORE = 5
+    PREEMPT = 6
+    IS_PENDING = 7
+    RELEASE = 8
+    STATS = 9
+    RESET = 10
+    END = 11  # no answer
+    TOUCH = 12  # no answer
+    ORDER = 13  # no answer
+    ORDER_RENEWED = 14  # no answer
+    DELETE = 15  # no answer: pages that loads have found damaged, by PAGE
+    LEAVE = 16  # no answer: no job is in flight
+
+
+class Status(IntEnum):
+    """Answers."""
+
+    DONE = 0
+    WRONG = 1  # the text of a ValueError
+    REFUSED = 2  # why this engine is not served
+
+
+class ProtocolError(Exception):
+    """What came is no message of this protocol."""
+
+
+def pack(number: int, *parts: bytes) -> bytes:
+    """A message."""
+    return b"".join((HEAD.pack(sum(map(len, parts)), number), *parts))
+
+
+def pack_keys(of_groups: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Digests of each group, as parts of a message."""
+    counts = [len(digests) // DIGEST_BYTES for digests in of_groups]
+    return (struct.pack(f"={len(counts)}q", *counts), *of_groups)
+
+
+def unpack_keys(body: bytes, num_groups: int) -> list[bytes]:
+    """The digests of each group. Raises ProtocolError if these are no such keys."""
+    at = num_groups * NUMBER.size
+    if len(body) < at:
+        raise ProtocolError(f"{len(body)} bytes are no keys of {num_groups} groups")
+    counts = struct.unpack_from(f"={num_groups}q", body)
+    if min(counts) < 0 or sum(counts) * DIGEST_BYTES != len(body) - at:
+        raise ProtocolError(f"{len(body) - at} bytes are no {counts} digests")
+    of_groups = []
+    for count in counts:
+        of_groups.append(body[at : at + count * DIGEST_BYTES])
+        at += count * DIGEST_BYTES
+    return of_groups

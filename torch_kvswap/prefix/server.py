@@ -1,0 +1,561 @@
+"""One index of host pages for the engines of a machine (docs/serve.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import reprlib
+import secrets
+import selectors
+import socket
+import stat
+import struct
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torch_kvswap._C import LoadReservation, StoreReservation
+from torch_kvswap._native.arguments import bytes_text, read_int
+from torch_kvswap._native.log import log
+from torch_kvswap.below.door import open_store
+from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
+from torch_kvswap.below.store import PageStore
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager
+from torch_kvswap.prefix.protocol import (
+    END,
+    HEAD,
+    LOOKUP,
+    MAGIC,
+    MAX_BYTES,
+    NUMBER,
+    PAGE,
+    STORE,
+    VERSION,
+    WELCOME,
+    Op,
+    ProtocolError,
+    Status,
+    pack,
+    unpack_keys,
+)
+from torch_kvswap.prefix.tier import Tier
+
+_READ_BYTES = 1 << 16
+_TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
+_BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
+_SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
+
+
+class _Session:
+    """An engine. It outlives its connection while it has pages and its process lives.
+
+    Attributes:
+        number (int): names it when it connects again.
+        process (int): its file descriptor of the process, readable when that has ended.
+        connection (socket | None): None when it is lost.
+        received (bytearray): of a message that is not complete.
+        unsent (bytes): of an answer. Until it is sent, nothing is received.
+        is_member (bool): its cache fits to the pages.
+        reservations (dict[int, LoadReservation | StoreReservation]): by id, those that are open.
+        leases (set[int]): of preempt().
+    """
+
+    def __init__(self, number: int, connection: socket.socket, process: int, pid: int) -> None:
+        self.number, self.process, self.pid = number, process, pid
+        self.connection: socket.socket | None = connection
+        self.received, self.unsent = bytearray(), b""
+        self.is_member = False
+        self.reservations: dict[int, LoadReservation | StoreReservation] = {}
+        self.leases: set[int] = set()
+
+
+class _Pages:
+    """The memory, the block manager and the tier, made for the first engine that comes.
+
+    Args:
+        cache: what an engine says of its cache; see client.describe().
+        memory (int): bytes of all pages, at most.
+        on_answer: called, in a thread of the tier, when poll() has something to do.
+
+    Raises:
+        KeyError, TypeError, ValueError: the description is wrong, or the memory is too small or
+            not there.
+    """
+
+    def __init__(
+        self,
+        cache: dict[str, Any],
+        memory: int,
+        store: PageStore | None,
+        below_policy: BelowPolicy,
+        on_answer: Callable[[], None],
+    ) -> None:
+        self.cache = cache
+        self.pools: list[HostPool] = []
+        groups, layouts = [], []
+        for described in cache["groups"]:
+            # A block for the sizes: the server has no cache.
+            slabs = [torch.empty(1, size, dtype=torch.uint8) for size in described["slab_sizes"]]
+            layout = PagedLayout(slabs, 0, dtype=_dtype_of(described["dtypes"]))
+            kept = {name: described[name] for name in ("encoding", "bits_per_value")}
+            kept["page_alignment"] = ALIGNMENT
+            per_page = described["blocks_per_page"]
+            size = HostPool.page_bytes_of(layout, per_page, **kept)
+            count = described["num_pages"] or memory // size
+            left = memory - sum(pool.nbytes for pool in self.pools)
+            if count * size > left or not count:
+                raise ValueError(
+                    f"{max(count, 1)} pages of {size} bytes do not fit into the "
+                    f"{bytes_text(left)} that this server has left for them; start it with more "
+                    "--memory"
+                )
+            pool = HostPool(
+                layout, count, per_page, **kept, verify=described["verify"], shared=True
+            )
+            self.pools.append(pool)
+            layouts.append(layout)
+            fields = {name: described[name] for name in ("block_tokens", "window_tokens")}
+            groups.append(BlockGroup(count, **fields, is_state=described["is_state"]))
+        self.is_list = cache["is_list"]
+        self.manager = BlockManager(
+            groups if self.is_list else groups[0].num_pages,
+            below_policy=None if store is None else below_policy,
+        )
+        self.tier: Tier | None = None
+        if store is not None:
+            formats = [
+                PageFormat(*of_group, cache["model"], number, cache["rank"], cache["world"])
+                for number, of_group in enumerate(zip(layouts, self.pools, strict=True))
+            ]
+            self.tier = Tier(
+                store,
+                formats,
+                self.pools,
+                self.manager,
+                lambda _: None,  # engines mark the pages that they load
+                self.join,
+                _BELOW_BYTES,
+                on_answer,
+            )
+
+    def join(self, of_groups: Sequence[Any]) -> Any:
+        return of_groups if self.is_list else of_groups[0]
+
+    def split(self, of_groups: Any) -> Sequence[Any]:
+        return of_groups if self.is_list else [of_groups]
+
+
+def _difference(theirs: Any, ours: Any, name: str = "") -> str | None:
+    """Where the description of an engine's cache first differs from ours, in words."""
+    places: Iterable[Any] = ()
+    if isinstance(ours, dict):
+        places = ((key, f"{name}.{key}" if name else key) for key in ours)
+    elif isinstance(ours, list) and len(theirs) == len(ours):
+        places = ((place, f"{name}[{place}]") for place in range(len(ours)))
+    elif theirs != ours:
+        return f"have {name} {reprlib.repr(ours)}, and this engine has {reprlib.repr(theirs)}"
+    found = (_difference(theirs[place], ours[place], its) for place, its in places)
+    return next(filter(None, found), None)
+
+
+def _dtype_of(names: list[str]) -> torch.dtype | None:
+    """The type of keys and values; None if there are several."""
+    dtype = getattr(torch, names[0].removeprefix("torch."), None) if len(names) == 1 else None
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+class PageServer:
+    """Serves engines at a Unix socket: reservations are messages, pages are shared memory.
+
+    One thread, in run(), does everything. An engine that is slow, sends garbage or dies harms no
+    other one. What an engine has reserved is its own until it says so or its process has ended.
+
+    Args:
+        path (str): of the socket, which is made with mode 0600.
+        memory (int): bytes of all pages, at most. They are made for the first engine that comes.
+        below (str | None), below_policy (str): see PrefixCache.
+
+    Raises:
+        RuntimeError: another server has this socket.
+        OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
+            that is no socket has this name.
+        ImportError, ValueError: see `below` of PrefixCache.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        memory: int,
+        below: str | None = None,
+        below_policy: BelowPolicy = "reused",
+    ) -> None:
+        self._path, self._memory = path, read_int("memory", memory, 1)
+        self._below_policy = below_policy
+        self._generation = secrets.randbits(62) + 1  # 0 is none
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, _Session] = {}
+        self._pages: _Pages | None = None
+        self._is_over, self._some_ended = False, False
+        self._handlers: dict[int, Callable[[_Session, bytes], None]] = {
+            Op.LOOKUP: lambda session, body: self._lookup(session, body, False),
+            Op.LOOKUP_AGAIN: lambda session, body: self._lookup(session, body, True),
+            Op.PREPARE_LOAD: self._prepare_load,
+            Op.PREPARE_STORE: self._prepare_store,
+            Op.PREEMPT: self._preempt,
+            Op.IS_PENDING: self._is_pending,
+            Op.RELEASE: self._release,
+            Op.STATS: self._stats,
+            Op.RESET: self._reset,
+            Op.END: self._end,
+            Op.TOUCH: lambda _, body: self._manager.touch(self._keys(body)),
+            Op.ORDER: lambda _, body: self._manager.order(self._keys(body)),
+            Op.ORDER_RENEWED: lambda _, body: self._manager.order(self._keys(body), renew=True),
+            Op.DELETE: self._delete,
+            Op.LEAVE: lambda session, _: self._end_session(session),
+        }
+        with contextlib.ExitStack() as undo:
+            self._store: PageStore | None = None
+            if below is not None:
+                load_digest()  # raises here, not when an engine comes
+                self._store = open_store(below)
+                undo.callback(self._store.close)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._lock_file = os.open(f"{path}.lock", flags, 0o600)
+            undo.callback(os.close, self._lock_file)
+            self._listener = self._listen()
+            undo.pop_all()
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+
+    def _listen(self) -> socket.socket:
+        """The socket. What a killed server has left of its own is removed."""
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"another server has the socket {self._path}") from error
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
+                raise FileExistsError(f"{self._path} is there, and is no socket")
+            os.unlink(self._path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # the file gets this mode
+            listener.bind(self._path)
+            listener.listen()
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def run(self) -> None:
+        """Serves until stop() is called, then closes everything. Engines go on without pages."""
+        try:
+            while not self._is_over:
+                tier = None if self._pages is None else self._pages.tier
+                for key, events in self._selector.select(None if tier is None else _TIER_SECONDS):
+                    key.data(key.fileobj, events)
+                if tier is not None:
+                    tier.poll(some_ended=self._some_ended)
+                    self._some_ended = False
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Ends run(). Any thread may call, and a signal handler."""
+        self._is_over = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        for session in list(self._sessions.values()):
+            self._end_session(session)
+        if self._pages is not None and self._pages.tier is not None:
+            self._pages.tier.close()
+        elif self._store is not None:
+            self._store.close()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._lock_file)
+
+    # Connections.
+
+    def _on_wake(self, *_: object) -> None:
+        os.eventfd_read(self._wake_fd)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _accept(self, *_: object) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # it has gone already, or there are no descriptors left
+            log.warning("an engine could not connect: %s", error)
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, uid, _ = struct.unpack("3i", credentials)
+        connection.setblocking(False)
+        try:
+            if uid != os.geteuid():
+                raise PermissionError(f"this server serves user {os.geteuid()}, not {uid}")
+            process = _process_of(connection, pid)
+        except OSError as error:
+            log.warning("process %d is not served: %s", pid, error)
+            with contextlib.suppress(OSError):
+                connection.send(pack(Status.REFUSED, str(error).encode()))
+            connection.close()
+            return
+        session = _Session(next(self._numbers), connection, process, pid)
+        self._sessions[session.number] = session
+        self._selector.register(
+            process, selectors.EVENT_READ, lambda *_: self._end_session(session)
+        )
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda _, events: self._on_ready(session, events)
+        )
+        try:
+            self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
+        except OSError:  # it has gone already
+            self._disconnect(session)
+
+    def _on_ready(self, session: _Session, events: int) -> None:
+        """Receives, or sends the rest of an answer."""
+        connection = session.connection
+        if connection is None:  # lost since select() has returned
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._send(session, session.unsent)
+            else:
+                data = connection.recv(_READ_BYTES)
+                if not data:
+                    return self._disconnect(session)
+                session.received += data
+            while not session.unsent and (message := _next_message(session.received)) is not None:
+                self._handle(session, *message)
+        except BlockingIOError:
+            pass
+        except Exception as error:  # whatever one engine causes, the others are served
+            if session.connection is not None:
+                text = str(error) or type(error).__name__
+                log.warning("the connection of process %d is closed: %s", session.pid, text)
+                self._disconnect(session)
+
+    def _handle(self, session: _Session, op: int, body: bytes) -> None:
+        if session.is_member and op in self._handlers:
+            try:
+                self._handlers[op](session, body)
+            except ValueError as error:
+                if op >= Op.END:
+                    raise
+                self._answer(session, str(error).encode(), status=Status.WRONG)
+        elif op == Op.HELLO and not session.is_member:
+            self._hello(session, body)
+        else:
+            raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
+
+    def _answer(self, session: _Session, *parts: bytes, status: Status = Status.DONE) -> None:
+        self._send(session, pack(status, *parts))
+
+    def _send(self, session: _Session, data: bytes) -> None:
+        """Sends it, or keeps what the engine does not take, and then receives nothing from it."""
+        assert session.connection is not None
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = session.connection.send(data)
+        had_some, session.unsent = bool(session.unsent), data[sent:]
+        if had_some != bool(session.unsent):
+            events = selectors.EVENT_WRITE if session.unsent else selectors.EVENT_READ
+            key = self._selector.get_key(session.connection)
+            self._selector.modify(session.connection, events, key.data)
+
+    def _disconnect(self, session: _Session) -> None:
+        """What the engine has reserved stays its own while its process lives."""
+        if session.connection is not None:
+            self._selector.unregister(session.connection)
+            session.connection.close()
+            session.connection = None
+            session.received.clear()
+        if not session.reservations and not session.leases:
+            self._end_session(session)
+
+    def _end_session(self, session: _Session) -> None:
+        """No copy of the engine uses a page any more: its process has ended, or it says so."""
+        if self._sessions.pop(session.number, None) is None:
+            return
+        for reservation in session.reservations.values():
+            if isinstance(reservation, LoadReservation):
+                self._manager.complete(reservation)
+            else:
+                self._manager.fail(reservation)
+        session.reservations.clear()
+        for lease in session.leases:
+            self._manager.release(lease)
+        session.leases.clear()
+        self._selector.unregister(session.process)
+        os.close(session.process)
+        self._disconnect(session)
+        self._some_ended = True
+
+    # Requests.
+
+    @property
+    def _manager(self) -> BlockManager:
+        assert self._pages is not None
+        return self._pages.manager
+
+    def _keys(self, body: bytes) -> Any:
+        """The keys as the block manager takes them."""
+        assert self._pages is not None
+        return self._pages.join(unpack_keys(body, len(self._pages.pools)))
+
+    def _hello(self, session: _Session, body: bytes) -> None:
+        """Takes in an engine, and sends it the memory."""
+        cache = json.loads(body)
+        earlier = self._sessions.get(cache.pop("session"))
+        if earlier is not None and earlier.pid == session.pid and earlier is not session:
+            self._end_session(earlier)  # no job of it is in flight
+        problem = None
+        try:
+            if self._pages is None:
+                self._pages = _Pages(
+                    cache, self._memory, self._store, self._below_policy, self._wake
+                )
+            else:
+                difference = _difference(cache, self._pages.cache)
+                if difference is not None:
+                    problem = (
+                        f"the pages at {self._path} {difference}; start a server of its own for it"
+                    )
+        except (ValueError, OSError, ImportError, RuntimeError) as error:
+            problem = str(error)
+        if problem is not None:
+            log.warning("process %d is not served: %s", session.pid, problem)
+            return self._answer(session, problem.encode(), status=Status.REFUSED)
+        assert self._pages is not None
+        assert session.connection is not None
+        session.is_member = True
+        self._answer(session, NUMBER.pack(session.number))
+        for pool in self._pages.pools:
+            handle = pool.share()
+            handle.send(session.connection)
+            handle.close()
+
+    def _lookup(self, session: _Session, body: bytes, again: bool) -> None:
+        assert self._pages is not None
+        keys = self._keys(body)
+        found = self._manager.lookup(keys, again=again)
+        if self._pages.tier is not None:
+            found = self._pages.tier.ask(found, self._pages.split(keys))
+        self._answer(session, LOOKUP.pack(*found))
+
+    def _prepare_load(self, session: _Session, body: bytes) -> None:
+        assert self._pages is not None
+        keys = self._keys(body)
+        load = self._manager.prepare_load(keys)
+        if load is None:
+            return self._answer(session, NUMBER.pack(0))
+        session.reservations[load.id] = load
+        if self._pages.tier is not None:
+            self._pages.tier.use_leases(self._pages.split(keys))
+        pages = self._pages.split(load.pages)
+        self._answer(session, NUMBER.pack(load.id), *(of_group.tobytes() for of_group in pages))
+
+    def _prepare_store(self, session: _Session, body: bytes) -> None:
+        self._reserve(session, self._manager.prepare_store(self._keys(body)))
+
+    def _preempt(self, session: _Session, body: bytes) -> None:
+        self._reserve(session, self._manager.preempt(self._keys(body)))
+
+    def _reserve(self, session: _Session, store: StoreReservation | None) -> None:
+        """Answers with what a store reserves."""
+        assert self._pages is not None
+        if store is None:
+            return self._answer(session, STORE.pack(-1, 0))
+        if store.id:
+            session.reservations[store.id] = store
+        if store.lease:
+            session.leases.add(store.lease)
+        indices, pages = map(self._pages.split, (store.key_indices, store.pages))
+        counts = array("q", map(len, pages))
+        parts = [numbers.tobytes() for numbers in (counts, *indices, *pages)]
+        self._answer(session, STORE.pack(store.id, store.lease), *parts)
+
+    def _is_pending(self, session: _Session, body: bytes) -> None:
+        self._answer(session, NUMBER.pack(self._manager.is_pending(self._keys(body))))
+
+    def _release(self, session: _Session, body: bytes) -> None:
+        (lease,) = NUMBER.unpack(body)
+        is_own = lease in session.leases
+        session.leases.discard(lease)
+        self._answer(session, NUMBER.pack(is_own and self._manager.release(lease)))
+
+    def _stats(self, session: _Session, body: bytes) -> None:
+        (group,) = NUMBER.unpack(body)
+        self._answer(session, array("Q", self._manager._stats(group)).tobytes())
+
+    def _reset(self, session: _Session, _: bytes) -> None:
+        self._manager.reset()
+        self._answer(session)
+
+    def _end(self, session: _Session, body: bytes) -> None:
+        number, has_succeeded = END.unpack_from(body)
+        reservation = session.reservations.get(number)
+        if reservation is None:  # an engine that was interrupted says it again
+            return
+        if has_succeeded:
+            self._manager.complete(reservation, array("q", body[END.size :]))
+        else:
+            self._manager.fail(reservation)
+        del session.reservations[number]
+        self._some_ended = True
+
+    def _delete(self, session: _Session, body: bytes) -> None:
+        assert self._pages is not None
+        pages = list(PAGE.iter_unpack(body))
+        if any(not 0 <= group < len(self._pages.pools) for group, _ in pages):
+            raise ProtocolError("there is no such group")
+        if self._pages.tier is not None:
+            self._pages.tier.delete(pages)
+
+
+def _next_message(received: bytearray) -> tuple[int, bytes] | None:
+    """Takes the first message of what was received; None if it is not complete."""
+    if len(received) < HEAD.size:
+        return None
+    length, op = HEAD.unpack_from(received)
+    if length > MAX_BYTES:
+        raise ProtocolError(f"a message of {length} bytes; {MAX_BYTES} is the most")
+    end = HEAD.size + length
+    if len(received) < end:
+        return None
+    body = bytes(memoryview(received)[HEAD.size : end])
+    del received[:end]
+    return op, body
+
+
+def _process_of(connection: socket.socket, pid: int) -> int:
+    """A file descriptor that is readable when the process at the other end has ended."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:  # an older kernel
+        process = os.pidfd_open(pid)
+    # If that process had ended, another one might have its number now.
+    with contextlib.suppress(BlockingIOError):
+        if not connection.recv(1, socket.MSG_PEEK):
+            os.close(process)
+            raise ProcessLookupError("the engine has gone")
+    return process
