@@ -57,10 +57,10 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         self.options = self._read_options()
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
-        self._copies = 1 if self.replicated_layout else config.parallel.world_size
+        copies = 1 if self.replicated_layout else config.parallel.world_size
         self.num_pages, self._chunk_bytes, self._problem = 0, 0, ""
         try:
-            sizes = config, self._copies, self.options, self._row_alignment
+            sizes = config, copies, self.options, self._row_alignment
             self.num_pages, self._chunk_bytes = _size_pools(*sizes)
         except ValueError as error:
             if config.parallel.pp_size == 1:
@@ -250,10 +250,8 @@ def _size_pools(
     encoding = read_encoding(options.encoding, options.bits_per_value)
     blocks = config.cache.blocks_per_chunk
     slot = encoding.bytes_for(block)
-    if alignment > 1:
-        chunk = padded_slot(slot, blocks, alignment, copies) * blocks
-    else:
-        chunk = slot * blocks * copies
+    parts = copies if alignment > 1 else 1
+    chunk = padded_slot(slot, blocks, alignment, parts) * blocks * (copies // parts)
     if nbytes < chunk:
         raise ValueError(
             f"cpu_bytes_to_use is {nbytes}, but one chunk of {blocks} blocks takes {chunk} bytes "
