@@ -214,7 +214,9 @@ def _metrics_of_our_spec() -> set[str]:
 
 def test_another_spec_is_refused(folder):
     with (
-        pytest.raises(ValueError, match="KVSwapConnector makes its own spec; leave it out"),
+        pytest.raises(
+            ValueError, match="but KVSwapConnector makes KVSwapOffloadingSpec or KVSwapTieringOff"
+        ),
         serving(folder, extra={"spec_name": "CPUOffloadingSpec"}),
     ):
         pass

@@ -8,7 +8,7 @@ import re
 import pytest
 from processes import run_script
 
-from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
+from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
 
 
 def test_what_is_not_said_has_a_default():
@@ -115,7 +115,7 @@ def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
     [
         ("canonical_layout", True, "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU"),
         ("cache_policy_module_path", "a.b", "leave it out and set eviction_policy to lru or arc"),
-        ("secondary_tiers", [{"type": "fs"}], "or use spec_name TieringOffloadingSpec"),
+        ("secondary_tiers", [{"type": "fs"}], "or use spec_name KVSwapTieringOffloadingSpec"),
         ("max_tracker_size", 64000, "leave it out: KVSwapOffloadingSpec counts the offers"),
     ],
 )
@@ -123,6 +123,56 @@ def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option
     said = rf"kv_connector_extra_config: {option} is for vLLM's .*{re.escape(instead)}"
     with pytest.raises(ValueError, match=said):
         read_options({"cpu_bytes_to_use": 1, option: value})
+
+
+FS = {"type": "fs", "root_dir": "/rows"}
+
+
+def test_tiers_have_their_own_backpressure_over_the_common_one():
+    common = {"backpressure_cls": "EMABackpressureDetector", "high": 2}
+    given = {"backpressure": common, "tier_poll_interval_s": 0}
+    given["secondary_tiers"] = [FS, {**FS, "backpressure": {"high": 3}}]
+    tiers, interval = read_tiers(given, 0.001)
+    assert tiers == [{**FS, "backpressure": {**common, "high": high}} for high in (2, 3)]
+    assert interval == 0
+    assert given["secondary_tiers"][0] == FS
+    own = {**FS, "backpressure": {}}  # vLLM says what is missing
+    assert read_tiers({"secondary_tiers": [FS, own]}, 0.001) == ([FS, own], 0.001)
+    assert read_tiers({}, None) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"secondary_tiers": FS}, "secondary_tiers is 'dict'; it must be a list of tiers"),
+        ({"secondary_tiers": [FS, "fs"]}, "secondary_tiers[1] is 'str'; it must be a dictionary"),
+        ({"secondary_tiers": [{"root_dir": "/secret"}]}, "is 'a dictionary without a type'; it"),
+        ({"backpressure": 3}, "backpressure is 3; it must be a dictionary"),
+        (
+            {"secondary_tiers": [{**FS, "backpressure": True}]},
+            "secondary_tiers[0]: backpressure is True; it must be a dictionary",
+        ),
+        ({"tier_poll_interval_s": "1"}, "tier_poll_interval_s is '1'; it must be a number of sec"),
+        ({"tier_poll_interval_s": math.nan}, "tier_poll_interval_s is nan; it must be a number"),
+    ],
+)
+def test_a_wrong_option_of_tiers_is_refused_by_name_and_value(wrong, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        read_tiers(wrong, 0.001)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ({"tier_poll_interval_s": 1}, "tier_poll_interval_s is set"),
+        ({"backpressure": {}}, "backpressure is set"),
+        ({"secondary_tiers": [{**FS, "backpressure": {}}]}, "secondary_tiers[0]: backpressure is"),
+    ],
+)
+def test_what_vllm_026_does_not_have_is_refused_with_it(option, name):
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.* which vLLM 0.26 does not have"):
+        read_tiers(option, None)
 
 
 def test_the_refusal_of_an_unknown_option_names_those_that_there_are():

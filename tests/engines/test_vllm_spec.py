@@ -216,7 +216,7 @@ WORKER = """
 def test_workers_of_several_hosts_that_would_share_a_pool_are_refused_at_once(tmp_path):
     said = said_by_two(WORKER, tmp_path)
     refused = (
-        "the 2 workers have the same cache and share one host pool, but worker 0 runs on here "
+        "the 2 workers share one host pool, but worker 0 runs on here "
         "(network namespace 3) and worker 1 on there (network namespace 3); run all workers of an "
         "engine on one machine and in one container, or leave out kv_transfer_config"
     )

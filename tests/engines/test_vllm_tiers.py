@@ -495,7 +495,7 @@ def test_pipelines_are_refused(folder):
 
 def test_without_a_worker_the_scheduler_says_so_at_once(folder):
     settings = Ranks.config(folder, 1, 0)
-    with pytest.raises(RuntimeError, match="scheduler of engine '.*' found no host memory"):
+    with pytest.raises(RuntimeError, match=r"scheduler of engine '.*' found no host memory"):
         KVSwapTieringOffloadingSpec(settings).get_manager()
 
 

@@ -774,6 +774,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         refused(below_policy="none"),
         refused(below_bytes=0),
         refused(pool=other).replace(hex(other.pages.data_ptr()), "0x..."),
+        refused(pool=HostPool(layout, 4, shared=True, page_alignment=4096, part=(0, 2))),
     ]
     with pytest.raises(FileExistsError):
         PrefixCache(layout, aligned, below=f"file:{tmp_path}/file", below_model="m")
@@ -798,7 +799,10 @@ ValueError: below_policy is 'none'; it can be reused or all
 ValueError: below_bytes is 0; it must be 1 to 9223372036854775807
 
 ValueError: the pool has pages of 5000 bytes from the address 0x... on, but a
-store below needs multiples of 4096; make the pool with page_alignment=4096""",
+store below needs multiples of 4096; make the pool with page_alignment=4096
+
+ValueError: the pool has a part of each page for 2 ranks, but a store below needs whole
+pages; make the pool without part""",
     )
     with PrefixCache(layout, aligned, below=f"file:{tmp_path}", below_model="m"):
         pass  # nothing was left behind

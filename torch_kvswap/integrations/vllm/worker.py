@@ -157,7 +157,7 @@ class KVSwapWorker(base.OffloadingWorker):
         """
         move = self._read(dst_spec, src_spec)
         written = _written(src_spec)
-        self._submit({job_id: move}, self._handler.load, written, expedited=expedited)
+        self._submit({job_id: move}, self._handler.load, written=written, expedited=expedited)
         return True
 
     def submit_step_loads(self, loads: Mapping[int, Any], layer_groups: int) -> Job | None:
@@ -177,8 +177,8 @@ class KVSwapWorker(base.OffloadingWorker):
         """
         moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
         written = frozenset().union(*(_written(one.src_spec) for one in loads.values()))
-        how = {"expedited": True, "layer_groups": layer_groups}
-        return self._submit(moves, self._handler.load, written, **how)
+        how: dict[str, Any] = {"expedited": True, "layer_groups": layer_groups}
+        return self._submit(moves, self._handler.load, written=written, **how)
 
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
