@@ -38,8 +38,9 @@ class BelowStats:
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused, because the digest or the trailer was wrong, or by a load, because
-            a block was not what was stored; and deleted.
+        damaged (int): refused, because the digest or the trailer was wrong, one of the two objects
+            was missing or had another size, or by a load, because a block was not what was stored;
+            and deleted.
         written (int): written, or found to be there already.
         failed (int): not taken by the store. They are tried again while they are in memory.
         lost (int): evicted before they were written.
@@ -406,11 +407,16 @@ class Tier:
                 if came[place] and came[count + place]:
                     problem = form.problem(trailer, key, view)
                     if problem is None:
+                problem = None
                         form.enter_digests(trailer, promotion.pages[place])
                         continue
                     damaged.append(key)
                     self._report(key, problem)
                 rejected.append(place)
+                elif came[place] != came[count + place] and not self._thread.was_late:
+                    # As long as the trailer is there, nobody would write the page anew.
+                    problem = "one of its two objects is missing, or has another size"
+                if problem is not None:
             self._hand_over(ask, promotion, rejected)
         self._reading -= nbytes
         ask.left -= 1
