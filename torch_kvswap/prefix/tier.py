@@ -253,8 +253,8 @@ class Tier:
         )
 
     def check_open(self) -> None:
-        """As a user of a HostPool: raises RuntimeError if it is closed."""
-        if self._thread.is_closing:
+        """As a user of a HostPool: raises RuntimeError once the store uses no page any more."""
+        if not self._thread.is_alive:
             raise RuntimeError("the prefix cache is closed")
 
     def close(self) -> None:

@@ -743,7 +743,7 @@ def test_dropping_closes_the_store(store: MemoryStore) -> None:
     assert in_time(lambda: store.is_closed)
 
 
-def test_a_store_that_does_not_close_keeps_the_memory_that_it_may_write(
+def test_a_store_that_does_not_close_keeps_the_pages_that_it_may_write(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch)
@@ -752,13 +752,23 @@ def test_a_store_that_does_not_close_keeps_the_memory_that_it_may_write(
     assert in_time(lambda: len(store.waiting) > 0)
     closing, close = [True], store.close
     store.close = lambda: close() if in_time(lambda: not closing) else None  # type: ignore[method-assign]
+    layout, other = PagedLayout([reader.tensor]), reader.pool.view_for(PagedLayout([reader.tensor]))
     with logged() as messages:
         reader.prefixes.close()
+        for pool in (reader.pool, other):
+            with pytest.raises(ValueError, match="the host pool has an open PrefixCache"):
+                PrefixCache(layout, pool)
         reader.pool.close()
     assert "has not been closed within" in messages[0]
     store.release()  # writes the pages, which are still mapped
     closing.clear()
     assert in_time(lambda: store.is_closed)
+
+
+def test_a_pool_can_be_used_again_when_its_store_has_been_closed(reader: Engine) -> None:
+    assert reader.load(PROMPT) == len(PROMPT)
+    reader.prefixes.close()
+    PrefixCache(PagedLayout([reader.tensor]), reader.pool).close()
 
 
 def test_without_a_store_nothing_is_below() -> None:
