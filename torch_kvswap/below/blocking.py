@@ -146,7 +146,7 @@ class BlockingStore(ABC):
             are_right, error = [False] * len(places), "the store was closed"
             if not self._is_closing and not batch.is_lost:
                 try:
-                    are_right, error = work(), ""
+                    are_right, error = list(work()), ""
                 except Exception as problem:  # whatever somebody else's store raises
                     batch.is_lost |= isinstance(problem, ConnectionError | TimeoutError)
                     error = str(problem) or repr(problem)
