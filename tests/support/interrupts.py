@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,7 @@ class Interrupter:
             code = frame.f_code
             if not self._in_finalizers and code.co_name == "__del__":
                 return None
-            traced = (_PACKAGE, weakref.__file__) if self._in_finalizers else _PACKAGE
+            traced = _PACKAGE, weakref.__file__ if self._in_finalizers else threading.__file__
             if not code.co_filename.startswith(traced):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False

@@ -148,7 +148,7 @@ class BlockingStore(ABC):
                 error = "the store was closed"
             elif not batch.is_lost:  # else another thread says why
                 try:
-                    are_right = work()
+                    are_right = list(work())
                 except Exception as problem:  # whatever somebody else's store raises
                     batch.is_lost |= isinstance(problem, ConnectionError | TimeoutError)
                     error = str(problem) or repr(problem)

@@ -34,8 +34,6 @@ class FileStore(BlockingStore):
     def __init__(self, path: str) -> None:
         self._path, self._unfinished = path, os.path.join(path, ".unfinished")
         os.makedirs(path, exist_ok=True)
-        with contextlib.suppress(OSError):  # each write to a read-only folder reports it
-            os.mkdir(self._unfinished)
         self._remove_unfinished()
         self._direct = os.O_DIRECT
         self._names = f"{secrets.token_hex(8)}-"
@@ -43,6 +41,7 @@ class FileStore(BlockingStore):
         super().__init__()
 
     def set(self, key: str, memory: memoryview) -> None:
+        os.makedirs(self._unfinished, exist_ok=True)
         name = os.path.join(self._unfinished, f"{self._names}{next(self._files)}")
         file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory))
         try:
@@ -72,13 +71,20 @@ class FileStore(BlockingStore):
             os.close(file)
 
     def exists(self, keys: list[str]) -> list[bool]:
-        return [os.path.exists(os.path.join(self._path, key)) for key in keys]
+        return [self._has(key) for key in keys]
 
     def delete(self, keys: list[str]) -> list[bool]:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._path, key))
         return [True] * len(keys)
+
+    def _has(self, key: str) -> bool:
+        try:
+            # A loss of power leaves empty files, which would be in the way of their pages.
+            return os.stat(os.path.join(self._path, key)).st_size > 0
+        except OSError:
+            return False
 
     def _open(self, name: str, flags: int, nbytes: int) -> int:
         """Opens a file of so many bytes, around the page cache if that is possible and worth it."""
@@ -98,13 +104,15 @@ class FileStore(BlockingStore):
 
     def _remove_unfinished(self) -> None:
         """Removes what processes left that were killed while they wrote."""
-        with contextlib.suppress(OSError):  # no folder yet, or a read-only one
-            for entry in os.scandir(self._unfinished):
+        entries: list[os.DirEntry[str]] = []
+        with contextlib.suppress(OSError):  # no folder yet
+            entries += os.scandir(self._unfinished)
+        for entry in entries:
+            # Its writer lives, has finished it meanwhile, or is another user.
+            with contextlib.suppress(OSError):
                 file = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(entry.path)
-                except BlockingIOError:  # its writer lives
-                    pass
                 finally:
                     os.close(file)

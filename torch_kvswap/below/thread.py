@@ -86,7 +86,6 @@ class StoreThread:
     Attributes:
         error (str): what the store said of the call that steps have waited for last.
         was_late (bool): whether the answer came after the deadline.
-        is_closing (bool): close() was called.
     """
 
     def __init__(self, store: PageStore, on_wake: Callable[[], float]) -> None:
@@ -97,12 +96,17 @@ class StoreThread:
         self._calls: dict[int, _Call] = {}
         self._waiting: deque[Steps] = deque()
         self.error, self.was_late = "", False
-        self._lock = threading.Lock()  # of is_closing, and of the descriptor's life
-        self.is_closing = False
+        self._lock = threading.Lock()  # of _is_closing, and of the descriptor's life
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-below", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the store may still use memory."""
+        return self._thread.is_alive()
 
     def wake(self) -> None:
         """Lets the thread call on_wake() soon. Any thread may call."""
@@ -120,15 +124,15 @@ class StoreThread:
         if not self._process.is_current:  # a forked child has no such thread
             return True
         with self._lock:
-            self.is_closing = True
+            self._is_closing = True
         self.wake()
         if threading.current_thread() is self._thread:  # a finalizer
             return False
         self._thread.join(DEADLINE)
         if self._thread.is_alive():
             log.warning(
-                "the store below has not been closed within %g s; the memory that it may still use "
-                "stays mapped",
+                "the store below has not been closed within %g s; until it is, the memory that it "
+                "may still use stays mapped, and the prefix cache counts as open",
                 DEADLINE,
             )
         return not self._thread.is_alive()
@@ -180,7 +184,7 @@ class StoreThread:
             poller = select.poll()
             poller.register(self._wake_fd, select.POLLIN)
             poller.register(self._event_fd, select.POLLIN)
-            while not self.is_closing:
+            while not self._is_closing:
                 self._find_late()
                 wanted = self._on_wake()
                 wanted = min([wanted, *(call.deadline for call in self._calls.values())])

@@ -30,7 +30,8 @@ class ValkeyStore(BlockingStore):
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "valkey" or not parts.hostname or parts.path or parts.query:
+        behind = parts.path or parts.query or parts.fragment
+        if parts.scheme != "valkey" or not parts.hostname or behind:
             raise ValueError(
                 "below is no URL of a Valkey server; pass 'valkey://HOST:PORT' or "
                 "'valkey://USER:PASSWORD@HOST:PORT'"

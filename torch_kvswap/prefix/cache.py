@@ -591,7 +591,8 @@ class PrefixCache(NotCopyable):
             raise
         weakref.finalize(self, self._below.close)
         for pool in self.pools:
-            pool._register_user(self._below)
+            # The store may use the pages for longer than the handler, if it does not close.
+            pool._register_user(self._below, assigns_pages=True)
 
     def __repr__(self) -> str:
         return (

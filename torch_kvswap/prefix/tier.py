@@ -38,8 +38,9 @@ class BelowStats:
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused, because the digest or the trailer was wrong, or by a load, because
-            a block was not what was stored; and deleted.
+        damaged (int): refused, because the digest or the trailer was wrong, one of the two objects
+            was missing or had another size, or by a load, because a block was not what was stored;
+            and deleted.
         written (int): written, or found to be there already.
         failed (int): not taken by the store. They are tried again while they are in memory.
         lost (int): evicted before they were written.
@@ -83,6 +84,7 @@ class _Ask:
         identity (bytes): the first key of the first group with any. The others are of no use
             without it.
         began (float): when the lookup was.
+        has_begun (bool): the thread has taken it.
         left (int): batches that have not ended.
         is_over (bool): lookups are told that nothing is there.
     """
@@ -92,7 +94,7 @@ class _Ask:
         self.keys: list[list[bytes]] = []
         self.count = sum(map(len, digests)) // DIGEST_BYTES
         self.began = time.monotonic()
-        self.left, self.is_over = 0, False
+        self.left, self.has_begun, self.is_over = 0, False, False
         self.promotions: list[_Promotion] = []
 
 
@@ -141,12 +143,13 @@ class Tier:
         ]
         self._reads, self._writes = Pause("reading from"), Pause("writing to")
 
-        # Guarded by _changed.
-        self._changed = threading.Condition()
+        # Guarded by _lock. A Condition is not entered, only waited for: Ctrl-C may come between its
+        # taking the lock and the block, and would leave it locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._progress = 0.0  # when the store has answered to a read last
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
-        self._new: deque[_Ask] = deque()
         self._wrong: deque[tuple[int, bytes]] = deque()  # groups and keys of pages to be deleted
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
         self._late: deque[_Ask] = deque()  # a call of each was not answered in time
@@ -168,7 +171,7 @@ class Tier:
         identity = next((of[:DIGEST_BYTES] for of in missed if of), None)
         if identity is None:
             return found
-        with self._changed:
+        with self._lock:
             ask = self._asking.get(identity)
             if ask is None:
                 if self._absent.get(identity, 0.0) > time.monotonic() or self._reads.is_on:
@@ -176,10 +179,9 @@ class Tier:
                 if self._reads.is_over and self._asking:  # one ask finds out if it works again
                     return found
                 ask = _Ask(missed, identity, first, found.found)
+                # The thread waits for the lock. Woken first, it misses no ask if Ctrl-C comes.
+                self._thread.wake()
                 self._asking[identity] = ask
-                self._new.append(ask)
-                if len(self._new) == 1:  # else it is awake already
-                    self._thread.wake()
         return Lookup(found.found, found.ready, found.pending, ask.count)
 
     def poll(self, some_ended: bool) -> None:
@@ -193,7 +195,7 @@ class Tier:
         if not self._asking and not self._leases and not self._absent:
             return
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             while self._answered:  # each is taken when it has ended: Ctrl-C may come in between
                 answered = self._answered[0]
                 if isinstance(answered, _Ask):
@@ -219,7 +221,7 @@ class Tier:
 
     def wait(self, timeout: float | None) -> None:
         """Waits until an ask was answered or is late, if there is one; for DEADLINE at most."""
-        with self._changed:
+        with self._lock:
             if self._asking and not self._answered and not self._late:
                 longest = thread.DEADLINE if timeout is None else min(timeout, thread.DEADLINE)
                 self._changed.wait(longest)
@@ -228,7 +230,7 @@ class Tier:
         """A load holds the pages of these keys: their leases end."""
         if not self._leases:
             return
-        with self._changed:
+        with self._lock:
             for lease in list(self._leases):
                 if any(lease[1].last_key in of_group for of_group in digests):
                     self._manager.release(lease[1].reservation)
@@ -239,7 +241,7 @@ class Tier:
 
         What is below may be as wrong, so it is deleted and can be written anew.
         """
-        with self._changed:
+        with self._lock:
             self._wrong.extend(pages)
             self._thread.wake()
 
@@ -254,8 +256,8 @@ class Tier:
         )
 
     def check_open(self) -> None:
-        """As a user of a HostPool: raises RuntimeError if it is closed."""
-        if self._thread.is_closing:
+        """As a user of a HostPool: raises RuntimeError once the store uses no page any more."""
+        if not self._thread.is_alive:
             raise RuntimeError("the prefix cache is closed")
 
     def close(self) -> None:
@@ -286,7 +288,6 @@ class Tier:
         for promotion in ask.promotions:
             if promotion.rejected is None:  # the store may still write the pages
                 self._manager.abandon(promotion.reservation)
-                self._manager.release(promotion.reservation)
         self._note_absent(ask.identity)
         self._asking.pop(ask.identity, None)
 
@@ -298,8 +299,11 @@ class Tier:
 
     def _on_wake(self) -> float:
         """Starts what is to be done. Returns when there may be more."""
-        while self._new:
-            self._thread.run(self._read(self._new.popleft()))
+        with self._lock:
+            new = [ask for ask in self._asking.values() if not ask.has_begun]
+        for ask in new:
+            ask.has_begun = True
+            self._thread.run(self._read(ask))
         while self._wrong:
             group, key = self._wrong.popleft()
             self._damaged += 1
@@ -338,7 +342,7 @@ class Tier:
             for start in range(0, len(keys), self._batch[group])
         ]
         ask.left = len(batches)
-        with self._changed:
+        with self._lock:
             for keys, first, ratio in zip(ask.keys, ask.first, self._ratios, strict=True):
                 behind = keys[units * ratio - first :]
                 if behind:
@@ -405,11 +409,16 @@ class Tier:
                 pass
             rejected = []
             for place, (key, view, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
+                problem = None
                 if came[place] and came[count + place]:
                     problem = form.problem(trailer, key, view)
                     if problem is None:
                         form.enter_digests(trailer, promotion.pages[place])
                         continue
+                elif came[place] != came[count + place] and not self._thread.was_late:
+                    # As long as the trailer is there, nobody would write the page anew.
+                    problem = "one of its two objects is missing, or has another size"
+                if problem is not None:
                     damaged.append(key)
                     self._report(key, problem)
                 rejected.append(place)
@@ -431,7 +440,7 @@ class Tier:
         """Takes pages for these keys. None if they are in memory, or there is no room."""
         of_groups: list[list[bytes]] = [[] for _ in self._formats]
         of_groups[group] = keys
-        with self._changed:
+        with self._lock:
             if ask.is_over:
                 return None
             try:
@@ -454,10 +463,11 @@ class Tier:
 
     def _hand_over(self, ask: _Ask, promotion: _Promotion, rejected: list[int]) -> None:
         """The store has answered for all of these pages."""
-        with self._changed:
+        with self._lock:
             promotion.rejected = rejected
             if ask.is_over:
                 self._manager.fail(promotion.reservation)
+                self._manager.release(promotion.reservation)
                 return
             for place in rejected:
                 self._note_absent(promotion.keys[place])
@@ -467,7 +477,7 @@ class Tier:
             self._notify()
 
     def _answer(self, ask: _Ask) -> None:
-        with self._changed:
+        with self._lock:
             if not ask.is_over:
                 self._answered.append(ask)
                 self._notify()
@@ -521,7 +531,7 @@ class Tier:
         self, what: str, names: list[str], memory: Sequence[memoryview], ask: _Ask
     ) -> int:
         def on_late() -> None:
-            with self._changed:
+            with self._lock:
                 self._late.append(ask)
                 self._notify()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,20 @@ def test_a_full_disk_keeps_what_was_there_and_leaves_nothing(
     (into,) = pages(b".")
     assert outcome(store, store.submit_batch_get(["key"], [into]))[1]
     assert bytes(into) == b"a" * PAGE
+
+
+def test_an_empty_file_is_none(store: FileStore) -> None:
+    """A loss of power leaves such files, as a whole page of them, which nobody would write anew."""
+    (path_of(store) / "key").touch()
+    assert outcome(store, store.submit_batch_exists(["key"]))[3] == [False]
+
+
+def test_a_folder_that_was_removed_is_made_again(store: FileStore) -> None:
+    """Or that could not be made whole, because the disk was full."""
+    for removed in (path_of(store) / ".unfinished", path_of(store)):
+        assert outcome(store, store.submit_batch_set(["key"], pages(b"a")))[1]
+        shutil.rmtree(removed)
+    assert outcome(store, store.submit_batch_set(["key"], pages(b"a")))[1]
 
 
 def test_a_write_in_several_steps_is_whole(
@@ -186,6 +201,26 @@ sys.stdin.read()
     assert not (tmp_path / "key").exists()
 
 
+def test_files_that_cannot_be_removed_stop_no_others(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = path_of(store) / ".unfinished"
+    unfinished.mkdir()
+    for name in "abc":
+        (unfinished / name).touch()
+    real, left = os.open, []
+
+    def refusing(path: Any, *arguments: Any) -> int:
+        if not left:  # of another user, or finished meanwhile
+            left.append(path)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(module.os, "open", refusing)
+    FileStore(str(path_of(store))).close()
+    assert [str(file) for file in unfinished.iterdir()] == left
+
+
 def test_closing_ends_what_was_begun_and_leaves_out_the_rest(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     keys = list(map(str, range(200)))
@@ -193,4 +228,4 @@ def test_closing_ends_what_was_begun_and_leaves_out_the_rest(tmp_path: Path) -> 
     store.close()
     store.close()
     assert all(file.stat().st_size == PAGE for file in tmp_path.iterdir() if file.is_file())
-    assert in_time(lambda: not list((tmp_path / ".unfinished").iterdir()))
+    assert in_time(lambda: not list(tmp_path.glob(".unfinished/*")))

@@ -168,6 +168,15 @@ def test_a_password_is_needed_if_the_server_has_one() -> None:
     running.kill()
 
 
-@pytest.mark.parametrize("url", ["valkey:", "valkey://", "valkey://there/1", "redis://there"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey:",
+        "valkey://",
+        "valkey://there/1",
+        "redis://there",
+        "valkey://user:part#secret@there",
+    ],
+)
 def test_urls_that_name_no_server_are_refused(url: str) -> None:
     assert error_text(ValkeyStore, url).startswith("ValueError: below is no URL of a Valkey")

@@ -506,8 +506,10 @@ def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(
     assert reader.load(PROMPT) == len(PROMPT)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "without bytes", "longer", "lying"])
-def test_a_page_whose_bytes_do_not_come_is_not_there(
+@pytest.mark.parametrize(
+    "damage", ["truncated", "without bytes", "longer", "trailer truncated", "lying"]
+)
+def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
     damage: str, store: MemoryStore, reader: Engine
 ) -> None:
     name = data_of(store, "d")
@@ -517,12 +519,39 @@ def test_a_page_whose_bytes_do_not_come_is_not_there(
         store.objects[name] += bytes(4096)
     elif damage == "without bytes":
         del store.objects[name]
+    elif damage == "trailer truncated":
+        store.objects[trailer_of(store, "d")] = b"KVSWPAGE"
     else:
         store.lying = {trailer_of(store, "d")}
         del store.objects[trailer_of(store, "d")], store.objects[name]
     assert reader.load(PROMPT) == 3
+    in_between = reader.find("x")  # through the same thread, which has deleted the page by then
+    assert (in_between.found, reader.stats.damaged) == (0, damage != "lying")
+    store.lying.clear()
     reader.compute(PROMPT)
     assert reader.load(PROMPT) == len(PROMPT)
+    reader.until(lambda: reader.stats.written == 1)
+    with Engine(MemoryStore(store.objects)) as third:
+        assert third.load(PROMPT) == len(PROMPT)
+
+
+def test_a_page_of_an_answer_that_is_late_and_incomplete_is_not_deleted(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server that hangs in the middle."""
+    hurry(monkeypatch)
+    store.held = {"get"}
+    reader.prefixes.lookup(list(map(key_of, PROMPT)))
+    assert in_time(lambda: len(store.waiting) == 1)
+    trailer = store.objects.pop(trailer_of(store, "d"))
+    reader.until(lambda: reader.prefixes._below._reads.is_on)  # type: ignore[union-attr]
+    store.release()
+    assert in_time(lambda: not reader.prefixes._below._thread._calls)  # type: ignore[union-attr]
+    store.objects[trailer_of(store, "d")] = trailer
+    reader.prefixes.poll()
+    works_again(reader)
+    assert reader.load(PROMPT) == len(PROMPT)
+    assert reader.stats.damaged == 0
 
 
 @pytest.mark.parametrize(
@@ -714,7 +743,7 @@ def test_dropping_closes_the_store(store: MemoryStore) -> None:
     assert in_time(lambda: store.is_closed)
 
 
-def test_a_store_that_does_not_close_keeps_the_memory_that_it_may_write(
+def test_a_store_that_does_not_close_keeps_the_pages_that_it_may_write(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch)
@@ -723,13 +752,23 @@ def test_a_store_that_does_not_close_keeps_the_memory_that_it_may_write(
     assert in_time(lambda: len(store.waiting) > 0)
     closing, close = [True], store.close
     store.close = lambda: close() if in_time(lambda: not closing) else None  # type: ignore[method-assign]
+    layout, other = PagedLayout([reader.tensor]), reader.pool.view_for(PagedLayout([reader.tensor]))
     with logged() as messages:
         reader.prefixes.close()
+        for pool in (reader.pool, other):
+            with pytest.raises(ValueError, match="the host pool has an open PrefixCache"):
+                PrefixCache(layout, pool)
         reader.pool.close()
     assert "has not been closed within" in messages[0]
     store.release()  # writes the pages, which are still mapped
     closing.clear()
     assert in_time(lambda: store.is_closed)
+
+
+def test_a_pool_can_be_used_again_when_its_store_has_been_closed(reader: Engine) -> None:
+    assert reader.load(PROMPT) == len(PROMPT)
+    reader.prefixes.close()
+    PrefixCache(PagedLayout([reader.tensor]), reader.pool).close()
 
 
 def test_without_a_store_nothing_is_below() -> None:

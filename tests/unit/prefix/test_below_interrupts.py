@@ -1,0 +1,107 @@
+"""Ctrl-C in calls of a prefix cache with a store below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from below_engine import Engine, key_of
+from interrupts import Interrupted, Interrupter
+from memory_store import MemoryStore
+from patience import PATIENCE, in_time
+
+from torch_kvswap.below import thread
+
+PROMPT = list("abcdefgh")
+KEYS = list(map(key_of, PROMPT))
+
+
+def begin(engine: Engine, store: MemoryStore) -> None:
+    """Nothing was asked for."""
+
+
+def have_answer(engine: Engine, store: MemoryStore) -> None:
+    """The pages have been read, and a poll is to enter them."""
+    below = engine.prefixes._below
+    assert below is not None
+    engine.prefixes.lookup(KEYS)
+    assert in_time(lambda: len(below._answered) == 2)
+
+
+def have_pages(engine: Engine, store: MemoryStore) -> None:
+    """A lookup has found all pages, which are leased."""
+    assert engine.find(PROMPT).ready == len(PROMPT)
+
+
+def be_late(engine: Engine, store: MemoryStore) -> None:
+    """The store does not answer, and the next poll gives up."""
+    below = engine.prefixes._below
+    assert below is not None
+    store.held = {"get"}
+    engine.prefixes.lookup(KEYS)
+    assert in_time(lambda: len(store.waiting) == 1)
+    thread.DEADLINE = 0.0
+    below._thread.wake()
+
+
+def works_again(engine: Engine) -> None:
+    """The store answers in time from now on, and what was asked for has ended."""
+    below = engine.prefixes._below
+    assert below is not None
+    engine.until(lambda: not engine.prefixes.poll() and not below._asking)
+    thread.DEADLINE = PATIENCE
+    below._absent.clear()
+    below._reads.end()
+
+
+def finds_all(engine: Engine) -> bool:
+    """Without a wait, which would free a lock that an interrupted call has left locked."""
+    engine.prefixes.poll()
+    return engine.prefixes.lookup(KEYS).ready == len(PROMPT)
+
+
+CALLS: dict[str, tuple[Callable[[Engine, MemoryStore], None], Callable[[Engine], object]]] = {
+    "lookup": (begin, lambda engine: engine.prefixes.lookup(KEYS)),
+    "poll with an answer": (have_answer, lambda engine: engine.prefixes.poll()),
+    "poll without one": (be_late, lambda engine: engine.prefixes.poll()),
+    # Of a load, which may hold pages that nobody knows when it is interrupted.
+    "end of leases": (
+        have_pages,
+        lambda engine: engine.prefixes._below.use_leases([b"".join(KEYS)]),  # type: ignore[union-attr]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_store_below_works_after_any_interrupted_call(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, do = CALLS[call]
+    with Engine(MemoryStore()) as writer:
+        writer.share(PROMPT)
+        objects = writer.prefixes._below._thread._store.objects  # type: ignore[union-attr]
+    interrupter = Interrupter()
+    for at in count(1):
+        monkeypatch.setattr(thread, "DEADLINE", PATIENCE)
+        store = MemoryStore(objects)
+        with Engine(store) as engine:
+            prepare(engine, store)
+            try:
+                interrupter.call(at, lambda engine=engine: do(engine))
+            except Interrupted:
+                is_interrupted = True
+            else:
+                is_interrupted = False
+            store.release()
+            if call == "poll without one":
+                engine.until(lambda engine=engine: not engine.prefixes._below._thread._calls)
+            works_again(engine)
+            engine.until(lambda engine=engine: finds_all(engine))
+            assert engine.load(PROMPT) == len(PROMPT)
+            engine.prefixes.poll()
+            stats = engine.prefixes.manager.stats()
+            assert stats.free_pages + stats.idle_pages == stats.pages, at
+        if not is_interrupted:
+            break
+    assert at > 5
