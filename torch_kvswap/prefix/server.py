@@ -492,13 +492,15 @@ class PageServer:
         indices, pages = map(self._pages.split, (store.key_indices, store.pages))
         counts = array("q", map(len, pages))
         parts = [numbers.tobytes() for numbers in (counts, *indices, *pages)]
-        self._answer(session, STORE.pack(store.id, store.lease), *parts)
+        # An engine may still release() the leases of an earlier server: none has the same number.
+        lease = store.lease and self._generation + store.lease
+        self._answer(session, STORE.pack(store.id, lease), *parts)
 
     def _is_pending(self, session: _Session, body: bytes) -> None:
         self._answer(session, NUMBER.pack(self._manager.is_pending(self._keys(body))))
 
     def _release(self, session: _Session, body: bytes) -> None:
-        (lease,) = NUMBER.unpack(body)
+        lease = NUMBER.unpack(body)[0] - self._generation
         is_own = lease in session.leases
         session.leases.discard(lease)
         self._answer(session, NUMBER.pack(is_own and self._manager.release(lease)))

@@ -115,6 +115,23 @@ def test_engines_go_on_without_a_killed_server_and_begin_anew_with_the_next(
             assert engine.prefixes.pools[0].num_pages == pages
 
 
+def test_a_request_preempted_at_an_earlier_server_does_not_end_one_of_the_next(path: str) -> None:
+    """Each server is a process, so that both count their leases from the same number on."""
+    with server_process(path) as server, ServedEngine(path) as engine:
+        lost = engine.prefixes.preempt(KEYS, range(8))
+        assert lost is not None
+        engine.prefixes.poll()
+        server.kill()
+        assert engine.prefixes.lookup(KEYS) == NOTHING
+        with server_process(path):
+            engine.until(lambda: engine.is_served)
+            held = engine.prefixes.preempt([key_of("z")], [8])
+            assert held is not None
+            engine.prefixes.poll()
+            assert engine.prefixes.resume(lost, range(8)).state == "lost"
+            assert engine.prefixes.release(held)
+
+
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
     direction: str, path: str, monkeypatch: pytest.MonkeyPatch
