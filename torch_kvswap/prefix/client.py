@@ -103,7 +103,7 @@ class RemoteManager(NotCopyable):
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
         # Guarded by _changed, which is notified when the thread may have something to do.
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._open: set[int] = set()  # reservations; jobs use their pages
         self._dropped = 0  # stores without a server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
 import struct
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from below_engine import bytes_of, key_of
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
     ServedEngine,
@@ -266,6 +267,26 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
         engine.prefixes.poll()
         assert engine.load(PROMPT) == 8
         assert counts(engine) == (24, 8, 0, 0)
+
+
+def test_the_collector_may_close_a_cache_within_a_call_of_its_manager(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "DEADLINE", 0.1)
+    with serving(path) as server:
+        engine: Any = ServedEngine(path)
+        engine.itself, manager = engine, engine.prefixes.manager
+        del engine
+
+        def call() -> None:
+            with manager._changed:
+                gc.collect()
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert in_time(lambda: not server._sessions)
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
