@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from below_engine import bytes_of, key_of
+from error_text import error_text
 from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
@@ -171,6 +172,10 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
             engine.prefixes.preempt([key_of("z")], [9])
             memory = engine.prefixes.pools[0].pages.data_ptr()
             server.send(signal.SIGSTOP)
+            with monkeypatch.context() as patched:
+                patched.setattr(client, "JOINING", 0.1)
+                error = error_text(ServedEngine, path)
+            assert error.startswith(f"ConnectionError: no server answers at {path}: timed out")
             before = time.monotonic()
             for _ in range(100):
                 assert engine.prefixes.lookup(KEYS) == NOTHING
