@@ -32,7 +32,7 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, unit_tokens
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
+from torch_kvswap.prefix.hashing import Keys, read_digests
 from torch_kvswap.prefix.manager import BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     END,
@@ -41,7 +41,7 @@ from torch_kvswap.prefix.protocol import (
     MAGIC,
     NUMBER,
     PAGE,
-    STORE,
+    RESERVED,
     VERSION,
     WELCOME,
     Op,
@@ -103,7 +103,7 @@ class RemoteManager(NotCopyable):
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
         # Guarded by _changed, which is notified when the thread may have something to do.
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._open: set[int] = set()  # reservations; jobs use their pages
         self._dropped = 0  # stores without a server
@@ -133,36 +133,16 @@ class RemoteManager(NotCopyable):
         self, keys: Keys | Sequence[Keys], prefix: int | None = None
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
-        of_groups = self._read(keys)
-        ranges = [range(len(digests) // DIGEST_BYTES) for digests in of_groups]
-        if prefix is not None:
-            needed = self.needed_blocks(prefix)
-            several = needed if isinstance(needed, list) else [needed]
-            for group, (there, wanted) in enumerate(zip(ranges, several, strict=True)):
-                if wanted.stop > there.stop:
-                    raise ValueError(
-                        f"the prefix needs {count_of(wanted.stop, 'block')} of group {group}, but "
-                        f"keys has {count_of(there.stop, 'key')}; pass what lookup() found for the "
-                        "same keys"
-                    )
-            ranges = several
-        needed_digests = [
-            digests[of.start * DIGEST_BYTES : of.stop * DIGEST_BYTES]
-            for digests, of in zip(of_groups, ranges, strict=True)
-        ]
-        answer = self._reserve(Op.PREPARE_LOAD, needed_digests)
-        if answer is None or (number := NUMBER.unpack_from(answer)[0]) == 0:
-            return None
-        pages = _numbers(answer, NUMBER.size, map(len, ranges))
-        return RemoteReservation(number, self._join(ranges), self._join(pages))
+        number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
+        return self._reserve(Op.PREPARE_LOAD, keys, NUMBER.pack(number))
 
     def prepare_store(self, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._prepare_store(Op.PREPARE_STORE, keys)
+        return self._reserve(Op.PREPARE_STORE, keys)
 
     def preempt(self, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._prepare_store(Op.PREEMPT, keys)
+        return self._reserve(Op.PREEMPT, keys)
 
     def complete(self, reservation: RemoteReservation, rejected: Sequence[int] = ()) -> None:
         """See BlockManager.complete()."""
@@ -271,7 +251,7 @@ class RemoteManager(NotCopyable):
     def _say_hello(self, connection: socket.socket) -> tuple[int, list[PoolHandle]]:
         hello = json.dumps({**self._cache, "session": self._session})
         connection.sendall(pack(Op.HELLO, hello.encode()))
-        (session,) = NUMBER.unpack(_receive_answer(connection))
+        (session,) = NUMBER.unpack(_receive(connection, HEAD.size))
         return session, [PoolHandle.receive(connection) for _ in self.groups]
 
     def _run(self) -> None:
@@ -309,9 +289,9 @@ class RemoteManager(NotCopyable):
             return None
         try:
             self._connection.sendall(message)
-            if not has_answer:
-                return b""
-            status, body = _receive(self._connection)
+            return _receive(self._connection) if has_answer else b""
+        except ValueError:  # the server refuses what was asked
+            raise
         except BlockingIOError:
             self._lose(f"it did not answer within {DEADLINE:g} s")
             return None
@@ -321,9 +301,6 @@ class RemoteManager(NotCopyable):
         except BaseException:  # what comes next might be half an answer
             self._lose("a call was interrupted")
             raise
-        if status == Status.WRONG:
-            raise ValueError(body.decode())
-        return body
 
     def _lose(self, why: str) -> None:
         """The caller holds the lock."""
@@ -335,27 +312,24 @@ class RemoteManager(NotCopyable):
 
     # Reservations.
 
-    def _reserve(self, op: Op, of_groups: Sequence[bytes]) -> bytes | None:
+    def _reserve(
+        self, op: Op, keys: Keys | Sequence[Keys], *parts: bytes
+    ) -> RemoteReservation | None:
         """As _ask(). What the answer reserves is open from then on."""
         self._process.check("prefix cache")
-        message = pack(op, *pack_keys(of_groups))
+        message = pack(op, *parts, *pack_keys(self._read(keys)))
         with self._changed:
             answer = self._exchange(message)
             if answer is None:
                 self._dropped += op != Op.PREPARE_LOAD
-            elif (number := NUMBER.unpack_from(answer)[0]) > 0:
+                return None
+            number, lease = RESERVED.unpack_from(answer)
+            if number > 0:
                 self._open.add(number)
-        return answer
-
-    def _prepare_store(self, op: Op, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
-        answer = self._reserve(op, self._read(keys))
-        if answer is None:
-            return None
-        number, lease = STORE.unpack_from(answer)
         if number < 0:
             return None
-        (counts,) = _numbers(answer, STORE.size, [len(self.groups)])
-        at = STORE.size + counts.nbytes
+        (counts,) = _numbers(answer, RESERVED.size, [len(self.groups)])
+        at = RESERVED.size + counts.nbytes
         several = _numbers(answer, at, [*counts, *counts])
         indices, pages = several[: len(counts)], several[len(counts) :]
         return RemoteReservation(number, self._join(indices), self._join(pages), lease)
@@ -500,12 +474,12 @@ def _connect(path: str) -> tuple[socket.socket, int]:
         connection.settimeout(JOINING)
         try:
             connection.connect(path)
+            welcome = _receive(connection)
         except OSError as error:
             raise ConnectionError(
                 f"no server answers at {path}: {error}; start one with "
                 f"`python -m torch_kvswap serve --socket {path} --memory ...`"
             ) from error
-        welcome = _receive_answer(connection)
         if len(welcome) != WELCOME.size or not welcome.startswith(MAGIC):
             raise ConnectionError(f"what answers at {path} is no server of this library")
         _, version, generation = WELCOME.unpack(welcome)
@@ -520,10 +494,16 @@ def _connect(path: str) -> tuple[socket.socket, int]:
     return connection, generation
 
 
-def _receive_answer(connection: socket.socket) -> bytes:
-    """An answer, and nothing behind it. Raises ValueError if the server refuses."""
-    length, status = HEAD.unpack(_receive_exactly(connection, HEAD.size))
-    body = _receive_exactly(connection, min(length, _READ_BYTES))
+def _receive(connection: socket.socket, at_once: int = _READ_BYTES) -> bytes:
+    """An answer. With at_once=HEAD.size it receives nothing of what is behind it.
+
+    Raises ValueError if the server refuses.
+    """
+    received = connection.recv(at_once)
+    received += _receive_exactly(connection, HEAD.size - len(received))
+    length, status = HEAD.unpack_from(received)
+    received += _receive_exactly(connection, HEAD.size + length - len(received))
+    body = received[HEAD.size :]
     if status == Status.REFUSED:
         raise ValueError(body.decode())
     return body
@@ -532,25 +512,11 @@ def _receive_answer(connection: socket.socket) -> bytes:
 def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
     received = b""
     while len(received) < nbytes:
-        more = connection.recv(nbytes - len(received))
+        more = connection.recv(min(nbytes - len(received), _READ_BYTES))
         if not more:
             raise ConnectionError("it has closed the connection")
         received += more
     return received
-
-
-def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """The status and the body of the only answer that is outstanding."""
-    received = connection.recv(_READ_BYTES)
-    if len(received) < HEAD.size:
-        if not received:
-            raise ConnectionError("it has closed the connection")
-        received += _receive_exactly(connection, HEAD.size - len(received))
-    length, status = HEAD.unpack_from(received)
-    missing = HEAD.size + length - len(received)
-    if missing:
-        received += _receive_exactly(connection, missing)
-    return status, received[HEAD.size :]
 
 
 def _numbers(answer: bytes, at: int, counts: Any) -> list[Any]:

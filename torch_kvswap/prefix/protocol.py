@@ -22,7 +22,7 @@ WELCOME = struct.Struct("=8sIq")  # magic, version, generation of the server
 MAGIC = b"KVSWSERV"
 LOOKUP = struct.Struct("=4q")  # the fields of a Lookup
 PAGE = struct.Struct(f"=q{DIGEST_BYTES}s")  # group, digest
-STORE = struct.Struct("=qq")  # reservation, lease; then for each group the count, indices, pages
+RESERVED = struct.Struct("=qq")  # id, lease; then for each group the count, indices, pages
 
 
 class Op(IntEnum):
@@ -31,7 +31,7 @@ class Op(IntEnum):
     HELLO = 1
     LOOKUP = 2
     LOOKUP_AGAIN = 3
-    PREPARE_LOAD = 4
+    PREPARE_LOAD = 4  # the prefix, or -1 for all keys; then the keys
     PREPARE_STORE = 5
     PREEMPT = 6
     IS_PENDING = 7
@@ -50,8 +50,7 @@ class Status(IntEnum):
     """Answers."""
 
     DONE = 0
-    WRONG = 1  # the text of a ValueError
-    REFUSED = 2  # why this engine is not served
+    REFUSED = 1  # the text of a ValueError
 
 
 class ProtocolError(Exception):

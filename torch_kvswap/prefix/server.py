@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from torch_kvswap._C import LoadReservation, StoreReservation
@@ -38,7 +39,7 @@ from torch_kvswap.prefix.protocol import (
     MAX_BYTES,
     NUMBER,
     PAGE,
-    STORE,
+    RESERVED,
     VERSION,
     WELCOME,
     Op,
@@ -206,6 +207,7 @@ class PageServer:
         self._pages: _Pages | None = None
         self._is_over, self._some_ended = False, False
         self._handlers: dict[int, Callable[[_Session, bytes], None]] = {
+            Op.HELLO: self._hello,
             Op.LOOKUP: lambda session, body: self._lookup(session, body, False),
             Op.LOOKUP_AGAIN: lambda session, body: self._lookup(session, body, True),
             Op.PREPARE_LOAD: self._prepare_load,
@@ -355,17 +357,15 @@ class PageServer:
                 self._disconnect(session)
 
     def _handle(self, session: _Session, op: int, body: bytes) -> None:
-        if session.is_member and op in self._handlers:
-            try:
-                self._handlers[op](session, body)
-            except ValueError as error:
-                if op >= Op.END:
-                    raise
-                self._answer(session, str(error).encode(), status=Status.WRONG)
-        elif op == Op.HELLO and not session.is_member:
-            self._hello(session, body)
-        else:
+        if op not in self._handlers or session.is_member == (op == Op.HELLO):
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
+        try:
+            self._handlers[op](session, body)
+        except ValueError as error:
+            if op < Op.END:
+                self._answer(session, str(error).encode(), status=Status.REFUSED)
+            if op >= Op.END or op == Op.HELLO:
+                raise
 
     def _answer(self, session: _Session, *parts: bytes, status: Status = Status.DONE) -> None:
         self._send(session, pack(status, *parts))
@@ -428,24 +428,18 @@ class PageServer:
         earlier = self._sessions.get(cache.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._end_session(earlier)  # no job of it is in flight
-        problem = None
-        try:
-            if self._pages is None:
+        if self._pages is None:
+            try:
                 self._pages = _Pages(
                     cache, self._memory, self._store, self._below_policy, self._wake
                 )
-            else:
-                difference = _difference(cache, self._pages.cache)
-                if difference is not None:
-                    problem = (
-                        f"the pages at {self._path} {difference}; start a server of its own for it"
-                    )
-        except (ValueError, OSError, ImportError, RuntimeError) as error:
-            problem = str(error)
-        if problem is not None:
-            log.warning("process %d is not served: %s", session.pid, problem)
-            return self._answer(session, problem.encode(), status=Status.REFUSED)
-        assert self._pages is not None
+            except (OSError, ImportError, RuntimeError) as error:
+                raise ValueError(str(error)) from error
+        difference = _difference(cache, self._pages.cache)
+        if difference is not None:
+            raise ValueError(
+                f"the pages at {self._path} {difference}; start a server of its own for it"
+            )
         assert session.connection is not None
         session.is_member = True
         self._answer(session, NUMBER.pack(session.number))
@@ -464,15 +458,12 @@ class PageServer:
 
     def _prepare_load(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
-        keys = self._keys(body)
-        load = self._manager.prepare_load(keys)
-        if load is None:
-            return self._answer(session, NUMBER.pack(0))
-        session.reservations[load.id] = load
-        if self._pages.tier is not None:
+        (prefix,) = NUMBER.unpack_from(body)
+        keys = self._keys(body[NUMBER.size :])
+        load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
+        self._reserve(session, load)
+        if load is not None and self._pages.tier is not None:
             self._pages.tier.use_leases(self._pages.split(keys))
-        pages = self._pages.split(load.pages)
-        self._answer(session, NUMBER.pack(load.id), *(of_group.tobytes() for of_group in pages))
 
     def _prepare_store(self, session: _Session, body: bytes) -> None:
         self._reserve(session, self._manager.prepare_store(self._keys(body)))
@@ -480,25 +471,31 @@ class PageServer:
     def _preempt(self, session: _Session, body: bytes) -> None:
         self._reserve(session, self._manager.preempt(self._keys(body)))
 
-    def _reserve(self, session: _Session, store: StoreReservation | None) -> None:
-        """Answers with what a store reserves."""
+    def _reserve(
+        self, session: _Session, reservation: LoadReservation | StoreReservation | None
+    ) -> None:
+        """Answers with what a load or store reserves."""
         assert self._pages is not None
-        if store is None:
-            return self._answer(session, STORE.pack(-1, 0))
-        if store.id:
-            session.reservations[store.id] = store
-        if store.lease:
-            session.leases.add(store.lease)
-        indices, pages = map(self._pages.split, (store.key_indices, store.pages))
+        if reservation is None:
+            return self._answer(session, RESERVED.pack(-1, 0))
+        if reservation.id:
+            session.reservations[reservation.id] = reservation
+        lease = reservation.lease if isinstance(reservation, StoreReservation) else 0
+        if lease:
+            session.leases.add(lease)
+            # An engine may still release() leases of an earlier server: none has the same number.
+            lease += self._generation
+        indices, pages = map(self._pages.split, (reservation.key_indices, reservation.pages))
         counts = array("q", map(len, pages))
+        indices = [np.arange(of.start, of.stop) if isinstance(of, range) else of for of in indices]
         parts = [numbers.tobytes() for numbers in (counts, *indices, *pages)]
-        self._answer(session, STORE.pack(store.id, store.lease), *parts)
+        self._answer(session, RESERVED.pack(reservation.id, lease), *parts)
 
     def _is_pending(self, session: _Session, body: bytes) -> None:
         self._answer(session, NUMBER.pack(self._manager.is_pending(self._keys(body))))
 
     def _release(self, session: _Session, body: bytes) -> None:
-        (lease,) = NUMBER.unpack(body)
+        lease = NUMBER.unpack(body)[0] - self._generation
         is_own = lease in session.leases
         session.leases.discard(lease)
         self._answer(session, NUMBER.pack(is_own and self._manager.release(lease)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
 import struct
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from below_engine import bytes_of, key_of
-from patience import PATIENCE
+from error_text import error_text
+from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
     ServedEngine,
@@ -115,6 +117,23 @@ def test_engines_go_on_without_a_killed_server_and_begin_anew_with_the_next(
             assert engine.prefixes.pools[0].num_pages == pages
 
 
+def test_a_request_preempted_at_an_earlier_server_does_not_end_one_of_the_next(path: str) -> None:
+    """Each server is a process, so that both count their leases from the same number on."""
+    with server_process(path) as server, ServedEngine(path) as engine:
+        lost = engine.prefixes.preempt(KEYS, range(8))
+        assert lost is not None
+        engine.prefixes.poll()
+        server.kill()
+        assert engine.prefixes.lookup(KEYS) == NOTHING
+        with server_process(path):
+            engine.until(lambda: engine.is_served)
+            held = engine.prefixes.preempt([key_of("z")], [8])
+            assert held is not None
+            engine.prefixes.poll()
+            assert engine.prefixes.resume(lost, range(8)).state == "lost"
+            assert engine.prefixes.release(held)
+
+
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
     direction: str, path: str, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +172,10 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
             engine.prefixes.preempt([key_of("z")], [9])
             memory = engine.prefixes.pools[0].pages.data_ptr()
             server.send(signal.SIGSTOP)
+            with monkeypatch.context() as patched:
+                patched.setattr(client, "JOINING", 0.1)
+                error = error_text(ServedEngine, path)
+            assert error.startswith(f"ConnectionError: no server answers at {path}: timed out")
             before = time.monotonic()
             for _ in range(100):
                 assert engine.prefixes.lookup(KEYS) == NOTHING
@@ -249,6 +272,26 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
         engine.prefixes.poll()
         assert engine.load(PROMPT) == 8
         assert counts(engine) == (24, 8, 0, 0)
+
+
+def test_the_collector_may_close_a_cache_within_a_call_of_its_manager(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "DEADLINE", 0.1)
+    with serving(path) as server:
+        engine: Any = ServedEngine(path)
+        engine.itself, manager = engine, engine.prefixes.manager
+        del engine
+
+        def call() -> None:
+            with manager._changed:
+                gc.collect()
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert in_time(lambda: not server._sessions)
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
