@@ -323,9 +323,17 @@ class RemoteManager(NotCopyable):
             if answer is None:
                 self._dropped += op != Op.PREPARE_LOAD
                 return None
-            number, lease = RESERVED.unpack_from(answer)
-            if number > 0:
-                self._open.add(number)
+            try:
+                reservation = self._unpack(answer)
+            except BaseException:  # nobody would end what the server has reserved
+                self._lose("a call was interrupted")
+                raise
+            if reservation is not None and reservation.id:
+                self._open.add(reservation.id)
+        return reservation
+
+    def _unpack(self, answer: bytes) -> RemoteReservation | None:
+        number, lease = RESERVED.unpack_from(answer)
         if number < 0:
             return None
         (counts,) = _numbers(answer, RESERVED.size, [len(self.groups)])
