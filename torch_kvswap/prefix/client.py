@@ -102,8 +102,9 @@ class RemoteManager(NotCopyable):
         self._path, self._cache, self._pools = path, cache, pools
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
-        # Guarded by _changed, which is notified when the thread may have something to do.
-        self._changed = threading.Condition()
+        # Guarded by _lock; _changed is notified when the thread may have something to do.
+        self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
+        self._changed = threading.Condition(self._lock)
         self._connection: socket.socket | None = None
         self._open: set[int] = set()  # reservations; jobs use their pages
         self._dropped = 0  # stores without a server
@@ -223,7 +224,7 @@ class RemoteManager(NotCopyable):
         except BaseException:
             connection.close()
             raise
-        with self._changed:
+        with self._lock:
             self._session, self._generation = session, generation
             if self._is_closing:
                 connection.close()
@@ -238,7 +239,7 @@ class RemoteManager(NotCopyable):
         """Leaves the server. No job may be in flight. Idempotent."""
         if not self._process.is_current:  # the connection is that of the parent
             return
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._exchange(pack(Op.LEAVE), has_answer=False)
             if self._connection is not None:
@@ -258,7 +259,7 @@ class RemoteManager(NotCopyable):
         """The thread: joins the server again each time that it is lost."""
         pause, joined, told = FIRST_PAUSE, time.monotonic(), ""
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(
                     lambda: self._is_closing or (self._connection is None and not self._open)
                 )
@@ -280,7 +281,7 @@ class RemoteManager(NotCopyable):
         """The server's answer; None if there is no server."""
         self._process.check("prefix cache")
         message = pack(op, *parts)
-        with self._changed:
+        with self._lock:
             return self._exchange(message, op < Op.END)
 
     def _exchange(self, message: bytes, has_answer: bool = True) -> bytes | None:
@@ -318,14 +319,22 @@ class RemoteManager(NotCopyable):
         """As _ask(). What the answer reserves is open from then on."""
         self._process.check("prefix cache")
         message = pack(op, *parts, *pack_keys(self._read(keys)))
-        with self._changed:
+        with self._lock:
             answer = self._exchange(message)
             if answer is None:
                 self._dropped += op != Op.PREPARE_LOAD
                 return None
-            number, lease = RESERVED.unpack_from(answer)
-            if number > 0:
-                self._open.add(number)
+            try:
+                reservation = self._unpack(answer)
+            except BaseException:  # nobody would end what the server has reserved
+                self._lose("a call was interrupted")
+                raise
+            if reservation is not None and reservation.id:
+                self._open.add(reservation.id)
+        return reservation
+
+    def _unpack(self, answer: bytes) -> RemoteReservation | None:
+        number, lease = RESERVED.unpack_from(answer)
         if number < 0:
             return None
         (counts,) = _numbers(answer, RESERVED.size, [len(self.groups)])
@@ -342,7 +351,7 @@ class RemoteManager(NotCopyable):
         if number == 0:
             return
         positions = array("q", rejected).tobytes()
-        with self._changed:
+        with self._lock:
             if number not in self._open:
                 raise ValueError(f"reservation {number} has ended before")
             # If Ctrl-C comes in between, poll() calls again: the server takes the first message.

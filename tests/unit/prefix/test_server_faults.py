@@ -191,17 +191,18 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
             assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
-def test_an_interrupted_call_does_not_take_another_answer_for_its_own(
-    path: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("within", ["_receive", "_numbers"])
+def test_an_interrupted_call_reserves_nothing_and_the_next_gets_its_own_answer(
+    within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(path), ServedEngine(path) as engine:
         engine.compute("abcd")
 
-        def interrupt(_: object) -> None:
+        def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(client, "_receive", interrupt)
+            patched.setattr(client, within, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.preempt(KEYS, range(8))
         assert engine.prefixes.lookup(KEYS[:1]) == NOTHING
