@@ -330,8 +330,9 @@ def test_a_handle_with_an_unknown_width_is_refused_at_the_socket() -> None:
     handle = HostPool(Bf16Cache().layout, 4, shared=True).share()
     here, there = socket.socketpair()
     with here, there:
-        numbers = torch.tensor([4, 1, BLOCK_BYTES, 1, 99, 0, 1, 1]).numpy().tobytes()
+        numbers = torch.tensor([4, 1, BLOCK_BYTES, 1, 99, 0, 1, 1, 1]).numpy().tobytes()
         socket.send_fds(here, [numbers], [handle.fd])
+        here.shutdown(socket.SHUT_WR)  # with fewer numbers than are expected it ends, too
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
