@@ -34,7 +34,7 @@ from comparison import (
 )
 from comparison_report import counts, judge, no_targets, tables
 from program import device_of, finish, is_judged, new_parser
-from transfers import BLOCKS, DIRECTIONS, add_staging, shapes_of
+from transfers import BLOCKS, DIRECTIONS, add_staging, blocks_of, shapes_of
 
 from torch_kvswap.copy_method import CHOICES
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
+    blocks = blocks_of(options, on_cuda)
     shapes = shapes_of(options, on_cuda)
     others, states = {PLAIN: plain_ops}, (WARM, COLD)
     plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=True, others=others)

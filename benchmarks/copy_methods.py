@@ -29,7 +29,7 @@ from comparison import COLD, WARM, Comparison, Timed, add_comparison, settings
 from copy_methods_report import COPY_ENGINES_ONLY, EXPEDITED, Cell, candidates, judge, tables
 from program import device_of, finish, is_judged, new_parser
 from timing import Move, no_garbage_collection
-from transfers import BLOCKS, DIRECTIONS, Kind, Shape, move, shapes_of
+from transfers import DIRECTIONS, Kind, Shape, blocks_of, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     device = device_of(options)
     on_cuda = device.type == "cuda"
     shapes = shapes_of(options, on_cuda)
-    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
+    blocks = blocks_of(options, on_cuda)
     cells = measure_all(device, shapes, sorted(set(blocks)), options)
     verdicts = judge(cells) if is_judged(device) else []
     missed = [verdict for verdict in verdicts if verdict.met is False]

@@ -36,7 +36,7 @@ from model_blocks import ModelBlocks
 from program import device_of, finish, is_judged, new_parser
 from timing import Move, TimeLimit, no_garbage_collection, synchronize
 from traffic import HandlerWay, Way
-from transfers import BLOCKS, BOTH, DIRECTIONS, Kind, Shape, move, shapes_of
+from transfers import BOTH, DIRECTIONS, Kind, Shape, blocks_of, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     device = device_of(options)
     on_cuda = device.type == "cuda"
     shapes = shapes_of(options, on_cuda, SHAPES)
-    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
+    blocks = blocks_of(options, on_cuda)
     cells = measure_all(device, shapes, sorted(set(blocks)), options)
     beside, wrong = measure_compute(device, options, on_cuda)
     verdicts = judge(cells, beside) if is_judged(device) else []

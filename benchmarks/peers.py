@@ -36,14 +36,14 @@ from comparison import (
 from peer_handlers import PEERS
 from peers_report import judge, tables
 from program import device_of, finish, is_judged, new_parser
-from transfers import BLOCKS, DIRECTIONS, Shape, move, shapes_of
+from transfers import BLOCKS, DIRECTIONS, Shape, blocks_of, move, shapes_of
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:2])
+    blocks = blocks_of(options, on_cuda)
     left_out = why_not(PEERS, device)
     found = {name: peer for name, peer in PEERS.items() if name not in left_out}
     versions = {name: peer.version() for name, peer in found.items()}

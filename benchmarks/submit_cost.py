@@ -36,7 +36,7 @@ from submit_cost_report import (
     tables,
 )
 from timing import Spread, new_samples, no_garbage_collection
-from transfers import BLOCKS, DIRECTIONS, shapes_of
+from transfers import DIRECTIONS, blocks_of, shapes_of
 
 from torch_kvswap import expand_block_ids
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:3])
+    blocks = blocks_of(options, on_cuda, on_cpu=3)
     states = (WARM, HELD, COLD) if on_cuda else (WARM, COLD)
     shapes = shapes_of(options, on_cuda, SHAPES)
     plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False)

@@ -69,6 +69,11 @@ def shapes_of(
     return options.shapes or list(map(Shape.parse, usual if on_cuda else usual[-on_cpu:]))
 
 
+def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> Sequence[int]:
+    """Those that were asked for, else BLOCKS; without a GPU the first few of them."""
+    return options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])
+
+
 @dataclass(frozen=True)
 class Kind:
     """Of a transfer, or of two at once.

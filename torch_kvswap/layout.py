@@ -180,6 +180,11 @@ class PagedLayout(Slabs):
         # Built again, because copied tensors have other addresses.
         return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
+    def _dtype_names(self) -> list[str]:
+        """What the blocks hold, for comparisons between processes: a name for all slabs, or, if
+        there is no common type, one for each tensor."""
+        return [str(self.dtype)] if self.dtype else [str(tensor.dtype) for tensor in self.tensors]
+
     def _check_unmoved(self, name: str = "tensors") -> None:
         """Raises RuntimeError if a tensor has moved since construction, or its storage was freed or
         shrunk. The error calls the list of tensors `name`.

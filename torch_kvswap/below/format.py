@@ -70,12 +70,11 @@ class PageFormat:
     def __init__(
         self, layout: PagedLayout, pool: HostPool, model: str, group: int, rank: int, world: int
     ) -> None:
-        dtypes = [layout.dtype] if layout.dtype else [tensor.dtype for tensor in layout.tensors]
         fields = {
             "format": FORMAT_VERSION,
             "model": model,
             "slab_sizes": pool.layout.sizes.tolist(),
-            "dtypes": list(map(str, dtypes)),
+            "dtypes": layout._dtype_names(),
             "blocks_per_page": pool.blocks_per_page,
             "slot_bytes": pool.slot_bytes,
             "encoding": [pool.encoding, pool.bits_per_value],

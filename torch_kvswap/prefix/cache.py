@@ -39,7 +39,13 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe
 from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, PrefixKeys, read_digests
+from torch_kvswap.prefix.hashing import (
+    DIGEST_BYTES,
+    Keys,
+    PrefixKeys,
+    read_digests,
+    split_digests,
+)
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import (
     BELOW_POLICIES,
@@ -134,8 +140,9 @@ class _Pools:
     def keys_of(self, positions: Sequence[int], entry: _Reserved) -> list[tuple[int, bytes]]:
         """The groups and digests of pages with these positions(), as pages_with() counts them."""
         indices = entry.reservation.key_indices
+        digests = list(map(split_digests, entry.digests))
         digests_of_pages = [
-            (group, entry.digests[group][index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+            (group, digests[group][index])
             for group, of_group in enumerate(indices if self._is_list else [indices])
             for index in of_group
         ]
@@ -253,8 +260,7 @@ def _keys_on_gpu(pool: HostPool, digests: bytes, blocks: array[int]) -> tuple[by
 def _check_distinct_keys(name: str, digests: bytes) -> None:
     """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
     first: dict[bytes, int] = {}
-    for index in range(len(digests) // DIGEST_BYTES):
-        key = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+    for index, key in enumerate(split_digests(digests)):
         if (before := first.setdefault(key, index)) != index:
             raise ValueError(
                 f"{name}[{index}] is the same key as {name}[{before}]; name a block once"

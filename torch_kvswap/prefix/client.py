@@ -33,7 +33,7 @@ from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, unit_tokens
 from torch_kvswap.prefix.hashing import Keys, read_digests
-from torch_kvswap.prefix.manager import BlockStats, Lookup
+from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     END,
     HEAD,
@@ -99,6 +99,9 @@ class RemoteManager(NotCopyable):
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
         self._is_list = not isinstance(groups, int)
+        of_one_page = [dataclasses.replace(group, num_pages=1) for group in self.groups]
+        # For what depends on the groups only: it never has a block.
+        self._of_one_page = BlockManager(of_one_page if self._is_list else 1)
         self._path, self._cache, self._pools = path, cache, pools
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
@@ -123,12 +126,7 @@ class RemoteManager(NotCopyable):
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
-        prefix = read_int("prefix", prefix, 0, INT64_MAX // self.unit_tokens)
-        ranges = []
-        for group in self.groups:
-            end = prefix * (self.unit_tokens // group.block_tokens)
-            ranges.append(range(max(end - group.window, 0) if group.window else 0, end))
-        return ranges if self._is_list else ranges[0]
+        return self._of_one_page.needed_blocks(prefix)
 
     def prepare_load(
         self, keys: Keys | Sequence[Keys], prefix: int | None = None
@@ -451,11 +449,10 @@ def describe(
         )
     described = []
     for layout, group in zip(layouts, of_groups, strict=True):
-        dtypes = [layout.dtype] if layout.dtype else [tensor.dtype for tensor in layout.tensors]
         described.append(
             {
                 "slab_sizes": layout.sizes.tolist(),
-                "dtypes": list(map(str, dtypes)),
+                "dtypes": layout._dtype_names(),
                 "blocks_per_page": read_int("blocks_per_page", blocks_per_page, 1),
                 "encoding": kept.name,
                 "bits_per_value": kept.bits_per_value,

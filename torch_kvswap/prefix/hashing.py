@@ -331,6 +331,12 @@ def _token_bytes(tokens: Tokens) -> bytes:
 Keys = PrefixKeys | bytes | Sequence[Hashable]
 
 
+def split_digests(digests: bytes) -> list[bytes]:
+    """Each of some digests that lie one after another."""
+    places = range(0, len(digests), DIGEST_BYTES)
+    return [digests[place : place + DIGEST_BYTES] for place in places]
+
+
 def read_digests(name: str, keys: Keys) -> bytes:
     """Converts keys to digests, one after another. Native code reads bytes and lists of digests.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import split_digests
 
 
 class Chain(NamedTuple):
@@ -51,8 +51,7 @@ class LazyStorePolicy:
         loads into blocks of the prompt that are not reported yet.
         """
         parent = None
-        for place in range(len(keys) // DIGEST_BYTES):
-            key = keys[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+        for place, key in enumerate(split_digests(keys)):
             blocks = list(gpu_block_ids[place * self._per_page : (place + 1) * self._per_page])
             for block in blocks:
                 self._forget(block)

@@ -551,8 +551,12 @@ def _process_of(connection: socket.socket, pid: int) -> int:
     except OSError:  # an older kernel
         process = os.pidfd_open(pid)
     # If that process had ended, another one might have its number now.
-    with contextlib.suppress(BlockingIOError):
+    try:
         if not connection.recv(1, socket.MSG_PEEK):
-            os.close(process)
             raise ProcessLookupError("the engine has gone")
+    except BlockingIOError:  # it is there, and has sent nothing yet
+        pass
+    except BaseException:
+        os.close(process)
+        raise
     return process

@@ -21,7 +21,7 @@ from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.thread import Pause, Steps, StoreError, StoreThread
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests, split_digests
 from torch_kvswap.prefix.manager import BlockManager, Lookup
 
 # Seconds, read at each use so that tests can set them.
@@ -323,7 +323,7 @@ class Tier:
 
     def _read(self, ask: _Ask) -> Steps:
         """Finds out what is there, and starts to read it."""
-        ask.keys = list(map(_split, ask.digests))
+        ask.keys = list(map(split_digests, ask.digests))
         names = [
             self._formats[group].trailer_name(key)
             for group, keys in enumerate(ask.keys)
@@ -490,7 +490,7 @@ class Tier:
 
     def _write(self, group: int, held: WriteReservation) -> Steps:
         """Writes pages that the store does not have, and then their trailers."""
-        form, keys, pages = self._formats[group], _split(held.digests), held.pages.tolist()
+        form, keys, pages = self._formats[group], split_digests(held.digests), held.pages.tolist()
         count, error = len(pages), "it was refused"
         self._writing[group] += count
         is_below = [False] * count
@@ -558,11 +558,6 @@ class Tier:
 def _digests_from(keys: Keys, first: int) -> bytes:
     """The digests of the keys from this one on."""
     return read_digests("keys", keys[first * (DIGEST_BYTES if isinstance(keys, bytes) else 1) :])
-
-
-def _split(digests: bytes) -> list[bytes]:
-    places = range(0, len(digests), DIGEST_BYTES)
-    return [digests[place : place + DIGEST_BYTES] for place in places]
 
 
 def _zeros(nbytes: int, count: int) -> list[memoryview]:
