@@ -112,6 +112,7 @@ void digest_block(const DigestArguments& a, uint32_t i) {
     return;
   }
   bool is_bad = a.task == DigestTask::kCompare && (was_rejected || row->tag != tag);
+  if (is_bad) write_number(row->tile, kNoTile);
   for (uint32_t number = a.first_tile; number < a.first_tile + a.tile_count; ++number) {
     const DigestTile& tile = reinterpret_cast<const DigestTile*>(a.tiles)[number];
     const uint64_t address = tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride;
@@ -122,7 +123,7 @@ void digest_block(const DigestArguments& a, uint32_t i) {
       continue;
     }
     const bool is_different = digest != (digests[number] ^ tag);
-    if (is_different || (is_bad && number == a.first_tile)) {
+    if (is_different) {
       write_number(row->tile, number);
       write_number(row->found, digest);
     }

@@ -12,7 +12,7 @@
 namespace kvswap {
 namespace {
 
-constexpr unsigned kMaxCtas = 128;  // of a launch: see kOnDevice of raw.cpp
+constexpr unsigned kMaxCtas = 128;  // of tiles in a launch: see kOnDevice of raw.cpp
 
 // The largest power of two, up to 16, that divides all addresses and sizes.
 uint32_t alignment_of(const Slabs& slabs) {
@@ -70,22 +70,19 @@ class Digests {
   std::string difference_in(int64_t slot) const {
     const SlotDigests& row = table_.at(slot);
     const uint64_t found = read_number(row.found), store = read_number(row.store);
-    const auto tile = static_cast<uint32_t>(read_number(row.tile));
-    if (tile >= first_tiles_.back()) return "";  // another process has written it
+    const uint64_t right = digest_tag(static_cast<uint64_t>(slot), store),
+                   tag = read_number(row.tag);
+    if (tag != right && tag != ~right) return ": the slot is marked as one of another store";
+    const uint64_t tile = read_number(row.tile);
+    if (tile >= first_tiles_.back()) return "";  // or another process has written it
     const auto next = std::upper_bound(first_tiles_.begin(), first_tiles_.end(), tile);
     const size_t slab = next - first_tiles_.begin() - 1;
-    const uint64_t begin = uint64_t{tile - first_tiles_[slab]} * kDigestTileBytes;
+    const uint64_t begin = (tile - first_tiles_[slab]) * kDigestTileBytes;
     const uint64_t end = std::min<uint64_t>(begin + kDigestTileBytes, sizes_[slab]);
-    const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), store);
-    const uint64_t stored = table_.digest(slot, tile) ^ tag;
+    const uint64_t stored = table_.digest(slot, tile) ^ right;
     std::ostringstream text;
     text << ": bytes " << begin << " to " << end - 1 << " of slab " << slab << " have the digest "
-         << hex(found);
-    if (stored == found) {
-      text << " as stored, but the slot is marked as one of another store";
-    } else {
-      text << ", and " << hex(stored) << " is that of store " << store;
-    }
+         << hex(found) << ", and " << hex(stored) << " is that of store " << store;
     return text.str();
   }
 
@@ -152,8 +149,8 @@ class VerifiedTable : public PackTable {
       const unsigned groups = (arguments.tile_count + kDigestWarps - 1) / kDigestWarps;
       const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
       void* pointers[] = {&arguments};
-      const cuda::Result result = cuda::driver().launch(kernel_, ctas, 1, 1, 32 * kDigestWarps, 1,
-                                                        1, 0, stream, pointers, nullptr);
+      const cuda::Result result = cuda::driver().launch(kernel_, ctas + 1, 1, 1, 32 * kDigestWarps,
+                                                        1, 1, 0, stream, pointers, nullptr);
       KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest, ", arguments.block_count,
                           " blocks of ", arguments.tile_count, " tiles");
     });

@@ -54,66 +54,69 @@ __device__ DigestSums sums_of(const unsigned char* tile, uint32_t bytes, const u
   return sums;
 }
 
-// What a slot and the copy say of a block besides its digests.
-struct Mark {
-  uint64_t tag = 0;
-  bool was_rejected = false;  // by the encoder or the decoder
-};
+// Whether the encoder or the decoder has refused blocks[i].
+__device__ bool was_rejected(const DigestArguments& a, uint32_t i) {
+  if (a.rejects == 0) return false;
+  const uint8_t state = reinterpret_cast<const volatile uint8_t*>(a.states)[i];
+  return state != static_cast<uint8_t>(SlotState::kGood) &&
+         state != static_cast<uint8_t>(SlotState::kCorrupted) &&
+         state != static_cast<uint8_t>(SlotState::kOverwritten);
+}
 
-// Two reads over the link. Those of one sector wait for each other, about 1 us each, so not every
-// CTA that has tiles of the block may make them.
-__device__ Mark read_mark(const DigestArguments& a, uint32_t i) {
-  Mark mark;
-  if (a.task == DigestTask::kCompare) {
-    const SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
-    mark.tag = *reinterpret_cast<const volatile uint64_t*>(&row->tag);
+__device__ uint64_t tag_in(const SlotDigests* row) {
+  return *reinterpret_cast<const volatile uint64_t*>(&row->tag);
+}
+
+__device__ void set_state(const DigestArguments& a, uint32_t i, SlotState state) {
+  reinterpret_cast<volatile uint8_t*>(a.states)[i] = static_cast<uint8_t>(state);
+}
+
+// Of several tiles the last one stays: both numbers are written at once.
+__device__ void report(SlotDigests* row, uint64_t tile, uint64_t digest) {
+  const ulonglong2 mismatch{tile, digest};
+  *reinterpret_cast<ulonglong2*>(&row->tile) = mismatch;
+}
+
+// What is to be done for blocks[i] whatever its digests are. By one thread.
+__device__ void finish_block(const DigestArguments& a, uint32_t i) {
+  SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+  const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
+  const bool is_rejected = was_rejected(a, i);
+  if (a.task == DigestTask::kWrite) {
+    row->tag = is_rejected ? ~right : right;
+  } else if (a.task == DigestTask::kCompareAgain) {
+    if (is_rejected) row->tag = ~right;
+  } else {
+    const uint64_t tag = tag_in(row);
+    if (a.stores[i] == 0 || tag == ~right) {
+      set_state(a, i, SlotState::kRefused);
+    } else if (is_rejected || tag != right) {
+      report(row, kNoTile, 0);
+      set_state(a, i, SlotState::kCorrupted);
+    }
   }
-  if (a.rejects != 0) {
-    const uint8_t state = reinterpret_cast<const volatile uint8_t*>(a.states)[i];
-    mark.was_rejected = state != static_cast<uint8_t>(SlotState::kGood) &&
-                        state != static_cast<uint8_t>(SlotState::kCorrupted) &&
-                        state != static_cast<uint8_t>(SlotState::kOverwritten);
-  }
-  return mark;
 }
 
 // What one warp does with the digests of some tiles of blocks[i], from number `first` on: thread t
-// has that of tile first + t, if t < count. stored: that of the slot. mark: of the warp that has
-// the block's first tile; the others read it when their digests differ.
+// has that of tile first + t, if t < count. stored: that of the slot.
 __device__ void finish_tiles(const DigestArguments& a, uint32_t i, uint32_t first, uint32_t count,
-                             uint64_t digest, uint64_t stored, Mark mark, unsigned lane) {
+                             uint64_t digest, uint64_t stored, unsigned lane) {
   SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
   const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
-  const bool is_first = first == a.first_tile;
   if (a.task == DigestTask::kWrite) {
     if (lane < count) digests_behind(row)[first + lane] = digest ^ right;
-    if (lane == 0 && is_first) row->tag = mark.was_rejected ? ~right : right;
     return;
   }
   const unsigned different = __ballot_sync(~0u, lane < count && digest != (stored ^ right));
-  if (!is_first) {
-    if (different == 0) return;
-    mark = read_mark(a, i);
-  }
-  auto* const states = reinterpret_cast<volatile uint8_t*>(a.states);
-  if (a.task == DigestTask::kCompareAgain && mark.was_rejected) {
-    if (lane == 0) row->tag = ~right;
-    return;
-  }
-  if (a.task == DigestTask::kCompare && (a.stores[i] == 0 || mark.tag == ~right)) {
-    if (lane == 0) states[i] = static_cast<uint8_t>(SlotState::kRefused);
-    return;
-  }
-  const bool is_bad =
-      a.task == DigestTask::kCompare && is_first && (mark.was_rejected || mark.tag != right);
-  if (different == 0 && !is_bad) return;
-  if (lane == (different != 0 ? __ffs(different) - 1 : 0)) {
-    // Of several tiles the last one stays: both numbers are written at once.
-    const ulonglong2 mismatch{first + lane, digest};
-    *reinterpret_cast<ulonglong2*>(&row->tile) = mismatch;
-    if (a.task == DigestTask::kCompareAgain) row->tag = ~right;
-    states[i] = static_cast<uint8_t>(a.task == DigestTask::kCompare ? SlotState::kCorrupted
-                                                                    : SlotState::kOverwritten);
+  if (different == 0 || lane + 1 != static_cast<unsigned>(__ffs(different))) return;
+  if (a.task == DigestTask::kCompare) {
+    if (a.stores[i] == 0 || tag_in(row) == ~right) return;  // refused by finish_block()
+    report(row, first + lane, digest);
+    set_state(a, i, SlotState::kCorrupted);
+  } else if (!was_rejected(a, i)) {
+    report(row, first + lane, digest);
+    row->tag = ~right;
+    set_state(a, i, SlotState::kOverwritten);
   }
 }
 
@@ -125,25 +128,27 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   // Of the turn before, too: warp 0 may not have read those yet.
   __shared__ uint64_t digests[2][kWarps];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // The first CTA sees to the blocks, the others to the tiles. Reads over the link of one sector
+  // wait for each other, 0.4 us each: the CTAs of the tiles would all wait for the states.
+  if (blockIdx.x == 0) {
+    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) finish_block(a, i);
+    return;
+  }
   for (uint32_t i = threadIdx.x; i < kDigestKeys; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(keys)[i] = digest_key(i);
   }
   __syncthreads();
   const uint32_t groups = (a.tile_count + kWarps - 1) / kWarps;
   unsigned turn = 0;
-  for (uint32_t number = blockIdx.x; number < a.block_count * groups;
-       number += gridDim.x, turn ^= 1) {
+  for (uint32_t number = blockIdx.x - 1; number < a.block_count * groups;
+       number += gridDim.x - 1, turn ^= 1) {
     const uint32_t i = number / groups, from = kWarps * (number % groups);
     const uint32_t first = a.first_tile + from, count = min(kWarps, a.tile_count - from);
-    // On their way over the link meanwhile.
+    // On its way over the link while the tiles are read.
     uint64_t stored = 0;
-    Mark mark;
-    if (warp == 0) {
-      if (a.task != DigestTask::kWrite && lane < count) {
-        SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
-        stored = reinterpret_cast<const volatile uint64_t*>(digests_behind(row))[first + lane];
-      }
-      if (from == 0) mark = read_mark(a, i);
+    if (warp == 0 && lane < count && a.task != DigestTask::kWrite) {
+      SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+      stored = reinterpret_cast<const volatile uint64_t*>(digests_behind(row))[first + lane];
     }
     if (warp < count) {
       const DigestTile tile = reinterpret_cast<const DigestTile*>(a.tiles)[first + warp];
@@ -157,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     __syncthreads();
     if (warp == 0) {
       const uint64_t digest = digests[turn][lane % kWarps];
-      finish_tiles(a, i, first, count, digest, stored, mark, lane);
+      finish_tiles(a, i, first, count, digest, stored, lane);
     }
   }
 }

@@ -53,8 +53,9 @@ struct SlotDigests {
   // The number of the latest store that was given to the device, which only the host reads and
   // writes; 0 for none.
   uint64_t store;
-  uint64_t tile, found;  // the last tile that did not match, and its digest
+  uint64_t tile, found;  // the last tile that did not match, and its digest; or kNoTile
 };
+constexpr uint64_t kNoTile = ~uint64_t{0};  // the tag did not match, or the bytes not decode
 static_assert(sizeof(SlotDigests) == 32);
 
 // A tile of block b is `bytes` bytes at base + b * stride.
@@ -68,7 +69,7 @@ enum class DigestTask : uint32_t {
   kCompareAgain,  // with blocks that were stored meanwhile
 };
 
-// Of a CTA. Each digests one tile at a time.
+// Of a CTA. Each digests one tile at a time. A launch has one more CTA than those of the tiles.
 constexpr uint32_t kDigestWarps = 8;
 
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
