@@ -4,10 +4,10 @@ connector, each of ours with raw and encoded pages, side by side on one GPU.
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
 all comes from the host; "alone", the same again one after the other; "continued", as alone, but
-with other tokens at the end, which are computed. "plain" has a GPU cache
-that is large enough, which is what offloading can come close to at best: the overhead is the time
-to first token less that of plain. The model has random weights and few KV heads, as a rank of a
-tensor-parallel server has. Two more engines, with a small host cache of raw and of encoded pages,
+with other tokens at the end, which are computed; "long", as continued, with a longer prompt. "plain"
+has a GPU cache that is large enough, which is what offloading can come close to at best: the
+overhead is the time to first token less that of plain. The model has random weights and few KV
+heads, as a rank of a tensor-parallel server has. Two more engines, with a small host cache of raw and of encoded pages,
 say how many tokens they found there, prompt by prompt, and a model of the cache says how many they
 should have.
 
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from integration_vllm_report import Round, differences, hits_to_json, judge, rounds_table
+from integration_vllm_report import KINDS, Round, differences, hits_to_json, judge, rounds_table
 from prefix_cache_model import PrefixCacheModel, block_keys
 from program import device_of, new_parser
 from report import write_json
@@ -95,8 +95,9 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     numbers = {"layers": 80, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
     numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 8}
-    numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 16}
+    numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 4}
     numbers |= {"running": 4, "batched": 8192, "hits_prompts": 24, "new": 512}
+    numbers |= {"long_tokens": 32768, "long_new": 2048}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
     add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
@@ -131,9 +132,12 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
             alone = {"order": again, "alone": True, "drop": drops}
             kinds: dict[str, dict[str, Any]] = {"cold": {}, "warm": {"drop": drops}, "alone": alone}
             kinds["continued"] = {**alone, "new": options.new}
+            long = {"prompts": 1, "lengths": (options.long_tokens - 50, options.long_tokens)}
+            kinds["long, new"] = long
+            kinds["long"] = {**long, "alone": True, "drop": drops, "new": options.long_new}
             for kind, more in kinds.items():
-                answer = server.serve(**order, **more)
-                if turn >= 0:
+                answer = server.serve(**order | more)
+                if turn >= 0 and kind in KINDS:
                     rounds.append(Round(server.name, turn, kind, **answer))
     return rounds
 

@@ -49,7 +49,12 @@ def hits_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
 
 def _least_blocks(options: Namespace) -> int:
     of_request = -(-(options.tokens + options.output) // options.block_tokens) + 1
-    return int(options.running * of_request + 2)
+    of_long = -(-_most_tokens(options) // options.block_tokens) + 1
+    return int(max(options.running * of_request, of_long) + 2)
+
+
+def _most_tokens(options: Namespace) -> int:
+    return int(max(options.tokens, options.long_tokens) + options.output)
 
 
 def _common(options: Namespace, model: str) -> dict[str, Any]:
@@ -61,7 +66,7 @@ def _common(options: Namespace, model: str) -> dict[str, Any]:
         "seed": 0,
         "enforce_eager": options.eager,
         "compilation_config": _graphs(options),
-        "max_model_len": options.tokens + options.output,
+        "max_model_len": _most_tokens(options),
         "max_num_seqs": options.running,
         "max_num_batched_tokens": options.batched,
         "block_size": options.block_tokens,
@@ -75,12 +80,14 @@ def _common(options: Namespace, model: str) -> dict[str, Any]:
 
 
 def _graphs(options: Namespace) -> dict[str, Any]:
-    """Whole batches of few tokens as graphs, as servers have them, but nothing compiled: engines
-    are up soon."""
+    """Graphs of decoding steps and, between the attentions, of the new tokens of "continued" and
+    "long", as servers have them, but nothing is compiled: engines are up soon."""
     if options.eager:
         return {}
-    sizes = [2**exponent for exponent in range(9)]
-    return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
+    sizes = [2**exponent for exponent in range(options.running.bit_length())]
+    sizes += [new + options.block_tokens for new in (options.new, options.long_new)]
+    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
+    return {"mode": 3, "backend": "eager", **graphs}
 
 
 def connector(cpu_bytes: int, which: Mapping[str, str] = THEIRS, **extra: Any) -> dict[str, Any]:

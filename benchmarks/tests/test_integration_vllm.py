@@ -49,6 +49,7 @@ class Server:
 
 ARGUMENTS = ["--layers", "8", "--kv-heads", "2", "--head-size", "64", "--vocabulary", "99"]
 ARGUMENTS += ["--tokens", "256", "--prefix", "64", "--turns", "3", "--prompts", "4", "--alone", "2"]
+ARGUMENTS += ["--long-tokens", "512", "--long-new", "64"]
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -61,7 +62,7 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     file = tmp_path / "figures.json"
     assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", "--json", str(file)]) == more
     written = json.loads(file.read_text())
-    assert len(written["rounds"]) == 6 * 3 * 4
+    assert len(written["rounds"]) == 6 * 3 * 5
     raw, lossless = written["hits"]["raw"], written["hits"]["lossless"]
     assert raw["prompts"] == lossless["prompts"] == 24
     assert 0 < raw["blocks"] < lossless["blocks"]

@@ -55,7 +55,7 @@ def rounds_of(**of_engine: tuple[float, float]) -> list[Round]:
         Round(names[engine], turn, kind, seconds * turn, [first * turn] * 2, [16], [[1, 2]])
         for engine, (seconds, first) in of_engine.items()
         for turn in (1, 2)
-        for kind in ("cold", "warm", "alone", "continued")
+        for kind in integration_vllm_report.KINDS
     ]
 
 
@@ -71,6 +71,8 @@ MISSED       alone, throughput over vLLM's own offloading: 0.95, at least 1
 met          alone, overhead of lossless over that of raw pages: 0.80, at most 0.88
 met          continued, our connector, share of the overhead of the spec: 0.20, at most 0.35
 MISSED       continued, our connector, lossless, share of the overhead of the spec: 0.50, at most 0.35
+MISSED       long, our connector, share of the overhead of the spec: 0.20, at most 0.15
+MISSED       long, our connector, lossless, share of the overhead of the spec: 0.50, at most 0.15
 met          alone, the best, share of the overhead of vLLM's own in time to first token: 0.50, at most 0.50""",
     )
     found = integration_vllm_report.judge(rounds_of(**slow, ours=(8.0, 0.15)))
@@ -80,7 +82,7 @@ met          alone, the best, share of the overhead of vLLM's own in time to fir
     rounds = rounds_of(**slow, ours=(8.0, 0.15))
     rounds[-1].tokens = [[1, 3]]
     assert integration_vllm_report.differences(rounds) == (
-        "answers of 8 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
+        "answers of 10 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
     )
 
 
