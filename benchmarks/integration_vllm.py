@@ -4,12 +4,12 @@ connector, each of ours with raw and encoded pages, side by side on one GPU.
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
 all comes from the host; "alone", the same again one after the other; "continued", as alone, but
-with other tokens at the end, which are computed; "long", as continued, with a longer prompt. "plain"
-has a GPU cache that is large enough, which is what offloading can come close to at best: the
-overhead is the time to first token less that of plain. The model has random weights and few KV
-heads, as a rank of a tensor-parallel server has. Two more engines, with a small host cache of raw and of encoded pages,
-say how many tokens they found there, prompt by prompt, and a model of the cache says how many they
-should have.
+with other tokens at the end, which are computed; "long", as continued, with a longer prompt.
+"plain" has a GPU cache that is large enough, which is what offloading can come close to at best:
+the overhead is the time to first token less that of plain. The model has random weights and few KV
+heads, as a rank of a tensor-parallel server has. Two more engines, with a small host cache of raw
+and of encoded pages, say how many tokens they found there, prompt by prompt, and a model of the
+cache says how many they should have.
 
 Needs vLLM 0.26 or later and a GPU. Ends with 1 when hits differ from the model's, else with 0.
 """
