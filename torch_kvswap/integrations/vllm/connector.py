@@ -206,7 +206,8 @@ class _InStepJob(TransferJob):
 
 
 class _NewBlock(NamedTuple):
-    """A block to load. vLLM 0.26 takes those without a hash, which blocks of in-step loads have."""
+    """The first block to load. vLLM 0.26 finds it by its missing hash, and blocks of in-step loads
+    have one."""
 
     block_id: int
     is_null: bool = False
@@ -269,9 +270,10 @@ class SchedulerPart(OffloadingConnectorScheduler):
         (group,) = blocks.blocks
         tokens_per_block = self.config.kv_group_configs[0].tokens_per_block
         begin = self._req_status[name].num_locally_computed_tokens // tokens_per_block
-        fresh = [*group[:begin], *(_NewBlock(block.block_id) for block in group[begin:])]
+        group = list(group)
+        group[begin] = _NewBlock(group[begin].block_id)
         super().update_state_after_alloc(
-            request, SimpleNamespace(blocks=(fresh,)), num_external_tokens
+            request, SimpleNamespace(blocks=(group,)), num_external_tokens
         )
         number, job = self._current_batch_load_jobs.popitem()
         self._current_batch_load_jobs[number] = _InStepJob(**vars(job))
