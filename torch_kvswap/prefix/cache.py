@@ -405,7 +405,7 @@ class PrefixCache(NotCopyable):
             num_pages must be that of the pool.
         store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
             leave the GPU cache.
-        eviction_policy, store_threshold, events: see BlockManager.
+        eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes, submit_thread: see OffloadHandler.
         below (str | PageStore | None): a store for pages that leave host memory, which may be
             shared with other processes: "file:PATH", "valkey://HOST:PORT", or an object, which
@@ -418,9 +418,8 @@ class PrefixCache(NotCopyable):
         below_bytes (int): bytes in flight to the store, and from there, at most.
 
     Attributes:
-        manager (BlockManager | RemoteManager): the bookkeeping. Its stats(), events(), touch(),
-            order() and reset() may be used; leave reservations to the prefix cache. That of
-            connect() has no events().
+        manager (BlockManager | RemoteManager): the bookkeeping. Its stats(), touch(), order() and
+            reset() may be used; leave reservations to the prefix cache.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -440,7 +439,6 @@ class PrefixCache(NotCopyable):
         store_policy: Literal["eager", "lazy"] = "eager",
         eviction_policy: str = "lru",
         store_threshold: int = 1,
-        events: bool = False,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
@@ -468,7 +466,6 @@ class PrefixCache(NotCopyable):
             num_ready_pages=pools.ready,
             eviction_policy=eviction_policy,
             store_threshold=store_threshold,
-            events=events,
             below_policy=None if below is None else below_policy,
         )
         options = copy_method, staging_bytes, submit_thread
