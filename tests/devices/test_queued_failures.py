@@ -386,16 +386,6 @@ def test_a_queued_job_that_is_cancelled_copies_nothing(accelerator: Accelerator)
 
 
 @on_queued_device
-def test_a_timeout_leaves_the_job_running(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold_copies():
-        load = rows.load(0, 3)
-        text = error_text(load.synchronize, 0.01)
-    assert text == "TimeoutError: after 0.01 s 1 of 1 job has not ended; the first is load 0"
-    load.synchronize(PATIENCE)
-
-
-@on_queued_device
 def test_a_handler_goes_on_with_a_cache_at_another_address(accelerator: Accelerator) -> None:
     rows = Rows()
     rows.store(3, 0)
@@ -645,30 +635,6 @@ def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> 
             break
     stream.records.clear()
     assert at > 3
-
-
-@pytest.mark.slow
-@on_queued_device
-def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
-    accelerator: Accelerator,
-) -> None:
-    interrupter, outcomes = Interrupter(), []
-    for at in itertools.count(1):
-        rows, new = Rows(), Rows()
-        new.write(3, 100)
-        try:
-            interrupter.call(at, partial(rows.handler.rebind, new.layout))
-        except Interrupted:
-            interrupted = True
-        else:
-            interrupted = False
-        rows.handler.synchronize(rows.store(3, 0))
-        outcomes.append(rows.handler.layouts[0] is new.layout)
-        assert rows.page(0) == {100 if outcomes[-1] else 3}
-        rows.handler.close()
-        if not interrupted:
-            break
-    assert set(outcomes) == {False, True}
 
 
 @on_queued_device

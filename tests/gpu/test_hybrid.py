@@ -91,35 +91,6 @@ def hybrid(device: str) -> Iterator[Hybrid]:
 # Bytes
 
 
-def test_each_group_goes_to_its_own_pages_and_comes_back(hybrid: Hybrid) -> None:
-    blocks, pages = [[7, 0, 3], [5, 1, 2, 4], [2]], [[4, 1], [3, 0], [2]]
-    job = hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages)
-    assert job.nbytes == 3 * 64 + 4 * 34 + 333
-    for group in range(3):
-        hybrid.store(group, blocks[group], pages[group])
-    hybrid.check()
-    targets = [[1, 8, 2], [0, 3, 5, 2], [0]]
-    job = hybrid.handler.load(page_ids=pages, gpu_block_ids=targets)
-    assert job.nbytes == 3 * 64 + 4 * 34 + 333
-    for group in range(3):
-        hybrid.load(group, targets[group], pages[group])
-    hybrid.check()
-    assert [result.state for result in hybrid.handler.poll()] == ["done", "done"]
-
-
-def test_each_group_has_its_own_first_slot(hybrid: Hybrid) -> None:
-    blocks, pages = [[7, 0, 3], [5, 1], [2]], [[4, 1], [3, 0], [2]]
-    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_slot=[1, 2, 0])
-    for group, first in enumerate([1, 2, 0]):
-        hybrid.store(group, blocks[group], pages[group], first)
-    hybrid.check()
-    targets = [[1, 8, 2], [0, 3], [0]]
-    hybrid.handler.load(page_ids=pages, gpu_block_ids=targets, first_slot=[1, 2, 0])
-    for group, first in enumerate([1, 2, 0]):
-        hybrid.load(group, targets[group], pages[group], first)
-    hybrid.check()
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_random_jobs_of_all_groups_do_what_the_reference_does(device: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -303,9 +274,3 @@ def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_p
     ]
     assert spaces[0][0] == spaces[0][1]
     assert spaces[1][0] != spaces[1][1]
-
-
-def test_larger_blocks_than_a_page_has_room_for_are_refused():
-    small, large = (PagedLayout([torch.zeros(4, size)]) for size in (8, 16))
-    with pytest.raises(ValueError, match="blocks of 64 bytes do not fit into slots of 32 bytes"):
-        HostPool(small, 4).view_for(large)

@@ -4,7 +4,6 @@ was.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -35,22 +34,10 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
 
-PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream
 # Blocks of a job that the calling thread does not submit; of one that the driver's queue cannot hold.
 LARGE, TOO_LARGE = 1024, 20000
 COPY, COPY_ONE = "cuMemcpyBatchAsync", "cuMemcpyAsync"
-
-
-@simulated
-def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Driver) -> None:
-    prctl = ctypes.CDLL(None).prctl
-    with SimulatedCache(driver) as sim:
-        before = prctl(PR_GET_TIMERSLACK)
-        _, job = sim.hold_up("store")
-        # It sleeps from the first millisecond on.
-        assert "TimeoutError" in error_text(sim.handler.synchronize, job, timeout=0.02)
-        assert prctl(PR_GET_TIMERSLACK) == before
 
 
 @simulated
@@ -105,16 +92,6 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
         assert [call.result() for call in [*waiting, closing]] == [None] * 3
         assert states(sim.handler.poll()) == ["done"]
     assert driver.live("events") == driver.live("streams") == 0
-
-
-@simulated
-def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
-        _, job = sim.hold_up("store", 1, 1)
-        waiting = pool.submit(error_text, sim.handler.synchronize, job)
-        let_threads_look(driver)
-        driver.lose()
-        assert "the device is lost" in waiting.result(timeout=PATIENCE)
 
 
 # Threads that wait for each other: nothing below is on the device, whose worker stands still

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 from patience import in_time
-from simulated_cache import SIDE, Stream, needs_kernels, new_threads, rest, threads
+from simulated_cache import SIDE, Stream, needs_kernels, rest, threads
 from simulated_driver import Driver, on_device, pool, simulated
 from torch import Tensor
 
@@ -205,67 +205,6 @@ def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Dri
             driver.set_mode("immediate")
 
 
-@pytest.mark.parametrize("batch", ["1", "0"])
-@needs_kernels
-@simulated
-def test_the_pages_of_a_staged_job_count_as_the_driver_takes_them(
-    driver: Driver, batch: str
-) -> None:
-    whole = torch.randint(256, (13, 2 * 96, 64), dtype=torch.uint8)
-    # No block is copied where it lies, which would take an entry too, in so many runs.
-    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 7, 12)])
-    pages = pool(driver, layout, 2 * 96)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_BATCH", batch)
-        handler = OffloadHandler(layout, pages, copy_method="staged", staging_bytes=1 << 20)
-    driver.set_mode("manual")
-    with handler:
-        hold = driver.hold(SIDE)
-        try:
-            every_second = range(0, 2 * 96, 2)
-            for _ in range(80):
-                handler.store(gpu_block_ids=every_second, page_ids=every_second, after=Stream(SIDE))
-            # 8 entries, and one for each page, or for each 25 pages of a batch.
-            running = {"1": 700 // (8 + 96 // 25), "0": 700 // (8 + 96)}[batch]
-            now = handler.metrics().stores
-            assert (now.running, now.queued) == (running, 80 - running)
-        finally:
-            driver.release(hold)
-            driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
-def test_layer_groups_count_as_the_pieces_that_they_are(driver: Driver) -> None:
-    groups = 32
-    tensors = torch.randint(256, (groups, 2, 64 << 10), dtype=torch.uint8)
-    layout = on_device(driver, tensors)
-    pages = pool(driver, layout, 2)
-    with ManyPieces(layout, pages, copy_method="staged", staging_bytes=64 << 20) as handler:
-        launches = Launches(driver)
-        handler.synchronize(handler.load(page_ids=[1], gpu_block_ids=[0], after=()))
-        assert launches.now() == (1, 1)  # predicted to take 6 us
-        job = handler.load(page_ids=[0, 1], gpu_block_ids=[1, 0], after=(), layer_groups=groups)
-        here, _ = launches.now()
-        assert here < 1 + groups  # predicted to take 224 us
-        job.synchronize()
-        assert launches.now()[1] == 1 + groups
-        driver.set_mode("manual")
-        hold = driver.hold(SIDE)
-        try:
-            for _ in range(20):
-                handler.load(
-                    page_ids=[0], gpu_block_ids=[1], after=Stream(SIDE), layer_groups=groups
-                )
-            # 8 entries, four for each further group with its end, and one for 32 parts of a page.
-            running = 700 // (8 + 4 * (groups - 1) + groups // 25)
-            assert in_time(lambda: handler.metrics().loads.running == running)
-            assert handler.metrics().loads.queued == 20 - running
-        finally:
-            driver.release(hold)
-            driver.set_mode("immediate")
-
-
 @needs_kernels
 @simulated
 def test_of_many_small_layer_groups_the_caller_gives_the_first_ones(driver: Driver) -> None:
@@ -368,22 +307,6 @@ def test_a_begun_job_that_is_cancelled_ends_with_its_copies(driver: Driver, kind
         assert [result.state for result in sim.handler.poll()] == ["cancelled"]
         assert driver.pending() == ""
         assert sim.is_right()
-
-
-@KINDS
-@needs_kernels
-@simulated
-def test_a_begun_job_that_is_cancelled_is_told_so_if_its_rest_fails(
-    driver: Driver, kind: str
-) -> None:
-    with staged(driver, kind) as sim:
-        with driver.stopped(sim.worker):
-            job = sim.submit()
-            assert sim.handler.cancel(job)
-            driver.fail(LAUNCH)
-        assert in_time(job.query)
-        assert [result.state for result in sim.handler.poll()] == ["cancelled"]
-        assert driver.pending() == ""
 
 
 @KINDS
@@ -515,40 +438,6 @@ def test_the_caller_gives_no_large_job_of_which_one_group_is_not_staged(
         assert driver.calls(LAUNCH) > 0
 
 
-@needs_kernels
-@simulated
-def test_a_job_that_fails_names_the_copy_method_of_its_first_group(driver: Driver) -> None:
-    with two_groups(driver) as handler:
-        driver.fail(STRIDED)
-        jobs = [handler.store(gpu_block_ids=ids, page_ids=ids) for ids in ([[0], [0]], [[], [0]])]
-        handler.poll()
-        results = [job.result for job in jobs if job.result]
-    assert [(result.ok, result.copy_method) for result in results] == [
-        (False, "strided"),
-        (True, "staged"),
-    ]
-
-
-@pytest.mark.parametrize("counts", [(BLOCKS, 1), (1, BLOCKS)])
-@needs_kernels
-@simulated
-def test_the_entries_of_all_groups_count(driver: Driver, counts: tuple[int, int]) -> None:
-    with two_groups(driver) as handler:
-        driver.set_mode("manual")
-        hold = driver.hold(SIDE)
-        try:
-            ids = [range(0, count) for count in counts]
-            for _ in range(64):
-                handler.store(gpu_block_ids=ids, page_ids=ids, after=Stream(SIDE))
-            # One for each strided block, 8 for what is staged, and one for 25 of its pages.
-            running = min(700 // (counts[0] + 8 + counts[1] // 25), 64)
-            assert in_time(lambda: handler.metrics().stores.running == running)
-            assert handler.metrics().stores.queued == 64 - running
-        finally:
-            driver.release(hold)
-            driver.set_mode("immediate")
-
-
 class SlowUnstagedHandler(OffloadHandler):
     """Submitting all strided copies takes 6.4 ms, and staging 64 us."""
 
@@ -594,20 +483,4 @@ def test_with_a_submit_thread_the_caller_gives_nothing(driver: Driver, kind: str
         assert in_time(job.query)
         here, by_all = launches.now()
         assert here == 0 < by_all
-        assert sim.is_right()
-
-
-@KINDS
-@needs_kernels
-@simulated
-def test_a_small_job_needs_no_worker(driver: Driver, kind: str) -> None:
-    with staged(driver, kind) as sim:
-        before = threads()
-        launches = Launches(driver)
-        with driver.stopped(sim.worker):
-            jobs = [sim.submit(ids=[i, i + 1]) for i in range(0, BLOCKS, 2)]
-            assert all(job.query() for job in jobs)
-        here, by_all = launches.now()
-        assert here == by_all
-        assert new_threads(before) == 0
         assert sim.is_right()

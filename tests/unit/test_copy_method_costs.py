@@ -12,7 +12,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from torch_kvswap import copy_method
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.copy_method import (
     DIRECTIONS,
@@ -95,13 +94,6 @@ def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
     assert read.source == str(file)
     assert read.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
     assert read_costs("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
-
-
-def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache_file("A/B GPU 80GB")
-    assert before.name == "copy-method-costs-A-B-GPU-80GB-0.json"
-    monkeypatch.setattr(copy_method.native, "driver_version", lambda: 12345)
-    assert cache_file("A/B GPU 80GB").name == "copy-method-costs-A-B-GPU-80GB-12345.json"
 
 
 def test_a_file_that_is_named_comes_before_all(

@@ -223,10 +223,3 @@ def sweep(_: Driver, device: str) -> None:
 @without_cuda
 def test_every_job_ends_whichever_allocation_fails(device: str) -> None:
     assert number_of_failures(sweep, device) > 10
-
-
-def test_an_index_names_one_device() -> None:
-    queue = Queue()
-    with pytest.raises(ValueError, match=rf"^queued device {queue.index} exists: test:0$"):
-        native.make_queue(queue.index, "again")
-    queue.close()
