@@ -299,16 +299,13 @@ def close_it(attempt: Attempt) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Attempt], None], dict[str, Any]]] = {
     "submit some": (submit_some, {}),
-    "submit some, several layers": (submit_some, {"layers": 3}),
     "wait behind streams": (wait_behind_streams, {}),
     "fill the queue": (fill_the_queue, {}),
     "leave a job to the worker": (leave_a_job_to_the_worker, {"layers": 2}),
     "wait and cancel": (wait_and_cancel, {}),
     "wait and cancel, threaded": (wait_and_cancel, {"submit_thread": True}),
     "use gates": (use_gates, {}),
-    "use gates, threaded": (use_gates, {"submit_thread": True}),
     "fail copies": (fail_copies, {}),
-    "fail copies, threaded": (fail_copies, {"submit_thread": True}),
     "move the cache": (move_the_cache, {}),
     "close it": (close_it, {}),
 }

@@ -427,7 +427,7 @@ def users_of(files: set[int]) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before sending", "after sending", "while it is used"])
+@pytest.mark.parametrize("moment", ["before sending", "while it is used"])
 def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     script = f"""
         connection, cache = rank(int(sys.argv[1]))
