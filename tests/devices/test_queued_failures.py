@@ -373,19 +373,6 @@ def test_a_running_job_is_reported_as_cancelled_when_it_has_ended(accelerator: A
 
 
 @on_queued_device
-def test_a_queued_job_that_is_cancelled_copies_nothing(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        many = [rows.store(0, 0) for _ in range(100)]  # more than the channel has in flight
-        last = rows.store(3, 1)
-        assert rows.handler.cancel(last)
-        assert last.query()
-        assert rows.handler.metrics().stores.queued > 0
-    rows.handler.synchronize(many, PATIENCE)
-    assert rows.page(1) == {0}
-
-
-@on_queued_device
 def test_a_handler_goes_on_with_a_cache_at_another_address(accelerator: Accelerator) -> None:
     rows = Rows()
     rows.store(3, 0)
@@ -490,35 +477,6 @@ def test_a_thread_that_keeps_the_gil_delays_jobs_only(accelerator: Accelerator) 
         stop.set()
         sys.setswitchinterval(interval)
         thread.join(PATIENCE)
-
-
-@on_queued_device
-def test_many_threads_may_call(accelerator: Accelerator) -> None:
-    rows = Rows()
-    problems: list[BaseException] = []
-
-    def use(number: int) -> None:
-        try:
-            stream = torch.Stream(device=DEVICE)
-            with stream:
-                for turn in range(30):
-                    store = rows.store(number, number)
-                    load = rows.load(number, number)
-                    (load.wait if turn % 2 else load.synchronize)()
-                    rows.handler.metrics()
-                    store.synchronize(PATIENCE)
-        except BaseException as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert problems == []
-    rows.handler.synchronize(timeout=PATIENCE)
-    assert len(rows.handler.poll()) == 6 * 30 * 2
-    assert [rows.block(number) for number in range(6)] == [{number} for number in range(6)]
 
 
 @on_queued_device

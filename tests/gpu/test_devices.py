@@ -5,15 +5,12 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from device_pairs import place
 from drained import drain
 from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, keep_busy, only
-from processes import run_script
 
 from torch_kvswap import ops
 from torch_kvswap.offload.gate import Gate
@@ -229,39 +226,3 @@ def test_a_gate_is_captured_on_the_caches_device(gpu: GpuCache) -> None:
         gpu.release()
         torch.cuda.synchronize()
     assert only(gpu.seen[1]) == NEW
-
-
-def round_trips(gpu: GpuCache, seed: int) -> None:
-    """Each job ends and each byte is right, with another pattern in every round."""
-    device = gpu.cache.device
-    with torch.cuda.device(device), torch.cuda.stream(gpu.side):
-        for turn in range(100):
-            gpu.cache[:2].fill_((seed + turn) % 256)
-            gpu.handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3])
-            load = gpu.handler.load(page_ids=[2, 3], gpu_block_ids=[3, 2])
-            load.wait()
-            gpu.seen.copy_(gpu.cache)
-            gpu.side.synchronize()
-            assert only(gpu.seen) == (seed + turn) % 256
-        gpu.handler.synchronize()
-        assert [result.state for result in gpu.handler.poll()] == ["done"] * 200
-
-
-def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
-    script = """
-        import torch
-        from gpu_cache import GpuCache
-        from test_devices import round_trips
-        rank = int(sys.argv[1])
-        gpu = GpuCache(device=f"cuda:{rank % torch.cuda.device_count()}")
-        round_trips(gpu, seed=100 * rank)
-        gpu.host.close()
-        print(rank)
-    """
-    with ThreadPoolExecutor(2) as threads:
-        printed = list(
-            threads.map(
-                lambda rank: run_script(script, str(rank), folder=Path(__file__).parent), range(2)
-            )
-        )
-    assert printed == ["0\n", "1\n"]

@@ -149,53 +149,6 @@ def test_a_handler_of_one_group_in_a_list_takes_lists_of_ids(device: str) -> Non
 # Refusals name the group
 
 
-def test_a_wrong_id_is_named_with_its_group(hybrid: Hybrid) -> None:
-    good = [[0], [0], [0]]
-    with pytest.raises(IndexError, match=r"gpu_block_ids\[1\]\[3\] is 6"):
-        hybrid.handler.store(gpu_block_ids=[[0], [0, 1, 2, 6], [0]], page_ids=[[0], [0, 1], [0]])
-    with pytest.raises(IndexError, match=r"page_ids\[2\]\[0\] is 3"):
-        hybrid.handler.load(page_ids=[[0], [0], [3]], gpu_block_ids=good)
-    with pytest.raises(ValueError, match=r"page_ids\[0\]\[0\] and page_ids\[0\]\[1\] are both 4"):
-        hybrid.handler.store(gpu_block_ids=[[1, 2, 3], [], []], page_ids=[[4, 4], [], []])
-    with pytest.raises(ValueError, match=r"page_ids\[1\] has 2"):
-        hybrid.handler.store(gpu_block_ids=good, page_ids=[[0], [0, 1], [0]])
-    with pytest.raises(ValueError, match=r"first_slot\[1\]=3"):
-        hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_slot=[0, 3, 0])
-    with pytest.raises(TypeError, match=r"gpu_block_ids\[2\]"):
-        hybrid.handler.store(gpu_block_ids=[[0], [0], [0.5]], page_ids=good)
-    hybrid.check()
-    assert hybrid.handler.poll() == []
-
-
-def test_every_argument_has_an_entry_for_each_group(hybrid: Hybrid) -> None:
-    good = [[0], [0], [0]]
-    for call in (
-        lambda: hybrid.handler.store(gpu_block_ids=good[:2], page_ids=good),
-        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good[:2]),
-        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_slot=[0, 0]),
-        lambda: hybrid.handler.store(
-            gpu_block_ids=[0, 1, 2], page_ids=good
-        ),  # plain ids, not lists of ids
-    ):
-        with pytest.raises((TypeError, ValueError), match=r"gpu_block_ids|page_ids|first_slot"):
-            call()
-    hybrid.check()
-    assert hybrid.handler.poll() == []
-
-
-def test_a_handler_has_a_pool_for_each_layout(hybrid: Hybrid) -> None:
-    for layouts, hosts in (
-        (hybrid.layouts, hybrid.hosts[:2]),
-        (hybrid.layouts[:1], hybrid.hosts),
-        (hybrid.layouts, hybrid.hosts[0]),
-        ([], []),
-    ):
-        with pytest.raises((TypeError, ValueError), match=r"(?i)pool|layout"):
-            OffloadHandler(layouts, hosts)
-    with pytest.raises(ValueError, match=r"\b1\b"):
-        OffloadHandler(hybrid.layouts[:2], [hybrid.hosts[0], hybrid.hosts[2]])
-
-
 # Groups that share memory, as those of vLLM's hybrid models do: block 5 is the same bytes in both
 
 

@@ -277,27 +277,6 @@ def test_the_caller_submits_as_many_copies_as_take_50_us(
         assert calls_that_submit(driver, layers, copy_method) == expected
 
 
-@pytest.mark.parametrize("submit", [(10.5, 0), (0, 10.5)], ids=["starts", "copies"])
-@pytest.mark.parametrize(("layer_groups", "other_threads"), [(4, 0), (5, 1)])
-@simulated
-def test_each_layer_group_counts_as_a_start_and_a_copy_of_each_block(
-    driver: Driver,
-    tmp_path: Path,
-    submit: tuple[float, float],
-    layer_groups: int,
-    other_threads: int,
-) -> None:
-    layout = on_device(driver, torch.zeros(8, 4, 512, dtype=torch.uint8))
-    with (
-        costs(tmp_path, submit_load=submit, strided=(1, 0, 0)),
-        OffloadHandler(layout, HostPool(layout, 4)) as handler,
-    ):
-        before = threads()
-        job = handler.load(page_ids=[1], gpu_block_ids=[1], layer_groups=layer_groups)
-        handler.synchronize(job)
-        assert new_threads(before) == other_threads
-
-
 @simulated
 def test_the_caller_submits_by_a_method_without_costs_and_never_pageable_memory(
     driver: Driver, tmp_path: Path
@@ -375,30 +354,6 @@ def test_a_large_expedited_load_ends_while_a_staged_load_waits(
         results = [job.result for job in jobs]
     taken = [result.copy_method for result in results if result]
     assert taken == ["staged", "kernel" if expedited else "staged"]
-
-
-@needs_kernels
-@simulated
-def test_what_only_large_loads_would_take_gets_memory_too(driver: Driver) -> None:
-    layout = on_device(driver, torch.zeros(2, 1100, 512, dtype=torch.uint8))
-    pool = HostPool(layout, 1100)
-    with pytest.MonkeyPatch.context() as patch:
-        strided = CopyMethodCosts(0, 1e-6, 0, 0, {512: 0})
-        staged = CopyMethodCosts(1e-3, 0, 0, 0, {512: 0})  # as slow for 1,000 blocks
-        costs = {"store": {"strided": strided}, "load": {"strided": strided, "staged": staged}}
-        patch.setattr(OffloadHandler, "_costs", costs)
-        handler = OffloadHandler(layout, pool)
-    with handler:
-        taken = []
-        for count in (900, 1100):
-            ids = range(count)
-            jobs = [
-                handler.store(gpu_block_ids=ids, page_ids=ids),
-                handler.load(page_ids=ids, gpu_block_ids=ids),
-            ]
-            handler.synchronize(jobs)
-            taken += [job.result.copy_method for job in jobs if job.result]
-    assert taken == ["strided", "strided", "strided", "staged"]
 
 
 @needs_kernels

@@ -21,14 +21,12 @@ import torch
 from error_text import error_text
 from gpu_cache import Hold
 from interrupts import Interrupted, Interrupter
-from logged import logged
-from patience import PATIENCE, in_time
+from patience import PATIENCE
 from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
-from torch_kvswap.host_pool import system
 from torch_kvswap.offload.gate import Gate
 
 MIB = 1 << 20
@@ -313,37 +311,6 @@ def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> 
     gc.collect()
     assert gone() is None
     assert driver.calls("cuMemHostUnregister") == 2
-
-
-@simulated
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
-def test_whatever_a_callback_raises_reaches_whoever_waits(
-    driver: Driver, error: type[BaseException]
-) -> None:
-    turn = threading.Semaphore(0)
-
-    def progress(ready: int, count: int) -> None:
-        if ready == 64:
-            assert turn.acquire(timeout=PATIENCE)
-            raise error("from the callback")
-
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, logged() as messages:
-        patch.setattr(system, "memlock_limit", lambda: None)
-        pool = pin_in_background(driver, progress, 128)
-        waiter = threading.Thread(
-            target=lambda: said.append(error_text(pool.wait_ready, PATIENCE)), daemon=True
-        )
-        waiter.start()
-        turn.release()
-        waiter.join(PATIENCE)
-        assert in_time(lambda: len(messages) == 1)
-    why = f"{error.__name__}('from the callback')"
-    assert " ".join(said[0].split()) == (
-        f"RuntimeError: 64 of 128 host pages are pinned, and no more will be: {why}"
-    )
-    assert messages[0] == f"64 of 128 host pages are pinned, and the others cannot be used: {why}"
-    pool.close()
 
 
 @simulated

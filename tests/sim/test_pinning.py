@@ -21,9 +21,7 @@ from simulated_driver import (
     DEVICE,
     Driver,
     place,
-    run,
     simulated,
-    without_cuda,
 )
 from simulated_driver.cuda import CudaError
 
@@ -389,35 +387,6 @@ def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driv
         assert not pinning._thread.is_alive()
     assert not kept
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
-
-
-@without_cuda
-def test_pages_are_pinned_after_the_main_thread_has_ended() -> None:
-    def end(driver: Driver) -> None:
-        import os
-        import threading
-
-        from patience import PATIENCE
-        from simulated_driver import place
-
-        from torch_kvswap import HostPool, PagedLayout
-
-        def progress(ready: int, count: int) -> None:
-            if ready == 2:
-                threading.main_thread().join()
-
-        os.dup2(1, 2)  # warnings are seen too
-        layout = place(driver, PagedLayout([torch.zeros(2, 4096, dtype=torch.uint8)]))
-        options = {"chunk_bytes": 4096, "pin_in_background": True}
-        pool = HostPool(layout, 8, on_progress=progress, **options)  # type: ignore[arg-type]
-
-        def serve() -> None:
-            print(pool.wait_ready(PATIENCE), pool.num_ready_pages)
-            pool.close()
-
-        threading.Thread(target=serve).start()
-
-    assert run(end) == "True 8\n"
 
 
 @simulated

@@ -100,23 +100,6 @@ def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_bet
 
 @needs_kernels
 @simulated
-def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None:
-    whole = numbers(4, 16, 1024)
-    layout = on_device(driver, whole)
-    driver.set_stream(0, CURRENT)
-    with OffloadHandler(layout, HostPool(layout, num_pages=16), copy_method="staged") as handler:
-        driver.set_mode("manual")
-        hold = driver.hold(CURRENT)
-        for block in range(200):
-            handler.store(gpu_block_ids=[block % 16], page_ids=[block % 16])
-        driver.release(hold)
-        run_until(driver, lambda: handler.metrics().stores.done == 200)
-        assert handler.metrics().stores.transfers < 100
-        driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
 def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Driver) -> None:
     whole = numbers(8, 6, 4096)
     before = whole.clone()
@@ -131,24 +114,6 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
         assert last.result.copy_method == "strided"
         assert torch.equal(whole[:, 5], before[:, 2])
         driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
-def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None:
-    whole = numbers(6, 6, 2048)
-    before = whole.clone()
-    layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1, 2], page_ids=[4, 3]))
-        whole.zero_()
-        job = handler.load(page_ids=[4, 3], gpu_block_ids=[0, 5], layer_groups=3)
-        handler.synchronize(job)
-        assert job.result is not None
-        assert job.result.copy_method == "staged"
-        assert torch.equal(whole[:, 0], before[:, 1])
-        assert torch.equal(whole[:, 5], before[:, 2])
-        assert not whole[:, 1:5].any()
 
 
 @needs_kernels
@@ -467,22 +432,6 @@ def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) ->
         handler.synchronize(handler.load(page_ids=[[0, 1, 2], [5]], gpu_block_ids=[[0, 2, 5], [3]]))
     assert torch.equal(odd[:, [0, 2, 5]], before[0][:, [1, 4, 3]])
     assert torch.equal(even[:, 3], before[1][:, 2])
-
-
-@pytest.mark.parametrize("kind", ["store", "load"])
-@needs_kernels
-@simulated
-def test_small_pieces_take_a_limited_number_of_events(driver: Driver, kind: str) -> None:
-    layout = on_device(driver, numbers(3, 6, 4096))
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        submit = handler.store if kind == "store" else handler.load
-
-        def events_after(jobs: int) -> int:
-            for _ in range(jobs):  # all of them have room in the buffer
-                handler.synchronize(submit(gpu_block_ids=[1], page_ids=[2], after=()))
-            return driver.live("events")
-
-        assert events_after(50) == events_after(200)
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])

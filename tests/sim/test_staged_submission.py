@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -352,52 +352,6 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
         assert sim.is_right()
 
 
-def costs_to_submit(staged: float, strided: float) -> Costs:
-    """Staging is predicted to be fastest, and strided copies to be the next. staged, strided:
-    seconds to submit a copy."""
-    return {
-        direction: {
-            "staged": CopyMethodCosts(10e-3, 0.0, 0.0, staged, {512: 1e-9}),
-            "strided": CopyMethodCosts(10.2e-3, 1e-6, 0.0, strided, {512: 1e-9}),
-        }
-        for direction in ("store", "load")
-    }
-
-
-def hold_up_first(driver: Driver, copies: int) -> None:
-    """Runs what was submitted, the first transfer for so long that strided copies take over."""
-    driver.step(copies)  # the start of the first is recorded
-    driver.advance_clock(10_000)
-    driver.run()
-
-
-class UnstagedHandler(OffloadHandler):
-    """Each copy takes 10 us to submit."""
-
-    _costs: ClassVar[Costs] = costs_to_submit(staged=10e-6, strided=10e-6)
-
-
-@needs_kernels
-@simulated
-def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
-    driver: Driver,
-) -> None:
-    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
-    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
-    with UnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
-        driver.set_mode("manual")
-        # More than a quarter of what may be in flight: a submission looks whether some have ended.
-        slow = [handler.store(gpu_block_ids=[i], page_ids=[i], after=()) for i in range(17)]
-        hold_up_first(driver, copies)
-        before = driver.calls_here(STRIDED)
-        large = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
-        copied_here = driver.calls_here(STRIDED) - before
-        driver.set_mode("immediate")
-        handler.synchronize()
-        taken = [job.result and job.result.copy_method for job in (slow[0], large)]
-    assert (taken, copied_here) == (["staged", "strided"], 0)
-
-
 class TwoGroupsHandler(OffloadHandler):
     """Blocks of one run are strided, others are staged. Each copy takes 10 us to submit."""
 
@@ -436,41 +390,6 @@ def test_the_caller_gives_no_large_job_of_which_one_group_is_not_staged(
         assert in_time(job.query)
         assert driver.calls(STRIDED) > 0
         assert driver.calls(LAUNCH) > 0
-
-
-class SlowUnstagedHandler(OffloadHandler):
-    """Submitting all strided copies takes 6.4 ms, and staging 64 us."""
-
-    _costs: ClassVar[Costs] = costs_to_submit(staged=1e-6, strided=100e-6)
-
-
-@needs_kernels
-@simulated
-def test_who_waits_gives_no_queued_job_that_takes_longer_since_it_is_staged_no_more(
-    driver: Driver,
-) -> None:
-    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
-    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
-    before = threads()
-    with SlowUnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
-        handler.store(gpu_block_ids=ALL, page_ids=ALL, after=()).synchronize()
-        (worker,) = threads() - before
-        assert in_time(lambda: rest({worker}))
-        with driver.stopped(worker):
-            driver.set_mode("manual")
-            for i in range(BLOCKS):  # no more may be in flight
-                slow = handler.store(gpu_block_ids=[i], page_ids=[i], after=())
-            queued = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
-            hold_up_first(driver, copies)
-            handler.poll()
-            strided = driver.calls_here(STRIDED)
-            with suppress(TimeoutError):
-                handler.synchronize(queued, timeout=0.005)
-            copied_here = driver.calls_here(STRIDED) - strided
-            driver.set_mode("immediate")
-        handler.synchronize()
-        taken = [job.result and job.result.copy_method for job in (slow, queued)]
-    assert (taken, copied_here) == (["staged", "strided"], 0)
 
 
 @KINDS

@@ -21,7 +21,7 @@ from torch_kvswap.copy_method import copy_method_options
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
-from torch_kvswap.offload.handler import EXPEDITED, LOADS, STORES
+from torch_kvswap.offload.handler import LOADS, STORES
 
 indices = itertools.count(1 << 20)  # which no real device has
 KIND = native.CommandKind
@@ -165,26 +165,6 @@ def test_a_wait_ends_with_commands_or_when_it_is_woken_or_stopped() -> None:
     queue.close()
     queue.commands.stop()
     assert queue.commands.wait(10 * PATIENCE) == -1
-
-
-def test_threads_submit_while_another_one_carries_out_commands() -> None:
-    queue = Queue()
-
-    def submit(number: int) -> None:
-        for _ in range(100):
-            for channel in (STORES, LOADS, EXPEDITED):
-                queue.submit(channel, number, number)
-
-    with running(queue):
-        threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        queue.handler.close()
-        assert queue.cache.tolist() == list(range(8))
-    del queue.handler
-    assert in_time(lambda: queue.carry_out() == [])
 
 
 @contextmanager

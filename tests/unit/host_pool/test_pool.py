@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import textwrap
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,18 +263,6 @@ def test_a_handler_that_does_not_close_keeps_the_memory_and_no_other_handler_ope
         pool.close()
     assert sorted(closed) == sorted(map(id, handlers))
     assert not pool.pages.any()  # it is open
-
-
-def test_the_pool_does_not_keep_its_handlers() -> None:
-    class Handler:
-        pass
-
-    pool = HostPool(make_layout(), num_pages=1)
-    handler = Handler()
-    pool._register_user(handler)  # type: ignore[arg-type]
-    reference = weakref.ref(handler)
-    del handler
-    assert reference() is None
 
 
 @simulated
