@@ -44,9 +44,6 @@ def values(tensor: torch.Tensor) -> set[int]:
     return {int(value) for value in tensor.tolist()}
 
 
-# What PyTorch sees.
-
-
 # Order.
 
 

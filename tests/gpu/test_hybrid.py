@@ -146,9 +146,6 @@ def test_a_handler_of_one_group_in_a_list_takes_lists_of_ids(device: str) -> Non
         assert rows[0].tolist() == list(range(24, 32))
 
 
-# Refusals name the group
-
-
 # Groups that share memory, as those of vLLM's hybrid models do: block 5 is the same bytes in both
 
 

@@ -274,9 +274,6 @@ for""",
     )
 
 
-# Handlers
-
-
 # Blocks on the CPU
 
 
