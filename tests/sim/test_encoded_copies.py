@@ -85,22 +85,17 @@ def test_the_cpu_reads_what_the_kernels_have_written(driver: Driver) -> None:
         assert cache.is_same(0, before[1])
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("mode", "shares"), [("immediate", False), ("threaded", True)])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-@pytest.mark.parametrize("mode", ["immediate", "threaded"])
 @needs_kernels
 @simulated
 def test_random_jobs_leave_the_bits_of_a_model(
     driver: Driver, mode: str, method: str, shares: bool
 ) -> None:
-    check_random_jobs(driver, mode, method, shares, scenarios=2)
-
-
-def check_random_jobs(driver: Driver, mode: str, method: str, shares: bool, scenarios: int) -> None:
     def make(seed: int) -> Fuzz:
         return Fuzz(driver, seed, mode, shares=shares, copy_method=method)
 
-    counts = fuzz(make, scenarios)
+    counts = fuzz(make, 2)
     assert counts["done"] > counts["failed"] > 0
     assert counts["rejected"] > 0
     assert counts["compared"] > 100

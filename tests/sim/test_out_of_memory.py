@@ -327,7 +327,7 @@ def sweep(driver: Driver, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if "," in name else [])  # variants
+        pytest.param(name, marks=[] if name == "submit some" else [pytest.mark.slow])
         for name in SCENARIOS
     ],
 )
@@ -384,7 +384,7 @@ def copy_with_rejected_blocks(driver: Driver, method: str, allocation: FailingAl
     cache.handler.close()
 
 
-@pytest.mark.parametrize("method", ["staged", "kernel"])
+@pytest.mark.parametrize("method", ["staged", pytest.param("kernel", marks=pytest.mark.slow)])
 @needs_kernels
 @without_cuda
 def test_no_rejected_block_is_lost_whichever_allocation_fails(method: str) -> None:

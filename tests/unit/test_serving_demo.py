@@ -34,6 +34,7 @@ def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, caps
     assert "144 tokens compared, 0 requests differ" in printed
 
 
+@pytest.mark.slow
 def test_two_demos_on_one_server_reuse_more_than_two_with_caches_of_their_own(tmp_path, capsys):
     def reused(*options):
         assert demo.main([*SMALL, *options]) == 0
@@ -85,6 +86,7 @@ def free_blocks_at_once(monkeypatch):
     monkeypatch.setattr(Server, "_finish", finish_too_early)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [forget_waits, free_blocks_at_once])
 def test_a_fault_of_the_server_shows_where_jobs_end_late(fault, monkeypatch, capsys):
     fault(monkeypatch)

@@ -199,7 +199,7 @@ def sweep(_: Driver, device: str) -> None:
     each_fails(submit_two)
 
 
-@pytest.mark.parametrize("device", ["running", "lost"])
+@pytest.mark.parametrize("device", ["running", pytest.param("lost", marks=pytest.mark.slow)])
 @without_cuda
 def test_every_job_ends_whichever_allocation_fails(device: str) -> None:
     assert number_of_failures(sweep, device) > 10
