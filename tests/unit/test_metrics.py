@@ -89,7 +89,9 @@ def test_count_and_mean_are_of_all_values() -> None:
 
 
 def test_the_text_has_every_number_with_its_unit_and_labels() -> None:
-    lines = Metrics(BUSY, IDLE, IDLE).prometheus({"rank": "1"}).splitlines()
+    text = Metrics(BUSY, IDLE, IDLE).prometheus({"rank": "1"})
+    assert text.endswith("0\n")  # a scraper needs the end of the last line
+    lines = text.splitlines()
     of_loads = [line for line in lines if 'channel="loads"' in line]
     expedited = [line for line in lines if 'channel="expedited"' in line]
     assert expedited == [line.replace('"loads"', '"expedited"') for line in of_loads]
