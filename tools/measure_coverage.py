@@ -61,7 +61,6 @@ def run_tests(arguments: list[str]) -> int:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "KVSWAP_TEST_TIMEOUT_SCALE": "5",
     }
-    environment.setdefault("KVSWAP_STATES_EXAMPLES", "100")
     command = [*COVERAGE, "run", f"--source={COPY / 'torch_kvswap'}", "-m", "pytest"]
     if not names_tests(arguments):
         arguments = [f"--ignore-glob=*/test_{name}.py" for name in LEFT_OUT] + arguments

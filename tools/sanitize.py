@@ -139,7 +139,6 @@ def main(name: str, arguments: list[str]) -> int:
         "KVSWAP_TEST_TIMEOUT_SCALE": "5",
         "OMP_NUM_THREADS": "1",  # how libgomp's threads wait for each other is not seen
     }
-    environment.setdefault("KVSWAP_STATES_EXAMPLES", "100")
     starter = find_starter(environment)
     # What ends pytest's own process is to be seen on stderr.
     options = ["-n2", "--capture=sys", "-p", "no_reports"]

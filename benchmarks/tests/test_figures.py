@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections.abc import Callable
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import comparison
 import computes
-import interference
 import pytest
 import timing
 import torch
 import traffic
 from big_copy import BigCopy, Reference
-from comparison import BIG, COLD, LEAST, OURS, REFERENCE, SUBMIT, WARM, Cell, Comparison, Samples
+from comparison import BIG, COLD, OURS, REFERENCE, SUBMIT, WARM, Cell, Comparison, Samples
 from computes import Idle
 from fake_clock import Clock
-from interference_report import Sample
 from prefix_cache_model import PrefixCacheModel, block_keys
-from timing import Move, Spread, synchronize
+from timing import Move, synchronize
 from traffic import HandlerWay, beside
 from transfers import Kind, Shape, link_us, move
 
-from torch_kvswap import OffloadHandler, TransferError
+from torch_kvswap import OffloadHandler
 from torch_kvswap.prefix import BlockManager
 
 pytestmark = pytest.mark.slow  # of benchmark programs
@@ -66,13 +63,6 @@ def test_each_way_is_at_every_place_in_turn_with_the_same_before_it_and_warm_ups
     assert samples.numbers("a") == [8, 18, 22]
 
 
-def test_a_limit_of_time_leaves_the_least_number_of_samples(clock: Clock) -> None:
-    for end, count in ((0.0, LEAST), (7.5, 8), (100.0, 20)):
-        clock.now = 0.0
-        ways = {"a": lambda before: clock.sleep(1) or Move(1, 1)}
-        assert comparison.alternate(ways, lambda: None, range(20), end).count == count
-
-
 def test_only_what_is_cold_has_other_work_before_it() -> None:
     parser = ArgumentParser()
     comparison.add_comparison(parser, samples=6, cold_samples=2)
@@ -83,21 +73,6 @@ def test_only_what_is_cold_has_other_work_before_it() -> None:
     assert done == []
     assert compared.run(compared.copies(KIND), KIND, COLD).count == 2
     assert done == ["work"] * 2 * 3  # two ways; a round that warms up, and two samples
-
-
-def test_each_repeat_beside_a_compute_has_a_floor_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order: list[Any] = []
-
-    def beside(compute: str, way: str | None) -> tuple[float, float, float]:
-        order.append(way)
-        return (float(len(order)), 1.0, 2.0)
-
-    monkeypatch.setattr(interference, "beside", beside)
-    samples = interference.measure("compute", {"big copy": "big", "auto": "ours"}, 2, float("inf"))
-    assert order == [None, "big", "ours", None, "ours", "big", None, "big", "ours"]
-    assert samples["auto"] == [Sample(4, 5, 1, 2), Sample(7, 9, 1, 2)]
 
 
 # Figures
@@ -130,11 +105,6 @@ def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() 
     assert cell.states[COLD].ratio(OURS, BIG, SUBMIT) == 2
 
 
-def test_a_spread_is_in_microseconds() -> None:
-    samples = torch.arange(1001).numpy() * 1000
-    assert Spread.of(samples) == Spread(500.0, 500.0, 900.0, 990.0, 999.0, 1000.0)
-
-
 # What is timed
 
 
@@ -158,44 +128,6 @@ def test_copies_have_landed_when_their_time_is_told_and_what_is_before_them_is_n
         assert seen == [False]
         assert 0 < moved.submit_us <= moved.total_us
         assert [target.tolist() for target in targets] == [[7] * 48 + [0] * 16] * len(targets)
-
-
-def test_a_reference_has_the_guarantees_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    class FakeStream:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def wait_event(self, event: FakeEvent) -> None:
-            said.append(f"wait for {event.number}")
-
-    class FakeEvent:
-        made = 0
-
-        def __init__(self, enable_timing: bool = False) -> None:
-            FakeEvent.made += 1
-            self.number = FakeEvent.made
-
-        def record(self, stream: FakeStream | None = None) -> None:
-            said.append(f"record {self.number}{'' if stream else ' on the current stream'}")
-
-        def synchronize(self) -> None:
-            said.append(f"synchronize with {self.number}")
-
-    @contextmanager
-    def current(stream: FakeStream) -> Any:
-        said.append("copy")
-        yield
-
-    for name, fake in (("Stream", FakeStream), ("Event", FakeEvent), ("stream", current)):
-        monkeypatch.setattr(torch.cuda, name, fake)
-    reference = Reference(BigCopy(CPU, 64), torch.device("cuda"))
-    reference.move(["store"], 48, lambda: said.append("before"))
-    assert said == [
-        *("before", "record 1 on the current stream", "wait for 1"),
-        *("record 2", "copy", "record 3", "synchronize with 3"),
-    ]
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -272,17 +204,6 @@ def test_a_handler_moves_other_blocks_to_other_pages_each_time(direction: str) -
     assert way.copy_methods == {"host"}
     assert blocks.wrong() == 0
     assert not {*pairs[0]} & {*pairs[2]}
-
-
-def test_a_transfer_that_fails_is_an_error() -> None:
-    def fail() -> None:
-        raise TransferError("store 1 failed: lost")
-
-    job = SimpleNamespace(query=lambda: True, synchronize=fail)
-    handler = SimpleNamespace(store=lambda *_, **__: job)
-    ended = HandlerWay(handler, Shape(2, 1).new_blocks(CPU, 26), "store", 8, None).start()
-    with pytest.raises(TransferError, match="store 1 failed: lost"):
-        ended()
 
 
 # The hits that a server should have

@@ -255,13 +255,12 @@ bool read_switch(const char* name, nb::handle value) {
 class PyBlockManager {
  public:
   PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int64_t max_units,
-                 int policy, uint32_t store_threshold, int32_t events, int below)
+                 int policy, uint32_t store_threshold, int below)
       : is_list_(is_list),
         num_groups_(groups.size()),
         max_units_(max_units),
-        manager_(read_groups(groups),
-                 {static_cast<prefix::EvictionPolicyKind>(policy), store_threshold, events,
-                  static_cast<prefix::BelowPolicy>(below)}) {}
+        manager_(read_groups(groups), {static_cast<prefix::EvictionPolicyKind>(policy),
+                                       store_threshold, static_cast<prefix::BelowPolicy>(below)}) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
     prefix::BlockManager& manager = alive();
@@ -373,18 +372,6 @@ class PyBlockManager {
   void reset() {
     prefix::BlockManager& manager = alive();
     without_gil([&] { manager.reset(); });
-  }
-
-  // The oldest events, 1,024 at most: kind, group and key of each.
-  nb::typed<nb::list, nb::typed<nb::tuple, int, int, nb::bytes>> take_events() {
-    prefix::BlockManager& manager = alive();
-    std::vector<prefix::BlockEvent> events(1024);
-    events.resize(without_gil([&] { return manager.take_events(events.data(), events.size()); }));
-    nb::list taken;
-    for (const auto& [kind, group, key] : events) {
-      taken.append(nb::make_tuple(static_cast<int>(kind), group, nb::bytes(&key, sizeof key)));
-    }
-    return taken;
   }
 
   // As many numbers as BlockStats has fields.
@@ -541,9 +528,8 @@ Attributes:
       .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));
 
   nb::class_<PyBlockManager>(module, "BlockManager")
-      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int32_t, int>(),
-           "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "events"_a,
-           "below"_a)
+      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int>(),
+           "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "below"_a)
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
@@ -734,7 +720,6 @@ for a moment.
 
 Raises:
     MemoryError: nothing was changed.)")
-      .def("_take_events", &PyBlockManager::take_events)
       .def("_stats", &PyBlockManager::stats, "group"_a);
 }
 

@@ -20,10 +20,7 @@ constexpr size_t kAtOnce = 64;
 }  // namespace
 
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
-    : events_(options.events),
-      policy_(options.policy),
-      below_(options.below),
-      store_threshold_(options.store_threshold) {
+    : policy_(options.policy), below_(options.below), store_threshold_(options.store_threshold) {
   size_t num_pages = 0;
   for (const GroupOptions& group : groups) {
     groups_.push_back({group, nullptr, {}, {}, 0});
@@ -34,8 +31,7 @@ BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Option
 }
 
 std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {
-  const size_t num_pages = groups_[group].options.num_pages;
-  return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, below_, events_);
+  return std::make_unique<Pages>(groups_[group].options.num_pages, policy_, below_);
 }
 
 std::unique_lock<std::mutex> BlockManager::lock_for(size_t visits, bool wait) {
@@ -297,7 +293,6 @@ void BlockManager::reset() {
     for (const Pin& pin : reservation.pins) groups_[pin.group].pages->keep_held(pin.page);
   }
   leases_.swap(leases);
-  events_.record(BlockEventKind::kCleared, -1, {});
 }
 
 void BlockManager::release_all(const std::vector<Pin>& pins) {
@@ -461,11 +456,6 @@ bool BlockManager::has_room(const Keys& keys, bool keep) {
     group.counters.skipped += skipped;
   }
   return fits;
-}
-
-size_t BlockManager::take_events(BlockEvent* events, size_t capacity) {
-  const std::lock_guard lock(mutex_);
-  return events_.take(events, capacity);
 }
 
 void BlockManager::stats(size_t group,

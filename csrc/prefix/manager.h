@@ -23,7 +23,6 @@ struct GroupOptions {
 struct Options {
   EvictionPolicyKind policy;
   uint32_t store_threshold;
-  int32_t events;  // bit 1 << kind for each kind to record
   BelowPolicy below;
 };
 
@@ -122,7 +121,6 @@ class BlockManager {
   // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
   void reset();
-  size_t take_events(BlockEvent* events, size_t capacity);
   // The range [first, end) of each group's blocks that a prefix of this length needs.
   std::vector<std::pair<size_t, size_t>> needed_blocks(int64_t units) const;
 
@@ -180,7 +178,6 @@ class BlockManager {
   void release_all(const std::vector<Pin>& pins);
 
   std::mutex mutex_;
-  BlockEventQueue events_;
   const EvictionPolicyKind policy_;
   const BelowPolicy below_;
   std::vector<Group> groups_;

@@ -4,11 +4,8 @@
 
 namespace kvswap::prefix {
 
-Pages::Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BelowPolicy below,
-             BlockEventQueue& events)
-    : group_(group),
-      num_pages_(num_pages),
-      events_(events),
+Pages::Pages(size_t num_pages, EvictionPolicyKind kind, BelowPolicy below)
+    : num_pages_(num_pages),
       table_(num_nodes(kind, num_pages)),
       policy_(make_policy(kind, table_, num_pages)),
       admissions_(num_pages),
@@ -94,7 +91,6 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
       pages[i] = take_free();
     } else {
       pages[i] = policy_->evict(admissions_[i]);
-      events_.record(BlockEventKind::kEvicted, group_, table_.nodes[pages[i]].key);
       evicted[num_evicted++] = pages[i];
       uint8_t& below = table_.nodes[pages[i]].below;
       num_lost_ += (below & kDue) != 0;
@@ -118,7 +114,6 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
 bool Pages::mark_filled(uint32_t page, bool is_below) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);
-  events_.record(BlockEventKind::kStored, group_, table_.nodes[page].key);
   if (is_below) {
     table_.nodes[page].below |= kIsBelow;
   } else if (below_ == BelowPolicy::kAll) {
@@ -128,9 +123,6 @@ bool Pages::mark_filled(uint32_t page, bool is_below) {
 }
 
 void Pages::forget(uint32_t page) {
-  if (state(page) == PageState::kFilled) {
-    events_.record(BlockEventKind::kEvicted, group_, table_.nodes[page].key);
-  }
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
   is_idle(page) ? policy_->remove_idle(page) : policy_->unplace(page);
   policy_->forget(page);

@@ -3,7 +3,6 @@
 #include <memory>
 #include <vector>
 
-#include "prefix/block_events.h"
 #include "prefix/eviction.h"
 
 namespace kvswap::prefix {
@@ -19,8 +18,7 @@ enum class BelowPolicy { kNothing = 0, kReused = 1, kAll = 2 };
 class Pages {
  public:
   // No page can be used before grow().
-  Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BelowPolicy below,
-        BlockEventQueue& events);
+  Pages(size_t num_pages, EvictionPolicyKind kind, BelowPolicy below);
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
@@ -95,10 +93,8 @@ class Pages {
   void set_state(uint32_t page, PageState state);
   void free(uint32_t page);
 
-  const int32_t group_;
   const size_t num_pages_;
   size_t num_ready_pages_ = 0;
-  BlockEventQueue& events_;
   Table table_;
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
   // num_ready_pages_, except num_kept_ pages that a reservation from before a reset still holds. So

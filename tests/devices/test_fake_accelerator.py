@@ -4,8 +4,6 @@ import ctypes
 import re
 import signal
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,8 @@ from fake_accelerator import (
     needs_compiler,
     on_fake_accelerator,
 )
-from fake_accelerator.accelerator import CALLS
 from fake_accelerator.tests import environment, workers
-from patience import PATIENCE, in_time
+from patience import in_time
 from processes import in_child, run_script
 
 NUM_VALUES = 64
@@ -47,97 +44,7 @@ def values(tensor: torch.Tensor) -> set[int]:
     return {int(value) for value in tensor.tolist()}
 
 
-# What PyTorch sees.
-
-
-@on_fake_accelerator
-def test_pinned_memory_is_known_and_other_memory_is_not(accelerator):
-    pinned = torch.zeros(64).pin_memory()
-    assert pinned.is_pinned()
-    assert pinned[63:].is_pinned()
-    assert torch.empty(8, pin_memory=True).is_pinned()
-    assert not torch.zeros(64).is_pinned()
-    address, size = pinned.data_ptr(), pinned.nbytes
-    again = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
-    assert again.is_pinned()
-    del pinned
-    assert not again.is_pinned()
-
-
 # Order.
-
-
-@on_fake_accelerator
-def test_a_copy_to_pinned_memory_returns_before_it_has_run(accelerator):
-    cache, page = device_and_page()
-    with accelerator.hold(current()):
-        page.copy_(cache, non_blocking=True)
-        assert values(page) == {0}
-        assert not current().query()
-        assert accelerator.pending() == (
-            "fakeaccel:0 stream 0: hold\nfakeaccel:0 stream 0: copy 512 bytes to the host\n"
-        )
-    current().synchronize()
-    assert values(page) == {1}
-    assert current().query()
-    assert accelerator.pending() == ""
-
-
-@pytest.mark.parametrize("how", ["blocking", "pageable", "of another dtype", "strided"])
-@pytest.mark.parametrize("to_host", [False, True])
-@on_fake_accelerator
-def test_other_copies_wait_until_they_have_run(accelerator, how, to_host):
-    cache, page = device_and_page()
-    if how == "pageable":
-        page = page.clone()
-    elif how == "of another dtype":
-        page = page.to(torch.int32).pin_memory()
-    elif how == "strided":
-        cache, page = cache[::2], page[::2]
-    src, dst = (cache, page) if to_host else (page, cache)
-    before, hold = src.cpu().clone(), accelerator.hold(current())
-    ended = threading.Event()
-
-    def copy_and_say() -> None:
-        dst.copy_(src, non_blocking=how != "blocking")
-        ended.set()
-
-    thread = threading.Thread(target=copy_and_say)
-    thread.start()
-    assert in_time(lambda: " bytes to " in accelerator.pending())
-    assert not ended.is_set()
-    hold.release()
-    thread.join(PATIENCE)
-    assert ended.is_set()
-    assert torch.equal(dst.cpu().to(before.dtype), before)
-
-
-@pytest.mark.parametrize(
-    "name", ["add_", "copy_", "fill_", "index", "index_copy_", "index_put_", "index_select", "out="]
-)
-@on_fake_accelerator
-def test_an_operator_returns_before_it_has_run(accelerator, name):
-    cache, other = (torch.zeros(4, 2, device=DEVICE_TYPE) for _ in range(2))
-    ids, rows = torch.tensor([3, 1]).to(DEVICE_TYPE), torch.ones(2, 2, device=DEVICE_TYPE)
-    out = torch.zeros(2, 2, device=DEVICE_TYPE)
-    torch.accelerator.synchronize()
-    before, stream = accelerator.counters().calls["synchronize"], torch.Stream(DEVICE_TYPE)
-    with accelerator.hold(stream), stream:
-        rows.fill_(5)
-        found = {
-            "add_": lambda: out.add_(rows),
-            "copy_": lambda: out.copy_(rows),
-            "fill_": lambda: out.fill_(5),
-            "index": lambda: torch.cat([rows, rows])[ids],
-            "index_copy_": lambda: cache.index_copy_(0, ids, rows)[1::2],
-            "index_put_": lambda: cache.index_put_((ids,), rows)[1::2],
-            "index_select": lambda: torch.cat([rows, rows]).index_select(0, ids),
-            "out=": lambda: torch.index_select(other.fill_(5), 0, ids, out=out),
-        }[name]()
-        assert not stream.query()
-        assert accelerator.counters().calls["synchronize"] == before
-    stream.synchronize()
-    assert found.tolist() == [[5, 5], [5, 5]]
 
 
 def load_after_compute(accelerator: Accelerator, wait: bool) -> set[int]:
@@ -170,54 +77,7 @@ def test_a_stream_that_does_not_wait_sees_old_bytes(accelerator):
     assert load_after_compute(accelerator, wait=False) == {0}
 
 
-@on_fake_accelerator
-def test_held_copies_stop_on_all_streams_and_are_let_go_one_by_one(accelerator):
-    streams = [torch.Stream(DEVICE_TYPE) for _ in range(2)]
-    cache, page = device_and_page()
-    pages = [page, page.clone().pin_memory()]
-    with accelerator.hold_copies():
-        for stream, to in zip(streams, pages, strict=True):
-            with stream:
-                to.copy_(cache, non_blocking=True)
-        cache.add_(0)
-        current().synchronize()
-        assert [stream.query() for stream in streams] == [False, False]
-        accelerator.let_copies(1)
-        assert in_time(lambda: any(stream.query() for stream in streams))
-        assert sorted(stream.query() for stream in streams) == [False, True]
-    torch.accelerator.synchronize()
-    assert [values(to) for to in pages] == [{1}, {1}]
-
-
-@on_fake_accelerator
-def test_a_copy_to_another_device_is_in_the_order_of_both(accelerator):
-    near = torch.zeros(4, device=f"{DEVICE_TYPE}:0")
-    far = torch.zeros(4, device=f"{DEVICE_TYPE}:1")
-    streams = [torch.accelerator.current_stream(index) for index in range(2)]
-    with accelerator.hold(streams[0]):
-        near.fill_(3)
-        far.copy_(near)
-        far.add_(1)
-        assert not streams[1].query()
-    streams[1].synchronize()
-    assert far.tolist() == [4] * 4
-    with accelerator.hold(streams[1]):
-        far.fill_(5)
-        far.copy_(near)
-        assert not streams[0].query()
-    assert far.tolist() == [3] * 4
-
-
 # Memory.
-
-
-@on_fake_accelerator
-def test_fresh_memory_is_not_zero(accelerator):
-    for memory in (
-        torch.empty(8, dtype=torch.uint8, device=DEVICE_TYPE),
-        torch.empty(8, dtype=torch.uint8, pin_memory=True),
-    ):
-        assert memory.tolist() == [0xCD] * 8
 
 
 @on_fake_accelerator
@@ -278,45 +138,7 @@ def test_memory_that_another_stream_uses_without_being_recorded_is_told(accelera
     assert ", copy 512 bytes to the host: it uses 512 bytes" in accelerator.take_error()
 
 
-@on_fake_accelerator
-def test_pinned_memory_is_freed_after_the_copies_that_use_it(accelerator):
-    cache, page = device_and_page()
-    address = page.data_ptr()
-    again = torch.frombuffer((ctypes.c_ubyte * 8).from_address(address), dtype=torch.uint8)
-    with accelerator.hold(current()):
-        cache.copy_(page.fill_(6), non_blocking=True)
-        del page
-        assert again.is_pinned()
-    current().synchronize()
-    assert not again.is_pinned()
-    assert values(cache) == {6}
-
-
 # Failures.
-
-
-@pytest.mark.parametrize("call", CALLS)
-@on_fake_accelerator
-def test_each_call_can_fail(accelerator, call):
-    cache, page = device_and_page()
-    recorded = event()
-    accelerator.fail(call, times=2)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"{call} call .* fails, as the test wants"):
-            {
-                "allocate": lambda: torch.empty(1, device=DEVICE_TYPE),
-                "copy": lambda: page.copy_(cache, non_blocking=True),
-                "create_stream": lambda: torch.Stream(DEVICE_TYPE),
-                "kernel": lambda: cache.add_(1),
-                "query": recorded.query,
-                "record": recorded.record,
-                "synchronize": recorded.synchronize,
-                "wait": lambda: current().wait_event(recorded),
-            }[call]()
-    torch.accelerator.synchronize()
-    assert recorded.query()
-    with pytest.raises(RuntimeError, match="there is no call copi"):
-        accelerator.fail("copi")
 
 
 @on_fake_accelerator
@@ -329,81 +151,7 @@ def test_a_copy_that_fails_when_it_runs_loses_the_device(accelerator):
     assert values(page) == {0}
 
 
-def calls_that_use(stream: torch.Stream) -> dict[str, Callable[[], object]]:
-    """Calls that need the device, each with objects that exist already."""
-    cache, page = device_and_page()
-    recorded = event()
-    return {
-        "allocate": lambda: torch.empty(1, device=DEVICE_TYPE),
-        "copy": lambda: page.copy_(cache, non_blocking=True),
-        "create a stream": lambda: torch.Stream(DEVICE_TYPE),
-        "compute": lambda: cache.add_(1),
-        "query an event": recorded.query,
-        "query a stream": stream.query,
-        "record": recorded.record,
-        "synchronize the device": torch.accelerator.synchronize,
-        "synchronize with an event": recorded.synchronize,
-        "synchronize with a stream": stream.synchronize,
-        "wait": lambda: stream.wait_event(recorded),
-    }
-
-
-@on_fake_accelerator
-def test_a_lost_device_fails_every_call_but_those_that_free(accelerator):
-    stream = torch.Stream(DEVICE_TYPE)
-    calls, other = calls_that_use(stream), torch.ones(1, device=f"{DEVICE_TYPE}:1")
-    for call in calls.values():
-        call()
-    accelerator.lose(message="it fell off the bus")
-    for call in calls.values():
-        with pytest.raises(RuntimeError, match=r"^fakeaccel:0 is lost: it fell off the bus"):
-            call()
-    assert other.tolist() == [1]
-    calls.clear()
-    del call
-    counters = accelerator.counters()
-    assert (counters.live_blocks, counters.live_events) == (0, 0)
-
-
 # Processes.
-
-
-@on_fake_accelerator
-def test_a_forked_process_is_told_that_it_cannot_use_the_device(accelerator):
-    cache, page = device_and_page()
-
-    def fails() -> bool:
-        for call in (cache.cpu, current().synchronize, lambda: cache.add_(1)):
-            with pytest.raises(RuntimeError, match="cannot be used in a forked process"):
-                call()
-        return values(page) == {0} and torch.fakeaccel._is_in_bad_fork()
-
-    assert in_child(fails) == 1
-    assert not torch.fakeaccel._is_in_bad_fork()
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_process_that_forks_before_it_uses_the_device_can_use_it_in_both():
-    assert "ended well" in run_script(
-        """
-        import fake_accelerator, torch
-        from processes import in_child
-
-        accelerator = fake_accelerator.load()
-
-        def works():
-            tensor = torch.ones(2, device="fakeaccel").add_(1)
-            return tensor.tolist() == [2, 2]
-
-        assert in_child(works) == 1
-        assert works()
-        assert fake_accelerator.load() is accelerator
-        accelerator.hold(torch.accelerator.current_stream())
-        torch.ones(2, device="fakeaccel")
-        print("ended well")
-        """
-    )
 
 
 @on_fake_accelerator

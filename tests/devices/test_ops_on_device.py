@@ -4,7 +4,6 @@ import pytest
 import torch
 from error_text import message_of
 from fake_accelerator import DEVICE_TYPE, on_fake_accelerator
-from torch.library import opcheck
 
 from torch_kvswap import ops
 from torch_kvswap.devices import blocks, generic_ops
@@ -158,26 +157,6 @@ def test_a_failure_of_the_device_is_raised_and_the_next_call_succeeds(accelerato
 
 
 @on_fake_accelerator
-def test_autograd_sees_one_write_and_no_leaf_is_written(accelerator):
-    src, dst = torch.ones(4, 8, device=DEVICE_TYPE), torch.zeros(4, 8, device=DEVICE_TYPE)
-    out, ids = torch.zeros(2, dtype=torch.int64), torch.tensor([3])
-    out, ids = out.to(DEVICE_TYPE), ids.to(DEVICE_TYPE)
-    for write, written in (
-        (lambda: ops.swap_blocks(src, dst, 32, ONE_BLOCK), dst),
-        (lambda: ops.swap_kv_blocks([src], [dst], ONE_BLOCK[:, 0], ONE_BLOCK[:, 1]), dst),
-        (lambda: ops.expand_block_ids(ids, 2, out=out), out),
-    ):
-        before = written._version
-        write()
-        assert written._version == before + 1
-    assert out.tolist() == [6, 7]
-    leaf = torch.zeros(4, 8, device=DEVICE_TYPE, requires_grad=True)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        ops.swap_blocks(src, leaf, 32, ONE_BLOCK)
-    assert not leaf.any().item()
-
-
-@on_fake_accelerator
 def test_ids_expand_on_the_device(accelerator):
     ids = torch.tensor([3, 5], device=DEVICE_TYPE)
     with accelerator.hold(torch.accelerator.current_stream()):
@@ -224,38 +203,3 @@ def test_a_copy_of_addresses_is_refused(accelerator):
         "device"
     )
     assert not dst.any()
-
-
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-@pytest.mark.parametrize("target", ["cpu", DEVICE_TYPE])
-@on_fake_accelerator
-def test_the_ops_pass_opcheck(accelerator, target):
-    src, dst = torch.ones(4, 8, device=DEVICE_TYPE), torch.zeros(4, 8).to(target)
-    layers = ([src], [dst], ONE_BLOCK[:, 0], ONE_BLOCK[:, 1])
-    ids = torch.tensor([3, 5], device=DEVICE_TYPE)
-    opcheck(OPS.swap_blocks.default, (src, dst, 32, ONE_BLOCK), test_utils=CHECKS)
-    opcheck(OPS.swap_kv_blocks.default, layers, test_utils=CHECKS)
-    opcheck(OPS.expand_block_ids.default, (ids, 4, 1, 6), test_utils=CHECKS)
-
-
-@on_fake_accelerator
-def test_a_compiled_graph_computes_what_eager_code_does(accelerator):
-    def step(src, dst, mapping, ids):
-        dst = dst + 1
-        OPS.swap_blocks(src, dst, 32, mapping)
-        dst.mul_(2)
-        OPS.swap_blocks(dst, src, 32, mapping)
-        return dst, OPS.expand_block_ids(ids, 4)
-
-    def operands():
-        src, dst = torch.arange(32.0).view(4, 8), torch.zeros(4, 8)
-        ids = torch.tensor([3, 5], device=DEVICE_TYPE)
-        return src.to(DEVICE_TYPE), dst.to(DEVICE_TYPE), ONE_BLOCK, ids
-
-    eager, compiled = operands(), operands()
-    torch.compiler.reset()
-    wanted = [*step(*eager), *eager]
-    got = [*torch.compile(step, backend="aot_eager", fullgraph=True)(*compiled), *compiled]
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, wanted, strict=True))

@@ -373,29 +373,6 @@ def test_a_running_job_is_reported_as_cancelled_when_it_has_ended(accelerator: A
 
 
 @on_queued_device
-def test_a_queued_job_that_is_cancelled_copies_nothing(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        many = [rows.store(0, 0) for _ in range(100)]  # more than the channel has in flight
-        last = rows.store(3, 1)
-        assert rows.handler.cancel(last)
-        assert last.query()
-        assert rows.handler.metrics().stores.queued > 0
-    rows.handler.synchronize(many, PATIENCE)
-    assert rows.page(1) == {0}
-
-
-@on_queued_device
-def test_a_timeout_leaves_the_job_running(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold_copies():
-        load = rows.load(0, 3)
-        text = error_text(load.synchronize, 0.01)
-    assert text == "TimeoutError: after 0.01 s 1 of 1 job has not ended; the first is load 0"
-    load.synchronize(PATIENCE)
-
-
-@on_queued_device
 def test_a_handler_goes_on_with_a_cache_at_another_address(accelerator: Accelerator) -> None:
     rows = Rows()
     rows.store(3, 0)
@@ -500,35 +477,6 @@ def test_a_thread_that_keeps_the_gil_delays_jobs_only(accelerator: Accelerator) 
         stop.set()
         sys.setswitchinterval(interval)
         thread.join(PATIENCE)
-
-
-@on_queued_device
-def test_many_threads_may_call(accelerator: Accelerator) -> None:
-    rows = Rows()
-    problems: list[BaseException] = []
-
-    def use(number: int) -> None:
-        try:
-            stream = torch.Stream(device=DEVICE)
-            with stream:
-                for turn in range(30):
-                    store = rows.store(number, number)
-                    load = rows.load(number, number)
-                    (load.wait if turn % 2 else load.synchronize)()
-                    rows.handler.metrics()
-                    store.synchronize(PATIENCE)
-        except BaseException as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert problems == []
-    rows.handler.synchronize(timeout=PATIENCE)
-    assert len(rows.handler.poll()) == 6 * 30 * 2
-    assert [rows.block(number) for number in range(6)] == [{number} for number in range(6)]
 
 
 @on_queued_device
@@ -645,30 +593,6 @@ def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> 
             break
     stream.records.clear()
     assert at > 3
-
-
-@pytest.mark.slow
-@on_queued_device
-def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
-    accelerator: Accelerator,
-) -> None:
-    interrupter, outcomes = Interrupter(), []
-    for at in itertools.count(1):
-        rows, new = Rows(), Rows()
-        new.write(3, 100)
-        try:
-            interrupter.call(at, partial(rows.handler.rebind, new.layout))
-        except Interrupted:
-            interrupted = True
-        else:
-            interrupted = False
-        rows.handler.synchronize(rows.store(3, 0))
-        outcomes.append(rows.handler.layouts[0] is new.layout)
-        assert rows.page(0) == {100 if outcomes[-1] else 3}
-        rows.handler.close()
-        if not interrupted:
-            break
-    assert set(outcomes) == {False, True}
 
 
 @on_queued_device

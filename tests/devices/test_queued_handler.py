@@ -25,15 +25,6 @@ def let_it_run(rows: Rows) -> None:
 # Bytes
 
 
-@on_queued_device
-def test_encoded_pages_are_refused_where_the_kernels_do_not_run(accelerator: Accelerator) -> None:
-    layout = PagedLayout([torch.zeros(4, 4096, dtype=torch.bfloat16, device=DEVICE)])
-    assert " ".join(error_text(HostPool, layout, 1, encoding="lossless").split()) == (
-        "ValueError: encoding='lossless' needs kernels of this library, which "
-        f"{layout.device} does not have; use encoding='raw'"
-    )
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
 @on_queued_device

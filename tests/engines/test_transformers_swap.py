@@ -4,7 +4,7 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from unittest import mock
 
 import pytest
@@ -17,7 +17,6 @@ from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.integrations.transformers import swap as swap_module
 from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import (
-    UNREPORTED_JOBS,
     Swap,
     SwapOptions,
 )
@@ -97,15 +96,6 @@ def test_a_request_that_does_not_fit_takes_no_page():
     assert swap.num_free == 2
     assert swap.store([ids(1, 2)]) is not None
     assert swap.store([ids(1)]) is None
-
-
-def test_a_request_is_stored_in_parts_each_four_times_as_large_as_the_one_before():
-    blocks, swap = make(pages=10, first_part_bytes=2 * 512 - 1)
-    stored = swap.store([ids(1, 2, 3), ids(4, 5, 6, 7)])
-    assert [job.nbytes for job in stored.stores] == [512, 4 * 512, 2 * 512]
-    pages = swap.pool.pages.view(-1, 512)[stored.pages[0] + stored.pages[1]]
-    assert torch.equal(pages.view(torch.int64), blocks[1:8])
-    assert len(make(first_part_bytes=1)[1].store([ids(1)]).stores) == 1
 
 
 def test_a_store_that_is_refused_gives_its_pages_back():
@@ -206,33 +196,11 @@ def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:
     return [call.args[0].id for call in waited.call_args_list]
 
 
-def unwanted() -> Iterator[int]:
-    raise AssertionError("nobody needs this")
-    yield
-
-
 def make_late(driver: Driver) -> Swap:
     """Its copies run when the driver is told to."""
     driver.set_mode("manual")
     layout = place(driver, PagedLayout([torch.arange(20 * 64).view(20, 64)]))
     return Swap(layout, 6, None, SwapOptions())
-
-
-@simulated
-def test_a_batch_is_looked_at_only_while_a_store_runs(driver: Driver) -> None:
-    swap = make_late(driver)
-    swap.guard(unwanted())
-    stored = swap.store([ids(1, 2)])
-    with pytest.raises(AssertionError, match="nobody needs this"):
-        swap.guard(unwanted())
-    driver.set_mode("immediate")
-    swap.handler.synchronize()
-    swap.guard(unwanted())
-    driver.set_mode("manual")
-    swap.load(stored, [ids(3, 4)])
-    swap.guard(unwanted())
-    driver.set_mode("immediate")
-    swap.reset()
 
 
 @simulated
@@ -273,29 +241,6 @@ def test_only_what_nobody_wants_any_more_is_cancelled():
         swap.discard(dropped)
     assert [call.args for call in cancel.call_args_list] == [(job,) for job in dropped.stores]
     assert swap.num_free == 6
-
-
-def test_the_handler_remembers_no_more_than_so_many_jobs_that_have_ended():
-    _, swap = make()
-    with mock.patch.object(swap.handler, "poll", wraps=swap.handler.poll) as poll:
-        for number in range(1, 3 * UNREPORTED_JOBS // 2 + 1):
-            stored = swap.store([ids(1)])
-            swap.load(stored, [ids(2)])
-            swap.free(stored)
-            swap.collect()
-            assert poll.call_count == 2 * number // UNREPORTED_JOBS
-    assert swap.handler.poll() == []
-
-
-def test_a_store_asks_the_device_only_while_a_load_runs():
-    _, swap = make()
-    with mock.patch.object(Job, "query", return_value=False) as asked:
-        stored = swap.store([ids(1)])
-        swap.store([ids(2)])
-        asked.assert_not_called()
-        swap.load(stored, [ids(3)])
-        swap.store([ids(4)])
-    assert asked.call_count == 3
 
 
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():

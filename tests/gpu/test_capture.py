@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_cache import NEW, OLD, GpuCache, ended, only
-from patience import PATIENCE, in_time
+from gpu_cache import NEW, OLD, GpuCache, only
+from patience import PATIENCE
 from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
@@ -219,21 +219,6 @@ def test_as_a_control_what_the_handler_does_spoils_a_capture_in_cudas_default_mo
     assert run_script(script, call) == "spoilt\n"
 
 
-def test_the_queue_is_emptied_while_its_owner_captures(gpu: GpuCache) -> None:
-    with torch.cuda.stream(gpu.side):
-        gpu.slow(1)
-
-    def meanwhile() -> None:
-        busy = gpu.slow_on(gpu.side, ms=20)  # which is not captured
-        gpu.handler.synchronize(
-            [gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=busy) for _ in range(300)],
-            timeout=PATIENCE,
-        )
-
-    check_replay(gpu, captured(gpu, meanwhile))
-    assert [result.state for result in gpu.handler.poll()] == ["done"] * 300
-
-
 # The thread that captures may look at jobs, and submit what waits for no captured stream
 
 
@@ -279,21 +264,6 @@ def test_while_capturing_the_captured_stream_cannot_be_waited_for(gpu: GpuCache)
     assert gpu.page(1) == OLD
 
 
-def test_while_capturing_not_even_a_job_that_has_ended_can_be_waited_for_on_the_captured_stream(
-    gpu: GpuCache,
-) -> None:
-    done = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], layer_groups=1)
-    gpu.handler.synchronize(done)
-
-    def meanwhile() -> None:
-        for wait in (done.wait, lambda: done.wait(layer_group=done.layer_group_of(0))):
-            with pytest.raises(RuntimeError, match="captur"):
-                wait()
-        done.wait(gpu.side)  # which is not captured
-
-    check_replay(gpu, captured(gpu, meanwhile))
-
-
 def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captured(
     gpu: GpuCache,
 ) -> None:
@@ -316,24 +286,3 @@ def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captur
     check_replay(gpu, graph)
     assert only(gpu.cache[1:]) == OLD  # a replay loads and stores nothing
     assert only(gpu.host.pages) == NEW + 1
-
-
-def test_while_capturing_a_running_job_cannot_be_waited_for_on_the_captured_stream(
-    gpu: GpuCache,
-) -> None:
-    held = torch.cuda.Stream()
-    jobs = []
-
-    def meanwhile() -> None:
-        with torch.cuda.stream(held):  # not captured
-            busy = gpu.hold()
-            jobs.append(gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=busy))
-        assert not jobs[0].query()
-        with pytest.raises(RuntimeError, match="captur"):
-            jobs[0].wait()
-        gpu.release()
-
-    check_replay(gpu, captured(gpu, meanwhile))
-    assert ended(gpu.handler, jobs[0]) == "done"
-    assert in_time(jobs[0].query)
-    assert only(gpu.cache[1]) == NEW

@@ -4,18 +4,13 @@ GPU.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from device_pairs import place
 from drained import drain
 from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, keep_busy, only
-from patience import PATIENCE
-from processes import run_script
 
 from torch_kvswap import ops
 from torch_kvswap.offload.gate import Gate
@@ -213,20 +208,6 @@ def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
     assert only(dst) == (1 if ordered else {"source": 0, "destination": 2}[late])
 
 
-def test_a_queue_is_emptied_on_the_caches_device(gpu: GpuCache) -> None:
-    gpu.cache.copy_(torch.arange(4, device="cuda:1")[:, None])
-    torch.cuda.synchronize(1)
-    busy = gpu.hold_on(gpu.side)
-    for j in range(300):
-        last = gpu.handler.store(gpu_block_ids=[j % 4], page_ids=[(j + 1) % 4], after=busy)
-    with torch.cuda.device(1):
-        last.wait(gpu.consumer)
-    assert not busy.query()
-    gpu.release()
-    gpu.handler.synchronize(timeout=PATIENCE)
-    assert [gpu.page(index) for index in range(4)] == [3, 0, 1, 2]
-
-
 def test_a_gate_is_captured_on_the_caches_device(gpu: GpuCache) -> None:
     gate = gpu.handler.gate()
     graph = torch.cuda.CUDAGraph()
@@ -245,67 +226,3 @@ def test_a_gate_is_captured_on_the_caches_device(gpu: GpuCache) -> None:
         gpu.release()
         torch.cuda.synchronize()
     assert only(gpu.seen[1]) == NEW
-
-
-def round_trips(gpu: GpuCache, seed: int) -> None:
-    """Each job ends and each byte is right, with another pattern in every round."""
-    device = gpu.cache.device
-    with torch.cuda.device(device), torch.cuda.stream(gpu.side):
-        for turn in range(100):
-            gpu.cache[:2].fill_((seed + turn) % 256)
-            gpu.handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3])
-            load = gpu.handler.load(page_ids=[2, 3], gpu_block_ids=[3, 2])
-            load.wait()
-            gpu.seen.copy_(gpu.cache)
-            gpu.side.synchronize()
-            assert only(gpu.seen) == (seed + turn) % 256
-        gpu.handler.synchronize()
-        assert [result.state for result in gpu.handler.poll()] == ["done"] * 200
-
-
-def test_a_handler_for_each_gpu_works_in_a_thread_for_each_gpu(two_gpus: None) -> None:
-    caches = [GpuCache(device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
-    barrier = threading.Barrier(len(caches))
-
-    def work(index: int) -> None:
-        barrier.wait(PATIENCE)
-        round_trips(caches[index], seed=100 * index)
-
-    with ThreadPoolExecutor(len(caches)) as threads:
-        list(threads.map(work, range(len(caches))))
-    for gpu in caches:
-        gpu.host.close()
-
-
-def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> None:
-    with GpuCache(device="cuda:0") as zero, GpuCache(device="cuda:1") as one:
-        for turn in range(20):
-            for gpu in (zero, one):
-                with torch.cuda.device(gpu.cache.device):
-                    gpu.cache[0].fill_(turn)
-                gpu.handler.store(gpu_block_ids=[0], page_ids=[0])
-                gpu.handler.load(page_ids=[0], gpu_block_ids=[1]).wait()
-        for gpu in (zero, one):
-            gpu.handler.synchronize()
-            assert only(gpu.cache[:2]) == 19
-            assert gpu.page() == 19
-
-
-def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
-    script = """
-        import torch
-        from gpu_cache import GpuCache
-        from test_devices import round_trips
-        rank = int(sys.argv[1])
-        gpu = GpuCache(device=f"cuda:{rank % torch.cuda.device_count()}")
-        round_trips(gpu, seed=100 * rank)
-        gpu.host.close()
-        print(rank)
-    """
-    with ThreadPoolExecutor(2) as threads:
-        printed = list(
-            threads.map(
-                lambda rank: run_script(script, str(rank), folder=Path(__file__).parent), range(2)
-            )
-        )
-    assert printed == ["0\n", "1\n"]

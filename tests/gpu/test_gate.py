@@ -91,24 +91,6 @@ def test_a_replay_waits_for_a_load_that_is_late(gpu: GpuCache, gated: bool) -> N
     gpu.handler.synchronize(job)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["waits", "control"])
-def test_a_stream_that_is_not_captured_waits_too(gpu: GpuCache, gated: bool) -> None:
-    gate = gpu.handler.gate()
-    busy = gpu.hold_on(gpu.side)
-    with torch.cuda.stream(gpu.consumer):
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
-        if gated:
-            gate.wait(0, gpu.consumer)
-        gpu.look()
-        event = gpu.consumer.record_event()
-    assert not busy.query()
-    if gated:
-        gpu.release()
-    ends(gpu, gate, event)
-    gpu.release()
-    assert only(gpu.seen[1]) == (NEW if gated else OLD)
-
-
 def test_a_load_behind_the_current_stream_is_waited_for_by_the_next_replay(gpu: GpuCache) -> None:
     # The load waits for the stream on which the replay waits for the load: no deadlock.
     gate = gpu.handler.gate()

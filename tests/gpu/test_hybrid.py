@@ -91,36 +91,7 @@ def hybrid(device: str) -> Iterator[Hybrid]:
 # Bytes
 
 
-def test_each_group_goes_to_its_own_pages_and_comes_back(hybrid: Hybrid) -> None:
-    blocks, pages = [[7, 0, 3], [5, 1, 2, 4], [2]], [[4, 1], [3, 0], [2]]
-    job = hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages)
-    assert job.nbytes == 3 * 64 + 4 * 34 + 333
-    for group in range(3):
-        hybrid.store(group, blocks[group], pages[group])
-    hybrid.check()
-    targets = [[1, 8, 2], [0, 3, 5, 2], [0]]
-    job = hybrid.handler.load(page_ids=pages, gpu_block_ids=targets)
-    assert job.nbytes == 3 * 64 + 4 * 34 + 333
-    for group in range(3):
-        hybrid.load(group, targets[group], pages[group])
-    hybrid.check()
-    assert [result.state for result in hybrid.handler.poll()] == ["done", "done"]
-
-
-def test_each_group_has_its_own_first_slot(hybrid: Hybrid) -> None:
-    blocks, pages = [[7, 0, 3], [5, 1], [2]], [[4, 1], [3, 0], [2]]
-    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_slot=[1, 2, 0])
-    for group, first in enumerate([1, 2, 0]):
-        hybrid.store(group, blocks[group], pages[group], first)
-    hybrid.check()
-    targets = [[1, 8, 2], [0, 3], [0]]
-    hybrid.handler.load(page_ids=pages, gpu_block_ids=targets, first_slot=[1, 2, 0])
-    for group, first in enumerate([1, 2, 0]):
-        hybrid.load(group, targets[group], pages[group], first)
-    hybrid.check()
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_jobs_of_all_groups_do_what_the_reference_does(device: str, seed: int) -> None:
     rng = random.Random(seed)
     with Hybrid(device, seed) as hybrid:
@@ -173,56 +144,6 @@ def test_a_handler_of_one_group_in_a_list_takes_lists_of_ids(device: str) -> Non
         assert host.pages[1, 0].tolist() == list(range(24, 32))
         handler.synchronize(handler.load(page_ids=[[1]], gpu_block_ids=[torch.tensor([0])]))
         assert rows[0].tolist() == list(range(24, 32))
-
-
-# Refusals name the group
-
-
-def test_a_wrong_id_is_named_with_its_group(hybrid: Hybrid) -> None:
-    good = [[0], [0], [0]]
-    with pytest.raises(IndexError, match=r"gpu_block_ids\[1\]\[3\] is 6"):
-        hybrid.handler.store(gpu_block_ids=[[0], [0, 1, 2, 6], [0]], page_ids=[[0], [0, 1], [0]])
-    with pytest.raises(IndexError, match=r"page_ids\[2\]\[0\] is 3"):
-        hybrid.handler.load(page_ids=[[0], [0], [3]], gpu_block_ids=good)
-    with pytest.raises(ValueError, match=r"page_ids\[0\]\[0\] and page_ids\[0\]\[1\] are both 4"):
-        hybrid.handler.store(gpu_block_ids=[[1, 2, 3], [], []], page_ids=[[4, 4], [], []])
-    with pytest.raises(ValueError, match=r"page_ids\[1\] has 2"):
-        hybrid.handler.store(gpu_block_ids=good, page_ids=[[0], [0, 1], [0]])
-    with pytest.raises(ValueError, match=r"first_slot\[1\]=3"):
-        hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_slot=[0, 3, 0])
-    with pytest.raises(TypeError, match=r"gpu_block_ids\[2\]"):
-        hybrid.handler.store(gpu_block_ids=[[0], [0], [0.5]], page_ids=good)
-    hybrid.check()
-    assert hybrid.handler.poll() == []
-
-
-def test_every_argument_has_an_entry_for_each_group(hybrid: Hybrid) -> None:
-    good = [[0], [0], [0]]
-    for call in (
-        lambda: hybrid.handler.store(gpu_block_ids=good[:2], page_ids=good),
-        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good[:2]),
-        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_slot=[0, 0]),
-        lambda: hybrid.handler.store(
-            gpu_block_ids=[0, 1, 2], page_ids=good
-        ),  # plain ids, not lists of ids
-    ):
-        with pytest.raises((TypeError, ValueError), match=r"gpu_block_ids|page_ids|first_slot"):
-            call()
-    hybrid.check()
-    assert hybrid.handler.poll() == []
-
-
-def test_a_handler_has_a_pool_for_each_layout(hybrid: Hybrid) -> None:
-    for layouts, hosts in (
-        (hybrid.layouts, hybrid.hosts[:2]),
-        (hybrid.layouts[:1], hybrid.hosts),
-        (hybrid.layouts, hybrid.hosts[0]),
-        ([], []),
-    ):
-        with pytest.raises((TypeError, ValueError), match=r"(?i)pool|layout"):
-            OffloadHandler(layouts, hosts)
-    with pytest.raises(ValueError, match=r"\b1\b"):
-        OffloadHandler(hybrid.layouts[:2], [hybrid.hosts[0], hybrid.hosts[2]])
 
 
 # Groups that share memory, as those of vLLM's hybrid models do: block 5 is the same bytes in both
@@ -303,9 +224,3 @@ def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_p
     ]
     assert spaces[0][0] == spaces[0][1]
     assert spaces[1][0] != spaces[1][1]
-
-
-def test_larger_blocks_than_a_page_has_room_for_are_refused():
-    small, large = (PagedLayout([torch.zeros(4, size)]) for size in (8, 16))
-    with pytest.raises(ValueError, match="blocks of 64 bytes do not fit into slots of 32 bytes"):
-        HostPool(small, 4).view_for(large)

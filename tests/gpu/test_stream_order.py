@@ -210,34 +210,6 @@ def test_a_stream_that_waits_for_a_load_sees_its_bytes(gpu: GpuCache, waits: boo
     assert only(gpu.seen[1]) == (NEW if waits else OLD)
 
 
-def test_the_current_stream_waits_when_none_is_named(gpu: GpuCache) -> None:
-    gpu.hold_on(gpu.side)
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
-    with torch.cuda.stream(gpu.consumer):
-        job.wait()
-        gpu.look()
-    gpu.release()
-    gpu.consumer.synchronize()
-    assert only(gpu.seen[1]) == NEW
-
-
-def test_waiting_for_an_ended_job_does_not_wait_for_the_job_that_has_its_event(
-    gpu: GpuCache,
-) -> None:
-    gpu.hold_on(gpu.side)
-    first = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
-    gpu.release()
-    gpu.handler.synchronize(first)
-    assert len(gpu.handler.poll()) == 1
-    events = gpu.handler.metrics().loads.events
-    gpu.hold_on(gpu.side)
-    second = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
-    assert gpu.handler.metrics().loads.events == events  # it took those of the first
-    first.wait(gpu.consumer)
-    gpu.consumer.synchronize()
-    assert not second.query()
-
-
 def test_the_time_of_a_job_is_that_of_its_copy(gpu: GpuCache) -> None:
     gpu.slow(200)
     job = gpu.handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[0, 1, 2, 3])

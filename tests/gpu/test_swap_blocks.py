@@ -281,14 +281,6 @@ def test_ids_on_the_gpu_are_refused():
 
 
 @GPU
-def test_blocks_that_lie_on_two_devices_are_refused_by_name():
-    on_gpu, on_cpu, ids = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 8), torch.tensor([0])
-    assert "src[1] is on cpu, but src[0] is on cuda:0; expected all on one device" in message_of(
-        lambda: ops.swap_kv_blocks([on_gpu, on_cpu], [on_cpu, on_cpu.clone()], ids, ids)
-    )
-
-
-@GPU
 @pytest.mark.parametrize("to_host", [True, False], ids=["to host", "to gpu"])
 @pytest.mark.parametrize("kinds", [("pinned", "cpu"), ("cpu", "pinned"), ("cpu", "cpu")])
 def test_pinned_and_pageable_tensors_of_one_call_are_copied(kinds, to_host):
@@ -366,23 +358,6 @@ def test_copies_between_blocks_of_one_gpu_run_on_the_current_stream():
     stream.synchronize()
     assert bool((dst[1] == 4).all())
     assert not bool(dst[0].any())
-
-
-@GPU
-def test_two_gpus_are_ordered_around_the_copy_as_in_copy():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    src = torch.zeros(4, 1 << 22, device="cuda:0")
-    dst = torch.zeros(4, 1 << 22, device="cuda:1")
-    mapping = torch.arange(4)[:, None].expand(4, 2)
-    with torch.cuda.device(0):
-        torch.cuda.synchronize(1)
-        keep_busy(100)
-        src.fill_(1)
-        ops.swap_blocks(src, dst, 16 << 20, mapping)
-        src.fill_(2)
-        assert torch.cuda.current_device() == 0
-    assert bool((dst == 1).all())
 
 
 @GPU

@@ -233,16 +233,6 @@ record event 4 on stores
 
 
 @simulated
-def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) -> None:
-    with SimulatedCache(driver, layers=3) as sim:
-        jobs = [sim.load(page, page, layer_groups=page) for page in (1, 3)]
-        sim.finish()
-        whole, divided = (job.result.copy_seconds for job in jobs if job.result)
-        assert whole == pytest.approx(0.001), "what each call takes"
-        assert divided == pytest.approx(0.003)
-
-
-@simulated
 def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
     driver: Driver,
 ) -> None:
@@ -300,18 +290,6 @@ def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
         assert sim.log() == ""
         again.wait()
         assert sim.log().startswith("wait for event")
-
-
-@simulated
-def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, job = sim.hold_up("load")
-        job.wait()
-        driver.run()
-        assert not driver.cuda.is_done(stream=CURRENT)
-        sim.release(hold)
-        driver.run()
-        assert driver.cuda.is_done(stream=CURRENT)
 
 
 # Transfers of different channels: who waits for whom
@@ -378,22 +356,6 @@ def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, se
         driver.run()
         assert job.query()
         sim.release(hold)
-
-
-@simulated
-def test_a_job_waits_for_one_transfer_of_each_other_channel_that_it_shares_with(
-    driver: Driver,
-) -> None:
-    with SimulatedCache(driver) as sim:
-        hold = sim.held()
-        for kind in ("load", "expedited"):
-            for block in (1, 2):
-                sim.submit(kind, [block + 4 * (kind == "load")], [block], after=None)
-        sim.log()
-        sim.submit("store", [1, 2, 5, 6], [8, 9, 10, 11])
-        assert sim.log().count("wait for") == 2
-        sim.release(hold)
-        assert states(sim.finish()) == ["done"] * 5
 
 
 @simulated
@@ -470,22 +432,6 @@ def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_t
         sim.store(6, 6)
         sim.store(7, 7)
         assert used & events_recorded(sim, "stores")  # nobody is about to wait any more
-
-
-@simulated
-def test_events_that_were_kept_for_a_thread_go_with_the_handler(driver: Driver) -> None:
-    before = driver.live("events")
-    with SimulatedCache(driver) as sim:
-        hold, other = sim.held(SIDE), sim.held(CURRENT)
-        sim.store(1, 1, after=Stream(SIDE))
-        loading = start_waiting_load(driver, sim)
-        sim.release(hold)
-        assert run_until(driver, lambda: len(sim.handler.poll()) == 1)  # while the thread has it
-        sim.release(other)
-        driver.run()
-        loading.join(PATIENCE)
-        run_until(driver, lambda: len(sim.handler.poll()) == 1)
-    assert driver.live("events") == before
 
 
 def events_recorded(sim: SimulatedCache, stream: str) -> set[str]:

@@ -25,7 +25,7 @@ from simulated_cache import (
     run_until,
     threads,
 )
-from simulated_driver import DEVICE, Driver, on_device, place, run, simulated, without_cuda
+from simulated_driver import Driver, on_device, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
@@ -38,9 +38,7 @@ from torch_kvswap.copy_method import (
     CopyMethodCosts,
     copy_method_options,
 )
-from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import Job
-from torch_kvswap.offload.native import NativeHandler
 from torch_kvswap.results import Result
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -110,23 +108,6 @@ def test_a_method_that_the_device_lacks_is_refused(
         "of host memory; it can be auto, copy_engines"
     )
     OffloadHandler(layout, HostPool(layout, 2), copy_method="auto").close()
-
-
-@simulated
-def test_a_method_that_no_gpu_has_is_refused_with_nothing_left(driver: Driver) -> None:
-    layout = on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8))
-    pool = HostPool(layout, 4)
-    groups = Groups(layout, pool)
-    number, no_costs = COPY_METHODS.index("host"), [[None] * len(COPY_METHODS)] * 2
-    options = native.CopyMethodOptions(number, False, "copy_method='host'", 1 << 20, no_costs)
-    before = driver.live("streams")
-    with pytest.raises(ValueError, match="copy_method") as refusal:
-        NativeHandler(groups, False, options)
-    assert_expected_inline(
-        str(refusal.value),
-        """copy_method='host' is no copy method of CUDA device 0; it can be auto, copy_engines, strided, batch, staged, kernel""",
-    )
-    assert driver.live("streams") == before
 
 
 # The choice, by costs that a test makes up: milliseconds of the start, a block and a fragment.
@@ -246,39 +227,6 @@ def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
     assert taken == ["strided", "strided", "batch", "batch"]
 
 
-@simulated
-def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_path: Path) -> None:
-    whole = torch.zeros(11, 20, 512, dtype=torch.uint8)
-    driver.adopt(whole.view(-1), DEVICE)
-    taken = []
-    with costs(tmp_path, strided=(0, 1, 0), batch=(2.5, 0, 0)):
-        for layers in ([0, 1, 2, 3], [0, 1, 3, 6, 10]):  # one distance; three pairs
-            layout = PagedLayout([whole[layer] for layer in layers])
-            layout.device = GPU
-            with OffloadHandler(layout, HostPool(layout, 4)) as handler:
-                job = handler.store(gpu_block_ids=[1], page_ids=[1])
-                handler.synchronize(job)
-                assert job.result is not None
-                taken.append(job.result.copy_method)
-    assert taken == ["strided", "batch"]
-
-
-@simulated
-def test_pageable_memory_is_copied_fragment_by_fragment(driver: Driver) -> None:
-    """Pinned memory is the control: a batch call copies it."""
-    layout = on_device(driver, torch.randint(256, (4, 4, 512), dtype=torch.uint8))
-    batches = []
-    for pinned in (True, False):
-        pool = HostPool(layout, 4, pinned=pinned)
-        with OffloadHandler(layout, pool, copy_method="batch") as handler:
-            driver.log()
-            handler.synchronize(handler.store(gpu_block_ids=[1, 3], page_ids=[0, 2]))
-            batches.append(driver.log().count("batch of"))
-            blocks = torch.stack([tensor[[1, 3]] for tensor in layout.tensors], 1)
-            assert torch.equal(pool.pages[[0, 2], 0], blocks.view(2, -1))
-    assert batches == [1, 0]
-
-
 # Which thread submits: the calling one what is predicted to take 50 us at most.
 
 
@@ -327,36 +275,6 @@ def test_the_caller_submits_as_many_copies_as_take_50_us(
     of_methods = {copy_method: (1.0, 0.0, 0.0), "strided": (2.0, 0.0, 0.0)}
     with costs(tmp_path, submit_store=(10.5, 1), submit_load=(10.5, 2), **of_methods):
         assert calls_that_submit(driver, layers, copy_method) == expected
-
-
-@pytest.mark.parametrize("submit", [(10.5, 0), (0, 10.5)], ids=["starts", "copies"])
-@pytest.mark.parametrize(("layer_groups", "other_threads"), [(4, 0), (5, 1)])
-@simulated
-def test_each_layer_group_counts_as_a_start_and_a_copy_of_each_block(
-    driver: Driver,
-    tmp_path: Path,
-    submit: tuple[float, float],
-    layer_groups: int,
-    other_threads: int,
-) -> None:
-    layout = on_device(driver, torch.zeros(8, 4, 512, dtype=torch.uint8))
-    with (
-        costs(tmp_path, submit_load=submit, strided=(1, 0, 0)),
-        OffloadHandler(layout, HostPool(layout, 4)) as handler,
-    ):
-        before = threads()
-        job = handler.load(page_ids=[1], gpu_block_ids=[1], layer_groups=layer_groups)
-        handler.synchronize(job)
-        assert new_threads(before) == other_threads
-
-
-@simulated
-def test_the_caller_submits_nothing_where_any_submission_takes_longer(
-    driver: Driver, tmp_path: Path
-) -> None:
-    with costs(tmp_path, submit_store=(51, 0), submit_load=(49, 0), strided=(1, 0, 0)):
-        taken = calls_that_submit(driver, [0, 1, 2, 3])
-    assert taken == "store 0, load 100, expedited 100"
 
 
 @simulated
@@ -436,30 +354,6 @@ def test_a_large_expedited_load_ends_while_a_staged_load_waits(
         results = [job.result for job in jobs]
     taken = [result.copy_method for result in results if result]
     assert taken == ["staged", "kernel" if expedited else "staged"]
-
-
-@needs_kernels
-@simulated
-def test_what_only_large_loads_would_take_gets_memory_too(driver: Driver) -> None:
-    layout = on_device(driver, torch.zeros(2, 1100, 512, dtype=torch.uint8))
-    pool = HostPool(layout, 1100)
-    with pytest.MonkeyPatch.context() as patch:
-        strided = CopyMethodCosts(0, 1e-6, 0, 0, {512: 0})
-        staged = CopyMethodCosts(1e-3, 0, 0, 0, {512: 0})  # as slow for 1,000 blocks
-        costs = {"store": {"strided": strided}, "load": {"strided": strided, "staged": staged}}
-        patch.setattr(OffloadHandler, "_costs", costs)
-        handler = OffloadHandler(layout, pool)
-    with handler:
-        taken = []
-        for count in (900, 1100):
-            ids = range(count)
-            jobs = [
-                handler.store(gpu_block_ids=ids, page_ids=ids),
-                handler.load(page_ids=ids, gpu_block_ids=ids),
-            ]
-            handler.synchronize(jobs)
-            taken += [job.result.copy_method for job in jobs if job.result]
-    assert taken == ["strided", "strided", "strided", "staged"]
 
 
 @needs_kernels
@@ -564,23 +458,6 @@ def test_where_kernels_are_held_up_they_are_predicted_to_wait_a_millisecond(
 
 @needs_kernels
 @simulated
-def test_a_load_whose_tail_is_not_staged_shows_that_kernels_are_held_up(
-    driver: Driver, tmp_path: Path
-) -> None:
-    def slow_one(driver: Driver, handler: OffloadHandler, stream: int) -> Result:
-        driver.set_mode("manual")
-        ids = [1, 3, 0, 2]
-        return slow(
-            driver, handler, handler.load(page_ids=ids, gpu_block_ids=ids, after=()), stream, 200
-        )
-
-    taken = taken_by_two(driver, tmp_path, slow_one, 3, strided=(1.5, 0, 0), staged=(1, 0, 0))
-    assert taken == ["staged", "strided"]
-    assert "unpack 3 blocks" in driver.log()  # of four
-
-
-@needs_kernels
-@simulated
 def test_a_method_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -592,21 +469,6 @@ def test_a_method_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
     ):
         taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
     assert taken == ["staged"] * 2
-
-
-@needs_kernels
-@simulated
-def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
-    driver: Driver, tmp_path: Path
-) -> None:
-    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
-    copies = driver.cuda.create_stream() + 1
-    with (
-        costs(tmp_path, strided=(170_000, 0, 0), staged=(10, 0, 0)),
-        OffloadHandler(layout, HostPool(layout, 4)) as handler,
-    ):
-        taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
-    assert taken == ["staged", "staged"]
 
 
 @simulated
@@ -628,25 +490,6 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
         )
     else:
         assert "built without nvcc" in message
-
-
-@needs_kernels
-@simulated
-def test_where_kernels_cannot_be_had_a_cache_that_has_moved_needs_no_memory_for_them(
-    driver: Driver, tmp_path: Path
-) -> None:
-    old, new = (on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8)) for _ in range(2))
-    driver.limit_allocations(1 << 19)
-    with costs(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0), kernel=(1, 0, 0)), logged():
-        handler = OffloadHandler(old, HostPool(old, 4))
-    with handler:
-        allocated = driver.calls("cuMemAlloc")
-        handler.rebind(new)
-        assert driver.calls("cuMemAlloc") == allocated
-        job = handler.store(gpu_block_ids=[1], page_ids=[1])
-        handler.synchronize(job)
-        assert job.result is not None
-        assert job.result.copy_method == "strided"
 
 
 @simulated
@@ -723,27 +566,6 @@ def test_copy_engines_take_over_only_if_they_promise_half_the_time(
     of_methods = {"strided": (10.5, 0, 0), "staged": (10, 0, 0)}
     taken = taken_by_two(driver, tmp_path, partial(slow_store, ms=ms), 1, **of_methods)
     assert taken == ["staged", then]
-
-
-@needs_kernels
-@simulated
-def test_a_copy_of_several_groups_may_take_as_long_as_all_of_them(
-    driver: Driver, tmp_path: Path
-) -> None:
-    layouts = [on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8)) for _ in range(2)]
-    pools = [HostPool(layout, 4) for layout in layouts]
-    copies = driver.cuda.create_stream() + 1
-    taken = []
-    with (
-        costs(tmp_path, strided=(10.5, 0, 0), staged=(10, 0, 0)),
-        OffloadHandler(layouts, pools) as handler,
-    ):
-        for _ in range(2):
-            driver.set_mode("manual")
-            job = handler.store(gpu_block_ids=[[1], [1]], page_ids=[[1], [1]], after=())
-            # Less than twice as long as two groups, more than twice as long as one.
-            taken.append(slow(driver, handler, job, copies, 30).copy_method)
-    assert taken == ["staged", "staged"]
 
 
 @needs_kernels

@@ -40,17 +40,3 @@ def test_the_batch_call_is_left_out_when_asked(
     # Changed later, they change nothing for this handler.
     assert [line.partition(" on ")[0] for line in store_apart(driver, handler)] == copies
     handler.close()
-
-
-@simulated
-def test_a_variable_that_says_nothing_known_is_named_and_there_is_no_handler(
-    driver: Driver,
-) -> None:
-    gpu, host = cache(driver)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSWAP_BATCH", "off")
-        with pytest.raises(ValueError, match="KVSWAP_BATCH is 'off'; expected "):
-            OffloadHandler(gpu, host)
-    assert driver.live("streams") == 0
-    with OffloadHandler(gpu, host) as handler:
-        assert store_apart(driver, handler)

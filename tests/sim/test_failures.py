@@ -377,17 +377,6 @@ def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
 
 
 @simulated
-def test_a_job_for_which_a_lost_device_makes_no_events_is_told(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        for name in ("cuEventCreate", "cuStreamQuery"):  # lost after the context became current
-            driver.fail(name, code=719)
-        jobs = [sim.store(1, 1)]
-        assert jobs[0].result is not None
-        assert isinstance(jobs[0].result.error, DeviceLostError)
-        assert_lost(sim, jobs)
-
-
-@simulated
 def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.held()
@@ -491,16 +480,6 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
 
 
 # What a failure must not leave behind
-
-
-@simulated
-def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        before = driver.live("streams"), driver.live("events")
-        driver.fail("cuEventCreate", 2)
-        with pytest.raises(RuntimeError, match="cuEventCreate"):
-            sim.handler.gate()
-        assert (driver.live("streams"), driver.live("events")) == before
 
 
 @simulated

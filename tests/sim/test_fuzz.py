@@ -38,7 +38,7 @@ def test_random_jobs_of_several_threads_on_the_cpu_leave_the_bytes_of_the_model(
 def test_random_jobs_on_the_simulated_driver_leave_the_bytes_of_the_model(
     driver: Driver, mode: str
 ) -> None:
-    counts = fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed), 5)
+    counts = fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed), 8)
     assert counts["done"] > 0
     assert counts["compared"] > 0
     assert counts["replays"] > 0

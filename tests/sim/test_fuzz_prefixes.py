@@ -22,7 +22,7 @@ def check(counts: Counter[str]) -> None:
 
 
 def test_prefix_caches_on_the_cpu_load_the_bytes_of_the_keys() -> None:
-    check(fuzz(lambda seed: Server(Device(), seed), 20))
+    check(fuzz(lambda seed: Server(Device(), seed), 10))
 
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])
@@ -30,7 +30,7 @@ def test_prefix_caches_on_the_cpu_load_the_bytes_of_the_keys() -> None:
 def test_prefix_caches_on_the_simulated_driver_load_the_bytes_of_the_keys(
     driver: Driver, mode: str
 ) -> None:
-    check(fuzz(lambda seed: Server(Simulated(driver, mode, seed), seed), 5))
+    check(fuzz(lambda seed: Server(Simulated(driver, mode, seed), seed), 3))
 
 
 def check_encoded(counts: Counter[str]) -> None:
@@ -39,7 +39,7 @@ def check_encoded(counts: Counter[str]) -> None:
 
 
 def test_prefix_caches_on_the_cpu_find_encoded_blocks_if_they_fit() -> None:
-    check_encoded(fuzz(lambda seed: EncodedServer(Device(), seed), 20))
+    check_encoded(fuzz(lambda seed: EncodedServer(Device(), seed), 10))
 
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])

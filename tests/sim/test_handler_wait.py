@@ -4,7 +4,6 @@ was.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from error_text import error_text
 from patience import PATIENCE, in_time
 from simulated_cache import (
@@ -29,28 +27,14 @@ from simulated_cache import (
     states,
     threads,
 )
-from simulated_driver import Driver, place, pool, simulated
+from simulated_driver import Driver, simulated
 
-from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.offload.handler import Job
 
-PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream
 # Blocks of a job that the calling thread does not submit; of one that the driver's queue cannot hold.
 LARGE, TOO_LARGE = 1024, 20000
 COPY, COPY_ONE = "cuMemcpyBatchAsync", "cuMemcpyAsync"
-
-
-@simulated
-def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Driver) -> None:
-    prctl = ctypes.CDLL(None).prctl
-    with SimulatedCache(driver) as sim:
-        before = prctl(PR_GET_TIMERSLACK)
-        _, job = sim.hold_up("store")
-        # It sleeps from the first millisecond on.
-        assert "TimeoutError" in error_text(sim.handler.synchronize, job, timeout=0.02)
-        assert prctl(PR_GET_TIMERSLACK) == before
 
 
 @simulated
@@ -105,16 +89,6 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
         assert [call.result() for call in [*waiting, closing]] == [None] * 3
         assert states(sim.handler.poll()) == ["done"]
     assert driver.live("events") == driver.live("streams") == 0
-
-
-@simulated
-def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
-        _, job = sim.hold_up("store", 1, 1)
-        waiting = pool.submit(error_text, sim.handler.synchronize, job)
-        let_threads_look(driver)
-        driver.lose()
-        assert "the device is lost" in waiting.result(timeout=PATIENCE)
 
 
 # Threads that wait for each other: nothing below is on the device, whose worker stands still
@@ -321,34 +295,6 @@ def test_a_wait_does_not_submit_what_would_take_longer_than_its_timeout(driver: 
             with pytest.raises(TimeoutError):
                 sim.handler.synchronize(job, timeout=0.0005)
         assert not submitted()
-
-
-@simulated
-def test_who_waits_joins_no_pageable_job_whose_copy_would_run_in_the_call(driver: Driver) -> None:
-    driver.set_mode("manual")
-    layouts = [
-        place(driver, PagedLayout([torch.zeros(LARGE, 64, dtype=torch.uint8)])) for _ in range(2)
-    ]
-    pools = [pool(driver, layouts[0], LARGE), HostPool(layouts[1], LARGE, pinned=False)]
-    before = threads()
-    with OffloadHandler(layouts, pools) as handler:
-
-        def store(pinned: range, pageable: range) -> Job:
-            blocks = [pinned, pageable]
-            return handler.store(gpu_block_ids=blocks, page_ids=blocks, after=())
-
-        run_until(driver, store(range(LARGE), range(0)).query)
-        (worker,) = threads() - before
-        assert in_time(lambda: rest({worker}))
-        with driver.stopped(worker):
-            job = store(range(LARGE), range(0))
-            for i in range(5):
-                store(range(0), range(i, i + 1))
-            with pytest.raises(TimeoutError):
-                handler.synchronize(job, timeout=0.2)
-            queued = handler.metrics().stores.queued
-        driver.set_mode("immediate")
-    assert queued == 5
 
 
 @simulated

@@ -140,20 +140,6 @@ def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> No
         ]
 
 
-@simulated
-def test_failures_follow_the_data_through_queues(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold = sim.held(SIDE)
-        sim.store(9, 9, after=Stream(SIDE))
-        sim.fill("store", 9, 9)
-        first = sim.store(1, 1)
-        chain = [sim.load(1, 2), sim.store(2, 2), sim.submit("expedited", [3], [2])]
-        assert sim.handler.cancel(first)
-        sim.release(hold)
-        sim.finish()
-        assert [state(job) for job in chain] == ["failed"] * 3
-
-
 @pytest.mark.parametrize("end", ["failed", "cancelled in the queue"])
 @simulated
 def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
@@ -261,21 +247,6 @@ def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Drive
         assert state(store) == "done"
 
 
-@pytest.mark.parametrize("failed", ["earlier", "meanwhile"])
-@simulated
-def test_an_error_names_the_first_page_that_is_invalid(driver: Driver, failed: str) -> None:
-    with SimulatedCache(driver, per_page=2) as sim:
-        stores = [sim.submit("store", [2 * i, 2 * i + 1], [i]) for i in range(4)]
-        load = sim.submit("load", range(8, 13), [3, 1, 2], first_slot=1)
-        for store in stores[1:3]:
-            assert sim.handler.cancel(store)
-        sim.finish()
-        if failed == "earlier":
-            load = sim.submit("load", range(8, 13), [3, 1, 2], first_slot=1)
-            sim.finish()
-        assert error(load) == invalid_page(1, stores[1], at=1)
-
-
 @simulated
 def test_the_error_of_a_long_chain_of_failures_ends_with_the_first_and_stays_short(
     driver: Driver,
@@ -291,21 +262,6 @@ def test_the_error_of_a_long_chain_of_failures_ends_with_the_first_and_stays_sho
         for job in (load, store):
             assert error(job).endswith(reason(first))
             assert len(error(job)) < 2000
-
-
-@simulated
-def test_an_error_names_the_group_of_an_invalid_page(driver: Driver) -> None:
-    driver.set_mode("manual")
-    caches = [cache(driver), cache(driver)]
-    with OffloadHandler([gpu for gpu, _ in caches], [host for _, host in caches]) as handler:
-        store = handler.store(gpu_block_ids=[[1], [2]], page_ids=[[0], [2]])
-        assert handler.cancel(store)
-        load = handler.load(page_ids=[[1], [1, 2]], gpu_block_ids=[[4], [5, 6]])
-        driver.set_mode("immediate")
-        drain(handler)
-        assert error(load) == (
-            "page 2 (page_ids[1][1]) must be stored again: store 0 was cancelled"
-        )
 
 
 @simulated
@@ -331,15 +287,6 @@ def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Drive
         driver.run()
         assert store.query()
         assert error(store) == invalid_block(4, load)
-
-
-@simulated
-def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        first = sim.load(2, 1)
-        second = sim.store(3, 2)
-        driver.run()
-        assert [result.job_id for result in sim.handler.poll()] == [first.id, second.id]
 
 
 @pytest.mark.parametrize("culprit", [0, 7])
@@ -387,15 +334,6 @@ def test_jobs_that_use_a_block_are_those_that_have_not_ended(driver: Driver) -> 
 
 
 @simulated
-def test_a_job_of_a_block_has_the_tag_of_its_submission(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        sim.handler.store(gpu_block_ids=[1], page_ids=[1], tag="mine")
-        sim.handler.store(gpu_block_ids=[2], page_ids=[2])
-        assert [job.tag for job in using(sim, 1, 2)] == ["mine", None]
-        sim.finish()
-
-
-@simulated
 def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block(
     driver: Driver,
 ) -> None:
@@ -418,16 +356,6 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block(
             assert [using(sim, 2), using(sim, 3)] == [of_2, of_3]
         sim.finish()
         assert using(sim, 2, 3) == []
-
-
-@simulated
-def test_a_store_that_was_refused_does_not_hide_an_earlier_one(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        store = sim.store(1, 1)
-        with pytest.raises(IndexError):
-            sim.handler.store(gpu_block_ids=[1], page_ids=[99])
-        assert using(sim, 1) == [store]
-        sim.finish()
 
 
 @simulated

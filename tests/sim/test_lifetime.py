@@ -21,14 +21,12 @@ import torch
 from error_text import error_text
 from gpu_cache import Hold
 from interrupts import Interrupted, Interrupter
-from logged import logged
-from patience import PATIENCE, in_time
+from patience import PATIENCE
 from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, simulated
 
-from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
-from torch_kvswap.host_pool import system
 from torch_kvswap.offload.gate import Gate
 
 MIB = 1 << 20
@@ -253,12 +251,6 @@ def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which
     assert driver.live("streams") == streams
 
 
-def test_a_cache_that_moved_is_refused_before_anything_is_taken() -> None:
-    layout = make_layout()
-    layout.tensors[0].set_(torch.ones(8, 64, dtype=torch.uint8))
-    assert "tensors[0] has moved" in error_text(OffloadHandler, layout, HostPool(layout, 8))
-
-
 # Copies
 
 
@@ -285,12 +277,6 @@ def test_what_owns_native_memory_is_not_copied(
     handler.synchronize()
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_job_that_was_not_made_to_the_end_is_dropped_quietly() -> None:
-    Job.__new__(Job)
-    gc.collect()
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], Any]) -> None:
     layout = PagedLayout([torch.zeros(2, 8, 16)], block_dim=1)
@@ -298,18 +284,6 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
     assert other.tensors[0].data_ptr() != layout.tensors[0].data_ptr()
     assert other.bases[0] == other.tensors[0].data_ptr()
     assert (other.block_dim, other.sizes.tolist()) == (1, layout.sizes.tolist())
-
-
-@simulated
-def test_every_piece_is_unpinned_when_one_is_refused(driver: Driver) -> None:
-    layout = place(driver, make_layout(row_bytes=4096))
-    pool = HostPool(layout, 8, chunk_bytes=2 * 4096)
-    driver.fail("cuMemHostUnregister", nth=2, code=2)
-    driver.fail("cuMemHostUnregister", nth=3, code=2)
-    with logged() as messages:
-        pool.close()
-    assert "did not unpin 16384 bytes" in messages[0]
-    assert driver.calls("cuMemHostUnregister") == 4
 
 
 # Callbacks
@@ -337,55 +311,6 @@ def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> 
     gc.collect()
     assert gone() is None
     assert driver.calls("cuMemHostUnregister") == 2
-
-
-class FailingServer(Server):
-    def progress(self, ready: int, count: int) -> None:
-        if ready == count:
-            raise ValueError("from the callback")
-
-
-@simulated
-def test_a_callback_that_failed_does_not_keep_its_pool_either(driver: Driver) -> None:
-    with logged() as messages:
-        server = FailingServer(driver)
-        join(server.pool)
-    assert "from the callback" in messages[0]
-    gone = weakref.ref(server)
-    del server
-    gc.collect()
-    assert gone() is None
-
-
-@simulated
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
-def test_whatever_a_callback_raises_reaches_whoever_waits(
-    driver: Driver, error: type[BaseException]
-) -> None:
-    turn = threading.Semaphore(0)
-
-    def progress(ready: int, count: int) -> None:
-        if ready == 64:
-            assert turn.acquire(timeout=PATIENCE)
-            raise error("from the callback")
-
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, logged() as messages:
-        patch.setattr(system, "memlock_limit", lambda: None)
-        pool = pin_in_background(driver, progress, 128)
-        waiter = threading.Thread(
-            target=lambda: said.append(error_text(pool.wait_ready, PATIENCE)), daemon=True
-        )
-        waiter.start()
-        turn.release()
-        waiter.join(PATIENCE)
-        assert in_time(lambda: len(messages) == 1)
-    why = f"{error.__name__}('from the callback')"
-    assert " ".join(said[0].split()) == (
-        f"RuntimeError: 64 of 128 host pages are pinned, and no more will be: {why}"
-    )
-    assert messages[0] == f"64 of 128 host pages are pinned, and the others cannot be used: {why}"
-    pool.close()
 
 
 @simulated

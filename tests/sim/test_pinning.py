@@ -21,9 +21,7 @@ from simulated_driver import (
     DEVICE,
     Driver,
     place,
-    run,
     simulated,
-    without_cuda,
 )
 from simulated_driver.cuda import CudaError
 
@@ -256,15 +254,6 @@ def test_smaller_chunks_end_where_copies_are_split(driver: Driver) -> None:
     pool.close()
 
 
-@simulated
-def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
-    layout = gpu_cache(driver)
-    assert_expected_inline(
-        error_text(HostPool, layout, 1, chunk_bytes=(64 << 30) + 1),
-        """ValueError: chunk_bytes is 68719476737; it must be 1 to 68719476736""",
-    )
-
-
 # In the background
 
 
@@ -377,23 +366,6 @@ def test_closing_waits_for_the_thread_that_touches_pages(driver: Driver) -> None
 
 
 @simulated
-def test_a_thread_that_does_not_start_leaves_nothing_pinned(driver: Driver) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvswap-pin":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread") as raised:
-            megabytes(driver, pin_in_background=True)
-    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 1
-    del raised  # whose frames held the pool
-
-
-@simulated
 def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driver) -> None:
     """The garbage collector runs in any thread."""
     steps, kept = PinningSteps(), list[HostPool]()
@@ -415,35 +387,6 @@ def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driv
         assert not pinning._thread.is_alive()
     assert not kept
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
-
-
-@without_cuda
-def test_pages_are_pinned_after_the_main_thread_has_ended() -> None:
-    def end(driver: Driver) -> None:
-        import os
-        import threading
-
-        from patience import PATIENCE
-        from simulated_driver import place
-
-        from torch_kvswap import HostPool, PagedLayout
-
-        def progress(ready: int, count: int) -> None:
-            if ready == 2:
-                threading.main_thread().join()
-
-        os.dup2(1, 2)  # warnings are seen too
-        layout = place(driver, PagedLayout([torch.zeros(2, 4096, dtype=torch.uint8)]))
-        options = {"chunk_bytes": 4096, "pin_in_background": True}
-        pool = HostPool(layout, 8, on_progress=progress, **options)  # type: ignore[arg-type]
-
-        def serve() -> None:
-            print(pool.wait_ready(PATIENCE), pool.num_ready_pages)
-            pool.close()
-
-        threading.Thread(target=serve).start()
-
-    assert run(end) == "True 8\n"
 
 
 @simulated
@@ -482,28 +425,6 @@ def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
     assert pool.is_ready
     with pytest.raises(RuntimeError, match="did not pin"):
         megabytes(driver, pin_in_background=True, pinned=True)
-
-
-@simulated
-def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> None:
-    steps = PinningSteps()
-    rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
-    layout = place(driver, PagedLayout([rows]))
-    pool = HostPool(layout, 64, chunk_bytes=32 * MIB, pin_in_background=True, on_progress=steps)
-    handler = OffloadHandler(layout, pool, copy_method="batch")
-    driver.limit_registration(in_one=16 * MIB)
-    steps.pin_more(3)
-    assert pool.wait_ready(PATIENCE)
-    ids = list(range(64))
-    handler.synchronize(handler.store(gpu_block_ids=ids, page_ids=ids))
-    assert torch.equal(pool.pages[:, 0], rows)
-    pool.close()
-
-
-@simulated
-def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
-    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4)
-    assert (pool.num_ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
 
 
 @simulated

@@ -33,15 +33,6 @@ def test_each_piece_is_registered_by_itself_and_the_driver_is_asked(driver: Driv
 
 
 @simulated
-def test_a_refusal_is_a_text_and_no_piece(driver: Driver) -> None:
-    registration = Registration(torch.zeros(4096, dtype=torch.uint8), GPU)
-    driver.fail("cuMemHostRegister", code=2)
-    assert "cuMemHostRegister: " in (registration.add(0, 4096) or "")
-    registration.remove()
-    assert driver.calls("cuMemHostUnregister") == 0
-
-
-@simulated
 def test_a_fork_unregisters_nothing(driver: Driver) -> None:
     memory = torch.zeros(4096, dtype=torch.uint8)
     registration = Registration(memory, GPU)

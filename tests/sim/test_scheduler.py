@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from error_text import error_text
-from expecttest import assert_expected_inline
 from patience import PATIENCE, in_time
 from simulated_cache import (
     CHANNELS,
@@ -168,29 +167,6 @@ def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, s
         driver.set_mode("manual")
 
 
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_jobs_that_read_the_same_are_joined(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver) as sim:
-        same = [([5], [i], {}) if kind == "store" else ([i], [5], {}) for i in range(1, 10)]
-        assert transfers_of(sim, kind, same) == 1
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_jobs_are_joined_behind_one_without_blocks(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver) as sim:
-        *early, queued = sim.fill(kind)
-        assert sim.handler.cancel(queued)
-        sim.submit(kind, [], [])
-        for i in range(1, 4):
-            sim.submit(kind, [i], [i])
-        results = sim.finish()
-        assert sim.is_right(without=[queued])
-        assert sorted(states(results)) == ["cancelled"] + ["done"] * (len(early) + 4)
-        assert sim.metrics(kind).transfers == len(early) + 1
-
-
 @simulated
 def test_a_job_in_layer_groups_is_joined_with_no_other(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
@@ -221,20 +197,6 @@ def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened
         assert set(states(sim.finish())) == {"done"}
 
 
-@simulated
-def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, early = queue_up(sim, "store")
-        later = sim.held(OTHER)
-        for i in range(1, 10):
-            sim.store(i, i, after=Stream(OTHER))
-        sim.release(later)
-        driver.run(OTHER)
-        sim.release(hold)
-        assert set(states(sim.finish())) == {"done"}
-        assert sim.metrics("store").transfers == len(early)
-
-
 # Jobs that the caller does not enqueue itself
 
 
@@ -254,18 +216,6 @@ def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: s
         assert [result.job_id for result in results] == list(range(101))
         assert all(result.queue_seconds > 0 for result in results)
         assert sim.is_right()
-
-
-@simulated
-def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> None:
-    with SimulatedCache(driver, submit_thread=True) as sim:
-        for _ in range(20):
-            sim.store(1, 2).wait(Stream(SIDE))
-            job = sim.load(2, 1)
-            job.wait(Stream(SIDE))
-            assert driver.run(SIDE) == 0
-            driver.run()
-            assert job.query()
 
 
 # Jobs of several channels
@@ -608,31 +558,4 @@ def test_threads_share_no_events_behind_their_own_default_streams(driver: Driver
             sim.release(second)
             sim.finish()
         assert other.query()
-        assert sim.is_right()
-
-
-@simulated
-def test_a_joined_copy_is_one_transfer_that_waits_for_what_each_job_waits_for(
-    driver: Driver,
-) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, _ = queue_up(sim, "load")
-        sim.store(4, 5, after=Stream(SIDE))
-        for i in range(1, 4):
-            sim.load(i, i)
-        job = sim.load(5, 5)
-        sim.start_log()
-        job.wait()
-        assert_expected_inline(
-            sim.log(),
-            """\
-wait for event 1 on loads
-record event 2 on loads
-batch of 2 on loads
-record event 3 on loads
-wait for event 3 on current
-""",
-        )
-        sim.release(hold)
-        assert set(states(sim.finish())) == {"done"}
         assert sim.is_right()

@@ -7,13 +7,11 @@ import os
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from patience import PATIENCE
 from simulated_driver import DEVICE, HOST, Driver, simulated, without_cuda
 from simulated_driver.cuda import CudaError
 from simulated_driver.simulated import workers
@@ -32,112 +30,6 @@ def code_of(call, *arguments, **named) -> int:
     with pytest.raises(CudaError) as caught:
         call(*arguments, **named)
     return caught.value.code
-
-
-@simulated
-def test_a_copy_reads_its_source_when_it_runs_unless_any_order_is_allowed(driver):
-    driver.set_mode("manual")
-    src, in_order = sides(driver)
-    early = driver.memory(16, DEVICE)
-    driver.cuda.copy_batch([(in_order, src)], 42)
-    driver.cuda.copy_batch([(early, src)], 42, 3)
-    src.fill_(9)
-    driver.run()
-    assert in_order.tolist() == [9] * 16
-    assert early.tolist() == [1] * 16
-
-
-@simulated
-def test_each_copy_of_a_batch_has_the_source_order_that_it_was_given(driver):
-    driver.set_mode("manual")
-    src, dst = driver.memory(4, HOST).fill_(1), driver.memory(4, DEVICE)
-    pairs = [(dst[at : at + 1], src[at : at + 1]) for at in range(4)]
-    driver.cuda.copy_batch(pairs, 42, 1, 2, 3, 1)
-    src.fill_(9)
-    driver.run()
-    assert dst.tolist() == [9, 1, 1, 9]
-    assert driver.log().startswith(
-        "batch of 4 on stream 42, source order 1 from 0 2 from 1 3 from 2 1 from 3\n"
-    )
-
-
-@simulated
-def test_a_batch_in_the_legacy_stream_is_refused(driver):
-    src, dst = sides(driver)
-    for stream in (0, 1):
-        assert code_of(driver.cuda.copy_batch, [(dst, src)], stream) == 1
-    driver.cuda.copy_batch([(dst, src)], 2)
-    assert torch.equal(dst, src)
-
-
-@pytest.mark.parametrize("side", ["source", "destination"])
-@simulated
-def test_a_copy_that_crosses_the_end_of_a_registration_is_refused(driver, side):
-    whole, other = torch.zeros(64, dtype=torch.uint8), driver.memory(64, DEVICE)
-    for at in (0, 32):  # the other piece is registered too
-        driver.cuda.check("cuMemHostRegister", whole[at:].data_ptr(), 32, 0)
-    for begin, code in ((0, 0), (16, 0), (17, 1), (31, 1), (32, 0)):
-        pair = [whole[begin : begin + 16], other[:16]]
-        dst, src = pair if side == "destination" else reversed(pair)
-        arguments = dst.data_ptr(), src.data_ptr(), 16, 42
-        assert driver.cuda.call("cuMemcpyAsync", *arguments) == code
-
-
-class Side(ctypes.Structure):
-    """Of CUDA_MEMCPY3D."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("x", "y", "z", "level_of_detail")),
-        *(("memory_type", ctypes.c_uint), ("host", ctypes.c_void_p), ("device", ctypes.c_uint64)),
-        *((name, ctypes.c_void_p) for name in ("array", "reserved")),
-        *((name, ctypes.c_size_t) for name in ("pitch", "height")),
-    ]
-
-
-class Strided(ctypes.Structure):
-    """CUDA_MEMCPY3D."""
-
-    _fields_ = [
-        *(("src", Side), ("dst", Side)),
-        *((name, ctypes.c_size_t) for name in ("width", "height", "depth")),
-    ]
-
-
-def strided(driver, dst, src, width=4, dst_pitch=8, src_pitch=4) -> int:
-    """Two rows between host memory and device memory; returns the code."""
-    sides = [
-        Side(memory_type=DEVICE, device=side.data_ptr(), pitch=pitch, height=2)
-        for side, pitch in ((src, src_pitch), (dst, dst_pitch))
-    ]
-    copy = Strided(*sides, width, 2, 1)
-    return driver.cuda.call("cuMemcpy3DAsync", ctypes.byref(copy), 42)
-
-
-@pytest.mark.parametrize("pitches", [(3, 4), (8, 3), (1 << 31, 4), (8, 1 << 31)])
-@simulated
-def test_pitches_are_at_least_the_width_and_below_2_gib(driver, pitches):
-    src, dst = sides(driver)
-    assert strided(driver, dst, src, 4, *pitches) == 1
-    assert not dst.any()
-
-
-@pytest.mark.parametrize("side", ["source", "destination"])
-@simulated
-def test_a_strided_copy_across_a_hole_is_refused_even_between_its_rows(driver, side):
-    src, dst = sides(driver)
-    driver.unmap((src if side == "source" else dst)[4:8])
-    assert strided(driver, dst, src, 4, 8, 8) == 1
-    assert not dst.any()
-    assert strided(driver, dst[8:], src[8:], 4, 4, 4) == 0
-
-
-@simulated
-def test_a_row_of_a_strided_copy_that_crosses_the_end_of_a_registration_is_refused(driver):
-    src, dst = torch.ones(16, dtype=torch.uint8), driver.memory(16, DEVICE)
-    for at in (0, 8):
-        driver.cuda.check("cuMemHostRegister", src[at:].data_ptr(), 8, 0)
-    assert strided(driver, dst, src[2:], 4, 4, 4) == 1
-    assert strided(driver, dst, src[2:], 4, 4, 8) == 0  # each of its rows is in one of them
 
 
 @simulated
@@ -217,14 +109,6 @@ VIOLATION: use of stream 101, which was destroyed
     )
 
 
-@simulated
-def test_both_handles_of_the_legacy_stream_are_one_stream(driver):
-    driver.set_mode("manual")
-    driver.hold(0)
-    assert not driver.cuda.is_done(stream=1)
-    assert driver.cuda.is_done(stream=2)
-
-
 @pytest.mark.parametrize("handle", [0, 1, 2])
 @simulated
 def test_a_default_stream_is_that_of_the_current_context(driver, handle):
@@ -241,29 +125,6 @@ def test_a_default_stream_is_that_of_the_current_context(driver, handle):
     ]
     with driver.on(1):
         assert not driver.cuda.is_done(stream=handle)
-
-
-@simulated
-def test_each_thread_has_a_default_stream_of_its_own(driver):
-    driver.set_mode("manual")
-    driver.hold(2)
-    other = []
-    thread = threading.Thread(target=lambda: other.append(driver.cuda.is_done(stream=2)))
-    thread.start()
-    thread.join()
-    assert other == [True]
-    assert not driver.cuda.is_done(stream=2)
-
-
-@simulated
-def test_a_default_stream_needs_a_context(driver):
-    # The library makes calls like these only under a guard; the test's own have GPU 0's context.
-    before = driver.library.simulated_set_context(-1)
-    assert code_of(driver.cuda.is_done, stream=0) == 201
-    assert code_of(driver.cuda.create_event) == 201
-    assert code_of(driver.cuda.create_stream) == 201
-    driver.library.simulated_set_context(before)
-    assert driver.cuda.is_done(stream=0)
 
 
 @simulated
@@ -319,87 +180,6 @@ def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
         driver.run()
         assert int(value) == number
         assert driver.cuda.is_done(stream=42) == done
-
-
-@simulated
-def test_at_least_is_cyclic(driver):
-    driver.set_mode("manual")
-    value = word(driver).fill_(-1)
-    driver.cuda.wait_value(42, value, 1)
-    driver.run()
-    assert not driver.cuda.is_done(stream=42)
-    value.fill_(1)
-    driver.run()
-    assert driver.cuda.is_done(stream=42)
-
-
-@simulated
-def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
-    assert code_of(driver.cuda.wait_value, 42, torch.zeros(1, dtype=torch.int64), 1) == 1
-    found = ctypes.c_int()
-    driver.cuda.check("cuDeviceGetAttribute", ctypes.byref(found), 122, 0)
-    assert found.value == 1
-    driver.set_attribute(122, 0)
-    driver.cuda.check("cuDeviceGetAttribute", ctypes.byref(found), 122, 0)
-    assert found.value == 0
-    assert code_of(driver.cuda.wait_value, 42, word(driver), 1) == 801
-
-
-@simulated
-def test_synchronizing_runs_what_is_needed_and_no_more(driver):
-    driver.set_mode("manual")
-    src, dst = sides(driver)
-    first, second = driver.cuda.create_event(), driver.cuda.create_event()
-    driver.cuda.copy(dst[:4], src[:4], 42)
-    driver.cuda.record(first, 42)
-    driver.cuda.copy(dst[4:8], src[4:8], 42)
-    driver.cuda.wait(43, first)
-    driver.cuda.copy(dst[8:12], src[8:12], 43)
-    driver.cuda.record(second, 43)
-    driver.cuda.copy(dst[12:], src[12:], 43)
-    driver.cuda.synchronize(event=second)
-    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4
-    driver.cuda.synchronize(stream=43)
-    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
-
-
-@simulated
-def test_time_between_events_needs_both_to_have_happened_and_one_gpu(driver):
-    driver.set_mode("manual")
-    start, end = driver.cuda.create_event(), driver.cuda.create_event()
-    hold = driver.hold(42)
-    driver.cuda.record(start, 42)
-    driver.cuda.record(end, 43)
-    driver.run()
-    assert code_of(driver.cuda.elapsed, start, end) == 600
-    assert code_of(driver.cuda.elapsed, end, start) == 600
-    with driver.on(1):
-        other = driver.cuda.create_event()
-        driver.cuda.record(other, 0)
-    driver.release(hold)
-    driver.run()
-    assert driver.cuda.elapsed(start, end) == 0
-    assert code_of(driver.cuda.elapsed, other, end) == 400
-
-
-@simulated
-def test_pinned_memory_is_host_memory_until_it_is_let_go(driver):
-    tensor = torch.zeros(64, dtype=torch.uint8)
-    assert driver.cuda.memory_type(tensor) == 0
-    driver.cuda.check("cuMemHostRegister", tensor.data_ptr(), 64, 0)
-    assert driver.cuda.memory_type(tensor[63:]) == 1
-    for begin in (-32, 32):
-        assert driver.cuda.call("cuMemHostRegister", tensor.data_ptr() + begin, 64, 0) == 712
-    assert driver.cuda.call("cuMemHostUnregister", tensor.data_ptr() + 32) == 713
-    assert driver.cuda.call("cuMemFreeHost", tensor.data_ptr()) == 1
-    driver.cuda.check("cuMemHostUnregister", tensor.data_ptr())
-    assert driver.cuda.memory_type(tensor) == 0
-    assert driver.cuda.call("cuMemHostUnregister", tensor.data_ptr()) == 713
-    address = ctypes.c_void_p()
-    driver.cuda.check("cuMemHostAlloc", ctypes.byref(address), 64, 0)
-    assert (ctypes.c_ubyte * 64).from_address(address.value)[:] == [0xCD] * 64
-    driver.cuda.check("cuMemFreeHost", address)
-    assert driver.cuda.call("cuMemFreeHost", address) == 1
 
 
 @pytest.mark.parametrize("use", ["reads", "writes", "waits for", "writes a value", "uses another"])
@@ -509,26 +289,6 @@ def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_fo
     assert overtaken == {False, True}
 
 
-def reset_and_count(driver: Driver) -> str:
-    driver.reset()
-    driver.cuda.record(driver.cuda.create_event(), driver.cuda.create_stream())
-    return driver.log()
-
-
-@simulated
-def test_after_a_reset_all_is_as_in_the_beginning(driver):
-    before = reset_and_count(driver)
-    driver.set_mode("manual")
-    src, dst = sides(driver)
-    driver.cuda.copy(dst, src, 42)
-    driver.fail("cuEventCreate")
-    driver.lose()
-    assert reset_and_count(driver) == before
-    assert driver.pending() == ""
-    assert not dst.any()
-    assert driver.cuda.memory_type(src) == 0
-
-
 @without_cuda
 def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "simulated_driver.md"
@@ -593,56 +353,26 @@ def wait_for_what_never_comes(driver: Driver) -> None:
     driver.cuda.synchronize(stream=42)
 
 
-@simulated
-def sleep(driver: Driver) -> None:
-    time.sleep(10 * PATIENCE)
-
-
 worker = workers.fixture()
 
 
 @pytest.mark.slow
 @without_cuda
-@pytest.mark.parametrize(
-    ("body", "texts"),
-    [
-        ("use_wrongly", ["used wrongly:\nwait for event 1, which was never recorded"]),
-        ("fail_in_a_thread", ["ZeroDivisionError"]),
-        ("warn", ["UserWarning: look out"]),
-        ("log_a_warning", ["logged: look out"]),
-        ("die", ["ended with status -6", "in die"]),
+def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker):
+    for body, *texts in (
+        ("use_wrongly", "used wrongly:\nwait for event 1, which was never recorded"),
+        ("fail_in_a_thread", "ZeroDivisionError"),
+        ("warn", "UserWarning: look out"),
+        ("log_a_warning", "logged: look out"),
+        # The last one, which ends the process.
         (
-            "wait_for_what_never_comes",
-            ["-6", "synchronize stream 42 waits for ever; pending:\nstream 42: hold\n"],
+            *("wait_for_what_never_comes", "-6"),
+            "synchronize stream 42 waits for ever; pending:\nstream 42: hold\n",
         ),
-    ],
-)
-def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker, body, texts):
-    failure = worker.call(__name__, body, {})
-    assert failure is not None
-    assert [text for text in texts if text not in failure] == []
-
-
-@pytest.mark.slow
-@without_cuda
-def test_a_body_that_does_not_end_fails_its_test():
-    worker = workers.new(seconds=5)
-    failure = worker.call(__name__, "sleep", {})
-    worker.close()
-    assert failure is not None
-    assert "Timeout (0:00:05)!" in failure
-    assert "in sleep" in failure
-
-
-@pytest.mark.slow
-@without_cuda
-def test_a_failure_is_told_with_its_variables_and_what_the_body_printed(worker):
-    assert worker.call(__name__, "pass_if", {"good": True}) is None
-    failure = worker.call(__name__, "pass_if", {"good": False})
-    assert failure is not None
-    assert "AssertionError: it is bad" in failure
-    assert "    good = False" in failure
-    assert failure.endswith("\nsaid by the body\n")
+    ):
+        failure = worker.call(__name__, body, {})
+        assert failure is not None
+        assert [text for text in texts if text not in failure] == []
 
 
 @pytest.mark.slow

@@ -100,76 +100,6 @@ def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_bet
 
 @needs_kernels
 @simulated
-def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(driver: Driver) -> None:
-    whole = numbers(2, 12, MIB // 4)
-    layout = on_device(driver, whole)
-    pool = HostPool(layout, num_pages=12)
-    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
-        driver.log()
-        handler.synchronize(
-            handler.store(gpu_block_ids=[7, 2, 5, 11, 0], page_ids=[0, 4, 5, 6, 9], after=())
-        )
-        assert_expected_inline(
-            steps(driver),
-            """\
-record event 1 on copies
-strided copy of 2 x 262144 bytes on copies
-pack 2 blocks on kernels
-record event 3 on kernels
-wait for event 3 on copies
-copy 1048576 bytes on copies
-record event 4 on copies
-pack 2 blocks on kernels
-record event 5 on kernels
-wait for event 5 on copies
-batch of 2 on copies, source order 1 from 0
-record event 6 on copies
-record event 2 on copies
-""",
-        )
-        handler.synchronize(
-            handler.load(page_ids=[0, 4, 5, 6, 9], gpu_block_ids=[7, 2, 5, 11, 0], after=())
-        )
-        assert_expected_inline(
-            steps(driver),
-            """\
-record event 7 on copies
-batch of 2 on copies, source order 1 from 0
-record event 9 on copies
-wait for event 9 on kernels
-unpack 2 blocks on kernels
-record event 10 on kernels
-copy 1048576 bytes on copies
-record event 11 on copies
-wait for event 11 on kernels
-unpack 2 blocks on kernels
-record event 12 on kernels
-strided copy of 2 x 262144 bytes on copies
-wait for event 12 on copies
-record event 8 on copies
-""",
-        )
-
-
-@needs_kernels
-@simulated
-def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None:
-    whole = numbers(4, 16, 1024)
-    layout = on_device(driver, whole)
-    driver.set_stream(0, CURRENT)
-    with OffloadHandler(layout, HostPool(layout, num_pages=16), copy_method="staged") as handler:
-        driver.set_mode("manual")
-        hold = driver.hold(CURRENT)
-        for block in range(200):
-            handler.store(gpu_block_ids=[block % 16], page_ids=[block % 16])
-        driver.release(hold)
-        run_until(driver, lambda: handler.metrics().stores.done == 200)
-        assert handler.metrics().stores.transfers < 100
-        driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
 def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Driver) -> None:
     whole = numbers(8, 6, 4096)
     before = whole.clone()
@@ -184,24 +114,6 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
         assert last.result.copy_method == "strided"
         assert torch.equal(whole[:, 5], before[:, 2])
         driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
-def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None:
-    whole = numbers(6, 6, 2048)
-    before = whole.clone()
-    layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1, 2], page_ids=[4, 3]))
-        whole.zero_()
-        job = handler.load(page_ids=[4, 3], gpu_block_ids=[0, 5], layer_groups=3)
-        handler.synchronize(job)
-        assert job.result is not None
-        assert job.result.copy_method == "staged"
-        assert torch.equal(whole[:, 0], before[:, 1])
-        assert torch.equal(whole[:, 5], before[:, 2])
-        assert not whole[:, 1:5].any()
 
 
 @needs_kernels
@@ -224,24 +136,6 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
         run_until(driver, job.query)
         assert torch.equal(whole[0][:, 5], before[:, 1])
         driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
-def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
-    whole = numbers(8, 6, 2048)
-    layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        jobs = [
-            handler.store(gpu_block_ids=[1], page_ids=[1]),
-            handler.store(gpu_block_ids=[2], page_ids=[2], copy_method="copy_engines"),
-            handler.load(page_ids=[1], gpu_block_ids=[3]),
-            handler.load(page_ids=[1], gpu_block_ids=[4], copy_method="copy_engines"),
-            handler.load(page_ids=[1], gpu_block_ids=[5], expedited=True),
-        ]
-        handler.synchronize(jobs)
-        paths = [job.result.copy_method for job in jobs if job.result]
-        assert paths == ["staged", "strided", "staged", "strided", "strided"]
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])
@@ -525,31 +419,6 @@ def test_a_store_is_packed_after_the_loads_of_its_blocks_and_its_stream(
 
 @needs_kernels
 @simulated
-def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
-    whole = numbers(8, 16, 1024)
-    layout = on_device(driver, whole)
-    driver.set_stream(0, CURRENT)
-    with OffloadHandler(layout, HostPool(layout, num_pages=16), copy_method="staged") as handler:
-        driver.set_mode("manual")
-        hold = driver.hold(CURRENT)
-        jobs = [
-            handler.store(
-                gpu_block_ids=[i % 16],
-                page_ids=[i % 16],
-                copy_method="copy_engines" if i % 100 >= 50 else None,
-            )
-            for i in range(200)
-        ]
-        driver.release(hold)
-        run_until(driver, lambda: handler.metrics().stores.done == 200)
-        paths = [job.result.copy_method for job in jobs if job.result]
-        assert paths == (["staged"] * 50 + ["strided"] * 50) * 2
-        assert handler.metrics().stores.transfers < 150
-        driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
 def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) -> None:
     """The simulated driver refuses a kernel that copies what is not aligned to its words."""
     odd, even = numbers(3, 6, 7), numbers(3, 6, 4096)  # words of 1 and of 16 bytes
@@ -563,22 +432,6 @@ def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) ->
         handler.synchronize(handler.load(page_ids=[[0, 1, 2], [5]], gpu_block_ids=[[0, 2, 5], [3]]))
     assert torch.equal(odd[:, [0, 2, 5]], before[0][:, [1, 4, 3]])
     assert torch.equal(even[:, 3], before[1][:, 2])
-
-
-@pytest.mark.parametrize("kind", ["store", "load"])
-@needs_kernels
-@simulated
-def test_small_pieces_take_a_limited_number_of_events(driver: Driver, kind: str) -> None:
-    layout = on_device(driver, numbers(3, 6, 4096))
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        submit = handler.store if kind == "store" else handler.load
-
-        def events_after(jobs: int) -> int:
-            for _ in range(jobs):  # all of them have room in the buffer
-                handler.synchronize(submit(gpu_block_ids=[1], page_ids=[2], after=()))
-            return driver.live("events")
-
-        assert events_after(50) == events_after(200)
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])
@@ -637,24 +490,6 @@ def test_stores_and_loads_at_once_have_parts_of_the_buffer_of_their_own(
         driver.set_mode("immediate")
     assert torch.equal(pool.pages[first, 0], blocks[:, first].transpose(0, 1).reshape(32, -1))
     assert torch.equal(whole[:, last].transpose(0, 1).reshape(32, -1), pages[last, 0])
-
-
-@needs_kernels
-@simulated
-def test_metrics_count_the_streams_and_events_of_staged_copies(driver: Driver) -> None:
-    layout = on_device(driver, numbers(3, 6, 4096))
-    pool = HostPool(layout, num_pages=6)
-    before = driver.live("streams"), driver.live("events")
-    with OffloadHandler(layout, pool, copy_method="staged") as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[2], after=()))
-        handler.synchronize(handler.load(page_ids=[2], gpu_block_ids=[3], after=()))
-        metrics = handler.metrics()
-        channels = (metrics.stores, metrics.loads, metrics.expedited)
-        assert [channel.streams for channel in channels] == [3, 3, 2]
-        assert driver.live("streams") - before[0] == 8
-        events = [channel.events for channel in channels]
-        assert sum(events) == driver.live("events") - before[1]
-        assert events == [4, 4, 0]
 
 
 @needs_kernels

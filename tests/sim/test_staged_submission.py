@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 from patience import in_time
-from simulated_cache import SIDE, Stream, needs_kernels, new_threads, rest, threads
+from simulated_cache import SIDE, Stream, needs_kernels, rest, threads
 from simulated_driver import Driver, on_device, pool, simulated
 from torch import Tensor
 
@@ -205,67 +205,6 @@ def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Dri
             driver.set_mode("immediate")
 
 
-@pytest.mark.parametrize("batch", ["1", "0"])
-@needs_kernels
-@simulated
-def test_the_pages_of_a_staged_job_count_as_the_driver_takes_them(
-    driver: Driver, batch: str
-) -> None:
-    whole = torch.randint(256, (13, 2 * 96, 64), dtype=torch.uint8)
-    # No block is copied where it lies, which would take an entry too, in so many runs.
-    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 7, 12)])
-    pages = pool(driver, layout, 2 * 96)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_BATCH", batch)
-        handler = OffloadHandler(layout, pages, copy_method="staged", staging_bytes=1 << 20)
-    driver.set_mode("manual")
-    with handler:
-        hold = driver.hold(SIDE)
-        try:
-            every_second = range(0, 2 * 96, 2)
-            for _ in range(80):
-                handler.store(gpu_block_ids=every_second, page_ids=every_second, after=Stream(SIDE))
-            # 8 entries, and one for each page, or for each 25 pages of a batch.
-            running = {"1": 700 // (8 + 96 // 25), "0": 700 // (8 + 96)}[batch]
-            now = handler.metrics().stores
-            assert (now.running, now.queued) == (running, 80 - running)
-        finally:
-            driver.release(hold)
-            driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
-def test_layer_groups_count_as_the_pieces_that_they_are(driver: Driver) -> None:
-    groups = 32
-    tensors = torch.randint(256, (groups, 2, 64 << 10), dtype=torch.uint8)
-    layout = on_device(driver, tensors)
-    pages = pool(driver, layout, 2)
-    with ManyPieces(layout, pages, copy_method="staged", staging_bytes=64 << 20) as handler:
-        launches = Launches(driver)
-        handler.synchronize(handler.load(page_ids=[1], gpu_block_ids=[0], after=()))
-        assert launches.now() == (1, 1)  # predicted to take 6 us
-        job = handler.load(page_ids=[0, 1], gpu_block_ids=[1, 0], after=(), layer_groups=groups)
-        here, _ = launches.now()
-        assert here < 1 + groups  # predicted to take 224 us
-        job.synchronize()
-        assert launches.now()[1] == 1 + groups
-        driver.set_mode("manual")
-        hold = driver.hold(SIDE)
-        try:
-            for _ in range(20):
-                handler.load(
-                    page_ids=[0], gpu_block_ids=[1], after=Stream(SIDE), layer_groups=groups
-                )
-            # 8 entries, four for each further group with its end, and one for 32 parts of a page.
-            running = 700 // (8 + 4 * (groups - 1) + groups // 25)
-            assert in_time(lambda: handler.metrics().loads.running == running)
-            assert handler.metrics().loads.queued == 20 - running
-        finally:
-            driver.release(hold)
-            driver.set_mode("immediate")
-
-
 @needs_kernels
 @simulated
 def test_of_many_small_layer_groups_the_caller_gives_the_first_ones(driver: Driver) -> None:
@@ -373,22 +312,6 @@ def test_a_begun_job_that_is_cancelled_ends_with_its_copies(driver: Driver, kind
 @KINDS
 @needs_kernels
 @simulated
-def test_a_begun_job_that_is_cancelled_is_told_so_if_its_rest_fails(
-    driver: Driver, kind: str
-) -> None:
-    with staged(driver, kind) as sim:
-        with driver.stopped(sim.worker):
-            job = sim.submit()
-            assert sim.handler.cancel(job)
-            driver.fail(LAUNCH)
-        assert in_time(job.query)
-        assert [result.state for result in sim.handler.poll()] == ["cancelled"]
-        assert driver.pending() == ""
-
-
-@KINDS
-@needs_kernels
-@simulated
 def test_a_device_that_is_lost_ends_a_begun_job_and_those_behind_it(
     driver: Driver, kind: str
 ) -> None:
@@ -427,52 +350,6 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
         assert job.result is not None
         assert job.result.ok
         assert sim.is_right()
-
-
-def costs_to_submit(staged: float, strided: float) -> Costs:
-    """Staging is predicted to be fastest, and strided copies to be the next. staged, strided:
-    seconds to submit a copy."""
-    return {
-        direction: {
-            "staged": CopyMethodCosts(10e-3, 0.0, 0.0, staged, {512: 1e-9}),
-            "strided": CopyMethodCosts(10.2e-3, 1e-6, 0.0, strided, {512: 1e-9}),
-        }
-        for direction in ("store", "load")
-    }
-
-
-def hold_up_first(driver: Driver, copies: int) -> None:
-    """Runs what was submitted, the first transfer for so long that strided copies take over."""
-    driver.step(copies)  # the start of the first is recorded
-    driver.advance_clock(10_000)
-    driver.run()
-
-
-class UnstagedHandler(OffloadHandler):
-    """Each copy takes 10 us to submit."""
-
-    _costs: ClassVar[Costs] = costs_to_submit(staged=10e-6, strided=10e-6)
-
-
-@needs_kernels
-@simulated
-def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
-    driver: Driver,
-) -> None:
-    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
-    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
-    with UnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
-        driver.set_mode("manual")
-        # More than a quarter of what may be in flight: a submission looks whether some have ended.
-        slow = [handler.store(gpu_block_ids=[i], page_ids=[i], after=()) for i in range(17)]
-        hold_up_first(driver, copies)
-        before = driver.calls_here(STRIDED)
-        large = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
-        copied_here = driver.calls_here(STRIDED) - before
-        driver.set_mode("immediate")
-        handler.synchronize()
-        taken = [job.result and job.result.copy_method for job in (slow[0], large)]
-    assert (taken, copied_here) == (["staged", "strided"], 0)
 
 
 class TwoGroupsHandler(OffloadHandler):
@@ -515,75 +392,6 @@ def test_the_caller_gives_no_large_job_of_which_one_group_is_not_staged(
         assert driver.calls(LAUNCH) > 0
 
 
-@needs_kernels
-@simulated
-def test_a_job_that_fails_names_the_copy_method_of_its_first_group(driver: Driver) -> None:
-    with two_groups(driver) as handler:
-        driver.fail(STRIDED)
-        jobs = [handler.store(gpu_block_ids=ids, page_ids=ids) for ids in ([[0], [0]], [[], [0]])]
-        handler.poll()
-        results = [job.result for job in jobs if job.result]
-    assert [(result.ok, result.copy_method) for result in results] == [
-        (False, "strided"),
-        (True, "staged"),
-    ]
-
-
-@pytest.mark.parametrize("counts", [(BLOCKS, 1), (1, BLOCKS)])
-@needs_kernels
-@simulated
-def test_the_entries_of_all_groups_count(driver: Driver, counts: tuple[int, int]) -> None:
-    with two_groups(driver) as handler:
-        driver.set_mode("manual")
-        hold = driver.hold(SIDE)
-        try:
-            ids = [range(0, count) for count in counts]
-            for _ in range(64):
-                handler.store(gpu_block_ids=ids, page_ids=ids, after=Stream(SIDE))
-            # One for each strided block, 8 for what is staged, and one for 25 of its pages.
-            running = min(700 // (counts[0] + 8 + counts[1] // 25), 64)
-            assert in_time(lambda: handler.metrics().stores.running == running)
-            assert handler.metrics().stores.queued == 64 - running
-        finally:
-            driver.release(hold)
-            driver.set_mode("immediate")
-
-
-class SlowUnstagedHandler(OffloadHandler):
-    """Submitting all strided copies takes 6.4 ms, and staging 64 us."""
-
-    _costs: ClassVar[Costs] = costs_to_submit(staged=1e-6, strided=100e-6)
-
-
-@needs_kernels
-@simulated
-def test_who_waits_gives_no_queued_job_that_takes_longer_since_it_is_staged_no_more(
-    driver: Driver,
-) -> None:
-    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
-    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
-    before = threads()
-    with SlowUnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
-        handler.store(gpu_block_ids=ALL, page_ids=ALL, after=()).synchronize()
-        (worker,) = threads() - before
-        assert in_time(lambda: rest({worker}))
-        with driver.stopped(worker):
-            driver.set_mode("manual")
-            for i in range(BLOCKS):  # no more may be in flight
-                slow = handler.store(gpu_block_ids=[i], page_ids=[i], after=())
-            queued = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
-            hold_up_first(driver, copies)
-            handler.poll()
-            strided = driver.calls_here(STRIDED)
-            with suppress(TimeoutError):
-                handler.synchronize(queued, timeout=0.005)
-            copied_here = driver.calls_here(STRIDED) - strided
-            driver.set_mode("immediate")
-        handler.synchronize()
-        taken = [job.result and job.result.copy_method for job in (slow, queued)]
-    assert (taken, copied_here) == (["staged", "strided"], 0)
-
-
 @KINDS
 @needs_kernels
 @simulated
@@ -594,20 +402,4 @@ def test_with_a_submit_thread_the_caller_gives_nothing(driver: Driver, kind: str
         assert in_time(job.query)
         here, by_all = launches.now()
         assert here == 0 < by_all
-        assert sim.is_right()
-
-
-@KINDS
-@needs_kernels
-@simulated
-def test_a_small_job_needs_no_worker(driver: Driver, kind: str) -> None:
-    with staged(driver, kind) as sim:
-        before = threads()
-        launches = Launches(driver)
-        with driver.stopped(sim.worker):
-            jobs = [sim.submit(ids=[i, i + 1]) for i in range(0, BLOCKS, 2)]
-            assert all(job.query() for job in jobs)
-        here, by_all = launches.now()
-        assert here == by_all
-        assert new_threads(before) == 0
         assert sim.is_right()

@@ -48,24 +48,6 @@ strided copy of 8 x 48 bytes on stream 103""",
 
 
 @simulated
-def test_layers_at_two_distances_are_two_copies(driver: Driver) -> None:
-    whole = torch.randint(256, (15, BLOCKS, 48), dtype=torch.uint8)
-    layers = [0, 1, 2, 3, 4, 6, 8, 10, 12, 14]
-    assert_expected_inline(
-        moved(driver, on_device(driver, whole, [whole[layer] for layer in layers])),
-        """\
-strided copy of 5 x 48 bytes on stream 101
-strided copy of 5 x 48 bytes on stream 101
-strided copy of 5 x 48 bytes on stream 101
-strided copy of 5 x 48 bytes on stream 101
-strided copy of 5 x 48 bytes on stream 103
-strided copy of 5 x 48 bytes on stream 103
-strided copy of 5 x 48 bytes on stream 103
-strided copy of 5 x 48 bytes on stream 103""",
-    )
-
-
-@simulated
 def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
     whole = torch.randint(256, (7, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])
@@ -156,18 +138,6 @@ def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, stora
 
 
 @simulated
-def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
-    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
-    layout = on_device(driver, whole, list(whole))
-    with OffloadHandler(layout, HostPool(layout, num_pages=3, pinned=False)) as handler:
-        job = handler.store(gpu_block_ids=[1], page_ids=[2])
-        handler.synchronize(job)
-        assert job.result is not None
-        assert job.result.copy_method == "batch"
-        assert torch.equal(handler.pools[0].pages[2, 0], whole[:, 1].flatten())
-
-
-@simulated
 def test_a_copy_that_fails_says_which(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
@@ -180,18 +150,6 @@ def test_a_copy_that_fails_says_which(driver: Driver) -> None:
             re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
             """cuMemcpy3DAsync failed at block 1 of 2, from 0x~ to 0x~, 8 slabs of 48 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver""",
         )
-
-
-@simulated
-def test_a_group_of_layers_is_one_copy_of_its_own(driver: Driver) -> None:
-    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
-    layout = on_device(driver, whole, list(whole))
-    with OffloadHandler(layout, HostPool(layout, num_pages=3)) as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[0]))
-        driver.log()
-        handler.synchronize(handler.load(page_ids=[0], gpu_block_ids=[5], layer_groups=2))
-        assert driver.log().count("strided copy of 4 x 48 bytes") == 2
-        assert torch.equal(whole[:, 5], whole[:, 1])
 
 
 @pytest.mark.gpu

@@ -75,9 +75,8 @@ def test_an_expedited_load_notices_damage(driver: Driver, encoding: str) -> None
     assert seen["noticed"] == 20
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("verify", "shares"), [("load", True), ("order", False)])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-@pytest.mark.parametrize("verify", ["load", "order"])
 @needs_kernels
 @simulated
 def test_random_jobs_find_nothing_but_what_is_wrong(

@@ -54,8 +54,8 @@ class Model:
         new = [key for key in keys if key not in self.page_of]
         return len(new) <= self.free + len(set(self.idle) - set(keys))
 
-    def place(self, keys: Sequence[int], pages: Sequence[int], others: Sequence[int]) -> set[int]:
-        """New keys take these pages, while `others` stay; returns the keys that had to go."""
+    def place(self, keys: Sequence[int], pages: Sequence[int], others: Sequence[int]) -> None:
+        """New keys take these pages, while `others` stay."""
         assert len(set(pages)) == len(pages) == len(keys)
         assert not self.held() & set(pages), "somebody reads or writes them"
         candidates = [key for key in self.idle if key not in others]
@@ -68,7 +68,6 @@ class Model:
             self.forget(key)
         for key, page in zip(keys, pages, strict=True):
             self.page_of[key] = page
-        return evicted
 
     def fill(self, key: int, page: int) -> None:
         self.content[page] = key  # the copy wrote there, whatever became of the key

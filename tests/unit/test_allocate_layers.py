@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from error_text import error_text
-from expecttest import assert_expected_inline
 from simulated_driver import DEVICE, Driver, simulated
 
 import torch_kvswap as kvs
-from torch_kvswap.offload.groups import AddressGuard
 
 SHAPES = [(5, 3), (2, 5, 4, 8), (7, 512), (1,)]
 
@@ -35,44 +33,11 @@ def test_layers_are_contiguous_zeros_of_one_storage_at_one_aligned_distance(
     assert layers[0].untyped_storage().nbytes() == 3 * distance + nbytes
 
 
-def test_no_layer_shares_a_byte_with_another() -> None:
-    layers = kvs.allocate_layers((5, 100), 3, dtype=torch.uint8)
-    for number, layer in enumerate(layers):
-        layer.fill_(number + 1)
-    assert [layer.unique().tolist() for layer in layers] == [[1], [2], [3]]
-
-
 def test_dtype_and_device_are_those_of_torch_if_left_out() -> None:
     (layer,) = kvs.allocate_layers([2, 3], 1)
     assert (layer.dtype, layer.device) == (torch.zeros(1).dtype, torch.zeros(1).device)
     with torch.device("meta"):
         assert kvs.allocate_layers([2, 3], 1)[0].device.type == "meta"
-
-
-def test_a_handler_moves_their_blocks() -> None:
-    layers = kvs.allocate_layers((6, 5), 3, dtype=torch.int32)
-    for number, layer in enumerate(layers):
-        layer.random_(1000 * number, 1000 * number + 1000)
-    expected = [layer.clone() for layer in layers]
-    gpu = kvs.PagedLayout(layers)
-    with kvs.HostPool(gpu, num_pages=2) as host, kvs.OffloadHandler(gpu, host) as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[1, 4], page_ids=[1, 0]))
-        handler.synchronize(handler.load(page_ids=[1, 0], gpu_block_ids=[5, 2]))
-    for layer, wanted in zip(layers, expected, strict=True):
-        wanted[[5, 2]] = wanted[[1, 4]]
-        assert torch.equal(layer, wanted)
-
-
-def test_the_address_guard_sees_a_layer_that_has_moved_and_a_storage_that_was_freed() -> None:
-    layers = kvs.allocate_layers((4, 6), 3)
-    guard = AddressGuard([kvs.PagedLayout(layers)])
-    guard.check()
-    layers[2].data = torch.zeros(400, 6)[:4]
-    assert error_text(guard.check).startswith("RuntimeError: tensors[2] has moved from 0x")
-    layers = kvs.allocate_layers((4, 6), 3)
-    guard = AddressGuard([kvs.PagedLayout(layers)])
-    layers[1].untyped_storage().resize_(0)
-    assert error_text(guard.check).startswith("RuntimeError: tensors[0] reaches to byte 96 of its")
 
 
 @pytest.mark.parametrize(
@@ -94,13 +59,6 @@ def test_the_address_guard_sees_a_layer_that_has_moved_and_a_storage_that_was_fr
 )
 def test_wrong_arguments_are_refused(arguments: tuple[object, ...], message: str) -> None:
     assert error_text(kvs.allocate_layers, *arguments).replace("\n", " ") == message
-
-
-def test_a_dtype_that_is_none_is_refused() -> None:
-    assert_expected_inline(
-        error_text(lambda: kvs.allocate_layers((5,), 1, dtype="bfloat16")),  # type: ignore[arg-type]
-        """TypeError: dtype is a str; it must be a torch.dtype""",
-    )
 
 
 def copies(driver: Driver, layers: list[torch.Tensor], block_dim: int) -> int:

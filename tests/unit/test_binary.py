@@ -105,6 +105,7 @@ print(drivers() != before, torch.cuda.is_initialized())
     assert done.stdout.splitlines() == ["False False", "True False"]
 
 
+@pytest.mark.slow
 def test_a_python_without_the_gil_is_refused_with_the_reason_and_the_way_out():
     code = """
 import sys, torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.calibrate import (
     COPY_METHODS,
     SIZES,
-    STEPS,
     InlineHandler,
     Machine,
     Measure,
@@ -106,66 +104,12 @@ def test_a_disturbed_measurement_hardly_changes_what_submission_is_predicted_to_
             assert costs.submit_copy == pytest.approx(expected.submit_copy)
 
 
-def staged_on_an_h200(block_bytes: int, blocks: int) -> float:
-    """Seconds: half a microsecond for each page, nine for each piece, which grow threefold."""
-    pieces = min(blocks, 1 + math.log2(1 + blocks * block_bytes / (512 << 10)) / 2)
-    return blocks * 0.5e-6 + pieces * 9e-6
-
-
-def batch_on_an_h200(size: int) -> float:
-    """Seconds to submit one fragment of a store."""
-    return 0.4e-6 if size < 8192 else 0.9e-6
-
-
-def test_costs_that_are_not_linear_are_predicted_well_enough_to_tell_small_jobs_from_large() -> (
-    None
-):
-    """A job is small up to 50 us: half of that never counts as large, twice of that never as small."""
-    undisturbed = machine_with(made_up())
-
-    def measure(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> Seconds:
-        seconds = undisturbed(copy_method, direction, size, slabs, blocks)
-        submit = {
-            "staged": staged_on_an_h200(size * slabs, blocks),
-            "batch": blocks * slabs * batch_on_an_h200(size),
-        }
-        return seconds._replace(submit=ANY_CALL + submit.get(copy_method, blocks * 1.6e-6))
-
-    store = calibrate(measure)["store"]
-    limit = 50e-6
-    for blocks in range(1, 500):
-        cases = [
-            (
-                staged_on_an_h200(kib << 10, blocks),
-                submit_seconds(store["staged"], "staged", 1, blocks),
-            )
-            for kib in (64, 128, 320, 1024, 2048)
-        ]
-        cases += [
-            (blocks * batch_on_an_h200(size), submit_seconds(store["batch"], "batch", 1, blocks))
-            for size in SIZES
-        ]
-        for taken, predicted in cases:
-            assert not (taken < limit / 2 and predicted > limit)
-            assert not (taken > limit * 2 and predicted <= limit)
-
-
 def test_costs_that_would_leave_every_submission_to_the_caller_are_refused() -> None:
     measure = machine_with(
         {kind: replace(costs, submit_start=0, submit_copy=0) for kind, costs in made_up().items()}
     )
     with pytest.raises(RuntimeError, match="submitting a store by copy_method='strided'"):
         calibrate(measure)
-
-
-def test_progress_ends_when_all_is_measured() -> None:
-    steps: list[None] = []
-    calibrate(machine_with(made_up()), lambda: steps.append(None))
-    assert len(steps) == STEPS
-
-
-def test_a_kernel_is_never_chosen_for_stores() -> None:
-    assert "kernel" not in calibrate(machine_with(made_up()))["store"]
 
 
 def test_the_machine_measures_calls_of_any_size() -> None:

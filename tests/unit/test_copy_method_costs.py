@@ -12,7 +12,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from torch_kvswap import copy_method
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.copy_method import (
     DIRECTIONS,
@@ -97,13 +96,6 @@ def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
     assert read_costs("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
 
 
-def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache_file("A/B GPU 80GB")
-    assert before.name == "copy-method-costs-A-B-GPU-80GB-0.json"
-    monkeypatch.setattr(copy_method.native, "driver_version", lambda: 12345)
-    assert cache_file("A/B GPU 80GB").name == "copy-method-costs-A-B-GPU-80GB-12345.json"
-
-
 def test_a_file_that_is_named_comes_before_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -186,27 +178,16 @@ def with_cost(field: str, text: str | None) -> str:
     ("text", "reason"),
     [
         ("{", "JSONDecodeError"),
-        ("\xff", "JSONDecodeError"),
         ("[" * 100_000, "RecursionError"),
         (with_cost("start_us", "NaN"), "ValueError: store.strided.start_us is nan"),
         (with_cost("start_us", "-1"), "ValueError: store.strided.start_us is -1"),
-        (with_cost("start_us", "true"), "TypeError: store.strided.start_us is a bool"),
-        (with_cost("block_us", "Infinity"), "ValueError: store.strided.block_us is inf"),
-        (with_cost("block_us", "1" + "0" * 400), "ValueError: store.strided.block_us is 1"),
-        (with_cost("block_us", '"1"'), "TypeError: store.strided.block_us is a str"),
-        (with_cost("fragment_us", '{"512": NaN}'), "store.strided.fragment_us.512 is nan"),
         (with_cost("fragment_us", '{"0": 1}'), "the size of store.strided.fragment_us.0 is 0"),
-        (with_cost("fragment_us", f'{{"{10**400}": 1}}'), "the size of store.strided.fragment_us"),
-        (with_cost("fragment_us", "[]"), "TypeError: store.strided.fragment_us is a list"),
         (with_cost("fragment_us", "{}"), "store.strided.fragment_us needs at least one size"),
-        (with_cost("submit_copy_us", "-1"), "store.strided.submit_copy_us is -1"),
         *((with_cost(key, None), f"store.strided lacks '{key}'") for key in FIELDS),
         (with_cost("submit_us", "1"), "store.strided has the unknown key 'submit_us'"),
-        ("[]", "TypeError: the file is a list; it must be an object"),
         ('{"store": {}}', "ValueError: the file lacks 'load'"),
         ('{"store": [], "load": {}}', "TypeError: store is a list; it must be an object"),
         ('{"store": {"stride": {}}, "load": {}}', "store has the unknown key 'stride'; the keys"),
-        ('{"store": {}, "load": {}, "copy": {}}', "the file has the unknown key 'copy'"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_way_out(

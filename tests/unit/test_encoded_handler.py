@@ -99,45 +99,6 @@ def test_positions_count_through_the_lists_of_all_groups() -> None:
         assert outcome(cache) == ("failed", (1, 5))
 
 
-def test_positions_do_not_depend_on_the_order_of_the_pages() -> None:
-    with EncodedCache() as cache:
-        before = cache.block(3)
-        cache.spoil(1, 4, 5)
-        cache.store([1, 2, 3, 4, 5], [9, 7, 8, 2, 3])
-        assert outcome(cache) == ("failed", (0, 3, 4))
-        cache.load([9, 8, 2, 3, 1], [15, 12, 14, 11, 13])
-        assert outcome(cache) == ("failed", (0, 2, 3, 4))
-        assert cache.is_same(12, before)
-
-
-def test_the_message_has_the_width_of_the_first_rejected_blocks_group() -> None:
-    with EncodedCache(encodings=("lossless", "lossless"), bits=[12.125, 12.5]) as cache:
-        cache.spoil(1, group=1)
-        cache.store([[1, 2], [1, 2]], [[0, 1], [2, 3]])
-        (result,) = cache.handler.poll()
-        assert str(result.error) == (
-            "1 of 4 blocks does not fit into a slot of 12.5 bits a value (position 2)"
-        )
-
-
-def test_a_long_list_of_positions_is_cut_in_the_message_only() -> None:
-    with EncodedCache(layers=1) as cache:
-        cache.spoil(*range(16))
-        cache.store(list(range(8)), list(range(8)))
-        (result,) = cache.handler.poll()
-        assert str(result.error) == (
-            "8 of 8 blocks do not fit into slots of 12.125 bits a value "
-            "(positions 0, 1, 2, 3, 4, 5, 6, 7)"
-        )
-        cache.store(list(range(16)), list(range(16)))
-        (result,) = cache.handler.poll()
-        assert result.rejected == tuple(range(16))
-        assert str(result.error) == (
-            "16 of 16 blocks do not fit into slots of 12.125 bits a value "
-            "(positions 0, 1, 2, 3, 4, 5, 6, 7, ...)"
-        )
-
-
 def test_a_store_of_a_block_that_a_load_has_rejected_fails_until_that_load_is_reported() -> None:
     with EncodedCache() as cache:
         cache.load([3], [5])

@@ -31,12 +31,6 @@ def test_layers_are_counted_through_all_groups() -> None:
         assert [job.layer_group_of(layer) for layer in range(3)] == [0, 1, 2]
 
 
-def test_one_layout_is_no_list() -> None:
-    one = layout(6)
-    assert not Groups(one, HostPool(one, 1)).is_list
-    assert Groups([one], [HostPool(one, 1)]).is_list
-
-
 def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_one_memory() -> (
     None
 ):
@@ -151,44 +145,4 @@ make the pool from this layout with encoding='raw', or pass dtype=torch.bfloat16
 PagedLayout if the tensors are views of such values
 ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
 torch.float16; make the pool from this layout with encoding='raw'""",
-    )
-
-
-def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
-    groups = Groups(layout(6), HostPool(layout(6), 1))
-    assert groups.moved_to(layout(6, blocks=9)).layouts[0].num_blocks == 9
-    elsewhere = layout(6)
-    elsewhere.device = torch.device("cuda", 1)
-    calls = [
-        lambda: groups.moved_to(layout(5)),
-        lambda: groups.moved_to(layout(6, 6)),
-        lambda: groups.moved_to(elsewhere),
-        lambda: Groups([layout(6)], [HostPool(layout(6), 1)]).moved_to(layout(6)),
-    ]
-    assert_expected_inline(
-        "\n".join(error_text(call) for call in calls),
-        """\
-ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; make
-the pool from this layout
-ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
-ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
-this layout
-TypeError: gpu is a PagedLayout, host is a tuple of 1 HostPool; pass one of each, or a
-list of each""",
-    )
-
-
-def test_layouts_on_two_devices_are_refused() -> None:
-    one, other = layout(6), layout(6)
-    pools = [HostPool(one, 1), HostPool(other, 1)]
-    other.device = torch.device("cuda", 1)
-    assert_expected_inline(
-        error_text(Groups, [one, other], pools),
-        """ValueError: gpu[0] is on cpu, gpu[1] on cuda:1; make a handler for each device""",
-    )
-    assert_expected_inline(
-        error_text(Groups, other, pools[1]),
-        """\
-ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
-this layout""",
     )

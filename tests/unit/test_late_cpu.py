@@ -11,7 +11,6 @@ import torch
 import torch_kvswap as kvs
 
 NUM_BLOCKS = 8
-STATES = 1 << 20  # encoded blocks of a channel's jobs that have not ended
 
 
 @pytest.fixture
@@ -122,15 +121,6 @@ def test_any_number_of_jobs_can_be_late_and_keep_their_order(late: None) -> None
         assert values(handler) == [1.0] * NUM_BLOCKS
 
 
-def test_results_of_encoded_blocks_name_rejected_ones(late: None) -> None:
-    with make_handler(dtype=torch.bfloat16) as handler:
-        noise = torch.randint(-(2**15), 2**15, (4096,), dtype=torch.int16).view(torch.bfloat16)
-        handler.layouts[0].tensors[0][3] = noise
-        handler.store(gpu_block_ids=[2, 3], page_ids=[0, 1])
-        (result,) = handler.poll()
-        assert (result.state, result.rejected) == ("failed", (1,))
-
-
 def test_a_handler_is_late_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     set_late(monkeypatch, True)
     one = make_handler()
@@ -160,26 +150,3 @@ def test_threads_that_submit_and_poll_lose_no_job(late: None) -> None:
         results += handler.poll()
         assert sorted(result.job_id for result in results) == list(range(6 * count))
         assert values(handler) == [1, 2, 3, 4, 1, 2, 3, 8]
-
-
-@pytest.mark.slow
-def test_a_job_for_whose_encoded_blocks_there_are_no_states_moves_the_bytes_before(
-    late: None,
-) -> None:
-    blocks = torch.arange(4096)
-    gpu = kvs.PagedLayout([torch.ones(len(blocks), 1024, dtype=torch.bfloat16)])
-    pool = kvs.HostPool(
-        gpu, 1, blocks_per_page=len(blocks), encoding="lossless", bits_per_value=12.5
-    )
-    with kvs.OffloadHandler(gpu, pool) as handler:
-
-        def store() -> None:
-            handler.store(gpu_block_ids=blocks, page_ids=[0])
-
-        for _ in range(STATES // len(blocks)):
-            store()
-        running = handler.metrics().stores.running
-        assert running == STATES // len(blocks)
-        store()
-        assert handler.metrics().stores.running == 1
-        assert len(handler.poll()) == running + 1

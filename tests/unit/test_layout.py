@@ -1,8 +1,5 @@
 """A layout has the address of every block of every slab; errors name the tensor."""
 
-import copy
-import math
-import pickle
 from collections.abc import Callable
 from random import Random
 
@@ -47,12 +44,6 @@ def test_blocks_first_makes_one_slab_of_a_tensor_whatever_follows() -> None:
     layout = PagedLayout([cache])
     assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (1, 5, 96)
     assert block_bytes_of(layout, 0, 3) == cache[3].data_ptr()
-
-
-def test_several_dimensions_before_the_blocks_are_all_slabs() -> None:
-    cache = torch.zeros(3, 2, 7, 4, dtype=torch.int16)
-    layout = PagedLayout([cache], block_dim=2)
-    assert layout.bases.tolist() == [cache[i, j].data_ptr() for i in range(3) for j in range(2)]
 
 
 def test_every_slab_knows_its_tensor() -> None:
@@ -103,20 +94,6 @@ def test_slabs_may_be_interleaved_with_blocks() -> None:
 def test_a_single_block_has_any_stride() -> None:
     cache = torch.zeros(100).as_strided((1, 10), (1, 1))
     assert PagedLayout([cache]).num_blocks == 1
-
-
-def test_slabs_tile_exactly_the_bytes_of_the_tensors() -> None:
-    cache = torch.zeros(3, 4, 5, 6, dtype=torch.int16)
-    layout = PagedLayout([cache], block_dim=1)
-    starts = sorted(block_bytes_of(layout, p, b) for p in range(3) for b in range(4))
-    assert starts == list(range(cache.data_ptr(), cache.data_ptr() + cache.nbytes, 60))
-    assert math.prod(cache.shape) * 2 == layout.block_bytes * layout.num_blocks
-
-
-@pytest.mark.parametrize("tensors", [torch.zeros(4, 4), [torch.zeros(4), [1, 2]], [None]])
-def test_what_is_no_list_of_tensors_is_refused(tensors: object) -> None:
-    with pytest.raises(TypeError, match=r"pass a list, |it must be a tensor"):
-        PagedLayout(tensors)  # type: ignore[arg-type]
 
 
 def test_tensors_that_make_no_layout_are_refused() -> None:
@@ -188,16 +165,6 @@ def test_a_tensor_whose_storage_was_freed_or_shrank_is_refused(left: int) -> Non
 ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, cpu) reaches to
 byte 48 of its storage, which was freed or resized to N: bring its memory back first""",
     )
-
-
-def test_a_slice_behind_the_end_of_its_storage_is_refused() -> None:
-    part = torch.zeros(8, 4)[4:]
-    part.untyped_storage().resize_(64)
-
-    def make() -> PagedLayout:
-        return PagedLayout([part])
-
-    assert "reaches to byte 128 of its storage" in " ".join(error_text(make).split())
 
 
 @pytest.mark.parametrize(
@@ -275,12 +242,6 @@ def test_the_type_of_the_values_is_that_of_the_tensors_if_they_have_one() -> Non
 def test_bytes_have_the_type_that_the_caller_names() -> None:
     tensors = [torch.zeros(4, 8, dtype=one) for one in (torch.uint8, torch.int8, torch.bfloat16)]
     assert PagedLayout(tensors, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_a_copy_of_a_layout_has_the_same_type() -> None:
-    layout = PagedLayout([torch.zeros(4, 8, dtype=torch.int8)], dtype=torch.bfloat16)
-    for other in (copy.copy(layout), pickle.loads(pickle.dumps(layout))):
-        assert other.dtype == torch.bfloat16
 
 
 def test_a_type_that_the_values_cannot_have_is_refused() -> None:

@@ -128,15 +128,6 @@ def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:
         handler.rebind(layouts)
 
 
-def test_a_closed_handler_cannot_be_rebound() -> None:
-    layout = PagedLayout([make_cache("cpu", 1)])
-    handler = OffloadHandler(layout, HostPool(layout, 4))
-    handler.close()
-    assert error_text(handler.rebind, layout) == (
-        "RuntimeError: the handler is closed; make a new one"
-    )
-
-
 @simulated
 def test_a_job_of_another_thread_that_came_after_the_wait_keeps_the_cache(driver: Driver) -> None:
     driver.set_mode("manual")

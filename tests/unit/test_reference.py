@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import in_child
 
 import torch_kvswap.reference
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, Result, TransferError
@@ -187,61 +184,3 @@ def test_a_dropped_handler_lets_its_memory_go() -> None:
     del handler
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
-
-
-def test_an_interrupted_end_of_a_dropped_handler_keeps_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    handler = make()
-    job_of(handler)
-    alive, flights = weakref.ref(handler.host), weakref.ref(handler._flights)
-    monkeypatch.setattr(torch_kvswap.reference._HostEvent, "synchronize", interrupt)
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    del handler
-    gc.collect()
-    assert alive() is not None
-    monkeypatch.undo()
-    kept = flights()
-    assert kept is not None
-    kept.close()
-    del kept
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_job_keeps_its_handler() -> None:
-    job = job_of(make())
-    gc.collect()
-    job.synchronize()
-    assert job.handler.poll() == [job.result]
-
-
-def test_a_forked_child_is_told_so() -> None:
-    handler = make()
-
-    def is_refused() -> bool:
-        with pytest.raises(RuntimeError, match="forked from it"):
-            job_of(handler)
-        return True
-
-    assert in_child(is_refused) == 1
-
-
-def test_threads_get_every_result_once() -> None:
-    handler, results = make(), list[Result]()
-
-    def work() -> None:
-        for _ in range(200):
-            job_of(handler)
-            results.extend(handler.poll())
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    results.extend(handler.poll())
-    assert sorted(result.job_id for result in results) == list(range(800))

@@ -45,14 +45,6 @@ def test_a_result_that_native_code_makes_is_like_one_made_in_python() -> None:
         result.tag = None  # type: ignore[misc]
 
 
-def test_only_a_job_that_is_done_is_ok() -> None:
-    assert [one.ok for one in (DONE, CANCELLED, failed(TransferError("why")))] == [
-        True,
-        False,
-        False,
-    ]
-
-
 def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
     results = [
         failed(TransferError("no copy engine"), "store"),
@@ -110,20 +102,6 @@ def test_a_result_and_its_error_name_the_rejected_blocks() -> None:
     error = error_of([one])
     assert isinstance(error, BlocksRejectedError)
     assert (str(error), error.rejected) == ("store 7 failed: blocks do not fit", (4, 9))
-
-
-def test_an_error_of_several_jobs_leaves_their_rejected_blocks_to_the_results() -> None:
-    error = error_of([rejecting(4, 9), rejecting(1)])
-    assert isinstance(error, BlocksRejectedError)
-    assert error.rejected == ()
-    assert [one.rejected for one in error.results] == [(4, 9), (1,)]
-
-
-@pytest.mark.parametrize("duplicate", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
-def test_rejected_blocks_survive_pickling(duplicate: Callable[[Any], Any]) -> None:
-    one = rejecting(4, 9)
-    assert duplicate(one).rejected == duplicate(one).error.rejected == (4, 9)
-    assert duplicate(error_of([one])).rejected == (4, 9)
 
 
 def test_a_tag_is_compared_with_nothing_and_is_not_pickled() -> None:

@@ -1,8 +1,6 @@
 """The demo of `make demo`: it runs, its tokens are right, and it finds wrong ones."""
 
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from served_engine import serving
@@ -36,6 +34,7 @@ def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, caps
     assert "144 tokens compared, 0 requests differ" in printed
 
 
+@pytest.mark.slow
 def test_two_demos_on_one_server_reuse_more_than_two_with_caches_of_their_own(tmp_path, capsys):
     def reused(*options):
         assert demo.main([*SMALL, *options]) == 0
@@ -87,61 +86,10 @@ def free_blocks_at_once(monkeypatch):
     monkeypatch.setattr(Server, "_finish", finish_too_early)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [forget_waits, free_blocks_at_once])
 def test_a_fault_of_the_server_shows_where_jobs_end_late(fault, monkeypatch, capsys):
     fault(monkeypatch)
     assert demo.main(SMALL) == 1
     monkeypatch.setenv("KVSWAP_LATE_CPU", "0")
     assert demo.main(SMALL) == 0
-
-
-def test_a_failed_load_ends_the_demo_with_its_reason(monkeypatch):
-    poll = kvs.PrefixCache.poll
-
-    def poll_with_failed_loads(self, timeout=0.0):
-        results = poll(self, timeout)
-        for result in results:
-            if result.direction == "load":
-                object.__setattr__(result, "state", "failed")
-                object.__setattr__(result, "error", OSError("the link fell off"))
-        return results
-
-    monkeypatch.setattr(kvs.PrefixCache, "poll", poll_with_failed_loads)
-    with pytest.raises(RuntimeError, match="a load failed: the link fell off"):
-        demo.main(SMALL)
-
-
-def test_without_matplotlib_it_says_so_and_draws_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
-    assert demo.main([*SMALL, "--plot", "nowhere.png"]) == 2
-    assert capsys.readouterr() == ("", "--plot needs matplotlib: pip install matplotlib\n")
-
-
-def test_the_times_to_first_token_are_drawn(monkeypatch, tmp_path):
-    drawn = {}
-
-    class Axes:
-        def step(self, milliseconds, shares, where, label):
-            drawn[label] = milliseconds, shares
-
-        def set(self, **_): ...
-        def legend(self): ...
-
-    class Figure:
-        def savefig(self, file):
-            Path(file).write_text("drawn")
-
-    monkeypatch.setattr(demo, "find_spec", lambda name: name)
-    pyplot = SimpleNamespace(subplots=lambda: (Figure(), Axes()))
-    monkeypatch.setattr(demo, "import_module", lambda name: pyplot)
-    assert demo.main([*SMALL, "--plot", str(tmp_path / "waits.png")]) == 0
-    assert (tmp_path / "waits.png").read_text() == "drawn"
-    assert list(drawn) == ["without host cache", "with"]
-    for milliseconds, shares in drawn.values():
-        assert milliseconds == sorted(milliseconds)
-        assert (len(milliseconds), shares[-1]) == (6, 100)
-
-
-def test_a_cache_that_cannot_hold_one_request_is_refused():
-    with pytest.raises(SystemExit, match="--gpu-blocks must be more than 8"):
-        demo.main([*SMALL, "--gpu-blocks", "8"])

@@ -12,7 +12,6 @@ from torch_kvswap.prefix.client import RemoteManager
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
 from torch_kvswap.prefix.manager import (
-    BlockEvent,
     BlockManager,
     BlockStats,
     Lookup,
@@ -21,7 +20,6 @@ from torch_kvswap.prefix.tier import BelowStats
 
 __all__ = [
     "BelowStats",
-    "BlockEvent",
     "BlockGroup",
     "BlockManager",
     "BlockStats",

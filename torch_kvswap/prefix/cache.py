@@ -10,20 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from torch_kvswap._native.arguments import (
-    UINT64_MAX,
     Int64Array,
     NotCopyable,
-    count_of,
     kind_of,
     read_int,
     read_switch,
     read_timeout,
 )
 from torch_kvswap._native.ids import Ids
-from torch_kvswap._native.loader import native
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat
 from torch_kvswap.below.store import PageStore
@@ -37,242 +32,14 @@ from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
-from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe
-from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups
-from torch_kvswap.prefix.hashing import (
-    DIGEST_BYTES,
-    Keys,
-    PrefixKeys,
-    read_digests,
-    split_digests,
-)
+from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_part
+from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.hashing import Keys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
-from torch_kvswap.prefix.manager import (
-    BELOW_POLICIES,
-    BelowPolicy,
-    BlockManager,
-    Lookup,
-)
+from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
+from torch_kvswap.prefix.pools import Pools
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import CorruptedPageError, Result
-
-
-class _Pools:
-    """Host pools: their usable pages (`counts`), and the conversion of arguments per pool.
-
-    The manager numbers the usable pages of each pool from 0 on. With `is_list`, keys, ids and pages
-    are lists with one entry per pool.
-    """
-
-    def __init__(self, pools: Sequence[HostPool], is_list: bool) -> None:
-        self._pools = pools
-        self._is_list = is_list
-        self.counts = [pool.num_pages for pool in pools]
-        self._block_tokens: list[int] = []  # of each group; empty without groups
-
-    def set_groups(self, groups: Sequence[BlockGroup] | None) -> None:
-        """Raises ValueError if these are not the groups of the pools, or two pools share pages."""
-        count = len(self._pools)
-        if groups is None and self._is_list:
-            raise ValueError(
-                f"groups is None, but gpu is a list of {count} layouts; pass a BlockGroup for each"
-            )
-        if groups is not None and not self._is_list:
-            raise ValueError(
-                "groups is for a list of layouts; leave it out, or pass a list of one layout and a "
-                "list of one pool"
-            )
-        if groups is not None:
-            named = [group.num_pages for group in read_groups(groups)]
-            if named != self.counts:
-                raise ValueError(
-                    f"the groups have {named} pages, their pools {self.counts}; "
-                    "make num_pages that of the pool"
-                )
-            self._block_tokens = [group.block_tokens for group in groups]
-        for later, pool in enumerate(self._pools):
-            for earlier in range(later):
-                if self._pools[earlier]._memory is pool._memory:
-                    raise ValueError(
-                        f"host[{earlier}] and host[{later}] are the same pages, and a PrefixCache "
-                        "assigns all pages of each; make a pool for each group"
-                    )
-
-    def check_tokens(self, keys: Any) -> None:
-        """Raises ValueError if keys are of other block_tokens than their group.
-
-        Only the keys of a PrefixHasher say so. A cache with one layout has no groups.
-        """
-        if not self._block_tokens:
-            return
-        of_groups = self.split("keys", keys)
-        for group, (of_group, tokens) in enumerate(zip(of_groups, self._block_tokens, strict=True)):
-            if isinstance(of_group, PrefixKeys) and of_group.block_tokens != tokens:
-                raise ValueError(
-                    f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
-                    f"block_tokens of group {group} is {tokens}; make both equal, in the "
-                    "PrefixHasher or in the BlockGroup"
-                )
-
-    @property
-    def ready(self) -> list[int]:
-        """How many of these pages are ready by now, per pool."""
-        return [pool.num_ready_pages for pool in self._pools]
-
-    def select(self, blocks: Sequence[array[int]], key_indices: Any) -> list[Int64Array]:
-        """Selects the GPU blocks of the keys with these indices, per pool."""
-        indices = key_indices if self._is_list else [key_indices]
-        return list(map(_select, self._pools, blocks, indices))
-
-    def pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
-        """The positions of the pages that hold these blocks of a job, which has full pages, except
-        that the last one of a pool may have fewer blocks. The blocks of all pools count in a row,
-        and so do the pages.
-        """
-        page_of_block: list[int] = []
-        first_page = 0
-        for pool, of_pool in zip(self._pools, blocks, strict=True):
-            places = range(len(of_pool))
-            page_of_block += [first_page + place // pool.blocks_per_page for place in places]
-            first_page += -(-len(of_pool) // pool.blocks_per_page)
-        return list(dict.fromkeys(page_of_block[position] for position in positions))
-
-    def keys_of(self, positions: Sequence[int], entry: _Reserved) -> list[tuple[int, bytes]]:
-        """The groups and digests of pages with these positions(), as pages_with() counts them."""
-        indices = entry.reservation.key_indices
-        digests = list(map(split_digests, entry.digests))
-        digests_of_pages = [
-            (group, digests[group][index])
-            for group, of_group in enumerate(indices if self._is_list else [indices])
-            for index in of_group
-        ]
-        return [digests_of_pages[position] for position in positions]
-
-    def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
-        of_pools = self.split("keys", keys)
-        self.check_tokens(keys)
-        digests = [
-            read_digests(self.name_of("keys", group), of_pool)
-            for group, of_pool in enumerate(of_pools)
-        ]
-        blocks = self.read_blocks(gpu_block_ids)
-        for group, (pool, of_pool) in enumerate(zip(self._pools, digests, strict=True)):
-            name = self.name_of("gpu_block_ids", group)
-            _check_count(pool, name, len(of_pool) // DIGEST_BYTES, blocks[group])
-        return digests, blocks
-
-    def keys_on_gpu(
-        self, digests: list[bytes], blocks: list[array[int]]
-    ) -> tuple[list[bytes], list[array[int]]]:
-        """What read() returned, without the keys that have a block of -1."""
-        kept = list(map(_keys_on_gpu, self._pools, digests, blocks))
-        return [digests for digests, _ in kept], [blocks for _, blocks in kept]
-
-    def check_needed(self, blocks: list[array[int]], needed: range | list[range]) -> None:
-        """Raises ValueError if a key of BlockManager.needed_blocks() has a block of -1."""
-        several = needed if isinstance(needed, list) else [needed]
-        for group, (pool, of_pool, keys) in enumerate(
-            zip(self._pools, blocks, several, strict=True)
-        ):
-            first, end = keys.start * pool.blocks_per_page, keys.stop * pool.blocks_per_page
-            if -1 in of_pool[first:end]:
-                at = of_pool.index(-1, first)
-                name = self.name_of("gpu_block_ids", group)
-                raise ValueError(
-                    f"{name}[{at}] is -1, but what follows the prefix needs this block; pass a GPU "
-                    "block for each block of manager.needed_blocks(prefix)"
-                )
-
-    def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
-        """The GPU blocks of each pool."""
-        return [
-            native.read_ids(self.name_of("gpu_block_ids", group), ids)
-            for group, ids in enumerate(self.split("gpu_block_ids", gpu_block_ids))
-        ]
-
-    def name_of(self, argument: str, group: int) -> str:
-        """What errors call the part of an argument for this group."""
-        return f"{argument}[{group}]" if self._is_list else argument
-
-    def split(self, name: str, argument: Any) -> Sequence[Any]:
-        """The part of an argument for each pool."""
-        if not self._is_list:
-            return [argument]
-        return split_groups(name, argument, len(self._pools))
-
-    def join(self, of_pools: Sequence[Any]) -> Any:
-        """The parts of all pools in the form in which the caller passes arguments."""
-        return of_pools if self._is_list else of_pools[0]
-
-
-def _check_count(pool: HostPool, name: str, count: int, blocks: array[int]) -> None:
-    """Checks that there are blocks_per_page for each of `count` keys; the last may have fewer."""
-    per_page = pool.blocks_per_page
-    if -(-len(blocks) // per_page) != count:
-        raise ValueError(
-            f"{name} has {count_of(len(blocks), 'id')} for {count_of(count, 'key')} of "
-            f"{count_of(per_page, 'block')} each; pass one for each block of all keys, -1 for a "
-            "block that is not on the GPU"
-        )
-
-
-def _check_blocks(name: str, count: int, blocks: array[int]) -> bool:
-    """Whether one of the blocks is -1. Raises IndexError if one is neither that nor one of the
-    cache's `count` blocks.
-    """
-    numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
-    if not len(numbers) or numbers.max() < count:
-        return False
-    wrong = (numbers >= count) & (numbers != UINT64_MAX)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise IndexError(
-            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}, and -1 "
-            "is a block that is not on the GPU"
-        )
-    return True
-
-
-def _check_distinct(name: str, blocks: array[int]) -> None:
-    """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
-    numbers = np.sort(np.frombuffer(blocks, np.int64))
-    twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
-    if len(twice):
-        block = int(twice[0])
-        first = blocks.index(block)
-        second = blocks.index(block, first + 1)
-        raise ValueError(
-            f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the contents "
-            "of two; pass -1 for blocks that are not on the GPU"
-        )
-
-
-def _keys_on_gpu(pool: HostPool, digests: bytes, blocks: array[int]) -> tuple[bytes, array[int]]:
-    """Leaves out the keys with a block of -1, and the blocks of these keys."""
-    per_page = pool.blocks_per_page
-    rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-    left_out = np.flatnonzero(np.frombuffer(blocks, np.int64) == -1) // per_page
-    kept = np.delete(np.arange(len(rows)), left_out)
-    return rows[kept].tobytes(), array("q", _select(pool, blocks, kept).tobytes())
-
-
-def _check_distinct_keys(name: str, digests: bytes) -> None:
-    """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
-    first: dict[bytes, int] = {}
-    for index, key in enumerate(split_digests(digests)):
-        if (before := first.setdefault(key, index)) != index:
-            raise ValueError(
-                f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
-            )
-
-
-def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
-    """The GPU blocks of the keys with these indices."""
-    numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
-    slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
-    selected: Int64Array = numbers[slots[slots < len(numbers)]]
-    return selected
 
 
 @dataclass(eq=False, slots=True)
@@ -344,13 +111,7 @@ class Preempted(NamedTuple):
 
 def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[PageFormat]:
     """The formats of the pools' pages. Raises what a PrefixCache does for a wrong argument."""
-    if not isinstance(model, str):
-        raise TypeError(
-            f"below_model is {kind_of(model)}; name the model and its revision, because others may "
-            "use the same store"
-        )
-    world = read_int("below_world", world, 1)
-    rank = read_int("below_rank", rank, 0, world - 1)
+    model, rank, world = read_part(model, rank, world, "below_")
     formats = []
     for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
         if pool.num_parts > 1:
@@ -405,7 +166,7 @@ class PrefixCache(NotCopyable):
             num_pages must be that of the pool.
         store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
             leave the GPU cache.
-        eviction_policy, store_threshold, events: see BlockManager.
+        eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes, submit_thread: see OffloadHandler.
         below (str | PageStore | None): a store for pages that leave host memory, which may be
             shared with other processes: "file:PATH", "valkey://HOST:PORT", or an object, which
@@ -418,9 +179,8 @@ class PrefixCache(NotCopyable):
         below_bytes (int): bytes in flight to the store, and from there, at most.
 
     Attributes:
-        manager (BlockManager | RemoteManager): the bookkeeping. Its stats(), events(), touch(),
-            order() and reset() may be used; leave reservations to the prefix cache. That of
-            connect() has no events().
+        manager (BlockManager | RemoteManager): the bookkeeping. Its stats(), touch(), order() and
+            reset() may be used; leave reservations to the prefix cache.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -440,7 +200,6 @@ class PrefixCache(NotCopyable):
         store_policy: Literal["eager", "lazy"] = "eager",
         eviction_policy: str = "lru",
         store_threshold: int = 1,
-        events: bool = False,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
@@ -454,7 +213,7 @@ class PrefixCache(NotCopyable):
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
         of_handler = Groups(gpu, host)
-        pools = _Pools(of_handler.pools, of_handler.is_list)
+        pools = Pools(of_handler.pools, of_handler.is_list)
         pools.set_groups(groups)
         if below_policy not in BELOW_POLICIES:
             known = " or ".join(BELOW_POLICIES)
@@ -468,7 +227,6 @@ class PrefixCache(NotCopyable):
             num_ready_pages=pools.ready,
             eviction_policy=eviction_policy,
             store_threshold=store_threshold,
-            events=events,
             below_policy=None if below is None else below_policy,
         )
         options = copy_method, staging_bytes, submit_thread
@@ -479,7 +237,7 @@ class PrefixCache(NotCopyable):
     def _open(
         self,
         of_handler: Groups,
-        pools: _Pools,
+        pools: Pools,
         manager: BlockManager | RemoteManager,
         store_policy: str,
         copy_method: str | None,
@@ -561,7 +319,7 @@ class PrefixCache(NotCopyable):
         made = cls.__new__(cls)
         try:
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
-            pools = _Pools(served.pools, is_list)
+            pools = Pools(served.pools, is_list)
             pools.set_groups(groups)
             options = copy_method, staging_bytes, submit_thread
             made._open(of_handler, pools, manager, store_policy, *options)
@@ -673,7 +431,7 @@ class PrefixCache(NotCopyable):
         expedited = read_switch("expedited", expedited)
         check_job_method(copy_method)
         digests, blocks = self._pools.read(keys, gpu_block_ids)
-        if self._check_gpu_blocks(blocks):
+        if self._pools.check_blocks(self.layouts, blocks):
             if prefix is None:
                 digests, blocks = self._pools.keys_on_gpu(digests, blocks)
             else:
@@ -773,7 +531,7 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_process()  # a fork may have the lock, held forever
         check_job_method(copy_method)
         leaving = self._pools.read_blocks(gpu_block_ids)
-        self._check_gpu_blocks(leaving)
+        self._pools.check_blocks(self.layouts, leaving)
         started: list[Job] = []
         if self._lazy:
             with self._handler._reporting:
@@ -1003,7 +761,8 @@ class PrefixCache(NotCopyable):
                 pages = self._pools.pages_with(result.rejected, entry.blocks)
                 tier = self.manager if isinstance(self.manager, RemoteManager) else self._below
                 if tier is not None and isinstance(result.error, CorruptedPageError):
-                    tier.delete(self._pools.keys_of(pages, entry))
+                    indices = entry.reservation.key_indices
+                    tier.delete(self._pools.keys_of(pages, entry.digests, indices))
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)
@@ -1022,8 +781,7 @@ class PrefixCache(NotCopyable):
         """Records the keys of the GPU blocks, for evict()."""
         self._handler._native.check_process()  # a fork may have the lock, held forever
         prompt = self._read(keys, gpu_block_ids)
-        for group, digests in enumerate(prompt.digests):
-            _check_distinct_keys(self._pools.name_of("keys", group), digests)
+        self._pools.check_distinct_keys(prompt.digests)
         with self._handler._reporting:
             loads = tuple(self._handler._native.unreported_loads(self._pools.join(prompt.named)))
             for lazy, digests, blocks in zip(
@@ -1034,9 +792,8 @@ class PrefixCache(NotCopyable):
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         digests, named = self._pools.read(keys, gpu_block_ids)
-        some_left_out = self._check_gpu_blocks(named)
-        for group, blocks in enumerate(named):
-            _check_distinct(self._pools.name_of("gpu_block_ids", group), blocks)
+        some_left_out = self._pools.check_blocks(self.layouts, named)
+        self._pools.check_distinct(named)
         if not some_left_out:
             return _Prompt(digests, named, named)
         return _Prompt(*self._pools.keys_on_gpu(digests, named), named)
@@ -1045,19 +802,6 @@ class PrefixCache(NotCopyable):
         """The earlier jobs that still use one of these blocks, and the stores just started."""
         using = self._handler.jobs_using(self._pools.join(blocks))
         return [*(job for job in using if job not in started), *started]
-
-    def _check_gpu_blocks(self, several: Sequence[array[int]]) -> bool:
-        """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
-        return any(
-            [  # a list: all are checked
-                _check_blocks(
-                    self._pools.name_of("gpu_block_ids", group), layout.num_blocks, blocks
-                )
-                for group, (layout, blocks) in enumerate(
-                    zip(self._handler.layouts, several, strict=True)
-                )
-            ]
-        )
 
     def _store(self, prompt: _Prompt, **options: Any) -> Job | None:
         """Stores the blocks that the host does not have; None if there are none, or no room.

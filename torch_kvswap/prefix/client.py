@@ -417,6 +417,17 @@ class RemotePools:
             self.pools[:] = pools
 
 
+def read_part(model: object, rank: object, world: object, prefix: str = "") -> tuple[str, int, int]:
+    """Checks of which part of which model others get the pages; errors name the arguments so."""
+    if not isinstance(model, str):
+        raise TypeError(
+            f"{prefix}model is {kind_of(model)}; name the model and its revision, because others "
+            "may use the same pages"
+        )
+    parts = read_int(f"{prefix}world", world, 1)
+    return model, read_int(f"{prefix}rank", rank, 0, parts - 1), parts
+
+
 def describe(
     layouts: Sequence[PagedLayout],
     groups: Sequence[BlockGroup] | None,
@@ -433,13 +444,7 @@ def describe(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    if not isinstance(model, str):
-        raise TypeError(
-            f"model is {kind_of(model)}; name the model and its revision, because other engines "
-            "use the same pages"
-        )
-    world = read_int("world", world, 1)
-    rank = read_int("rank", rank, 0, world - 1)
+    model, rank, world = read_part(model, rank, world)
     kept = read_encoding(encoding, bits_per_value)
     of_groups = [BlockGroup(1) for _ in layouts] if groups is None else read_groups(groups)
     if len(of_groups) != len(layouts):

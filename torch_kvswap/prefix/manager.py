@@ -24,8 +24,6 @@ from torch_kvswap.prefix.groups import (
     unit_tokens,
 )
 
-EventKind = Literal["stored", "evicted", "cleared", "lost"]
-EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")  # by native number
 POLICIES = ("lru", "arc")  # index: native number
 BelowPolicy = Literal["reused", "all"]
 BELOW_POLICIES: tuple[BelowPolicy, ...] = get_args(BelowPolicy)  # index + 1: native number
@@ -62,21 +60,6 @@ native.set_python(
     read_switch=read_switch,
 )
 Reservation = LoadReservation | StoreReservation
-
-
-class BlockEvent(NamedTuple):
-    """A change of the cached blocks.
-
-    Attributes:
-        kind (str): "stored" or "evicted" for one block, "cleared" for all blocks, or "lost": events
-            were dropped because nobody took them, and a listener must start over.
-        group (int): the group of layers; -1 for all.
-        key (bytes): the digest of the block's key.
-    """
-
-    kind: EventKind
-    group: int
-    key: bytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +132,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
             it. As many keys as there are pages are counted, those that were looked up last.
-        events (bool): record what changes, for events().
         below_policy (str | None): which blocks hold_due() returns: "reused", those that a load or
             touch() has used since they were stored; "all"; None is none.
 
@@ -169,7 +151,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         num_ready_pages: int | Sequence[int] | None = None,
         eviction_policy: str = "lru",
         store_threshold: int = 1,
-        events: bool = False,
         below_policy: BelowPolicy | None = None,
     ) -> None:
         self.groups = read_groups(groups)
@@ -191,10 +172,9 @@ class BlockManager(NotCopyable, native.BlockManager):
         ]
         policy = POLICIES.index(eviction_policy)
         below = 0 if below_policy is None else BELOW_POLICIES.index(below_policy) + 1
-        kinds = (1 << len(EVENT_KINDS)) - 1 if read_switch("events", events) else 0
         most = INT64_MAX // self.unit_tokens
         native.BlockManager.__init__(
-            self, native_groups, self._is_list, most, policy, threshold, kinds, below
+            self, native_groups, self._is_list, most, policy, threshold, below
         )
         self._grow(ready)
 
@@ -242,13 +222,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
         return self._hold_due(read_int("count", count, 1, MAX_PAGES), group)
-
-    def events(self) -> list[BlockEvent]:
-        """Takes the events since the last call, in order."""
-        taken: list[BlockEvent] = []
-        while some := self._take_events():
-            taken += (BlockEvent(EVENT_KINDS[kind], group, key) for kind, group, key in some)
-        return taken
 
     def stats(self, group: int = 0) -> BlockStats:
         """The statistics of a group.

@@ -1,7 +1,5 @@
 """Arguments are converted in one place, and errors name the argument."""
 
-import copy
-import pickle
 import signal
 
 import numpy as np
@@ -10,7 +8,6 @@ import torch
 from no_number import NoNumber
 
 from torch_kvswap._native.arguments import (
-    NotCopyable,
     read_int,
     read_seconds,
     read_timeout,
@@ -69,13 +66,3 @@ def test_a_time_that_cannot_be_converted_is_refused_by_name(value):
 )
 def test_a_timeout_may_be_endless(value, seconds):
     assert read_timeout("timeout", value) == seconds
-
-
-class Owner(NotCopyable):
-    __slots__ = ("pointer",)
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_what_owns_memory_is_not_copied(duplicate):
-    with pytest.raises(TypeError, match=r"^Owner cannot be copied or pickled: it owns memory"):
-        duplicate(Owner())

@@ -72,56 +72,36 @@ def test_the_largest_int64_is_an_id_like_others() -> None:
 def test_what_are_no_ids_is_refused() -> None:
     calls = [
         [0.0],
-        np.zeros(0),
         torch.tensor([True]),
         torch.zeros(1, dtype=torch.bfloat16),
-        torch.zeros(1, dtype=torch.complex64),
         ["1"],
         [[0, 1]],
-        [[0], [0, 1]],
         torch.tensor(3),
-        3,
         {0, 1},
         b"01",
-        "01",
-        [2**63],
         [2**63, 1],
         [1, 2**64],
-        [-(2**63) - 1],
         np.array([1, 2**64 - 1], np.uint64),
         [1, None],
-        [0] * 40 + [True],
-        (0, False),
         [np.True_],
-        np.array([True, False]),
         [1, NoNumber()],
     ]
     assert_expected_inline(
         "\n".join(error_text(read_ids, "page_ids", ids) for ids in calls),
         """\
 TypeError: page_ids[0] is a float; it must be an integer
-TypeError: page_ids is of float64; ids must be integers
 TypeError: page_ids is of torch.bool; ids must be integers
 TypeError: page_ids is of torch.bfloat16; ids must be integers
-TypeError: page_ids is of torch.complex64; ids must be integers
 TypeError: page_ids[0] is a str; it must be an integer
 ValueError: page_ids[0] is a list; the ids must have one dimension
-ValueError: page_ids[0] is a list; the ids must have one dimension
 ValueError: page_ids has shape []; it must have one dimension
-TypeError: page_ids is an int; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a set; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a bytes; pass a list, numpy array or CPU tensor
-TypeError: page_ids is a str; pass a list, numpy array or CPU tensor
-IndexError: page_ids[0] is 9223372036854775808; no block has such a number
 IndexError: page_ids[0] is 9223372036854775808; no block has such a number
 IndexError: page_ids[1] is 18446744073709551616; no block has such a number
-IndexError: page_ids[0] is -9223372036854775809; no block has such a number
 IndexError: page_ids[1] is 18446744073709551615; no block has such a number
 TypeError: page_ids[1] is None; it must be an integer
-TypeError: page_ids[40] is a bool; it must be an integer
-TypeError: page_ids[1] is a bool; it must be an integer
 TypeError: page_ids[0] is a bool; it must be an integer
-TypeError: page_ids is of bool; ids must be integers
 TypeError: page_ids[1] must be an integer: 'no number'""",
     )
 

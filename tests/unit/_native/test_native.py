@@ -94,20 +94,6 @@ no driver: host memory only
 
 
 @without_cuda
-def test_what_needs_a_driver_says_why_there_is_none():
-    def body(driver):
-        from torch_kvswap._native.loader import native
-
-        memory = torch.zeros(4096, dtype=torch.uint8)
-        arguments = 0, memory.data_ptr(), memory.nbytes
-        print(error_of(lambda: native.register_host(*arguments)))
-
-    assert simulated_driver.run(body, SIMULATED_WITHOUT="cuStreamIsCapturing") == (
-        "the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer\n"
-    )
-
-
-@without_cuda
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

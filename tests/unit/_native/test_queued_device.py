@@ -21,7 +21,7 @@ from torch_kvswap.copy_method import copy_method_options
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
-from torch_kvswap.offload.handler import EXPEDITED, LOADS, STORES
+from torch_kvswap.offload.handler import LOADS, STORES
 
 indices = itertools.count(1 << 20)  # which no real device has
 KIND = native.CommandKind
@@ -167,26 +167,6 @@ def test_a_wait_ends_with_commands_or_when_it_is_woken_or_stopped() -> None:
     assert queue.commands.wait(10 * PATIENCE) == -1
 
 
-def test_threads_submit_while_another_one_carries_out_commands() -> None:
-    queue = Queue()
-
-    def submit(number: int) -> None:
-        for _ in range(100):
-            for channel in (STORES, LOADS, EXPEDITED):
-                queue.submit(channel, number, number)
-
-    with running(queue):
-        threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        queue.handler.close()
-        assert queue.cache.tolist() == list(range(8))
-    del queue.handler
-    assert in_time(lambda: queue.carry_out() == [])
-
-
 @contextmanager
 def lost(queue: Queue) -> Iterator[None]:
     """The device is lost when this thread waits for it, or at the end."""
@@ -219,14 +199,7 @@ def sweep(_: Driver, device: str) -> None:
     each_fails(submit_two)
 
 
-@pytest.mark.parametrize("device", ["running", "lost"])
+@pytest.mark.parametrize("device", ["running", pytest.param("lost", marks=pytest.mark.slow)])
 @without_cuda
 def test_every_job_ends_whichever_allocation_fails(device: str) -> None:
     assert number_of_failures(sweep, device) > 10
-
-
-def test_an_index_names_one_device() -> None:
-    queue = Queue()
-    with pytest.raises(ValueError, match=rf"^queued device {queue.index} exists: test:0$"):
-        native.make_queue(queue.index, "again")
-    queue.close()

@@ -26,18 +26,6 @@ def make_hybrid() -> OffloadHandler:
     return OffloadHandler(layouts, [HostPool(layouts[0], 4, 2), HostPool(layouts[1], 5)])
 
 
-def test_each_group_has_its_blocks_pages_and_first_slot() -> None:
-    with make_hybrid() as handler:
-        for tensor in (handler.layouts[0].tensors[0], handler.layouts[1].tensors[0]):
-            tensor.copy_(torch.arange(1.0, len(tensor) + 1)[:, None].expand_as(tensor))
-        handler.store(gpu_block_ids=[[5, 0, 3], [2]], page_ids=[[3, 0], [4]], first_slot=[1, 0])
-        handler.store(gpu_block_ids=[[], [1]], page_ids=[[], [0]])
-        handler.store(gpu_block_ids=[[4], []], page_ids=[[1], []], first_slot=1)
-        first, second = (pool.pages.view(torch.float32)[..., 0] for pool in handler.pools)
-        assert first.tolist() == [[1, 4], [0, 5], [0, 0], [0, 6]]
-        assert second.flatten().tolist() == [2, 0, 0, 0, 3]
-
-
 def test_a_load_may_read_a_page_twice_and_a_store_a_block() -> None:
     with make_handler() as handler:
         assert handler.load(page_ids=[2, 2], gpu_block_ids=[0, 1]).nbytes == 40

@@ -97,45 +97,6 @@ GiB) (/sys/fs/cgroup/box/memory.max); ask for smaller pages (one has 5368709120 
     )
 
 
-def test_the_pages_that_fit_into_reserved_huge_pages_are_named(tree: Path) -> None:
-    text = "HugePages_Total: 4\nHugePages_Free: 1\nHugepagesize: 2048 kB\n"
-    write(tree, "proc/meminfo", text)
-    assert_expected_inline(
-        error_text(system.check_room, 3 * MIB, reserved=True, page_bytes=MIB),
-        """\
-ValueError: the pages need 2 reserved huge pages of 2097152 bytes, of which 1 is free
-(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), or ask for
-fewer pages (num_pages=2 fits), or leave huge_pages=True out""",
-    )
-    write(tree, "proc/meminfo", text.replace("Free: 1", "Free: 0"))
-    assert_expected_inline(
-        error_text(system.check_room, MIB, reserved=True, page_bytes=MIB),
-        """\
-ValueError: the pages need 1 reserved huge page of 2097152 bytes, of which 0 are free
-(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), or leave
-huge_pages=True out""",
-    )
-
-
-def test_no_size_of_pages_is_advised_where_nothing_is_free(tree: Path) -> None:
-    write(tree, "proc/self/cgroup", "0::/box\n")
-    write(tree, "proc/meminfo", "MemAvailable: 0 kB\n")
-    refused = [error_text(system.check_room, MIB, reserved=False, page_bytes=MIB)]
-    write(tree, "proc/meminfo", "MemAvailable: 4194304 kB\n")
-    write(tree, "sys/fs/cgroup/box/memory.max", f"{GIB}")
-    write(tree, "sys/fs/cgroup/box/memory.current", f"{GIB + MIB}")
-    refused.append(error_text(system.check_room, MIB, reserved=False, page_bytes=MIB))
-    assert_expected_inline(
-        "\n".join(refused),
-        """\
-ValueError: the pages need 1048576 bytes of host memory, of which 0 bytes are available
-(MemAvailable in /proc/meminfo); end what uses the memory
-ValueError: the pages need 1048576 bytes of host memory, and the control group of this
-process has 0 bytes left of 1073741824 bytes (1.0 GiB) (/sys/fs/cgroup/box/memory.max);
-raise the memory limit of the container or service""",
-    )
-
-
 def test_a_machine_that_says_nothing_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

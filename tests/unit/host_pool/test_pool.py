@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import textwrap
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,20 +110,6 @@ def test_a_closed_pool_says_so() -> None:
             use()
 
 
-def test_no_pages_are_refused() -> None:
-    assert_expected_inline(
-        error_text(HostPool, make_layout(), num_pages=0),
-        """ValueError: num_pages is 0; it must be 1 to 9223372036854775807""",
-    )
-
-
-def test_pages_without_blocks_are_refused() -> None:
-    assert_expected_inline(
-        error_text(HostPool, make_layout(), 1, blocks_per_page=0),
-        """ValueError: blocks_per_page is 0; it must be 1 to 9223372036854775807""",
-    )
-
-
 def test_more_than_the_machine_has_room_for_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,22 +145,6 @@ def test_an_option_that_is_neither_true_nor_false_nor_none_is_refused(
 ) -> None:
     expected = f"TypeError: {name} is {value!r}; it must be True, False or None"
     assert error_text(HostPool, make_layout(), 2, **{name: value}) == expected
-
-
-def test_what_is_no_layout_is_refused() -> None:
-    tensors = [torch.zeros(2, 8)]
-    assert_expected_inline(
-        error_text(HostPool, tensors, 1),
-        """TypeError: a host pool is made from a PagedLayout, not a list""",
-    )
-    handle = HostPool(make_layout(), 2, shared=True).share()
-    for refused in (
-        error_text(HostPool, tensors, 2, shared=True),
-        error_text(HostPool.attach, tensors, handle),
-        error_text(HostPool.page_bytes_of, tensors),
-        error_text(HostPool(make_layout(), 1).view_for, tensors),
-    ):
-        assert refused == error_text(HostPool, tensors, 1)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -294,18 +263,6 @@ def test_a_handler_that_does_not_close_keeps_the_memory_and_no_other_handler_ope
         pool.close()
     assert sorted(closed) == sorted(map(id, handlers))
     assert not pool.pages.any()  # it is open
-
-
-def test_the_pool_does_not_keep_its_handlers() -> None:
-    class Handler:
-        pass
-
-    pool = HostPool(make_layout(), num_pages=1)
-    handler = Handler()
-    pool._register_user(handler)  # type: ignore[arg-type]
-    reference = weakref.ref(handler)
-    del handler
-    assert reference() is None
 
 
 @simulated

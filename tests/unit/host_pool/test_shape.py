@@ -19,11 +19,6 @@ def layout(row_bytes: int = 64) -> PagedLayout:
     return PagedLayout([torch.zeros(2, row_bytes, dtype=torch.uint8)])
 
 
-def test_what_is_no_layout_has_no_shape() -> None:
-    with pytest.raises(TypeError, match="a host pool is made from a PagedLayout, not a str"):
-        PoolShape("layout", 1, 1)  # type: ignore[arg-type]
-
-
 @given(st.integers(1, 3 * SYSTEM_PAGE), st.integers(1, 1 << 24))
 def test_chunks_are_powers_of_two_that_end_between_pages_of_the_system(
     row_bytes: int, chunk_bytes: int

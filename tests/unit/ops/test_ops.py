@@ -118,20 +118,6 @@ def test_a_compiler_refuses_a_backward_that_needs_what_was_overwritten():
         torch.compile(step, backend="aot_eager", fullgraph=True)(weight, *operands).backward()
 
 
-@pytest.mark.parametrize("op", range(3))
-def test_only_inference_mode_on_inference_tensors_saves_telling_autograd(op, monkeypatch):
-    told = []
-    monkeypatch.setattr(torch.autograd.graph, "increment_version", told.append)
-    plain, _ = writes()[op]
-    with torch.inference_mode():
-        plain()
-        assert len(told) == 1
-        of_inference_tensors, written = writes()[op]
-        of_inference_tensors()
-        assert len(told) == 1
-        assert bool(written.any())
-
-
 def test_backward_refuses_a_value_that_was_overwritten():
     src, dst, weight = torch.ones(4, 2), torch.zeros(4, 2), torch.ones(4, 2, requires_grad=True)
     product = (weight * dst).sum()
@@ -168,15 +154,6 @@ def test_a_leaf_that_requires_grad_is_refused_as_pytorch_does(op, kind):
     assert leaf[1].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("kind", ["whole", "view"])
-def test_what_was_computed_from_a_leaf_may_be_written(kind):
-    src, leaf = torch.ones(4, 2), torch.zeros(4, 2, requires_grad=True)
-    computed = leaf * 2
-    dst = computed if kind == "whole" else computed[:]
-    ops.swap_blocks(src, dst, 8, torch.tensor([[0, 1]]))
-    assert computed[1].tolist() == [1, 1]
-
-
 def test_gradients_are_those_without_the_write():
     leaf = torch.ones(4, 2, requires_grad=True)
     computed = leaf * 2
@@ -197,14 +174,6 @@ def test_a_torch_that_lacks_what_the_ops_need_is_named_at_import(module, name, m
     monkeypatch.delattr(module, name)
     with pytest.raises(ImportError, match=rf"^torch \S+ lacks torch\.\S*\b{name}, which"):
         ops._check_torch()
-
-
-@pytest.mark.parametrize("op", range(3))
-def test_inference_mode_is_no_obstacle(op):
-    with torch.inference_mode():
-        write, written = writes()[op]
-        write()
-        assert bool(written.any())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -276,20 +245,6 @@ def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeyp
     assert not dst.any()
 
 
-def wrong_addresses():
-    """Operands of `swap_blocks_batch` that are refused."""
-    null, sizes = torch.tensor([64, 0]), torch.tensor([0, 8])
-    ptrs = torch.tensor([64, 64])
-    return [
-        (ptrs, ptrs, torch.tensor([0, -5])),
-        (null, ptrs, sizes),
-        (ptrs, null, sizes),
-        (ptrs, ptrs[:1], sizes),
-        (ptrs, ptrs, sizes[:1]),
-        (null, null, torch.tensor([-3, 8])),
-    ]
-
-
 def test_a_copy_of_no_bytes_may_have_any_addresses():
     src, dst = torch.arange(1.0, 5), torch.zeros(4)
     addresses = [
@@ -297,19 +252,3 @@ def test_a_copy_of_no_bytes_may_have_any_addresses():
     ]
     ops.swap_blocks_batch(*addresses, torch.tensor([0, 4, 0, 4, 4, 0]))
     assert dst.tolist() == [1, 0, 3, 4]
-
-
-def test_wrong_copies_of_addresses_are_named():
-    assert_expected_inline(
-        "\n".join(
-            message_of(lambda: ops.swap_blocks_batch(*operands))  # noqa: B023
-            for operands in wrong_addresses()
-        ),
-        """\
-torch_kvswap::swap_blocks_batch: sizes[1] is -5; expected 0 or more bytes
-torch_kvswap::swap_blocks_batch: src_ptrs[1] is null, with a size of 8; expected an address
-torch_kvswap::swap_blocks_batch: dst_ptrs[1] is null, with a size of 8; expected an address
-torch_kvswap::swap_blocks_batch: dst_ptrs has length 1, but src_ptrs has 2; expected the same number
-torch_kvswap::swap_blocks_batch: sizes has length 1, but src_ptrs has 2; expected the same number
-torch_kvswap::swap_blocks_batch: sizes[0] is -3; expected 0 or more bytes""",
-    )

@@ -829,7 +829,7 @@ submit_batch_exists, submit_batch_delete, event_fd, drain_completions, close; pa
 torch_kvswap.below.PageStore
 
 TypeError: below_model is None; name the model and its revision, because others may use
-the same store
+the same pages
 
 ValueError: below_rank is 1; it must be 0 to 0
 

@@ -15,7 +15,6 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from no_number import NoNumber
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.prefix.hashing import (
@@ -207,44 +206,28 @@ def test_errors_say_what_was_wrong():
         error_text(hasher.keys, [1, 2, -1, 4]),
         error_text(hasher.keys, [1, 2**32]),
         error_text(hasher.keys, np.array([1, -1])),
-        error_text(hasher.keys, [1.5]),
         error_text(hasher.keys, np.array([1.5])),
         error_text(hasher.keys, TOKENS, [MultiModalItem(64, 2, b"x")]),
         error_text(PrefixHasher, "m", "bfloat16", 0),
         error_text(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
-        error_text(PrefixHasher, "m", "bfloat16", 1.5),
         error_text(PrefixHasher, "m", "bfloat16", 2**32),
         error_text(PrefixHasher, "m", "bfloat16", 16, group="x"),
-        error_text(PrefixHasher, "m", "bfloat16", 16, group=-1),
         error_text(PrefixHasher, "m", "bfloat16", 16, salt=5),
         error_text(PrefixHasher, "m", "bfloat16", 16, extra={}),
         error_text(PrefixHasher, None, "bfloat16", 16),
-        error_text(PrefixHasher, "m", np.float16, 16),
         error_text(PrefixHasher, "m", torch.bfloat16, 16),
-        *(
-            error_text(call, tokens)
-            for call in (hasher.keys, hasher.lookup_keys, hasher.request_keys)
-            for tokens in (np.array(TOKENS, np.uint32).tobytes(), dict.fromkeys(TOKENS))
-        ),
-        error_text(hasher.keys, bytearray(64)),
-        error_text(hasher.keys, memoryview(bytes(64))),
+        *(error_text(call, b"1") for call in (hasher.lookup_keys, hasher.request_keys)),
         error_text(hasher.keys, "1, 2"),
-        error_text(hasher.keys, {1, 2}),
         error_text(hasher.keys, None),
-        error_text(hasher.keys, iter(TOKENS)),
-        error_text(hasher.keys, [1, "2"]),
         error_text(hasher.keys, [1] * 20_000 + [None]),
         error_text(hasher.keys, [1] * 20_000 + [-1]),
         error_text(hasher.keys, np.ones((2, 2), np.int64)),
-        error_text(hasher.keys, [1, torch.tensor([1, 2])]),
-        error_text(hasher.keys, [1, NoNumber()]),
         error_text(hasher.keys, torch.ones(2, dtype=torch.bfloat16)),
         error_text(hasher.keys, TOKENS, ["x"]),
         error_text(hasher.keys, TOKENS, None),
         error_text(hasher.keys, TOKENS, MultiModalItem(1, 1, b"x")),
         error_text(MultiModalItem, -1, 2**64, b"x"),
         error_text(MultiModalItem, 1, 2**64, b"x"),
-        error_text(MultiModalItem, 1.5, 1, b"x"),
         error_text(MultiModalItem, 1, 1, "x"),
     ]
     assert_expected_inline(
@@ -253,41 +236,25 @@ def test_errors_say_what_was_wrong():
 ValueError: tokens[2] is -1; it must be 0 to 4294967295
 ValueError: tokens[1] is 4294967296; it must be 0 to 4294967295
 ValueError: tokens[1] is -1; it must be 0 to 4294967295
-TypeError: tokens[0] is a float; it must be an integer
 TypeError: tokens is an array of float64; tokens must be integers
 ValueError: an item begins at token 64 of a prompt of 64
 ValueError: block_tokens is 0; it must be 1 to 4294967295
 TypeError: adapter: a key, or a part of one, is of type list; make it of None, bool,
 int, float, str, bytes and tuples of them
-TypeError: block_tokens is a float; it must be an integer
 ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
 TypeError: group is a str; it must be an integer
-ValueError: group is -1; it must be 0 to 9223372036854775807
 TypeError: salt is an int; it must be a str, bytes or None
 TypeError: extra: a key, or a part of one, is of type dict; make it of None, bool, int,
 float, str, bytes and tuples of them
 TypeError: model is None; it must be a str
-TypeError: dtype is a type; pass its name, such as 'bfloat16'
 TypeError: dtype is a dtype; pass its name, such as 'bfloat16'
 TypeError: tokens is a bytes; pass a list or an array of integers
-TypeError: tokens is a dict; pass a list or an array of integers
 TypeError: tokens is a bytes; pass a list or an array of integers
-TypeError: tokens is a dict; pass a list or an array of integers
-TypeError: tokens is a bytes; pass a list or an array of integers
-TypeError: tokens is a dict; pass a list or an array of integers
-TypeError: tokens is a bytearray; pass a list or an array of integers
-TypeError: tokens is a memoryview; pass a list or an array of integers
 TypeError: tokens is a str; pass a list or an array of integers
-TypeError: tokens is a set; pass a list or an array of integers
 TypeError: tokens is None; pass a list or an array of integers
-TypeError: tokens is a list_iterator; pass a list or an array of integers
-TypeError: tokens[1] is a str; it must be an integer
 TypeError: tokens[20000] is None; it must be an integer
 ValueError: tokens[20000] is -1; it must be 0 to 4294967295
 ValueError: tokens has shape (2, 2); it must have one dimension
-TypeError: tokens[1] must be an integer: only integer tensors of a single element can be
-converted to an index
-TypeError: tokens[1] must be an integer: 'no number'
 TypeError: tokens cannot be read as an array of integers: Got unsupported ScalarType
 BFloat16
 TypeError: multi_modal_items[0] is a str; pass a MultiModalItem
@@ -295,7 +262,6 @@ TypeError: multi_modal_items is None; pass a list of MultiModalItem
 TypeError: multi_modal_items is a MultiModalItem; pass a list of MultiModalItem
 ValueError: first_token is -1; it must be 0 to 9223372036854775807
 ValueError: num_tokens is 18446744073709551616; it must be 0 to 18446744073709551615
-TypeError: first_token is a float; it must be an integer
 TypeError: key is a str; it must be bytes""",
     )
 

@@ -297,7 +297,7 @@ ValueError: 1 pages of 40960 bytes do not fit into the 32768 bytes that this ser
 left for them; start it with more --memory
 ConnectionError: no server answers at PATH: [Errno 2] No such file or directory; start
 one with `python -m torch_kvswap serve --socket PATH --memory ...`
-TypeError: model is None; name the model and its revision, because other engines use the
+TypeError: model is None; name the model and its revision, because others may use the
 same pages
 ValueError: 2 groups and 1 layout; pass a BlockGroup for each layout
 ValueError: groups is for a list of layouts; pass both, or none""",

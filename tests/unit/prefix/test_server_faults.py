@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -139,6 +140,15 @@ def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
     direction: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    answers = defaultdict[threading.Condition, list[bool]](list)  # whether an engine may join
+    wait_for = threading.Condition.wait_for
+
+    def note_and_wait(of: threading.Condition, is_true: Any, timeout: float | None = None) -> bool:
+        if timeout is not None or threading.current_thread().name != "kvswap-join":
+            return wait_for(of, is_true, timeout)
+        return wait_for(of, lambda: answers[of].append(bool(is_true())) or answers[of][-1])
+
+    monkeypatch.setattr(threading.Condition, "wait_for", note_and_wait)
     with server_process(path) as server, ServedEngine(path) as engine:
         engine.compute(PROMPT)
         job = engine.hold("xyz")
@@ -148,10 +158,11 @@ def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
         server.kill()
         with serving(path), ServedEngine(path) as other:
             other.compute("stuvwxyz")  # the same pages of another memory
+            may_join = answers[engine.prefixes.manager._changed]
+            asked = len(may_join)
             assert engine.prefixes.lookup(KEYS) == NOTHING
-            for _ in range(100):  # it may not join while a job uses the old pages
-                assert not engine.is_served
-                time.sleep(0.001)
+            engine.until(lambda: len(may_join) > asked)
+            assert not any(may_join), "a job still uses the old pages"
             assert job.result is None  # query() would let it end
             assert [result.ok for result in engine.prefixes.poll()] == [True]
             if direction == "load":

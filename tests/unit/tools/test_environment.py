@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -157,15 +156,6 @@ def checkout(monkeypatch, tmp_path, venv) -> Checkout:
     return checkout
 
 
-@pytest.fixture
-def constrain(monkeypatch, tmp_path) -> Callable[[str], None]:
-    def constrain(constraint: str) -> None:
-        (tmp_path / "constraints.txt").write_text(constraint)
-        monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
-
-    return constrain
-
-
 def test_an_old_python_can_read_the_file_and_gets_a_clear_message():
     ast.parse(SOURCE.read_text(), feature_version=(3, 6))
     code = "import runpy, sys; sys.version_info = (3, 8, 1); runpy.run_path(sys.argv[1])"
@@ -182,55 +172,6 @@ def test_only_a_virtual_environment_with_torch_is_used_itself(environment, machi
     machine.answers.clear()  # it is left alone if it has none
     assert environment.find_python() == machine.folder / ".venv/bin/python"
     assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
-
-
-def test_a_torch_that_is_too_old_counts_as_none(environment, machine, capsys):
-    machine.answers["m.version('torch')"] = "2.10.1+cpu\n"
-    environment.find_python()
-    assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
-    assert "torch 2.10.1+cpu of ROOT/bin/python3 is too old" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constrain):
-    checkout.index.add("torch", *CUDA_BUILDS, needs="needed")
-    constrain("torch<=2.14.1")
-    checkout.environment.ensure_packages(checkout.python, [])
-    assert checkout.packages() == {
-        "torch": "2.14.1",
-        "needed": "99.0",
-        "nanobind": "99.0",
-        "ninja": "99.0",
-        "numpy": "99.0",
-        "setuptools": "99.0",
-    }
-
-
-@pytest.mark.slow
-def test_only_with_a_driver_the_newest_cuda_build_is_preferred_to_an_older_cpu_build(
-    checkout, venv, monkeypatch
-):
-    checkout.index.add("torch", *CUDA_BUILDS, "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.9.0+cpu")
-    checkout.environment.install_torch(checkout.python)
-    assert checkout.packages()["torch"] == "2.13.0+cpu"
-    monkeypatch.setattr(checkout.environment, "has_nvidia_driver", lambda: True)
-    shutil.rmtree(checkout.folder / ".venv")
-    shutil.copytree(venv, checkout.folder / ".venv", symlinks=True)
-    checkout.environment.install_torch(checkout.python)
-    assert checkout.packages()["torch"] == "2.15.0"
-
-
-@pytest.mark.slow
-def test_torch_comes_from_the_named_index_and_its_needs_from_the_others(
-    checkout, monkeypatch, tmp_path
-):
-    checkout.index.add("torch", *CUDA_BUILDS, "2.15.0+cpu")
-    named = Index(tmp_path / "named")
-    named.add("torch", "2.12.0+cpu", needs="needed")
-    monkeypatch.setenv("KVSWAP_TORCH_INDEX", named.url)
-    checkout.environment.install_torch(checkout.python)
-    assert checkout.packages()["torch"] == "2.12.0+cpu"
-    assert checkout.packages()["needed"] == "99.0"
 
 
 @pytest.mark.slow

@@ -8,10 +8,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
-from email import message_from_bytes
-from email.message import Message
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
@@ -19,7 +15,6 @@ from types import ModuleType
 import pytest
 from expecttest import assert_expected_inline
 
-import torch_kvswap as kvs
 from torch_kvswap._native.loader import native
 
 ROOT = Path(__file__).parents[3]
@@ -59,28 +54,12 @@ def make_cuda(home: Path, version: str) -> Path:
     return home
 
 
-def test_torch_cuda_arch_list_is_respected(setup):
-    assert setup.architectures((12, 4), "9.0a; 10.0+PTX") == [
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-gencode=arch=compute_100,code=sm_100",
-        "-gencode=arch=compute_100,code=compute_100",
-    ]
-    with pytest.raises(SystemExit, match="has 'Hopper'; write such as"):
-        setup.architectures((12, 4), "9.0 Hopper")
-
-
 def test_a_cuda_that_is_too_old_or_incomplete_is_passed_over(setup, monkeypatch, tmp_path):
     old, new = make_cuda(tmp_path / "old", "11.8"), make_cuda(tmp_path / "new", "12.4")
     without_headers = make_cuda(tmp_path / "without_headers", "12.8")
     (without_headers / "include" / "cuda_runtime.h").unlink()
     monkeypatch.setattr(setup, "cuda_homes", lambda: iter([old, without_headers, new]))
     assert setup.find_cuda() == (new / "bin" / "nvcc", (12, 4))
-
-
-def test_cuda_home_comes_before_all_others(setup, monkeypatch, tmp_path):
-    for name in ("CUDA_PATH", "CUDA_HOME"):
-        monkeypatch.setenv(name, str(make_cuda(tmp_path / name, "12.8")))
-    assert setup.find_cuda().nvcc == tmp_path / "CUDA_HOME" / "bin" / "nvcc"
 
 
 def test_kvswap_cuda_says_what_happens_without_nvcc(setup, monkeypatch, capsys):
@@ -108,37 +87,6 @@ def test_kvswap_cuda_0_looks_for_no_nvcc_and_other_values_are_refused(setup, mon
     monkeypatch.setenv("KVSWAP_CUDA", "yes")
     with pytest.raises(SystemExit, match="KVSWAP_CUDA is 'yes'; it can be auto, 1 or 0"):
         setup.find_cuda()
-
-
-@pytest.mark.parametrize(
-    ("module", "find", "said"),
-    [
-        (
-            "torch",
-            "find_torch",
-            "python3 has no torch to build against. Install torch 2.11 or later, and build with --no-build-isolation, which lets the build see it.",
-        ),
-        (
-            "ninja",
-            "find_ninja",
-            "python3 has no ninja, which runs the compilers. Install it: pip install 'ninja>=1.11'",
-        ),
-        (
-            "nanobind",
-            "find_nanobind",
-            "python3 has no nanobind, which binds C++ to Python. Install it: pip install 'nanobind>=3.1'",
-        ),
-        ("c++", "find_cxx", "there is no C++ compiler no-such-compiler"),
-    ],
-)
-def test_what_is_missing_is_named_with_the_way_out(setup, monkeypatch, module, find, said):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(setup, module, None, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(SystemExit) as stop:
-        getattr(setup, find)()
-    assert said in str(stop.value).replace(sys.executable, "python3")
 
 
 def test_a_torch_that_is_too_old_is_refused(setup, monkeypatch):
@@ -242,20 +190,6 @@ def test_only_what_a_change_touches_is_compiled_again(checkout):
 
 
 @pytest.mark.slow
-def test_a_library_that_is_up_to_date_is_left_alone_and_another_replaced(checkout):
-    checkout.build()
-    first, content = checkout.library.stat(), checkout.library.read_bytes()
-    checkout.build()
-    assert checkout.library.stat().st_ino == first.st_ino
-    checkout.library.write_text("of another build")
-    with checkout.library.open() as being_read:
-        checkout.build()
-        assert being_read.read() == "of another build"
-    assert checkout.library.read_bytes() == content
-    assert [path.name for path in checkout.library.parent.iterdir()] == [LIBRARY]
-
-
-@pytest.mark.slow
 def test_kernels_are_bytes_of_the_library(checkout, tmp_path):
     home = make_cuda(tmp_path / "cuda home", "12.8")
     checkout.write("csrc/a.cpp", 'extern "C" int kvswap_a() { return KVSWAP_WITH_KERNELS; }')
@@ -291,40 +225,6 @@ torch_kvswap: the build failed. Above is the command that failed, and what it sa
     assert "csrc/a.cpp" in checkout.build()
 
 
-def test_a_failing_build_with_kernels_says_how_to_do_without(checkout, tmp_path):
-    home = make_cuda(tmp_path / "cuda", "12.8")
-    process = checkout.start_build(KVSWAP_CUDA=1, CUDA_HOME=home, CXX="g++ -no-such-option")
-    _, errors = process.communicate()
-    assert process.returncode == 1
-    assert errors.endswith("what it said. KVSWAP_CUDA=0 leaves the kernels out.\n")
-
-
-def build_twice_at_once(checkout: Checkout, **environment: object) -> list[str]:
-    """What both together compiled."""
-    builds = [checkout.start_build(**environment) for _ in range(2)]
-    return sorted(source for build in builds for source in compiled(build.communicate()[0]))
-
-
-@pytest.mark.slow
-def test_of_two_builds_at_once_one_waits_and_has_nothing_to_do(checkout):
-    assert build_twice_at_once(checkout) == ["csrc/a.cpp", "csrc/b/b.cpp", "nanobind"]
-    assert checkout.load().kvswap_a() == 1
-    assert checkout.build() == []
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet"]
-    command += ["--wheel-dir", folder, ROOT]
-    with (ROOT / "build" / "wheel.lock").open("w") as lock:
-        flock(lock, LOCK_EX)  # setuptools makes every wheel of a checkout in the same folder
-        done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.iterdir()
-    return wheel
-
-
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
@@ -333,31 +233,6 @@ def sdist(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (sdist,) = folder.iterdir()
     return sdist
-
-
-def read_metadata(wheel: Path) -> Message:
-    name = f"torch_kvswap-{kvs.__version__}.dist-info/METADATA"
-    return message_from_bytes(zipfile.ZipFile(wheel).read(name))
-
-
-@pytest.mark.slow
-def test_pip_makes_one_wheel_for_every_torch_and_for_every_python_that_can_share_it(wheel):
-    python = "cp{}{}".format(*sys.version_info)
-    tags = "cp312-abi3" if sys.version_info >= (3, 12) else f"{python}-{python}"
-    assert wheel.name.startswith(f"torch_kvswap-{kvs.__version__}-{tags}-linux_")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {f"torch_kvswap/{LIBRARY}", "torch_kvswap/py.typed"} <= set(names)
-    assert not any(name.startswith(("tests/", "tools/")) for name in names)
-
-
-@pytest.mark.slow
-def test_the_wheel_says_its_version_its_license_and_what_it_is(wheel):
-    metadata = read_metadata(wheel)
-    assert metadata["Version"] == kvs.__version__
-    assert (ROOT / "README.md").read_text().strip() in metadata.get_payload()
-    assert metadata["License-Expression"] == "Apache-2.0"
-    folder = f"torch_kvswap-{kvs.__version__}.dist-info/licenses"
-    assert zipfile.ZipFile(wheel).read(f"{folder}/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.slow
