@@ -408,9 +408,9 @@ class PrefixCache(NotCopyable):
         eviction_policy, store_threshold, events: see BlockManager.
         copy_method, staging_bytes, submit_thread: see OffloadHandler.
         below (str | PageStore | None): a store for pages that leave host memory, which may be
-            shared with other processes: "file:PATH", "valkey://HOST:PORT", or an object, which
-            close() closes. It needs the package xxhash, and pools with page_alignment=4096.
-            docs/below.md says what holds.
+            shared with other processes: "file:PATH", "valkey://HOST:PORT", "mooncake://HOST:PORT",
+            or an object, which close() closes. It needs the package xxhash, and pools with
+            page_alignment=4096. docs/below.md says what holds.
         below_model (str | None): with `below`, the model and its revision, whatever the keys say.
         below_rank, below_world (int): which part of the model this process has, and of how many.
         below_policy (str): "reused" writes pages that were loaded or touched since they were

@@ -821,12 +821,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         "\n\n".join(texts),
         """\
 ValueError: below is a store of the kind 'redis'; pass 'file:PATH',
-'valkey://HOST:PORT', or an object with the methods of torch_kvswap.below.PageStore
+'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object with the methods of
+torch_kvswap.below.PageStore
 
 TypeError: below is an int without submit_batch_set, submit_batch_get,
 submit_batch_exists, submit_batch_delete, event_fd, drain_completions, close; pass
-'file:PATH', 'valkey://HOST:PORT', or an object with the methods of
-torch_kvswap.below.PageStore
+'file:PATH', 'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object with the methods
+of torch_kvswap.below.PageStore
 
 TypeError: below_model is None; name the model and its revision, because others may use
 the same store
