@@ -5,7 +5,8 @@ pwritev() and preadv() around the page cache; "FileStore", which also renames; "
 PrefixCache from poll() until all pages are below, and from lookup() until all can be loaded, which
 also asks what is there, checks digests, and moves a trailer for each page; and the same without
 digests, with zeros. With --valkey: "lmcache_redis", LMCache's client, if it is installed (`pip
-install --no-deps lmcache`); "ValkeyStore"; and "cache on Valkey".
+install --no-deps lmcache`); "ValkeyStore"; and "cache on Valkey". With --mooncake: "bare Mooncake",
+all pages in one call of its own client; "MooncakeStore"; and "cache on Mooncake".
 
 Then lookup() of 512 keys in turns: in an idle process without a store; while another cache writes
 pages to files; and with 32 keys that are not there, of which a store is asked that answers after
@@ -45,7 +46,14 @@ from report import Column, Verdict, table_of, write_json
 from timing import Nanoseconds, Spread, in_turn, new_samples, quartiles, rounded
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.below import Completion, FileStore, PageStore, ValkeyStore, format
+from torch_kvswap.below import (
+    Completion,
+    FileStore,
+    MooncakeStore,
+    PageStore,
+    ValkeyStore,
+    format,
+)
 
 THREADS = 4  # as many as the stores have
 KEYS, MISSED = 512, 32
@@ -56,6 +64,8 @@ REFERENCES = {
     "cache on files": "plain files",
     "ValkeyStore": "lmcache_redis",
     "cache on Valkey": "lmcache_redis",
+    "MooncakeStore": "bare Mooncake",
+    "cache on Mooncake": "bare Mooncake",
 }
 UNDIGESTED = "without digests"
 _names = itertools.count()  # no two caches and rounds have equal keys
@@ -97,13 +107,14 @@ def main(arguments: list[str]) -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="on the file system to be measured")
     parser.add_argument("--valkey", help="URL of a server without anything else in it")
+    parser.add_argument("--mooncake", help="URL of the master of a store with 1 GiB or more")
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--page-bytes", type=int, default=2_621_440, help="a multiple of 4,096")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--lookups", type=int, default=4000, help="in each situation")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
-    ways = ways_of(options.valkey)
+    ways = ways_of(options.valkey, options.mooncake)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         seconds, wrong = measure(
             ways, Path(folder), options.pages, options.page_bytes, options.samples
@@ -142,7 +153,7 @@ def main(arguments: list[str]) -> int:
     return 1 if sum(wrong.values()) else 0
 
 
-def ways_of(valkey: str | None) -> dict[str, Way]:
+def ways_of(valkey: str | None, mooncake: str | None) -> dict[str, Way]:
     ways: dict[str, Way] = {
         "plain files": plain,
         "FileStore": partial(store, lambda folder: FileStore(str(folder))),
@@ -159,6 +170,10 @@ def ways_of(valkey: str | None) -> dict[str, Way]:
             )
         ways["ValkeyStore"] = partial(store, lambda _: ValkeyStore(valkey))
         ways["cache on Valkey"] = partial(cache, valkey)
+    if mooncake:
+        ways["bare Mooncake"] = partial(bare_mooncake, mooncake)
+        ways["MooncakeStore"] = partial(store, lambda _: MooncakeStore(mooncake))
+        ways["cache on Mooncake"] = partial(cache, mooncake)
     return ways
 
 
@@ -248,6 +263,26 @@ def store(
     pages.close()
 
 
+def bare_mooncake(url: str, _: Path, source: Pages, target: Pages) -> Measured:
+    from mooncake.store import MooncakeDistributedStore
+
+    pages, address = MooncakeDistributedStore(), urlsplit(url)
+    master = f"{address.hostname}:{address.port or 50051}"
+    assert pages.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) == 0
+    keys = list(map(str, range(len(source.views))))
+    sizes = list(map(len, source.views))
+    moves = (("write", pages.batch_put_from, source), ("read", pages.batch_get_into, target))
+    for direction, move, memory in moves:
+        first = memory.memory.data_ptr()
+        pages.register_buffer(first, memory.memory.nbytes)
+        addresses = [first + place * sizes[0] for place in range(len(keys))]
+        took = timed(partial(move, keys, addresses, sizes))
+        is_read = direction == "read"
+        yield direction, took, not is_read or torch.equal(source.memory, target.memory)
+    pages.batch_remove(keys, force=True)
+    pages.close()
+
+
 @contextmanager
 def prefix_cache(below: str, pages: Pages, num_pages: int) -> Iterator[PrefixCache]:
     """Whose blocks on the "GPU" are these pages."""
@@ -256,6 +291,9 @@ def prefix_cache(below: str, pages: Pages, num_pages: int) -> Iterator[PrefixCac
     pool.pages.zero_()  # commits its memory
     options: dict[str, Any] = {"below_model": "m", "below_policy": "all"}
     with PrefixCache(layout, pool, below=below, **options) as prefixes:
+        missing = new_keys(1)
+        while prefixes.lookup(missing).asking:  # connects to the store
+            prefixes.poll(timeout=1.0)
         yield prefixes
 
 

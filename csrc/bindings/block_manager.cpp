@@ -247,6 +247,17 @@ nb::bytes fold_keys(const nb::object& keys) {
   throw nb::python_error();
 }
 
+// Gets a reservation before the call that makes it returns: Ctrl-C can take what it returns.
+using Held = std::optional<nb::list>;
+
+template <class Made>
+nb::object hand_over(std::optional<Made> made, Held& held) {
+  if (!made) return nb::none();
+  nb::object reservation = nb::cast(std::move(*made));
+  if (held) held->append(reservation);
+  return reservation;
+}
+
 bool read_switch(const char* name, nb::handle value) {
   if (value.is(Py_False)) return false;
   return value.is(Py_True) || nb::cast<bool>(python.read_switch(name, value));
@@ -294,8 +305,7 @@ class PyBlockManager {
     return is_list_ ? nb::object(needed) : nb::object(needed[0]);
   }
 
-  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix,
-                                              nb::handle is_use) {
+  nb::object prepare_load(nb::handle keys, nb::handle prefix, nb::handle is_use, Held held) {
     std::optional<int64_t> units;
     if (!prefix.is_none()) units = read_prefix(prefix);
     const bool counts = read_switch("is_use", is_use);
@@ -317,7 +327,7 @@ class PyBlockManager {
       return manager_.prepare_load(digests.keys(), counts, made->pages.data(), wait);
     });
     if (made->id == 0) made.reset();
-    return made;
+    return hand_over(std::move(made), held);
   }
 
   bool is_pending(nb::handle keys) {
@@ -325,11 +335,11 @@ class PyBlockManager {
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
   }
 
-  std::optional<StoreReservation> prepare_store(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kStored);
+  nb::object prepare_store(nb::handle keys, Held held) {
+    return hand_over(reserve(keys, prefix::Purpose::kStored), held);
   }
-  std::optional<StoreReservation> preempt(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kKept);
+  nb::object preempt(nb::handle keys, Held held) {
+    return hand_over(reserve(keys, prefix::Purpose::kKept), held);
   }
   std::optional<StoreReservation> promote(nb::handle keys) {
     return reserve(keys, prefix::Purpose::kPromoted);
@@ -559,9 +569,11 @@ Returns:
         per group.)")
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
            "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
+           "held"_a.none() = nb::none(),
            nb::sig("def prepare_load(self, keys: torch_kvswap.prefix.hashing.Keys | "
                    "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], prefix: int | None "
-                   "= None, *, is_use: bool = True) -> LoadReservation | None"),
+                   "= None, *, is_use: bool = True, held: list[object] | None = None) -> "
+                   "LoadReservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
 Args:
@@ -570,16 +582,19 @@ Args:
         as `Lookup.ready`. None is all keys.
     is_use (bool): whether it counts as a use for eviction. If not, the blocks keep their
         positions: for copies that no request has asked for.
+    held (list | None): gets the reservation too. After Ctrl-C, which can take it from the
+        caller although it was made, it is there.
 
 Returns:
     LoadReservation | None: None, with nothing held, if a block is not ready.
 
 Raises:
     ValueError: prefix is longer than the keys.)")
-      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(),
+      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
+           "held"_a.none() = nb::none(),
            nb::sig("def prepare_store(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
-                   "StoreReservation | None"),
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, held: "
+                   "list[object] | None = None) -> StoreReservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -587,6 +602,7 @@ evicted.
 
 Args:
     keys: keys of a prompt's blocks, in order.
+    held: see prepare_load().
 
 Returns:
     StoreReservation | None: None, with nothing changed, if there is not enough room. Its
@@ -595,16 +611,18 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def("preempt", &PyBlockManager::preempt, "keys"_a.none(),
+      .def("preempt", &PyBlockManager::preempt, "keys"_a.none(), nb::kw_only(),
+           "held"_a.none() = nb::none(),
            nb::sig("def preempt(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
-                   "StoreReservation | None"),
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, held: "
+                   "list[object] | None = None) -> StoreReservation | None"),
            R"(prepare_store() for a preempted request, whose blocks stay until release().
 
 Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
 
 Args:
     keys: keys of all blocks of the request.
+    held: see prepare_load().
 
 Returns:
     StoreReservation | None: None, with nothing changed, if there is not enough room.

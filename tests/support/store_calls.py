@@ -29,3 +29,17 @@ def outcome(store: PageStore, number: int) -> Completion:
     assert completion[0] == number
     assert not select.select([store.event_fd()], [], [], 0)[0]
     return completion
+
+
+def set_pages(store: PageStore, keys: list[str]) -> bool:
+    return outcome(store, store.submit_batch_set(keys, pages(*map(str.encode, keys))))[1]
+
+
+def get_pages(store: PageStore, keys: list[str]) -> list[bool]:
+    """For each key whether it came, with the right bytes."""
+    into = pages(*[b"."] * len(keys))
+    came = outcome(store, store.submit_batch_get(keys, into))[3]
+    assert came is not None
+    for key, view, is_right in zip(keys, into, came, strict=True):
+        assert not is_right or view == key.encode() * PAGE
+    return list(came)

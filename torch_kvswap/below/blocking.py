@@ -15,7 +15,8 @@ from queue import SimpleQueue
 from torch_kvswap.below.store import Completion
 
 _THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL (benchmarks/below.py)
-_Work = Callable[[], "list[bool]"]
+_Answers = tuple[list[bool], str]  # of each key, and what went wrong
+_Work = Callable[[], _Answers]
 
 
 class _Batch:
@@ -28,15 +29,10 @@ class _Batch:
         self.is_lost = False  # the store is away: keys that were not begun are left out
 
 
-class BlockingStore(ABC):
-    """A PageStore on four methods that block, which a derived class has.
+class ThreadedStore:
+    """The part of a PageStore that carries out calls in so many threads, and keeps outcomes."""
 
-    Several threads call them. An exception means that the keys are not right, and its text is the
-    error of the call. After a ConnectionError or TimeoutError the rest of the call is left out, so
-    that a store that hangs holds up each thread once.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
         self._numbers = itertools.count(1)
         self._ended: deque[Completion] = deque()
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -45,45 +41,13 @@ class BlockingStore(ABC):
         self._tasks: SimpleQueue[tuple[_Batch, range, _Work] | None] = SimpleQueue()
         name = f"kvswap-{type(self).__name__}"
         self._threads = [
-            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(_THREADS)
+            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    @abstractmethod
-    def set(self, key: str, memory: memoryview) -> None:
-        """Keeps these bytes under this key, in place of what is there."""
-
-    @abstractmethod
-    def get(self, key: str, memory: memoryview) -> None:
-        """Reads the bytes of the key. Raises if they are not there, or not as many."""
-
-    @abstractmethod
-    def exists(self, keys: list[str]) -> list[bool]:
-        """Which of these keys are there."""
-
-    @abstractmethod
-    def delete(self, keys: list[str]) -> list[bool]:
-        """Deletes these keys, and returns which were there, as far as it knows."""
-
-    def interrupt(self) -> None:  # noqa: B027
+    def interrupt(self) -> None:
         """Lets methods that run in other threads end soon. close() waits for them."""
-
-    def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """See PageStore."""
-        return self._submit_each(self.set, keys, memoryviews)
-
-    def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """See PageStore."""
-        return self._submit_each(self.get, keys, memoryviews)
-
-    def submit_batch_exists(self, keys: list[str]) -> int:
-        """See PageStore."""
-        return self._submit_parts(self.exists, keys)
-
-    def submit_batch_delete(self, keys: list[str]) -> int:
-        """See PageStore."""
-        return self._submit_parts(self.delete, keys)
 
     def event_fd(self) -> int:
         """See PageStore."""
@@ -110,34 +74,15 @@ class BlockingStore(ABC):
             thread.join()
         os.close(self._event_fd)
 
-    def _submit_each(
-        self,
-        call: Callable[[str, memoryview], None],
-        keys: list[str],
-        memoryviews: list[memoryview],
-    ) -> int:
-        def one(key: str, memory: memoryview) -> list[bool]:
-            call(key, memory)
-            return [True]
-
-        batch = self._new_batch(len(keys))
-        for place, (key, memory) in enumerate(zip(keys, memoryviews, strict=True)):
-            self._tasks.put((batch, range(place, place + 1), partial(one, key, memory)))
-        return batch.number
-
-    def _submit_parts(self, call: Callable[[list[str]], list[bool]], keys: list[str]) -> int:
-        batch = self._new_batch(len(keys))
-        part = -(-len(keys) // _THREADS)
-        for first in range(0, len(keys), part or 1):
-            places = range(first, min(first + part, len(keys)))
-            self._tasks.put((batch, places, partial(call, keys[places.start : places.stop])))
-        return batch.number
-
-    def _new_batch(self, keys: int) -> _Batch:
+    def _submit(self, keys: int, part: int, call: Callable[[range], _Answers]) -> int:
+        """Lets threads call it with the places of so many keys at a time, which it answers for."""
         batch = _Batch(next(self._numbers), keys)
         if not keys:
             self._end(batch)
-        return batch
+        for first in range(0, keys, part or 1):
+            places = range(first, min(first + part, keys))
+            self._tasks.put((batch, places, partial(call, places)))
+        return batch.number
 
     def _run(self) -> None:
         """A thread: carries out tasks until close()."""
@@ -148,7 +93,7 @@ class BlockingStore(ABC):
                 error = "the store was closed"
             elif not batch.is_lost:  # else another thread says why
                 try:
-                    are_right = list(work())
+                    are_right, error = work()
                 except Exception as problem:  # whatever somebody else's store raises
                     batch.is_lost |= isinstance(problem, ConnectionError | TimeoutError)
                     error = str(problem) or repr(problem)
@@ -163,3 +108,65 @@ class BlockingStore(ABC):
     def _end(self, batch: _Batch) -> None:
         self._ended.append((batch.number, not batch.error, batch.error, batch.are_right))
         os.eventfd_write(self._event_fd, 1)
+
+
+class BlockingStore(ThreadedStore, ABC):
+    """A PageStore on four methods that block, which a derived class has.
+
+    Several threads call them. An exception means that the keys are not right, and its text is the
+    error of the call. After a ConnectionError or TimeoutError the rest of the call is left out, so
+    that a store that hangs holds up each thread once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_THREADS)
+
+    @abstractmethod
+    def set(self, key: str, memory: memoryview) -> None:
+        """Keeps these bytes under this key, in place of what is there."""
+
+    @abstractmethod
+    def get(self, key: str, memory: memoryview) -> None:
+        """Reads the bytes of the key. Raises if they are not there, or not as many."""
+
+    @abstractmethod
+    def exists(self, keys: list[str]) -> list[bool]:
+        """Which of these keys are there."""
+
+    @abstractmethod
+    def delete(self, keys: list[str]) -> list[bool]:
+        """Deletes these keys, and returns which were there, as far as it knows."""
+
+    def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
+        """See PageStore."""
+        return self._submit_each(self.set, keys, memoryviews)
+
+    def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
+        """See PageStore."""
+        return self._submit_each(self.get, keys, memoryviews)
+
+    def submit_batch_exists(self, keys: list[str]) -> int:
+        """See PageStore."""
+        return self._submit_parts(self.exists, keys)
+
+    def submit_batch_delete(self, keys: list[str]) -> int:
+        """See PageStore."""
+        return self._submit_parts(self.delete, keys)
+
+    def _submit_each(
+        self,
+        call: Callable[[str, memoryview], None],
+        keys: list[str],
+        memoryviews: list[memoryview],
+    ) -> int:
+        def one(places: range) -> _Answers:
+            call(keys[places.start], memoryviews[places.start])
+            return [True], ""
+
+        return self._submit(len(keys), 1, one)
+
+    def _submit_parts(self, call: Callable[[list[str]], list[bool]], keys: list[str]) -> int:
+        def some(places: range) -> _Answers:
+            return list(call(keys[places.start : places.stop])), ""
+
+        return self._submit(len(keys), -(-len(keys) // _THREADS), some)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch_kvswap._native.arguments import kind_of
 from torch_kvswap.below.files import FileStore
+from torch_kvswap.below.mooncake import MooncakeStore
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.valkey import ValkeyStore
 
 _METHODS = [name for name in vars(PageStore) if not name.startswith("_")]
 _KNOWN = (
-    "'file:PATH', 'valkey://HOST:PORT', or an object with the methods of "
+    "'file:PATH', 'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object with the methods of "
     "torch_kvswap.below.PageStore"
 )
 
@@ -21,6 +22,7 @@ def open_store(below: str | PageStore) -> PageStore:
         TypeError: it is neither a str nor an object with the methods of a PageStore.
         ValueError: no such kind of store is known, or the URL is none.
         OSError: the folder cannot be made, or is none.
+        ImportError: a package that the store needs is not installed.
     """
     if isinstance(below, str):
         kind, _, place = below.partition(":")
@@ -28,6 +30,8 @@ def open_store(below: str | PageStore) -> PageStore:
             return FileStore(place)
         if kind == "valkey":
             return ValkeyStore(below)
+        if kind == "mooncake":
+            return MooncakeStore(below)
         # Not all of it, which may have a password.
         raise ValueError(f"below is a store of the kind {kind!r}; pass {_KNOWN}")
     missing = [name for name in _METHODS if not callable(getattr(below, name, None))]

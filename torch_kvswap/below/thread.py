@@ -16,7 +16,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap.below.store import Completion, PageStore
 
 # Seconds, read at each use so that tests can set them.
-DEADLINE = 5.0  # of each call
+DEADLINE = 5.0  # of a call, since it or one that began before it has moved on
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # how long the store is left alone after a failure
 
 # Calls of the store that follow one another. Yields what begin() has returned, and gets whether
@@ -32,10 +32,13 @@ class Pause:
     """Whether the store is left alone in one direction, for a time that grows with each failure.
 
     Any thread may call.
+
+    Attributes:
+        progress (float): when a call of this direction has ended last, or one in front of it.
     """
 
     def __init__(self, what: str) -> None:
-        self._what = what
+        self._what, self.progress = what, 0.0
         self.until, self._seconds = 0.0, FIRST_PAUSE
 
     @property
@@ -68,6 +71,7 @@ class _Call:
     """
 
     pause: Pause
+    began: float
     deadline: float
     num_keys: int
     memory: Sequence[memoryview]
@@ -158,7 +162,8 @@ class StoreThread:
             keys (list[str]): of the objects.
             memory (Sequence[memoryview]): of each object, for a set or a get.
             pause (Pause): begins if the call fails or takes too long.
-            on_late: called if there is no answer within DEADLINE. The steps still wait for it.
+            on_late: called if neither this call nor one that began before it ends within DEADLINE.
+                The steps still wait for it.
 
         Returns:
             int: to be yielded before anything else is.
@@ -172,8 +177,8 @@ class StoreThread:
         except Exception as error:  # whatever somebody else's store raises
             pause.begin(f"{what} raised {error!r}")
             raise StoreError from error
-        deadline = time.monotonic() + DEADLINE
-        self._calls[number] = _Call(pause, deadline, len(keys), memory, on_late)
+        now = time.monotonic()
+        self._calls[number] = _Call(pause, now, now + DEADLINE, len(keys), memory, on_late)
         return number
 
     def _run(self) -> None:
@@ -225,7 +230,15 @@ class StoreThread:
         self, number: int, is_right: bool, error: str, of_keys: Sequence[bool] | None
     ) -> None:
         call = self._calls.pop(number, None)
-        if call is None or call.steps is None:
+        if call is None:
+            return
+        call.pause.progress = now = time.monotonic()
+        # A slow store carries out one call after another. One that has lost a call may end later
+        # ones for ever: they do not count.
+        for other in self._calls.values():
+            if other.began >= call.began and other.deadline != float("inf"):
+                other.deadline, other.pause.progress = now + DEADLINE, now
+        if call.steps is None:
             return
         answers = [is_right] * call.num_keys if of_keys is None else [bool(key) for key in of_keys]
         if len(answers) != call.num_keys:

@@ -6,8 +6,9 @@ import contextlib
 import time
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
@@ -169,9 +170,9 @@ class PrefixCache(NotCopyable):
         eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes, submit_thread: see OffloadHandler.
         below (str | PageStore | None): a store for pages that leave host memory, which may be
-            shared with other processes: "file:PATH", "valkey://HOST:PORT", or an object, which
-            close() closes. It needs the package xxhash, and pools with page_alignment=4096.
-            docs/below.md says what holds.
+            shared with other processes: "file:PATH", "valkey://HOST:PORT", "mooncake://HOST:PORT",
+            or an object, which close() closes. It needs the package xxhash, and pools with
+            page_alignment=4096. docs/below.md says what holds.
         below_model (str | None): with `below`, the model and its revision, whatever the keys say.
         below_rank, below_world (int): which part of the model this process has, and of how many.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
@@ -436,15 +437,10 @@ class PrefixCache(NotCopyable):
                 digests, blocks = self._pools.keys_on_gpu(digests, blocks)
             else:
                 self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
-        load = self.manager.prepare_load(self._pools.join(digests), prefix)
-        if load is None:
-            self._handler._check_options(after, layer_groups, gate)
-            return None
-        if self._below is not None:
-            self._below.use_leases(digests)
-        return self._submit(
+        job = self._submit(
             LOADS,
-            load,
+            partial(self.manager.prepare_load, self._pools.join(digests), prefix),
+            [],
             blocks,
             digests,
             after=after,
@@ -454,6 +450,11 @@ class PrefixCache(NotCopyable):
             copy_method=copy_method,
             tag=tag,
         )
+        if job is None:
+            self._handler._check_options(after, layer_groups, gate)
+        elif self._below is not None:
+            self._below.use_leases(digests)
+        return job
 
     def store(
         self,
@@ -575,26 +576,24 @@ class PrefixCache(NotCopyable):
         check_job_method(copy_method)
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
-        self._grow()
-        store = self.manager.preempt(self._pools.join(prompt.digests))
-        if store is None:
-            return None
-        started = []
+        held: list[Any] = []
         try:
-            if store.id:
-                with self._handler._reporting:
-                    job = self._submit_store(
-                        store, prompt, after=after, copy_method=copy_method, tag=tag
-                    )
-                started.append(job)
-            if self._lazy:  # the host has, or is about to have, all of the blocks
-                with self._handler._reporting:
+            with self._handler._reporting:
+                options = {"after": after, "copy_method": copy_method, "tag": tag}
+                job = self._submit_store(self.manager.preempt, held, prompt, **options)
+                if not held:
+                    return None
+                if self._lazy:  # the host has, or is about to have, all of the blocks
                     for lazy, blocks in zip(self._lazy, prompt.named, strict=True):
                         lazy.forget(blocks)
-            return Preempted(self._jobs_using(prompt.named, started), store.lease, keys)
+            started = [] if job is None else [job]
+            jobs = self._jobs_using(prompt.named, started)
+            preempted = Preempted(jobs, held[0].lease, keys)
         except BaseException:  # KeyboardInterrupt too: nobody has the lease
-            self.manager.release(store.lease)
+            if held:
+                self.manager.release(held[0].lease)
             raise
+        return preempted
 
     def resume(
         self,
@@ -808,41 +807,51 @@ class PrefixCache(NotCopyable):
 
         The caller holds the handler's lock `_reporting`. The options are those of _submit().
         """
-        self._grow()
-        store = self.manager.prepare_store(self._pools.join(prompt.digests))
-        if store is None or store.id == 0:
+        job = self._submit_store(self.manager.prepare_store, [], prompt, **options)
+        if job is None:
             self._handler._check_options(options["after"])
-            return None
-        return self._submit_store(store, prompt, **options)
+        return job
 
-    def _submit_store(self, store: Any, prompt: _Prompt, **options: Any) -> Job:
+    def _submit_store(
+        self, prepare: Callable[..., Any], held: list[Any], prompt: _Prompt, **options: Any
+    ) -> Job | None:
         """_submit() for a store. The caller holds `_reporting`: loads stay unreported meanwhile."""
-        handler, named = self._handler, self._pools.join(prompt.named)
-        try:
-            loads = [*prompt.loads, *handler._native.unreported_loads(named)]
-        except BaseException:
-            self.manager.fail(store)
-            raise
-        return self._submit(
-            STORES, store, prompt.blocks, prompt.digests, computed_from=loads, **options
-        )
+        self._grow()
+        prepare = partial(prepare, self._pools.join(prompt.digests))
+        return self._submit(STORES, prepare, held, prompt.blocks, prompt.digests, prompt, **options)
 
     def _submit(
         self,
         channel: int,
-        reservation: Any,
+        prepare: Callable[..., Any],
+        held: list[Any],
         blocks: Sequence[array[int]],
         digests: Sequence[bytes],
+        prompt: _Prompt | None = None,
         **options: Any,
-    ) -> Job:
-        """Submits the job that the pages are reserved for, of the GPU blocks of all keys, per pool.
+    ) -> Job | None:
+        """Reserves pages, and submits the job for them, of the GPU blocks of all keys, per pool.
 
-        Ends the reservation if the job cannot be submitted. The options are those of
-        OffloadHandler._submit(), without ids.
+        Ends the reservation if the job cannot be submitted.
+
+        Args:
+            prepare: reserves the pages, with a list for what it has reserved.
+            held (list): this list, which is empty.
+            prompt (_Prompt | None): of a store.
+            options: those of OffloadHandler._submit(), without ids.
+
+        Returns:
+            Job | None: None if nothing is to be copied, or there is no room.
         """
         is_load = channel == LOADS
         entry = None
         try:
+            reservation = prepare(held=held)
+            if reservation is None or reservation.id == 0:
+                return None
+            if prompt is not None:
+                unreported = self._handler._native.unreported_loads(self._pools.join(prompt.named))
+                options["computed_from"] = [*prompt.loads, *unreported]
             if is_load and self._served is not None:  # perhaps since a store of ours has failed
                 self._handler._native.mark_written(reservation.pages)
             selected = self._pools.select(blocks, reservation.key_indices)
@@ -850,9 +859,9 @@ class PrefixCache(NotCopyable):
             entry = _Reserved(reservation, selected, digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
         except BaseException:
-            if entry is None or not entry.is_submitted:
+            if held and (entry is None or not entry.is_submitted):
                 # Nothing was copied, so the pages of a load are still valid.
-                (self.manager.complete if is_load else self.manager.fail)(reservation)
+                (self.manager.complete if is_load else self.manager.fail)(held[0])
             raise
         finally:
             if entry is not None:

@@ -129,19 +129,27 @@ class RemoteManager(NotCopyable):
         return self._of_one_page.needed_blocks(prefix)
 
     def prepare_load(
-        self, keys: Keys | Sequence[Keys], prefix: int | None = None
+        self,
+        keys: Keys | Sequence[Keys],
+        prefix: int | None = None,
+        *,
+        held: list[object] | None = None,
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
-        return self._reserve(Op.PREPARE_LOAD, keys, NUMBER.pack(number))
+        return self._reserve(Op.PREPARE_LOAD, keys, held, NUMBER.pack(number))
 
-    def prepare_store(self, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
+    def prepare_store(
+        self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
+    ) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._reserve(Op.PREPARE_STORE, keys)
+        return self._reserve(Op.PREPARE_STORE, keys, held)
 
-    def preempt(self, keys: Keys | Sequence[Keys]) -> RemoteReservation | None:
+    def preempt(
+        self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
+    ) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._reserve(Op.PREEMPT, keys)
+        return self._reserve(Op.PREEMPT, keys, held)
 
     def complete(self, reservation: RemoteReservation, rejected: Sequence[int] = ()) -> None:
         """See BlockManager.complete()."""
@@ -303,8 +311,9 @@ class RemoteManager(NotCopyable):
 
     def _lose(self, why: str) -> None:
         """The caller holds the lock."""
+        if self._connection is None:
+            return
         log.warning("the server at %s is lost, and its pages: %s", self._path, why)
-        assert self._connection is not None
         self._connection.close()
         self._connection = None
         self._changed.notify_all()
@@ -312,23 +321,32 @@ class RemoteManager(NotCopyable):
     # Reservations.
 
     def _reserve(
-        self, op: Op, keys: Keys | Sequence[Keys], *parts: bytes
+        self, op: Op, keys: Keys | Sequence[Keys], held: list[object] | None, *parts: bytes
     ) -> RemoteReservation | None:
-        """As _ask(). What the answer reserves is open from then on."""
+        """As _ask(). What the answer reserves is open from then on, and in `held`."""
         self._process.check("prefix cache")
         message = pack(op, *parts, *pack_keys(self._read(keys)))
+        held = [] if held is None else held
+        number, has_answer = 0, False
         with self._lock:
-            answer = self._exchange(message)
-            if answer is None:
-                self._dropped += op != Op.PREPARE_LOAD
-                return None
             try:
+                answer = self._exchange(message)
+                has_answer = True
+                if answer is None:
+                    self._dropped += op != Op.PREPARE_LOAD
+                    return None
                 reservation = self._unpack(answer)
-            except BaseException:  # nobody would end what the server has reserved
-                self._lose("a call was interrupted")
+                if reservation is not None:
+                    number = reservation.id
+                    if number:
+                        self._open.add(number)
+                    held.append(reservation)
+            except BaseException as error:
+                is_refused = isinstance(error, ValueError) and not has_answer
+                if not held and not is_refused:  # nobody would end what the server has reserved
+                    self._open.discard(number)
+                    self._lose("a call was interrupted")
                 raise
-            if reservation is not None and reservation.id:
-                self._open.add(reservation.id)
         return reservation
 
     def _unpack(self, answer: bytes) -> RemoteReservation | None:

@@ -148,7 +148,6 @@ class Tier:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._asking: dict[bytes, _Ask] = {}  # by identity
-        self._progress = 0.0  # when the store has answered to a read last
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
         self._wrong: deque[tuple[int, bytes]] = deque()  # groups and keys of pages to be deleted
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
@@ -203,14 +202,14 @@ class Tier:
                 else:
                     self._enter(answered, now)
                 self._answered.popleft()
-            # An ask may have to wait for others. But if the store answers to none of them, or the
-            # thread hangs in a call, all are over.
+            # An ask may have to wait for others. But if the store goes on with none of them, or
+            # the thread hangs in a call, all are over.
             while self._late:
                 late = self._late.popleft()
                 if self._asking.get(late.identity) is late:  # it was not answered meanwhile
                     self._give_up(late)
             while (oldest := next(iter(self._asking.values()), None)) is not None:
-                if max(oldest.began, self._progress) + thread.DEADLINE > now:
+                if max(oldest.began, self._reads.progress) + thread.DEADLINE > now:
                     break
                 self._give_up(oldest)
             while self._leases and self._leases[0][0] <= now:
@@ -332,7 +331,7 @@ class Tier:
         there = [False] * len(names)
         try:
             there = yield self._begin_read("exists", names, (), ask)
-            self._note_answer()
+            self._end_pause(self._reads)
         except StoreError:
             pass
         units = self._longest(ask, there)
@@ -404,7 +403,7 @@ class Tier:
             came = [False] * len(names)
             try:
                 came = yield self._begin_read("get", names, [*views, *trailers], ask)
-                self._note_answer()
+                self._end_pause(self._reads)
             except StoreError:
                 pass
             rejected = []
@@ -540,10 +539,6 @@ class Tier:
     def _notify(self) -> None:
         self._changed.notify_all()
         self._on_answer()
-
-    def _note_answer(self) -> None:
-        self._progress = time.monotonic()
-        self._end_pause(self._reads)
 
     def _end_pause(self, pause: Pause) -> None:
         """The store has answered the last call, perhaps in time."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from error_text import error_text
-from store_calls import PAGE, outcome, pages
+from store_calls import PAGE, get_pages, outcome, pages, set_pages
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap.below import ValkeyStore, valkey
@@ -20,20 +20,6 @@ def store(server: ValkeyServer) -> Iterator[ValkeyStore]:
     yield connected
     server.go_on()
     connected.close()
-
-
-def set_pages(store: ValkeyStore, keys: list[str]) -> bool:
-    return outcome(store, store.submit_batch_set(keys, pages(*map(str.encode, keys))))[1]
-
-
-def get_pages(store: ValkeyStore, keys: list[str]) -> list[bool]:
-    """For each key whether it came, with the right bytes."""
-    into = pages(*[b"."] * len(keys))
-    came = outcome(store, store.submit_batch_get(keys, into))[3]
-    assert came is not None
-    for key, view, is_right in zip(keys, into, came, strict=True):
-        assert not is_right or view == key.encode() * PAGE
-    return list(came)
 
 
 def test_what_was_set_is_there_until_it_is_deleted(store: ValkeyStore) -> None:

@@ -714,6 +714,64 @@ def test_an_ask_that_waits_for_others_is_not_late_while_the_store_answers(
         assert engine.load(PROMPT) == len(PROMPT)
 
 
+@pytest.mark.parametrize("operation", ["get", "set"])
+def test_a_slow_store_that_ends_one_call_after_another_is_not_late(
+    operation: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if operation == "get":
+        with Engine(MemoryStore(store.objects)) as writer:
+            writer.share(PROMPT)
+    now, added = time.monotonic, [0.0]
+    monkeypatch.setattr(thread.time, "monotonic", lambda: now() + added[0])
+    with Engine(store, below_bytes=4 * 8192) as engine, logged() as messages:  # four at a time
+        below = engine.prefixes._below
+        assert below is not None
+        store.held = {operation}
+        if operation == "get":
+            engine.prefixes.lookup(list(map(key_of, PROMPT)))
+        else:
+            engine.compute(PROMPT)
+        for left in range(8 if operation == "get" else 16, 0, -1):  # pages, and their trailers
+            in_flight = min(left, 4)
+            engine.until(lambda some=in_flight: len(store.waiting) == some)
+            engine.until(lambda some=in_flight: len(below._thread._calls) == some)
+            added[0] += 0.6 * thread.DEADLINE
+            below._thread.wake()
+            engine.prefixes.poll()
+            store.waiting.popleft()()
+        assert in_time(lambda: not below._thread._calls)
+        store.held.clear()
+        assert engine.stats.written == (8 if operation == "set" else 0)
+        assert engine.load(PROMPT) == len(PROMPT)
+        assert messages == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_only_answers_to_earlier_calls_give_a_call_more_time(
+    first: bool, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, added = time.monotonic, [0.0]
+    monkeypatch.setattr(thread.time, "monotonic", lambda: now() + added[0])
+    below = reader.prefixes._below
+    assert below is not None
+    store.held = {"exists"}
+    for asked in range(3):
+        assert reader.prefixes.lookup([key_of(asked)]).asking == 1
+        assert in_time(lambda asked=asked: len(store.waiting) == asked + 1)
+    added[0] += 0.6 * thread.DEADLINE
+    lost = store.waiting.popleft() if first else store.waiting.pop()
+    store.waiting.popleft()()
+    store.waiting.popleft()()
+    assert in_time(lambda: len(below._thread._calls) == 1)
+    added[0] += 0.6 * thread.DEADLINE
+    below._thread.wake()
+    if first:
+        assert in_time(lambda: below._reads.is_on)
+    reader.prefixes.poll()
+    assert (reader.prefixes.lookup([key_of(0 if first else 2)]).asking == 0) == first
+    lost()
+
+
 def test_after_a_hang_one_lookup_tries_and_the_others_do_not_wait(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -821,12 +879,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         "\n\n".join(texts),
         """\
 ValueError: below is a store of the kind 'redis'; pass 'file:PATH',
-'valkey://HOST:PORT', or an object with the methods of torch_kvswap.below.PageStore
+'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object with the methods of
+torch_kvswap.below.PageStore
 
 TypeError: below is an int without submit_batch_set, submit_batch_get,
 submit_batch_exists, submit_batch_delete, event_fd, drain_completions, close; pass
-'file:PATH', 'valkey://HOST:PORT', or an object with the methods of
-torch_kvswap.below.PageStore
+'file:PATH', 'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object with the methods
+of torch_kvswap.below.PageStore
 
 TypeError: below_model is None; name the model and its revision, because others may use
 the same pages

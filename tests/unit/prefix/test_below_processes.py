@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 from below_engine import Engine
+from mooncake_cluster import cluster
 from processes import in_child, run_script
 from valkey_server import server
 
-__all__ = ["server"]
+__all__ = ["cluster", "server"]
 
 PROMPT = list("abcdefgh")
 
 
-@pytest.mark.parametrize("kind", ["file", "valkey"])
+@pytest.mark.parametrize("fixture", [None, "server", "cluster"])
 def test_a_process_loads_what_another_one_has_computed(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    fixture: str | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     below = f"file:{tmp_path}"
-    if kind == "valkey":
-        below = request.getfixturevalue("server").url
+    if fixture is not None:
+        below = request.getfixturevalue(fixture).url
     program = """
         import sys
         from below_engine import Engine

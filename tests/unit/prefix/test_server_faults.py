@@ -10,12 +10,16 @@ import struct
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from below_engine import bytes_of, key_of
 from error_text import error_text
+from interrupts import Interrupted, Interrupter
 from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
@@ -220,6 +224,38 @@ def test_an_interrupted_call_reserves_nothing_and_the_next_gets_its_own_answer(
         engine.until(lambda: engine.is_served)
         assert engine.load("abcd") == 4
         assert counts(engine) == (28, 4, 0, 0)
+
+
+CALLS: dict[str, Callable[[ServedEngine], object]] = {
+    "store": lambda engine: engine.hold("ab"),
+    "load": lambda engine: engine.prefixes.load(KEYS[4:6], [32, 33]),
+    "preempt": lambda engine: engine.prefixes.preempt(KEYS[6:8], [2, 3]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_interrupted_call_keeps_a_page_of_the_server(call: str, path: str) -> None:
+    interrupter = Interrupter()
+    with serving(path) as server, ServedEngine(path) as engine:
+        for at in count(1):
+            engine.compute("efgh")
+            try:
+                interrupter.call(at, partial(CALLS[call], engine))
+            except Interrupted:
+                is_interrupted = True
+            else:
+                is_interrupted = False
+            engine.prefixes.synchronize()
+            engine.prefixes.poll()
+            engine.until(lambda: engine.is_served)  # an answer that was lost takes the server along
+            if is_interrupted or call != "preempt":  # else it is held
+                assert counts(engine)[2:] == (0, 0), at
+            (session,) = server._sessions.values()
+            assert not session.reservations
+            engine.prefixes.manager.reset()
+            if not is_interrupted:
+                break
+    assert at > 20
 
 
 def test_a_second_server_is_refused_and_one_that_was_killed_leaves_no_trace(

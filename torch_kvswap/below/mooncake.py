@@ -1,0 +1,163 @@
+"""A store in the memory of the machines of a Mooncake store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from torch_kvswap.below.blocking import ThreadedStore
+
+TIMEOUT = 5.0  # seconds, of the first connection
+_PORT = 50051
+_THREADS = 2  # Mooncake has threads of its own: with more calls at once, pages are slower
+_NOT_THERE = -704
+
+
+class MooncakeStore(ThreadedStore):
+    """A PageStore in a Mooncake store, which engines of several machines may share.
+
+    Pages lie in the memory of `mooncake_client` processes, and go straight from and into the memory
+    that is passed, over TCP. Connects when it is first needed; Mooncake connects again by itself.
+
+    Args:
+        url (str): "mooncake://HOST" or "mooncake://HOST:PORT", of the master.
+
+    Raises:
+        ImportError: the package mooncake is not installed, or not what it needs.
+        ValueError: it is no such URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        rest = parts.path or parts.query or parts.fragment or parts.username is not None
+        if parts.scheme != "mooncake" or not parts.hostname or rest:
+            raise ValueError(
+                "below is no URL of a Mooncake master; pass 'mooncake://HOST' or "
+                "'mooncake://HOST:PORT'"
+            )
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise ImportError(
+                f"Mooncake cannot be used: {error}; install it with "
+                "pip install 'torch_kvswap[mooncake]', and libibverbs1 from your system's packages"
+            ) from error
+        self._new_client = MooncakeDistributedStore
+        self._address = parts.hostname, parts.port or _PORT
+        self._client: Any = None
+        self._registered: dict[int, weakref.ref[Any]] = {}  # memory, by its address
+        self._changing = threading.Lock()  # of both
+        super().__init__(_THREADS)
+
+    def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
+        """See PageStore."""
+
+        def put(_: range) -> tuple[list[bool], str]:
+            client, addresses = self._connected(), self._addresses(memoryviews)
+            codes = client.batch_upsert_from(keys, addresses, list(map(len, memoryviews)))
+            return _answers(keys, codes, [0] * len(keys))
+
+        return self._submit(len(keys), len(keys), put)
+
+    def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
+        """See PageStore."""
+
+        def get(_: range) -> tuple[list[bool], str]:
+            client, addresses = self._connected(), self._addresses(memoryviews)
+            sizes = list(map(len, memoryviews))
+            return _answers(keys, client.batch_get_into(keys, addresses, sizes), sizes)
+
+        return self._submit(len(keys), len(keys), get)
+
+    def submit_batch_exists(self, keys: list[str]) -> int:
+        """See PageStore."""
+
+        def exists(_: range) -> tuple[list[bool], str]:
+            codes = self._connected().batch_is_exist(keys)
+            failed = [code for code in codes if code < 0]
+            error = f"Mooncake's error {failed[0]}" if failed else ""
+            return [code == 1 for code in codes], error
+
+        return self._submit(len(keys), len(keys), exists)
+
+    def submit_batch_delete(self, keys: list[str]) -> int:
+        """See PageStore."""
+
+        def delete(_: range) -> tuple[list[bool], str]:
+            codes = self._connected().batch_remove(keys, force=True)  # also those that are read
+            failed = [code for code in codes if code not in (0, _NOT_THERE)]
+            error = f"Mooncake's error {failed[0]}" if failed else ""
+            return [code == 0 for code in codes], error
+
+        return self._submit(len(keys), len(keys), delete)
+
+    def close(self) -> None:
+        """See PageStore."""
+        super().close()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _connected(self) -> Any:
+        """The client."""
+        with self._changing:
+            if self._client is None:
+                host, port = self._address
+                try:
+                    # setup() would try for 90 s to reach a master that is not there.
+                    with socket.create_connection(self._address, TIMEOUT) as probe:
+                        own, *_ = probe.getsockname()
+                except OSError as error:
+                    raise ConnectionError(f"cannot connect to {host}:{port}: {error}") from error
+                client = self._new_client()
+                # Its own part of the store's memory and its buffer for copies have no bytes.
+                code = client.setup(own, "P2PHANDSHAKE", 0, 0, "tcp", "", f"{host}:{port}")
+                if code:
+                    raise ConnectionError(f"no Mooncake master at {host}:{port}: error {code}")
+                self._client = client
+            return self._client
+
+    def _addresses(self, memoryviews: Sequence[memoryview]) -> list[int]:
+        """Where they are. Mooncake must know all memory, which it is told once.
+
+        What a view is a part of is told as a whole: a pool, or the trailers of a batch.
+        """
+        with self._changing:
+            for address, still in list(self._registered.items()):
+                if still() is None:  # other memory may be there now
+                    self._client.unregister_buffer(address)
+                    del self._registered[address]
+            for whole in {id(view.obj): view.obj for view in memoryviews}.values():
+                address, nbytes = _place_of(whole)
+                if address not in self._registered:
+                    code = self._client.register_buffer(address, nbytes)
+                    if code:
+                        raise OSError(f"{nbytes} bytes cannot be registered: error {code}")
+                    self._registered[address] = weakref.ref(whole)
+        return [_place_of(view)[0] for view in memoryviews]
+
+
+def _place_of(memory: Any) -> tuple[int, int]:
+    """The address and the bytes of a buffer."""
+    as_bytes = np.frombuffer(memory, np.uint8)
+    return as_bytes.ctypes.data, as_bytes.nbytes
+
+
+def _answers(keys: list[str], codes: list[int], right: list[int]) -> tuple[list[bool], str]:
+    """Which codes are right, and what the first other one means."""
+    are_right = [code == its for code, its in zip(codes, right, strict=True)]
+    if all(are_right):
+        return are_right, ""
+    place = are_right.index(False)
+    key, code = keys[place], codes[place]
+    if code == _NOT_THERE:
+        return are_right, f"{key} is not there"
+    if code >= 0:
+        return are_right, f"{key} has {code} bytes, not {right[place]}"
+    return are_right, f"{key}: Mooncake's error {code}"
