@@ -66,6 +66,9 @@ def pytest_configure() -> None:
         def holds_blocks(self, page: int) -> bool:
             return True
 
+        def adopt(self, page: int) -> None:
+            pass
+
     class Primary(PrimaryTier):
         def __init__(self, *, mmap_region: Any, **how: Any) -> None:
             arguments = options(how)

@@ -65,7 +65,7 @@ struct Mark {
 __device__ Mark read_mark(const DigestArguments& a, uint32_t i) {
   Mark mark;
   if (a.task == DigestTask::kCompare) {
-    const SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+    const SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
     mark.tag = *reinterpret_cast<const volatile uint64_t*>(&row->tag);
   }
   if (a.rejects != 0) {
@@ -82,7 +82,7 @@ __device__ Mark read_mark(const DigestArguments& a, uint32_t i) {
 // the block's first tile; the others read it when their digests differ.
 __device__ void finish_tiles(const DigestArguments& a, uint32_t i, uint32_t first, uint32_t count,
                              uint64_t digest, uint64_t stored, Mark mark, unsigned lane) {
-  SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+  SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
   const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
   const bool is_first = first == a.first_tile;
   if (a.task == DigestTask::kWrite) {
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     Mark mark;
     if (warp == 0) {
       if (a.task != DigestTask::kWrite && lane < count) {
-        SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+        SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
         stored = reinterpret_cast<const volatile uint64_t*>(digests_behind(row))[first + lane];
       }
       if (from == 0) mark = read_mark(a, i);
