@@ -46,47 +46,52 @@ void bind_encoding(nb::module_& module) {
         return PyEncoding{make_lossless_encoding(read_numbers<uint64_t>(sizes), width_eighths)};
       },
       "sizes"_a, "width_eighths"_a);
+  nb::class_<DigestTable>(module, "DigestTable",
+                          "The digests of the slots of a pool; sizes: of their blocks.")
+      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t>(), "counter"_a, "rows"_a,
+           "row_stride"_a, "row_bytes"_a)
+      .def(
+          "read",
+          [](const DigestTable& self, nb::handle sizes, int64_t first_slot, int64_t slots) {
+            std::vector<uint64_t> digests(first_digest_tiles(read_numbers<uint64_t>(sizes)).back());
+            std::vector<uint64_t> all;
+            for (int64_t slot = first_slot; slot < first_slot + slots; ++slot) {
+              all.push_back(self.read(slot, digests));
+              all.insert(all.end(), digests.begin(), digests.end());
+            }
+            return nb::bytes(all.data(), all.size() * sizeof(uint64_t));
+          },
+          "sizes"_a, "first_slot"_a, "slots"_a,
+          "For each slot 1, or 0 if it has no block, and the digests of the block's tiles.")
+      .def(
+          "write",
+          [](const DigestTable& self, int64_t first_slot, int64_t slots, nb::bytes read) {
+            std::vector<uint64_t> all(read.size() / sizeof(uint64_t));
+            std::memcpy(all.data(), read.c_str(), all.size() * sizeof(uint64_t));
+            const auto count = static_cast<int64_t>(all.size()) / slots;  // of a slot
+            for (int64_t i = 0; i < slots; ++i) {
+              const auto of_slot = all.begin() + i * count;
+              const int64_t digests = *of_slot == 1 ? count - 1 : 0;
+              self.write(first_slot + i, {of_slot + 1, of_slot + 1 + digests});
+            }
+          },
+          "first_slot"_a, "slots"_a, "digests"_a,
+          "Binds what read() has returned for other slots to these ones.")
+      .def("has_block", &DigestTable::has_block, "slot"_a)
+      .def("adopt", &DigestTable::adopt, "slot"_a,
+           "Binds digests that have come with their block to this slot.");
   module.def(
       "verified_encoding",
-      [](const PyEncoding& slots, nb::handle sizes, uintptr_t table, uint64_t row_bytes,
+      [](const PyEncoding& slots, nb::handle sizes, const DigestTable& table,
          bool compares_stores) {
         return PyEncoding{make_verified_encoding(slots.encoding, read_numbers<uint64_t>(sizes),
-                                                 table, row_bytes, compares_stores)};
+                                                 table, compares_stores)};
       },
-      "slots"_a, "sizes"_a, "table"_a, "row_bytes"_a, "compares_stores"_a);
+      "slots"_a, "sizes"_a, "table"_a, "compares_stores"_a);
   module.def(
       "digest_row_bytes",
       [](nb::handle sizes) { return digest_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,
-      "Bytes of a row of the table for verified_encoding().");
-  module.def(
-      "read_digests",
-      [](nb::handle sizes, uintptr_t table, uint64_t row_bytes, int64_t first_slot, int64_t slots) {
-        const DigestTable from(table, row_bytes);
-        std::vector<uint64_t> digests(first_digest_tiles(read_numbers<uint64_t>(sizes)).back());
-        std::vector<uint64_t> all;
-        for (int64_t slot = first_slot; slot < first_slot + slots; ++slot) {
-          all.push_back(from.read(slot, digests));
-          all.insert(all.end(), digests.begin(), digests.end());
-        }
-        return nb::bytes(all.data(), all.size() * sizeof(uint64_t));
-      },
-      "sizes"_a, "table"_a, "row_bytes"_a, "first_slot"_a, "slots"_a,
-      "For each slot 1, or 0 if it has no block, and the digests of the block's tiles.");
-  module.def(
-      "write_digests",
-      [](uintptr_t table, uint64_t row_bytes, int64_t first_slot, int64_t slots, nb::bytes read) {
-        const DigestTable into(table, row_bytes);
-        std::vector<uint64_t> all(read.size() / sizeof(uint64_t));
-        std::memcpy(all.data(), read.c_str(), all.size() * sizeof(uint64_t));
-        const auto count = static_cast<int64_t>(all.size()) / slots;  // of a slot
-        for (int64_t i = 0; i < slots; ++i) {
-          const auto of_slot = all.begin() + i * count;
-          const int64_t digests = *of_slot == 1 ? count - 1 : 0;
-          into.write(first_slot + i, {of_slot + 1, of_slot + 1 + digests});
-        }
-      },
-      "table"_a, "row_bytes"_a, "first_slot"_a, "slots"_a, "digests"_a,
-      "Binds what read_digests() has returned for other slots to these ones.");
+      "Bytes of a row of a DigestTable.");
 
   nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
       .def(

@@ -83,7 +83,7 @@ bool DigestTable::read(int64_t slot, std::vector<uint64_t>& digests) const {
   const SlotDigests& row = at(slot);
   const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), row.store);
   for (size_t tile = 0; tile < digests.size(); ++tile) digests[tile] = digest(slot, tile) ^ tag;
-  return row.store != 0 && row.tag == tag;
+  return has_block(slot);
 }
 
 void DigestTable::write(int64_t slot, const std::vector<uint64_t>& digests) const {
@@ -97,8 +97,23 @@ void DigestTable::write(int64_t slot, const std::vector<uint64_t>& digests) cons
   row.tag = digests.empty() ? ~tag : tag;
 }
 
+bool DigestTable::has_block(int64_t slot) const {
+  const SlotDigests& row = at(slot);
+  return row.store != 0 && row.tag == digest_tag(static_cast<uint64_t>(slot), row.store);
+}
+
+void DigestTable::adopt(int64_t slot) const {
+  SlotDigests& row = at(slot);
+  const uint64_t store = row.store | kAdoptedStore;
+  const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), store);
+  const size_t tiles = (row_bytes_ - sizeof(SlotDigests)) / sizeof(uint64_t);
+  for (size_t tile = 0; tile < tiles; ++tile) digests_behind(&row)[tile] ^= row.tag ^ tag;
+  row.store = store;
+  row.tag = tag;
+}
+
 void digest_block(const DigestArguments& a, uint32_t i) {
-  SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+  SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
   uint64_t* const digests = digests_behind(row);
   uint8_t& state = reinterpret_cast<uint8_t*>(a.states)[i];
   const uint64_t tag = digest_tag(a.slots[i], a.stores[i]);

@@ -30,15 +30,24 @@ inline void write_number(uint64_t& number, uint64_t value) {
   __atomic_store_n(&number, value, __ATOMIC_RELAXED);
 }
 
-// What a pool keeps beside its pages: see make_verified_encoding().
+// A bit of the number of a store into another pool, whose row came with its block. Numbers of
+// stores into this pool do not reach it.
+constexpr uint64_t kAdoptedStore = uint64_t{1} << 63;
+
+// A row of digests for each slot of a pool, in host memory that the kernels can use, zeros at
+// first.
 class DigestTable {
  public:
-  DigestTable(uint64_t address, uint64_t row_bytes) : address_(address), row_bytes_(row_bytes) {}
+  // counter: address of the number of the latest store, zero at first. rows: of the first row, a
+  // multiple of 64, like their distance. row_bytes: room for the digests of a slot.
+  DigestTable(uint64_t counter, uint64_t rows, uint64_t row_stride, uint64_t row_bytes)
+      : counter_(counter), rows_(rows), row_stride_(row_stride), row_bytes_(row_bytes) {}
 
-  uint64_t rows() const { return address_ + row_bytes_; }
+  uint64_t rows() const { return rows_; }
+  uint64_t row_stride() const { return row_stride_; }
   uint64_t row_bytes() const { return row_bytes_; }
   SlotDigests& at(int64_t slot) const {
-    return *digests_at(rows(), row_bytes_, static_cast<uint64_t>(slot));
+    return *digests_at(rows_, row_stride_, static_cast<uint64_t>(slot));
   }
   uint64_t digest(int64_t slot, uint64_t tile) const {
     return read_number(digests_behind(&at(slot))[tile]);
@@ -48,14 +57,19 @@ class DigestTable {
   bool read(int64_t slot, std::vector<uint64_t>& digests) const;
   // As if a store had left a block with these digests in the slot, or, if there are none, no block.
   void write(int64_t slot, const std::vector<uint64_t>& digests) const;
+  // Whether a store has left a block in the slot. No job may use it.
+  bool has_block(int64_t slot) const;
+  // The slot was filled with all bytes of a slot of another pool, whose row came with its block:
+  // binds the row to this slot. If it was damaged, its block does not match. No job may use it.
+  void adopt(int64_t slot) const;
   // The first of some numbers for stores, which no other store of any process gets.
   uint64_t take_stores(uint64_t count) const {
-    auto* const used = reinterpret_cast<uint64_t*>(address_);
+    auto* const used = reinterpret_cast<uint64_t*>(counter_);
     return __atomic_fetch_add(used, count, __ATOMIC_RELAXED) + 1;
   }
 
  private:
-  const uint64_t address_, row_bytes_;
+  const uint64_t counter_, rows_, row_stride_, row_bytes_;
 };
 
 }  // namespace kvswap

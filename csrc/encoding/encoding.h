@@ -12,6 +12,8 @@
 
 namespace kvswap {
 
+class DigestTable;
+
 // Why blocks are rejected, in the words of an error: "2 of 5 blocks", then `several`, then where
 // they are in the job, then `several_cause`. one, one_cause: the same for a single block.
 struct Rejection {
@@ -71,14 +73,12 @@ std::shared_ptr<const Encoding> make_raw_encoding(const std::vector<uint64_t>& s
 std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes,
                                                        int width_eighths);
 
-// The same slots, with digests of their blocks in a table beside the pages, that stores write and
-// loads compare. table: of host memory that the kernels can use, zeros at first: a row of
-// `row_bytes` bytes with the number of the next store, then one for each slot. compares_stores:
-// stores compare the digests of their blocks again at their end. Throws ValueError if a row has no
-// room for the digests of such a block.
+// The same slots, with digests of their blocks, that stores write and loads compare.
+// compares_stores: stores compare the digests of their blocks again at their end. Throws ValueError
+// if a row of the table has no room for the digests of such a block.
 std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
                                                        const std::vector<uint64_t>& sizes,
-                                                       uint64_t table, uint64_t row_bytes,
+                                                       const DigestTable& table,
                                                        bool compares_stores);
 
 }  // namespace kvswap

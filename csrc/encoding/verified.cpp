@@ -43,7 +43,7 @@ class Digests {
     DigestArguments arguments{};
     arguments.tiles = tiles;
     arguments.rows = table_.rows();
-    arguments.row_bytes = table_.row_bytes();
+    arguments.row_stride = table_.row_stride();
     arguments.rejects = rejects_;
     arguments.first_tile = first_tiles_[copy.slabs.begin];
     arguments.tile_count = first_tiles_[copy.slabs.end] - arguments.first_tile;
@@ -82,7 +82,9 @@ class Digests {
     const uint64_t stored = table_.digest(slot, tile) ^ right;
     std::ostringstream text;
     text << ": bytes " << begin << " to " << end - 1 << " of slab " << slab << " have the digest "
-         << hex(found) << ", and " << hex(stored) << " is that of store " << store;
+         << hex(found) << ", and " << hex(stored) << " is that of store "
+         << (store & ~kAdoptedStore);
+    if ((store & kAdoptedStore) != 0) text << " into another pool";
     return text.str();
   }
 
@@ -247,17 +249,16 @@ class VerifiedEncoding : public Encoding {
 
 std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
                                                        const std::vector<uint64_t>& sizes,
-                                                       uint64_t table, uint64_t row_bytes,
+                                                       const DigestTable& table,
                                                        bool compares_stores) {
   const uint64_t needed = digest_row_bytes(sizes);
-  if (needed > row_bytes) {
+  if (needed > table.row_bytes()) {
     fail<ValueError>("the digests of a block take ", needed, " bytes, and the pool has room for ",
-                     row_bytes,
+                     table.row_bytes(),
                      ": it was made from a layout with fewer or smaller slabs; make the pool from "
                      "the layout with the most digests, or with verify='off'");
   }
-  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes, DigestTable(table, row_bytes),
-                                            compares_stores);
+  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes, table, compares_stores);
 }
 
 }  // namespace kvswap

@@ -79,7 +79,7 @@ __device__ void report(SlotDigests* row, uint64_t tile, uint64_t digest) {
 
 // What is to be done for blocks[i] whatever its digests are. By one thread.
 __device__ void finish_block(const DigestArguments& a, uint32_t i) {
-  SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+  SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
   const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
   const bool is_rejected = was_rejected(a, i);
   if (a.task == DigestTask::kWrite) {
@@ -101,7 +101,7 @@ __device__ void finish_block(const DigestArguments& a, uint32_t i) {
 // has that of tile first + t, if t < count. stored: that of the slot.
 __device__ void finish_tiles(const DigestArguments& a, uint32_t i, uint32_t first, uint32_t count,
                              uint64_t digest, uint64_t stored, unsigned lane) {
-  SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+  SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
   const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
   if (a.task == DigestTask::kWrite) {
     if (lane < count) digests_behind(row)[first + lane] = digest ^ right;
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     // On its way over the link while the tiles are read.
     uint64_t stored = 0;
     if (warp == 0 && lane < count && a.task != DigestTask::kWrite) {
-      SlotDigests* const row = digests_at(a.rows, a.row_bytes, a.slots[i]);
+      SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
       stored = reinterpret_cast<const volatile uint64_t*>(digests_behind(row))[first + lane];
     }
     if (warp < count) {

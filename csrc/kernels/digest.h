@@ -78,7 +78,7 @@ constexpr uint32_t kDigestBlocks = 248;
 // Blocks blocks[i], whose digests are those of slots[i].
 struct DigestArguments {
   uint64_t tiles;  // address of the DigestTile of the block's first tile
-  uint64_t rows, row_bytes;
+  uint64_t rows, row_stride;
   uint64_t states;   // a SlotState for each i, written if the block does not match
   uint32_t rejects;  // whether the copy may have written states
   uint32_t first_tile, tile_count, block_count;
@@ -91,9 +91,9 @@ struct DigestArguments {
 static_assert(sizeof(DigestArguments) <= 4096);
 
 // The first field of the row of a slot.
-KVSWAP_HOST_DEVICE inline SlotDigests* digests_at(uint64_t rows, uint64_t row_bytes,
+KVSWAP_HOST_DEVICE inline SlotDigests* digests_at(uint64_t rows, uint64_t row_stride,
                                                   uint64_t slot) {
-  return reinterpret_cast<SlotDigests*>(rows + slot * row_bytes);
+  return reinterpret_cast<SlotDigests*>(rows + slot * row_stride);
 }
 // The digests behind it.
 KVSWAP_HOST_DEVICE inline uint64_t* digests_behind(SlotDigests* row) {

@@ -160,25 +160,14 @@ def test_the_state_of_a_request_is_where_vllm_keeps_it():
         assert request._kvswap_access.keys == keys(0)
 
 
-def test_a_request_of_another_manager_is_refused():
+def test_a_request_of_another_manager_starts_anew():
     """Its state tells which chunks it had found, and whether it was running at a reset."""
     first, second = (KVSwapManager(4, "lru", 0, False) for _ in range(2))
     request = context("7")
-    first.on_new_request(request)
-    said = (
-        "request 7: its ReqContext holds the state of another KVSwapManager; "
-        "make one ReqContext per request and manager"
-    )
-    for call in (
-        lambda: second.prepare_store(keys(0), request),
-        lambda: second.on_new_request(request),
-        lambda: second.on_request_finished(request),
-        lambda: second.touch(keys(0), request),
-    ):
-        with pytest.raises(RuntimeError, match=said):
-            call()
-    assert store(first, request, 0) == []
-    assert first.lookup(key(0, 0), request).name == "HIT"
+    for manager in (first, second, first):
+        store(manager, request, 0)
+        assert manager.lookup(key(0, 0), request).name == "HIT"
+        assert Access.of(request, manager, object()).keys == keys(0)
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])

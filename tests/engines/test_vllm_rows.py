@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from patience import PATIENCE, in_time
@@ -20,6 +22,7 @@ from torch_kvswap.integrations.vllm import rows as vllm_rows
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer, RowsServer
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
+from torch_kvswap.results import CorruptedPageError
 
 
 @pytest.fixture
@@ -105,24 +108,112 @@ def test_another_user_is_given_nothing(engine, monkeypatch):
         server.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_slot_without_a_block_is_noticed_in_the_part_of_each_rank(engine, rank):
-    cache = (1 + torch.rand(4, 2048)).bfloat16()
-    pools = [HostPool(PagedLayout([cache]), 5, 2, shared=True, encoding="lossless", part=(0, 2))]
-    handle = pools[0].share()
-    pools.append(HostPool.attach(PagedLayout([cache]), handle, rank=1))
-    server = RowsServer(engine, handle, "")
-    rows = Rows(engine)
-    server.close()
-    assert not rows.holds_blocks(3)
-    for pool in pools:
-        with OffloadHandler(PagedLayout([cache]), pool) as handler:
+class Ranks:
+    """Two ranks with a cache each, whose rows a scheduler has. Page 3 is stored."""
+
+    def __init__(self, engine: str, **how: Any) -> None:
+        self.cache = (1 + torch.rand(4, 12 << 10)).bfloat16()
+        layout = PagedLayout([self.cache])
+        self.right = self.cache.clone()
+        shared = {"shared": True, "page_alignment": ROW_ALIGNMENT, "part": (0, 2)}
+        self.pools = [HostPool(layout, 5, 2, **shared | how)]
+        handle = self.pools[0].share()
+        self.pools.append(HostPool.attach(layout, handle, rank=1))
+        server = RowsServer(engine, handle, "")
+        self.rows = Rows(engine)
+        self.memory = np.asarray(self.rows.memory)
+        server.close()
+        self.handlers = [OffloadHandler(layout, pool) for pool in self.pools]
+        for handler in self.handlers:
             handler.store(gpu_block_ids=[0, 1], page_ids=[3]).synchronize()
-    assert rows.holds_blocks(3)
-    pools[rank].pages[3, 1, :16] = 0
-    assert not rows.holds_blocks(3)
-    for pool in pools:
-        pool.close()
+            handler.poll()
+        assert self.rows.holds_blocks(3)
+
+    def load(self, page: int) -> list[tuple[int, ...]]:
+        """The blocks that were not what was stored, of each rank. The others are."""
+        rejected = []
+        for handler in self.handlers:
+            self.cache.zero_()
+            handler.mark_written([page])
+            handler.load(page_ids=[page], gpu_block_ids=[2, 3])
+            with contextlib.suppress(CorruptedPageError):
+                handler.synchronize()
+            (result,) = handler.poll()
+            rejected.append(result.rejected)
+            for block in {0, 1} - {*result.rejected}:
+                assert torch.equal(self.cache[2 + block], self.right[block])
+        return rejected
+
+
+ENCODINGS = pytest.mark.parametrize("encoding", ["raw", "lossless"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "how",
+    [{"encoding": "lossless"}, {"verify": "load"}, {"encoding": "lossless", "verify": "load"}],
+)
+def test_a_slot_without_a_block_is_noticed_in_the_part_of_each_rank(engine, rank, how):
+    ranks = Ranks(engine, **how)
+    assert not ranks.rows.holds_blocks(2)
+    ranks.pools[rank]._forget_block(3, 1)
+    assert not ranks.rows.holds_blocks(3)
+
+
+@ENCODINGS
+def test_a_row_that_a_tier_has_read_from_elsewhere_is_verified(engine, encoding):
+    old = Ranks(engine, encoding=encoding, verify="load")
+    ranks = Ranks(engine, encoding=encoding, verify="load")
+    ranks.right = old.right
+    for page in (3, 1, 1):  # also where something was stored, and the same once more
+        ranks.memory[page] = old.memory[3]
+        ranks.rows.adopt(page)
+        assert ranks.rows.holds_blocks(page)
+        assert ranks.load(page) == [(), ()]
+        assert ranks.load(page) == [(), ()]
+
+
+@ENCODINGS
+def test_a_row_that_was_damaged_in_a_tier_is_noticed_by_the_rank_with_the_damage(engine, encoding):
+    old = Ranks(engine, encoding=encoding, verify="load")
+    pool = old.pools[0]
+    nbytes = pool._encoding.for_native(pool.layout.sizes).slot_bytes
+    random = np.random.default_rng(3)
+    noticed = []
+    for number in range(200):
+        rank, slot, kind = number % 2, number // 2 % 2, ("block", "digests")[number // 4 % 2]
+        first = slot * pool.slot_bytes + rank * pool._shape.part_bytes
+        damaged = old.memory[3].copy()
+        if kind == "block":
+            damaged[first + random.integers(nbytes)] ^= 1 << random.integers(8)
+        else:  # the tag, or the digests of three tiles; the rest of the head only explains
+            at = random.choice([*range(8), *range(32, 56)])
+            begin = first + pool._shape.block_room
+            damaged[begin + at] ^= 1 << random.integers(8)
+        old.memory[4] = damaged
+        old.rows.adopt(4)
+        found = old.load(4)
+        assert found[1 - rank] == ()
+        noticed.append(found[rank] == (slot,))
+    assert sum(noticed) > 190  # a bit may be of no value, as in an encoded block
+
+
+@ENCODINGS
+def test_without_digests_damage_of_a_row_is_loaded(engine, encoding):
+    """The control of the test above."""
+    ranks = Ranks(engine, encoding=encoding)
+    ranks.memory[3, 1000] ^= 8
+    ranks.cache.zero_()
+    ranks.handlers[0].load(page_ids=[3], gpu_block_ids=[2, 3]).synchronize()
+    assert not torch.equal(ranks.cache[2], ranks.right[0])
+
+
+def test_what_is_no_row_is_no_block(engine):
+    ranks = Ranks(engine, verify="load")
+    for page, byte in ((3, 0), (2, 0), (1, 255)):
+        ranks.memory[page] = byte
+        ranks.rows.adopt(page)
+        assert ranks.load(page) == [(0, 1), (0, 1)]
 
 
 def test_the_namespace_names_all_that_rows_depend_on():
@@ -135,6 +226,7 @@ def test_the_namespace_names_all_that_rows_depend_on():
         "slabs": [pool_of(2048, 2048)],
         "order": [pool_of(1024, 3072)],
         "ranks": [pool_of(4096, part=(0, 2))],
+        "digests": [pool_of(4096, part=(0, 1), verify="load")],
         "groups": [pool_of(4096), pool_of(64)],
     }
     names = {name: offer.namespace(one) for name, one in pools.items()}

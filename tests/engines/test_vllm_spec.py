@@ -4,6 +4,7 @@ copies.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -34,6 +35,8 @@ from torch_kvswap.integrations.vllm import patch_ops
 from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm.pool import this_host
 from torch_kvswap.ops import swap_blocks_batch
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_vllm_finds_the_spec_by_configuration():
@@ -350,6 +353,42 @@ def test_patch_ops_puts_our_copies_under_the_worker_of_vllm_and_says_what_it_kee
     for to_cpu in (True, False):
         assert gpu_worker._select_swap_blocks_fn(large, to_cpu) is swap_blocks_batch
     assert patch_ops() == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (None, "patched: False"),
+        ("1", "patched: True"),
+        ("yes", "ValueError: KVSWAP_PATCH_OPS is 'yes'; expected 0 or 1"),
+    ],
+)
+def test_vllm_patches_its_ops_in_every_process_if_the_environment_asks_for_it(
+    tmp_path, asked, said
+):
+    """The package's metadata, from which vLLM has its plugins, is here that of the checkout."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    at = lines.index('[project.entry-points."vllm.general_plugins"]')
+    name, plugin = lines[at + 1].split(" = ")
+    metadata = tmp_path / "torch_kvswap-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: torch_kvswap\nVersion: 0\n")
+    group = f"[vllm.general_plugins]\n{name} = {json.loads(plugin)}\n"
+    (metadata / "entry_points.txt").write_text(group)
+    code = (
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from vllm import _custom_ops\n"
+        "from torch_kvswap.ops import swap_blocks_batch\n"
+        "print('patched:', _custom_ops.swap_blocks_batch is swap_blocks_batch)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "KVSWAP_PATCH_OPS"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    environment |= {} if asked is None else {"KVSWAP_PATCH_OPS": asked}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert said in run.stdout + run.stderr
 
 
 def test_patch_ops_comes_too_late_when_the_worker_was_built(ops):

@@ -64,9 +64,12 @@ def test_the_table_has_the_digests_of_the_model(sizes: str, method: str) -> None
 
 
 @pytest.mark.parametrize("layer_groups", [1, 3])
+@pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
-def test_no_damage_goes_unnoticed(encoding: str, method: str, layer_groups: int) -> None:
-    sizes = {"values": 6144, "encodings": [encoding], "verify": "load"}
+def test_no_damage_goes_unnoticed(
+    encoding: str, method: str, layer_groups: int, rows: bool
+) -> None:
+    sizes = {"values": 6144, "encodings": [encoding], "verify": "load", "rows": rows}
     with EncodedCache(device="cuda:0", copy_method=method, **sizes) as cache:
         seen = Damage(cache, seed=5).run(1500, layer_groups=layer_groups)
     assert set(seen) <= {"noticed", "harmless"}

@@ -54,12 +54,13 @@ def stream_of_kernels(cache: EncodedCache) -> int:
 
 @pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
 @pytest.mark.parametrize("layer_groups", [1, 3])
+@pytest.mark.parametrize("rows", [False, True])
 @needs_kernels
 @simulated
 def test_no_damage_goes_unnoticed(
-    driver: Driver, encoding: str, layer_groups: int, method: str
+    driver: Driver, encoding: str, layer_groups: int, method: str, rows: bool
 ) -> None:
-    sizes = {"values": 6144, "encodings": [encoding], "verify": "load"}
+    sizes = {"values": 6144, "encodings": [encoding], "verify": "load", "rows": rows}
     with EncodedCache(driver, copy_method=method, **sizes) as cache:
         seen = Damage(cache, seed=2).run(100, layer_groups=layer_groups)
     assert set(seen) <= {"noticed", "harmless"}

@@ -27,6 +27,16 @@ def rows_of(pool: HostPool) -> Bytes:
     return rows
 
 
+def row_of(pool: HostPool, slot: int) -> Bytes:
+    """The digests of a slot, beside the pages or in the slot."""
+    shape = pool._shape
+    if shape._part is None:
+        return rows_of(pool)[1 + slot]
+    begin = slot * shape.slot_bytes + shape.part_begin + shape._part.digests_begin
+    row: Bytes = pool._memory.mapping.tensor.numpy()[begin : begin + shape.row_bytes]
+    return row
+
+
 class Damage:
     """Stores blocks into slots, damages one of them at a time, loads it, and undoes the damage.
 
@@ -37,25 +47,25 @@ class Damage:
     def __init__(self, cache: EncodedCache, seed: int) -> None:
         self.cache, self.rng = cache, random.Random(seed)
         pool = cache.pools[0]
-        slots = pool.pages.flatten(0, 1).numpy()
+        sizes = pool.layout.sizes
+        nbytes = pool._encoding.for_native(sizes).slot_bytes  # without padding
+        slots = pool.pages.flatten(0, 1).numpy()[:, :nbytes]
         self.slot: Bytes = slots[0]
         self.has_digests = pool.verify != "off"
-        self.row: Bytes = rows_of(pool)[1] if self.has_digests else np.zeros(0, np.uint8)
+        self.row: Bytes = row_of(pool, 0) if self.has_digests else np.zeros(0, np.uint8)
         if cache.driver is not None:
             cache.driver.set_mode("immediate")
         self._store([2, 3], [0, 1])
         self.old = self.slot.copy(), self.row.copy()
         self._store([0, 1], [0, 1])
         self.good = self.slot.copy(), self.row.copy()
-        other_row = rows_of(pool)[2] if self.has_digests else self.row
+        other_row = row_of(pool, 1) if self.has_digests else self.row
         self.other = slots[1].copy(), other_row.copy()
         self.right = [cache.block(0), cache.block(1)]
-        sizes = pool.layout.sizes
         whole = int(sizes.sum())
         # Where the bytes of the slabs begin; those of an encoded slot have three quarters.
         self.begins = (
-            pool.slot_bytes
-            + (np.cumsum(sizes) - sizes - whole) * (4 if pool.encoding == "raw" else 3) // 4
+            nbytes + (np.cumsum(sizes) - sizes - whole) * (4 if pool.encoding == "raw" else 3) // 4
         )
         self.kinds: dict[str, Callable[[], None]] = {
             "bit": self._flip_bit,

@@ -39,6 +39,7 @@ class EncodedCache:
             of their own.
         bits: bits_per_value of encoded groups, or a list with one per group.
         verify: of the pools.
+        rows: whether the digests are in the slots, as in pages for vLLM's tiers.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.
 
@@ -61,6 +62,7 @@ class EncodedCache:
         views: Mapping[int, int] | None = None,
         bits: float | Sequence[float] = 12.125,
         verify: str = "off",
+        rows: bool = False,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -87,6 +89,8 @@ class EncodedCache:
             if group in views:
                 pool = self.pools[views[group]].view_for(layout, **of_pool)
             else:
+                if rows:
+                    of_pool |= {"shared": True, "page_alignment": 4096, "part": (0, 1)}
                 pool = HostPool(layout, pages, per_page, verify=verify, **of_pool)
             self.pools.append(pool)
         if driver is not None:

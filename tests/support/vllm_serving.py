@@ -311,9 +311,11 @@ class Serving:
         kv_cache_utils.init_none_hash(sha256)
         self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, name: str, prompt: Sequence[int], count: int = 4) -> None:
+    def add(self, name: str, prompt: Sequence[int], count: int = 4, transfer: Any = None) -> None:
+        """transfer: the request's kv_transfer_params."""
         self.tokens[name] = []
-        sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+        extra = {"extra_args": {"kv_transfer_params": transfer}} if transfer else {}
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True, **extra)
         request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
         self.requests[name] = request
         self.scheduler.add_request(request)

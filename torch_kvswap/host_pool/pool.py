@@ -160,8 +160,9 @@ class HostPool(NotCopyable):
             a page while another one writes it.
         page_alignment (int): a power of two; makes page_bytes a multiple of it, with up to so many
             bytes of padding. 4096 is what `below` of a PrefixCache needs.
-        part (tuple[int, int]): (rank, number of ranks), for a shared pool. A slot has a block of
-            each rank, one behind the other, and this process uses those of `rank`: of `pages`, in
+        part (tuple[int, int] | None): (rank, number of ranks), for a shared pool. A slot has a
+            block of each rank, one behind the other, each followed by its digests, so that a page
+            has all that is known of its blocks. This process uses those of `rank`: of `pages`, in
             transfers and in read_block(). page_bytes and slot_bytes are of all ranks.
 
     Attributes:
@@ -204,14 +205,14 @@ class HostPool(NotCopyable):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         shared: bool = False,
         page_alignment: int = 1,
-        part: tuple[int, int] = (0, 1),
+        part: tuple[int, int] | None = None,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
         part = read_part(part)
         shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment, part)
-        if shape.parts > 1 and not read_switch("shared", shared):
+        if part is not None and not read_switch("shared", shared):
             raise ValueError(
                 f"part is {part}, but shared is False, so that nobody has the others; pass "
                 "shared=True, or leave part out"
@@ -262,7 +263,8 @@ class HostPool(NotCopyable):
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
         counts = handle.num_pages, handle.blocks_per_page
-        part = read_int("rank", rank, 0, handle.parts - 1), handle.parts
+        rank = read_int("rank", rank, 0, max(handle.parts, 1) - 1)
+        part = (rank, handle.parts) if handle.parts else None
         shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
         handle._check(shape, layout)
         pinning = read_pinning(
@@ -312,7 +314,7 @@ class HostPool(NotCopyable):
         """Initializes a pool of any kind; _shares_huge_pages is set."""
         self.device = layout.device
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
-        self.slot_bytes, self.num_parts = shape.slot_bytes, shape.parts
+        self.slot_bytes, self.num_parts = shape.slot_bytes, max(shape.parts, 1)
         self.page_bytes, self.nbytes = shape.page_bytes, shape.nbytes
         self.verify: VerifyName = shape.verify
         self._shape = shape
@@ -361,7 +363,7 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        rows = self._shape.page_alignment, self.num_parts
+        rows = self._shape.page_alignment, self._shape.parts
         return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify, *rows)
 
     def view_for(
@@ -396,11 +398,11 @@ class HostPool(NotCopyable):
             bits_per_value = pool.bits_per_value
         kept = read_encoding(encoding, bits_per_value)
         needed = kept.slot_bytes(layout, "pass encoding='raw' for this view")
-        if needed > self._shape.part_bytes:
+        if needed > self._shape.block_room:
             of = "" if kept is RAW else f", encoded in {needed} bytes,"
             raise ValueError(
                 f"blocks of {layout.block_bytes} bytes{of} do not fit into slots of "
-                f"{self._shape.part_bytes} bytes; make the pool from the layout with the largest "
+                f"{self._shape.block_room} bytes; make the pool from the layout with the largest "
                 "slots"
             )
         if kept is not RAW and self.slot_bytes % SLOT_ALIGNMENT:
@@ -532,9 +534,7 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        return native.verified_encoding(
-            encoding, sizes, *self._digest_table, self.verify == "order"
-        )
+        return native.verified_encoding(encoding, sizes, self._digests, self.verify == "order")
 
     def _read_digests(self, page: int) -> bytes:
         """The digests of a page's blocks in any slots; nothing if the pool has no digests.
@@ -544,20 +544,24 @@ class HostPool(NotCopyable):
         if self.verify == "off":
             return b""
         first = page * self.blocks_per_page
-        return native.read_digests(
-            self.layout.sizes, *self._digest_table, first, self.blocks_per_page
-        )
+        return self._digests.read(self.layout.sizes, first, self.blocks_per_page)
 
     def _write_digests(self, page: int, digests: bytes) -> None:
         """The page has the blocks of another page of such a pool, with these _read_digests()."""
         if self.verify != "off":
             first = page * self.blocks_per_page
-            native.write_digests(*self._digest_table, first, self.blocks_per_page, digests)
+            self._digests.write(first, self.blocks_per_page, digests)
+
+    def _forget_block(self, page: int, slot: int) -> None:
+        """Marks an encoded slot, or one with digests, as one without a block. No job uses it."""
+        if self._encoding is not RAW:
+            self.pages[page, slot, :SLOT_ALIGNMENT].zero_()
+        if self.verify != "off":
+            self._digests.write(page * self.blocks_per_page + slot, 1, bytes(8))
 
     @property
-    def _digest_table(self) -> tuple[int, int]:
-        """The address of the table of digests, and the bytes of a row."""
-        return self._memory.mapping.address + self._shape.table_begin, self._shape.row_bytes
+    def _digests(self) -> native.DigestTable:
+        return self._shape.digests(self._memory.mapping.address)
 
     def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_ALIGNMENT = 1 << 20
+_ROW_ALIGNMENT = 64  # bytes, of a slot's digests
 
 
 def read_page_alignment(page_alignment: object) -> int:
@@ -29,39 +31,67 @@ def read_page_alignment(page_alignment: object) -> int:
     return number
 
 
-def read_part(part: object) -> tuple[int, int]:
+def read_part(part: object) -> tuple[int, int] | None:
     """Checks the argument `part` of a pool.
 
     Raises:
         TypeError, ValueError: it is no pair of a rank and a number of ranks.
     """
+    if part is None:
+        return None
     if not isinstance(part, tuple) or len(part) != 2:
         raise TypeError(f"part is {kind_of(part)}; it must be a tuple of a rank and their number")
     world = read_int("part[1]", part[1], 1)
     return read_int("part[0]", part[0], 0, world - 1), world
 
 
-def aligned_part(nbytes: int) -> int:
-    """The bytes of a block's part of a slot: each begins where an encoded block can."""
-    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+class Part(NamedTuple):
+    """What a slot has of one rank.
+
+    Attributes:
+        nbytes (int): of all; each part begins where an encoded block can.
+        digests_begin (int): where the digests begin, behind the block.
+        row_bytes (int): of the digests; 0 without digests.
+    """
+
+    nbytes: int
+    digests_begin: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, nbytes: int, row_bytes: int) -> Part:
+        """Of a block of `nbytes` with digests of `row_bytes`."""
+        begin = _rounded(nbytes, _ROW_ALIGNMENT if row_bytes else SLOT_ALIGNMENT)
+        return cls(begin + row_bytes, begin, row_bytes)
+
+    def table(self, first_slot: int, slot_bytes: int, counter: int = 0) -> native.DigestTable:
+        """The digests of this part of all slots, the first of which has this address."""
+        rows = first_slot + self.digests_begin
+        return native.DigestTable(counter, rows, slot_bytes, self.row_bytes)
+
+
+def _rounded(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
 
 
 def padded_slot(nbytes: int, blocks_per_page: int, page_alignment: int, parts: int = 1) -> int:
     """The bytes of a slot for a block of `nbytes` of each of `parts` processes, so that pages are
     aligned. Slots stay at equal distances, so each of them is padded."""
-    nbytes = nbytes if parts == 1 else parts * aligned_part(nbytes)
-    of_slot = page_alignment // math.gcd(page_alignment, blocks_per_page)
-    return -(-nbytes // of_slot) * of_slot
+    nbytes = nbytes if parts == 1 else parts * _rounded(nbytes, SLOT_ALIGNMENT)
+    return _rounded(nbytes, page_alignment // math.gcd(page_alignment, blocks_per_page))
 
 
 class PoolShape:
     """The number and size of a pool's pages, in bytes: see HostPool.
 
     Attributes:
+        parts (int): ranks that have a part of each slot; 0 without `part`.
         part_begin (int): where the part of this process begins in a slot.
         part_bytes (int): of a part; of the whole slot if it has one part.
+        block_room (int): bytes of a part that a block can have.
         row_bytes (int): of the digests of a slot; 0 without digests.
-        table_begin (int): where the table of digests begins in the memory, after all pages.
+        table_begin (int): where the number of the latest store lies in the memory, after all pages.
+            Behind it lie the digests, unless slots have parts: those have their own.
         mapped_bytes (int): of the pages and the table.
 
     Raises:
@@ -77,31 +107,33 @@ class PoolShape:
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
         page_alignment: int = 1,
-        part: tuple[int, int] = (0, 1),
+        part: tuple[int, int] | None = None,
     ) -> None:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_alignment = read_page_alignment(page_alignment)
-        rank, self.parts = part
-        nbytes = encoding.slot_bytes(layout)
-        self.slot_bytes = padded_slot(nbytes, blocks_per_page, self.page_alignment, self.parts)
-        self.part_bytes = aligned_part(nbytes) if self.parts > 1 else self.slot_bytes
-        self.part_begin = rank * self.part_bytes
-        slots = num_pages * blocks_per_page
-        self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
         self.verify = verify
-        self.row_bytes = 0
-        if verify != "off":
-            if self.parts > 1:
-                raise ValueError(
-                    f"verify is {verify!r}, but a page has parts of {self.parts} processes, which "
-                    "have no digests; pass verify='off'"
-                )
-            self.row_bytes = native.digest_row_bytes(layout.sizes)
+        rank, self.parts = part or (0, 0)
+        self.row_bytes = 0 if verify == "off" else native.digest_row_bytes(layout.sizes)
+        nbytes = encoding.slot_bytes(layout)
+        self._part = Part.of(nbytes, self.row_bytes) if self.parts else None
+        if self._part is not None:
+            nbytes = self._part.nbytes
+        self.slot_bytes = padded_slot(
+            nbytes, blocks_per_page, self.page_alignment, max(self.parts, 1)
+        )
+        self.part_bytes = nbytes if self.parts > 1 else self.slot_bytes
+        self.part_begin = rank * self.part_bytes
+        self.block_room = self.part_bytes
+        slots = rows = num_pages * blocks_per_page
+        self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
+        if self.row_bytes:
+            if self._part is not None:
+                self.block_room, rows = self._part.digests_begin, 0
             # The table is registered by itself, and two registrations share no page of the system.
-            self.table_begin = -(-self.nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
-            self.mapped_bytes = self.table_begin + (1 + slots) * self.row_bytes
+            self.table_begin = _rounded(self.nbytes, SYSTEM_PAGE)
+            self.mapped_bytes = self.table_begin + (1 + rows) * self.row_bytes
         if self.mapped_bytes > INT64_MAX:
             raise ValueError(
                 f"num_pages={num_pages} with blocks_per_page={blocks_per_page} need "
@@ -124,6 +156,14 @@ class PoolShape:
         """The pages in the memory as uint8 [pages, blocks_per_page, bytes of a part]."""
         slots = memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
         return slots[..., self.part_begin : self.part_begin + self.part_bytes]
+
+    def digests(self, memory: int) -> native.DigestTable:
+        """The digests of all slots in the memory that begins at this address."""
+        counter = memory + self.table_begin
+        if self._part is not None:
+            return self._part.table(memory + self.part_begin, self.slot_bytes, counter)
+        rows = counter + self.row_bytes
+        return native.DigestTable(counter, rows, self.row_bytes, self.row_bytes)
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
         """The slabs of the pages' blocks in `memory`, for the blocks of `layout`.

@@ -56,7 +56,7 @@ class PoolHandle(NotCopyable):
         bits_per_value (float | None): HostPool.bits_per_value.
         verify (str): HostPool.verify.
         page_alignment (int): that of the pool.
-        parts (int): number of processes that have a part of each slot.
+        parts (int): number of ranks that have a part of each slot; 0 without HostPool's `part`.
     """
 
     _instead = "send() it through a Unix socket"
@@ -73,7 +73,7 @@ class PoolHandle(NotCopyable):
         bits_per_value: float | None = None,
         verify: VerifyName = "off",
         page_alignment: int = 1,
-        parts: int = 1,
+        parts: int = 0,
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
@@ -85,7 +85,7 @@ class PoolHandle(NotCopyable):
         self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
         self.verify: VerifyName = read_verify(verify)
         self.page_alignment = read_page_alignment(page_alignment)
-        self.parts = read_int("parts", parts, 1)
+        self.parts = read_int("parts", parts, 0)
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 

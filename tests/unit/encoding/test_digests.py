@@ -69,9 +69,11 @@ def test_the_table_has_the_digests_that_the_documentation_describes(sizes: tuple
 
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
 @pytest.mark.parametrize("layer_groups", [1, 3])
-@pytest.mark.parametrize("verify", ["load", "order"])
-def test_no_damage_goes_unnoticed(encoding: str, layer_groups: int, verify: str) -> None:
-    sizes = {"values": SLAB_VALUES, "encodings": [encoding], "verify": verify}
+@pytest.mark.parametrize(("verify", "rows"), [("load", False), ("load", True), ("order", False)])
+def test_no_damage_goes_unnoticed(
+    encoding: str, layer_groups: int, verify: str, rows: bool
+) -> None:
+    sizes = {"values": SLAB_VALUES, "encodings": [encoding], "verify": verify, "rows": rows}
     with EncodedCache(**sizes) as cache:
         seen = Damage(cache, seed=1).run(600, layer_groups=layer_groups)
     assert set(seen) <= {"noticed", "harmless"}

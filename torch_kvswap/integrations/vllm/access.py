@@ -35,22 +35,13 @@ class Access:
 
     @classmethod
     def of(cls, context: Any, manager: object, cache: object) -> Access:
-        """The Access that a request has had so far, or a new one.
-
-        Raises:
-            RuntimeError: another manager has put it there.
-        """
+        """The Access that a request has had so far in this manager, or a new one."""
         if hasattr(context, "get_state"):
             access: Access | None = context.get_state(cls)
         else:  # 0.26
             access = getattr(context, "_kvswap_access", None)
-        if access is None:
+        if access is None or access.manager is not manager:
             return cls.start(context, manager, cache)
-        if access.manager is not manager:
-            raise RuntimeError(
-                f"request {context.req_id}: its ReqContext holds the state of another "
-                "KVSwapManager; make one ReqContext per request and manager"
-            )
         return access
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from typing import Any
 
@@ -16,9 +17,9 @@ _log = logging.getLogger(__name__)
 def patch_ops() -> str:
     """Replaces vLLM's op swap_blocks_batch with torch_kvswap's in this process.
 
-    Call it in the process that runs the model, before vLLM builds its offloading worker, for
-    example from a plugin of the group vllm.general_plugins, which vLLM loads in every process.
-    Calling it again changes nothing. KVSwapOffloadingSpec does not need it.
+    Call it in the process that runs the model, before vLLM builds its offloading worker, or set
+    KVSWAP_PATCH_OPS=1: vLLM then calls it in every process. Calling it again changes nothing.
+    KVSwapOffloadingSpec does not need it.
 
     Returns:
         str: what still uses vLLM's own kernels; also logged.
@@ -41,6 +42,19 @@ def patch_ops() -> str:
     )
     _log.info("patch_ops: %s", stays)
     return stays
+
+
+def patch_ops_if_asked() -> None:
+    """vLLM's plugin, which it calls in every process: patch_ops() with KVSWAP_PATCH_OPS=1.
+
+    Raises:
+        ValueError: the variable has an unknown value.
+    """
+    asked = os.environ.get("KVSWAP_PATCH_OPS") or "0"
+    if asked not in ("0", "1"):
+        raise ValueError(f"KVSWAP_PATCH_OPS is {asked!r}; expected 0 or 1")
+    if asked == "1":
+        patch_ops()
 
 
 def _check_not_built() -> None:

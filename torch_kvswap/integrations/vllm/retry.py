@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torch_kvswap.encoding.slot import SLOT_ALIGNMENT
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Place
 from torch_kvswap.layout import PagedLayout
@@ -123,8 +122,7 @@ class Retry:
         if pool.encoding == "raw" and pool.verify == "off":
             return pool.pages[key]
         if self.direction == "store":
-            if pool.encoding != "raw":  # it may hold an older block, which nobody must read
-                pool.pages[key][:SLOT_ALIGNMENT].zero_()
+            pool._forget_block(*key)  # an older one, which nobody must read
             self._stored[key] = torch.empty(pool.layout.block_bytes, dtype=torch.uint8)
             return self._stored[key]
         found = self._kept.get(key)

@@ -16,7 +16,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.host_pool.shape import aligned_part
+from torch_kvswap.host_pool.shape import Part
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.integrations.vllm.pool import address_of, user_of
 
@@ -46,8 +46,9 @@ class RowsOffer(NamedTuple):
         sizes = [one.layout.sizes.tolist() for one in pools]
         slabs = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
         width = "" if pool.bits_per_value is None else f" {pool.bits_per_value}"
+        digests = "" if pool.verify == "off" else " with digests"
         return (
-            f"torch_kvswap {_FORMAT}: {pool.encoding}{width}, {sys.byteorder} endian, "
+            f"torch_kvswap {_FORMAT}: {pool.encoding}{width}{digests}, {sys.byteorder} endian, "
             f"{pool.blocks_per_page} slots of {pool.slot_bytes} bytes for {pool.num_parts} ranks, "
             f"slabs {slabs}, KV layout {self.kv_layout}"
         )
@@ -138,16 +139,20 @@ class Rows:
         with contextlib.closing(handle):
             self.num_pages, self._slots = handle.num_pages, handle.blocks_per_page
             self._slot_bytes = handle.page_bytes // handle.blocks_per_page
-            self._sizes, self._parts = handle.slab_sizes, handle.parts
+            self._sizes = handle.slab_sizes
             encoding = read_encoding(handle.encoding, handle.bits_per_value)
             self._width = encoding.width_eighths
-            self._part_bytes = aligned_part(encoding.for_native(handle.slab_sizes).slot_bytes)
+            nbytes = encoding.for_native(handle.slab_sizes).slot_bytes
+            row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(handle.slab_sizes)
+            part = Part.of(nbytes, row_bytes)
             mapping = Mapping(
                 handle.num_pages * handle.page_bytes,
                 os.dup(handle.fd),
                 None if handle.huge_pages else False,
             )
-            self._address = mapping.address
+            self._parts = [mapping.address + at * part.nbytes for at in range(handle.parts)]
+            self._digests = [part.table(one, self._slot_bytes) for one in self._parts]
+            self._has_digests = row_bytes > 0
             rows = mapping.tensor.view(handle.num_pages, handle.page_bytes)
             self.memory: memoryview = rows.numpy().data
 
@@ -155,17 +160,27 @@ class Rows:
         """Whether all slots of a page hold blocks.
 
         An encoded slot whose block did not fit has none, and neither has one that was read from
-        something else. Raw slots do not tell.
+        something else. Slots with digests tell whether a store has left a block there. Other raw
+        slots do not tell.
         """
+        slots = range(page * self._slots, (page + 1) * self._slots)
+        if self._has_digests and not all(
+            digests.has_block(slot) for digests in self._digests for slot in slots
+        ):
+            return False
         if not self._width:
             return True
-        first = self._address + page * self._slots * self._slot_bytes
-        parts = [
-            first + slot * self._slot_bytes + part * self._part_bytes
-            for slot in range(self._slots)
-            for part in range(self._parts)
-        ]
-        return not any(map(self._is_empty, parts))
+        return not any(
+            self._is_empty(part + slot * self._slot_bytes) for part in self._parts for slot in slots
+        )
+
+    def adopt(self, page: int) -> None:
+        """A tier has filled the page: binds the digests that came with its blocks to its slots, so
+        that loads compare them."""
+        if self._has_digests:
+            for slot in range(page * self._slots, (page + 1) * self._slots):
+                for digests in self._digests:
+                    digests.adopt(slot)
 
     def _is_empty(self, address: int) -> int:
         # Decodes no slab, but looks whether this is a slot with a block.

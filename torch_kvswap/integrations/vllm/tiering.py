@@ -49,13 +49,18 @@ class PrimaryTier(KVSwapManager):
         self._reads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
         self._ended: Counter[tuple[str, frozenset[Key]]] = Counter()
         self._has_unreadable = False  # some request has unreadable keys
+        self._damaged: set[Key] = set()  # what tiers have of them could not be loaded
         # vLLM 0.26 promotes right after a reset, when the workers may still write pages.
         self._holds_promotions = False
 
     def get_kv_memoryview(self) -> memoryview:
         """All pages, uint8 [pages, bytes of a page]."""
-        assert self._rows is not None
-        return self._rows.memory
+        return self._rows_in_use.memory
+
+    @property
+    def _rows_in_use(self) -> Rows:
+        assert self._rows is not None, "it is shut down"
+        return self._rows
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """As KVSwapManager's, but a request does not start with it: vLLM also looks up what it
@@ -106,7 +111,10 @@ class PrimaryTier(KVSwapManager):
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """A tier has filled the pages of these keys, or failed to."""
-        self._written.update(self._pages_of_stores(keys))
+        pages = self._pages_of_stores(keys)
+        self._written.update(pages)
+        for page in pages if success else ():
+            self._rows_in_use.adopt(page)
         self._complete(keys, req_context, success)
         lost = [key for key in keys if self._states.get(key) is None]
         if lost:
@@ -114,8 +122,11 @@ class PrimaryTier(KVSwapManager):
             self._access(req_context).unreadable.update(lost)
 
     def is_readable(self, key: Key, req_context: base.ReqContext) -> bool:
-        """Whether no tier has failed to read the chunk for this request. vLLM's tiers go on saying
-        that they have it, those of 0.26 without end."""
+        """Whether no tier has failed to read the chunk for this request, nor read a damaged one.
+        vLLM's tiers go on saying that they have it, those of 0.26 without end, and do not replace
+        what they have."""
+        if key in self._damaged:
+            return False
         return not self._has_unreadable or key not in self._access(req_context).unreadable
 
     def prepare_load(
@@ -129,6 +140,7 @@ class PrimaryTier(KVSwapManager):
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         """As KVSwapManager's."""
         self._holds_promotions = False
+        self._damaged.update(self._last_on_page[page] for page in self._failed & self._written)
         super().complete_load(keys, req_context)
 
     def prepare_store(
@@ -149,9 +161,8 @@ class PrimaryTier(KVSwapManager):
         self._complete(keys, req_context, success)
 
     def _complete(self, keys: Collection[Key], req_context: base.ReqContext, success: bool) -> None:
-        assert self._rows is not None
         pages = self._pages_of_stores(keys) if success else ()
-        self.fail_pages(page for page in pages if not self._rows.holds_blocks(page))
+        self.fail_pages(page for page in pages if not self._rows_in_use.holds_blocks(page))
         super().complete_store(keys, req_context, success)
 
     def _pages_of_stores(self, keys: Collection[Key]) -> list[int]:
@@ -274,15 +285,11 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
 
     def _read_options(self) -> SpecOptions:
         options = read_options(self.extra_config, has_tiers=True)
-        for name, value, instead in (
-            ("store_threshold", max(options.store_threshold, 1), 1),
-            ("verify", options.verify, "off"),
-        ):
-            if value != instead:
-                raise ValueError(
-                    f"kv_connector_extra_config: {name} is {value!r}, which is not possible with "
-                    "spec_name KVSwapTieringOffloadingSpec; leave it out"
-                )
+        if options.store_threshold > 1:
+            raise ValueError(
+                f"kv_connector_extra_config: store_threshold is {options.store_threshold}, which "
+                "is not possible with spec_name KVSwapTieringOffloadingSpec; leave it out"
+            )
         return options
 
     def _rows_offer(self) -> RowsOffer:

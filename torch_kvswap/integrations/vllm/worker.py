@@ -116,10 +116,10 @@ class KVSwapWorker(base.OffloadingWorker):
         how |= {"bits_per_value": options.bits_per_value}
         how |= {"pin_in_background": options.pin_in_background}
         if rows is not None:
-            how["page_alignment"] = ROW_ALIGNMENT
+            how |= {"page_alignment": ROW_ALIGNMENT, "shared": True, "part": (0, 1)}
         shape = largest, num_pages, blocks_per_page
         if replicas is None:
-            self._pool = HostPool(*shape, shared=rows is not None, **how)
+            self._pool = HostPool(*shape, **how)
         else:
             self._pool = replicated_pool(*shape, replicas, **how)
         pools = [self._pool.view_for(layout) for layout in layouts]

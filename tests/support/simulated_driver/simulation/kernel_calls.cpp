@@ -126,8 +126,9 @@ std::vector<Coding> digests_of(const kvswap::DigestArguments& arguments) {
         device().log.violation("a kernel digests bytes that are not aligned to ", a.word_bytes);
       }
     }
-    const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_bytes;
-    coding.memory.emplace_back(row, row + a.row_bytes);
+    const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
+    const uint64_t digests = row + sizeof(kvswap::SlotDigests);
+    coding.memory.emplace_back(row, digests + (a.first_tile + a.tile_count) * sizeof(uint64_t));
     coding.run = [shared, i] { kvswap::digest_block(*shared, i); };
     codings.push_back(std::move(coding));
   }

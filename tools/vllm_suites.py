@@ -1,0 +1,147 @@
+"""Runs vLLM's own tests of its offloading manager and tiers on ours, and says what differs.
+
+    python tools/vllm_suites.py FOLDER
+
+FOLDER is vLLM's source distribution, unpacked, of the version that is installed in this Python.
+Nothing is fetched. Each test runs with vLLM's classes and with ours in their place. Exits with 1 if
+one passes with theirs only, unless it looks for what is not in the interface that vLLM uses, or
+EXPLAINED says why. Some tests have time limits: on a busy machine they may fail with either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+SUITES = ("cpu/test_manager.py", "tiering")
+# Why tests whose names have this in them end otherwise with ours.
+_NUMBERS = "it expects the numbers of free pages in vLLM's order"
+_RESET = "a request that runs through a reset stores nothing until it starts again (docs/vllm.md)"
+EXPLAINED = {
+    "test_already_stored_": _NUMBERS,
+    "test_cpu_manager ": _NUMBERS,
+    "reports_cache_usage_gauge": "it makes a cache of 0 chunks, which our spec refuses",
+    "test_filter_reused_manager ": "it sets max_tracker_size, which our spec refuses",
+    "test_lru_reset_discards_unfinished_request_recency": _RESET,
+    "test_reset_cache_clears_pending_primary_stores": _RESET,
+}
+_INSIDE = "it looks into objects of vLLM"
+
+
+def pytest_configure() -> None:
+    """Puts our classes in the place of vLLM's: this file is also a plugin of pytest."""
+    from vllm.v1.kv_offload.cpu import manager as of_cpu
+    from vllm.v1.kv_offload.tiering import manager as of_tiers
+
+    from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
+    from torch_kvswap.integrations.vllm.tiering import KVSwapTieringManager, PrimaryTier
+
+    def options(how: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a KVSwapManager; vLLM 0.26 calls chunks blocks."""
+        num_chunks = how["num_chunks"] if "num_chunks" in how else how["num_blocks"]
+        names = ("cache_policy", "lru"), ("store_threshold", 0), ("enable_events", False)
+        info = how.get("info")
+        labels = info and info.as_config_info()
+        return num_chunks, *(how.get(name, default) for name, default in names), labels
+
+    class Manager(KVSwapManager):
+        def __init__(self, **how: Any) -> None:
+            super().__init__(*options(how))
+
+    class Rows:
+        """Of raw blocks."""
+
+        def __init__(self, region: Any, num_pages: int) -> None:
+            self.memory, self.num_pages = region.create_kv_memoryview(), num_pages
+
+        def holds_blocks(self, page: int) -> bool:
+            return True
+
+        def adopt(self, page: int) -> None:
+            pass
+
+    class Primary(PrimaryTier):
+        def __init__(self, *, mmap_region: Any, **how: Any) -> None:
+            arguments = options(how)
+            super().__init__(Rows(mmap_region, arguments[0]), *arguments)  # type: ignore[arg-type]
+
+    of_cpu.CPUOffloadingManager = Manager
+    of_tiers.CPUPrimaryTierOffloadingManager = Primary
+    of_tiers.TieringOffloadingManager = KVSwapTieringManager
+
+
+def run(folder: Path, *options: str) -> dict[str, tuple[str, str]]:
+    """What failed, and the traceback, of each test that was not skipped."""
+    suites = folder / "tests/v1/kv_offload"
+    with tempfile.TemporaryDirectory() as made:
+        report = Path(made) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--import-mode=append", "-c", os.devnull]
+        command += [f"--rootdir={suites}", f"--confcutdir={suites}", f"--junitxml={report}"]
+        command += ["-p", "no:cacheprovider", *options]
+        # vLLM comes from this Python, and its tests, by the import mode, from the folder.
+        path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+        ended = subprocess.run(
+            [*command, *(str(suites / name) for name in SUITES)],
+            cwd=made,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if ended.returncode not in (0, 1):  # 1: tests have failed
+            sys.exit(f"pytest could not run vLLM's tests:\n{ended.stdout[-3000:]}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    results = {}
+    for case in cases:
+        name = f"{case.get('classname', '').rpartition('kv_offload.')[2]}.{case.get('name')}"
+        wrong = [*case.iter("failure"), *case.iter("error")]
+        if wrong:
+            results[name] = str(wrong[0].get("message")), wrong[0].text or ""
+        elif case.find("skipped") is None:
+            results[name] = "", ""
+    return results
+
+
+def explanation(name: str, problem: str, traceback: str) -> str:
+    """Why a test does not pass with our classes; empty if it should."""
+    *_, where = traceback.strip().splitlines() or [""]
+    # Raised by the test, not by vLLM's code nor ours.
+    if re.search(r"(tests/.*|monkeypatch)\.py:\d+: AttributeError", where) and re.search(
+        r"(Manager|Primary).* has no attribute", problem
+    ):
+        return _INSIDE
+    known = [why for part, why in EXPLAINED.items() if part in f"{name} "]
+    return known[0] if known else ""
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="vLLM's source distribution, unpacked")
+    folder = parser.parse_args().folder.resolve()
+    theirs, ours = run(folder), run(folder, "-p", "vllm_suites")
+    passed = [name for name, (problem, _) in theirs.items() if not problem]
+    failed = {name: ours.get(name, ("it did not run", "")) for name in passed}
+    failed = {name: one for name, one in failed.items() if one[0]}
+    version = importlib.metadata.version("vllm")
+    print(f"vLLM {version}: {len(passed)} tests pass, with ours {len(passed) - len(failed)}")
+    unexplained = 0
+    for name, (problem, traceback) in failed.items():
+        why = explanation(name, problem, traceback)
+        unexplained += not why
+        print(f"{name}: {why or 'UNEXPLAINED: ' + problem[:500]}")
+    print(f"{unexplained} without an explanation")
+    return int(unexplained > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
