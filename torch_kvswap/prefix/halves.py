@@ -37,7 +37,7 @@ from torch_kvswap.prefix.protocol import (
     pack_keys,
 )
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
 # Pages that a scheduler has for its next stores: as many as its largest recent step took.
 _LEAST_PAGES = 64  # if the server has many
 _MOST_PART = 4  # at most one page in so many
@@ -115,13 +115,15 @@ class Held(NamedTuple):
 
     Attributes:
         id (int): the reservation; 0 for none.
-        indices, pages (list[int]): of the keys that are held.
-        in_front (int): so many keys in front are there, arrive, or are being asked for below.
+        pages (list[int]): of the keys that are held.
+        indices (Sequence[int]): of these keys.
+        in_front (int): so many keys in front are there, arrive, or are being asked for below; -1 if
+            all are held.
     """
 
     id: int
-    indices: list[int]
     pages: list[int]
+    indices: Sequence[int]
     in_front: int
 
 
@@ -188,12 +190,13 @@ class SchedulerSession(RemoteManager):
     Attributes:
         num_pages (int): of the server.
         losses (int): how many servers were lost.
+        resets (int): how often this server was reset, by any engine.
     """
 
     def __init__(self, path: str, engine: str) -> None:
         super().__init__(path, 1, {}, RemotePools([], False, {}))
         self._engine = engine
-        self.num_pages = self.losses = 0
+        self.num_pages = self.losses = self.resets = 0
         self._joining: socket.socket | None = None
         self._numbers = itertools.count(1)  # of jobs
         self._forget()
@@ -327,8 +330,13 @@ class SchedulerSession(RemoteManager):
             keys (Sequence[bytes]): lists of digests.
             then: gets what is held of each list. What is not loaded must be given to end_hold().
         """
-        message = pack(Op.HOLD, NUMBER.pack(len(keys)), *pack_keys(keys))
-        self._send(message, lambda body: then(_read_held(body)))
+
+
+        def answered(body: bytes) -> None:
+            self._on_resets(body)
+            then(_read_held(body))
+
+        self._send(pack(Op.HOLD, NUMBER.pack(len(keys)), *pack_keys(keys)), answered)
 
     def end_hold(self, held: Sequence[Held]) -> None:
         """Ends what hold() has reserved."""
@@ -421,13 +429,8 @@ class SchedulerSession(RemoteManager):
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines. Open stores must end without blocks."""
-
-        def give_up(_: bytes = b"") -> None:  # the server publishes nothing of them any more
-            for lease in list(self._leases):
-                self._give_up(lease)
-
-        give_up()
-        self._send(pack(Op.RESET), give_up)  # also what was asked for before
+        self._give_up_all()
+        self._send(pack(Op.RESET), self._on_resets)
 
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""
@@ -443,6 +446,18 @@ class SchedulerSession(RemoteManager):
         if reservation is not None:
             pages = reservation.pages.tolist()
             self._leases.append(_Lease(reservation.id, len(pages), list(enumerate(pages))))
+
+    def _on_resets(self, body: bytes) -> None:
+        """An answer says how many resets there were. Of leases from before the last one the server
+        publishes nothing."""
+        (resets,) = NUMBER.unpack_from(body)
+        if resets != self.resets:
+            self.resets = resets
+            self._give_up_all()
+
+    def _give_up_all(self) -> None:
+        for lease in list(self._leases):
+            self._give_up(lease)
 
     def _give_up(self, lease: _Lease) -> None:
         lease.free, lease.is_over = [], True
@@ -462,11 +477,11 @@ class SchedulerSession(RemoteManager):
 
 
 def _read_held(body: bytes) -> list[Held]:
-    held, at = [], 0
+    held, at = [], NUMBER.size
     while at < len(body):
         number, count, in_front = HELD.unpack_from(body, at)
-        at += HELD.size
-        indices, pages = numbers_at(body, at, [count, count])
-        at += 16 * count
-        held.append(Held(number, indices.tolist(), pages.tolist(), in_front))
+        counts = [count] if in_front < 0 else [count, count]
+        pages, *indices = (of.tolist() for of in numbers_at(body, at + HELD.size, counts))
+        at += HELD.size + 8 * sum(counts)
+        held.append(Held(number, pages, *(indices or [range(count)]), in_front))
     return held

@@ -29,7 +29,8 @@ LOOKUP = struct.Struct("=4q")  # the fields of a Lookup
 PAGE = struct.Struct(f"=q{DIGEST_BYTES}s")  # group, digest
 RESERVED = struct.Struct("=qq")  # id, lease; then for each group the count, indices, pages
 # Of each list of HOLD: reservation or 0, pages, and how many keys in front are there, arrive, or
-# are being asked for below; then the indices and the pages.
+# are being asked for below, or -1: all keys are held; then the pages, and if not all are held the
+# indices.
 HELD = struct.Struct("=3q")
 PUBLISH = struct.Struct("=qq")  # reservation, pages; then their positions and keys
 MET = struct.Struct("=qq")  # session, pages
@@ -47,9 +48,9 @@ class Op(IntEnum):
     IS_PENDING = 7
     RELEASE = 8
     STATS = 9
-    RESET = 10
+    RESET = 10  # the answer: how many there have been
     MEET = 11  # answered when the other process of the engine is there
-    HOLD = 12  # how many lists of keys; then the keys of each
+    HOLD = 12  # how many lists of keys; then the keys of each. Answered by RESET's, and what is held
     LEASE = 13  # how many pages at most, for keys that PUBLISH will name
     END = 14  # no answer
     TOUCH = 15  # no answer

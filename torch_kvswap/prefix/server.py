@@ -216,6 +216,7 @@ class PageServer:
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
         self._numbers = itertools.count(1)
+        self._resets = 0
         self._sessions: dict[int, _Session] = {}
         self._pages: _Pages | None = None
         self._is_over, self._some_ended = False, False
@@ -529,10 +530,10 @@ class PageServer:
     def _hold(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
         (count,) = NUMBER.unpack_from(body)
-        parts: list[bytes] = []
+        parts = [NUMBER.pack(self._resets)]
         for digests in unpack_keys(body[NUMBER.size :], count):
-            held, in_front = self._manager.hold(digests), len(digests) // DIGEST_BYTES
-            if held is None or len(held.pages) < in_front:
+            held, in_front = self._manager.hold(digests), -1
+            if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
                 found = self._manager.lookup(digests, again=True)
                 if self._pages.tier is not None:
                     found = self._pages.tier.ask(found, [digests])
@@ -543,8 +544,9 @@ class PageServer:
             session.reservations[held.id] = held
             if self._pages.tier is not None:
                 self._pages.tier.use_leases([digests])
-            parts.append(HELD.pack(held.id, len(held.pages), in_front))
-            parts += (held.key_indices.tobytes(), held.pages.tobytes())
+            parts += (HELD.pack(held.id, len(held.pages), in_front), held.pages.tobytes())
+            if in_front >= 0:
+                parts.append(held.key_indices.tobytes())
         self._answer(session, *parts)
 
     def _lease(self, session: _Session, body: bytes) -> None:
@@ -620,7 +622,8 @@ class PageServer:
         self._manager.reset()
         for other in self._sessions.values():
             other.from_before_reset.update(other.reservations)
-        self._answer(session)
+        self._resets += 1
+        self._answer(session, NUMBER.pack(self._resets))
 
     def _end(self, session: _Session, body: bytes) -> None:
         number, has_succeeded = END.unpack_from(body)

@@ -20,7 +20,7 @@ from torch_kvswap.prefix.manager import BlockStats
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
-# What a request knows of a key that has no page. ASKED: the server was asked, or will be. ARRIVES: it
+# What a request knows of a key without a page. ASKED: the server was asked, or will be. ARRIVES: it
 # is being stored, or read from the store below the server. ABSENT: neither.
 _ASKED, _ARRIVES, _ABSENT = -1, -2, -3
 _IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
@@ -92,7 +92,7 @@ class SharedManager(base.OffloadingManager):
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._flushed: list[SplitLoad | SplitStore] = []  # open at a reset, until they have ended
         self._cache = object()  # replaced by a reset, and when the server is lost
-        self._losses = 0
+        self._losses = self._resets = 0
         self._step, self._reset_step, self._is_new_step = 1, 0, True
         self._sizes: list[int] = []  # chunks per store since get_stats()
         self._usage: dict[str, float] = {}
@@ -343,6 +343,9 @@ class SharedManager(base.OffloadingManager):
     def _take(self, requests: Sequence[tuple[_Asked, list[Key]]], helds: Sequence[Held]) -> None:
         """Takes the server's answer."""
         self._is_asking = False
+        if self._session.resets != self._resets:
+            self._resets = self._session.resets
+            self._known.clear()
         for (asked, keys), held in zip(requests, helds, strict=True):
             if asked.cache is not self._cache:
                 self._session.end_hold([held])
