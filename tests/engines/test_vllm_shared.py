@@ -415,8 +415,8 @@ def test_encoded_blocks_that_do_not_fit_are_not_found(folder, path):
     with page_server(path, 64):
         cache, empty = caches(*layout), caches(*layout)
         for one in cache.tensors:
-            values = torch.randn(12, 1024).to(torch.bfloat16)
-            values[2] *= torch.exp2(torch.arange(1024) % 60).to(torch.bfloat16)  # does not fit
+            values = (1 + torch.rand(12, 1024)).bfloat16()
+            values[2] = torch.exp2(torch.arange(1024) % 60).bfloat16()  # does not fit
             one.tensor.copy_(values.view(torch.int8))
         a, b = Replica("a", path, cache, **how), Replica("b", path, empty, **how)
         named = keys(1, 2, 3)
