@@ -186,8 +186,10 @@ struct LoadReservation : Reservation {
   Ranges key_ranges;
   bool is_list;
   Split pages;
+  std::optional<Split> held = {};  // of hold(): the indices of the keys
 
-  nb::any key_indices() const {
+  nb::any key_indices() {
+    if (held) return held->get();
     nb::list several;
     for (const auto& of_group : key_ranges) several.append(as_range(of_group));
     return as_any(is_list ? nb::object(several) : nb::object(several[0]));
@@ -330,6 +332,30 @@ class PyBlockManager {
     return hand_over(std::move(made), held);
   }
 
+  std::optional<LoadReservation> hold(nb::handle keys) {
+    const Digests digests = read(keys);
+    std::vector<int64_t> pages(digests.size()), held, indices, counts(num_groups_);
+    held.reserve(pages.size());
+    indices.reserve(pages.size());
+    const int64_t id =
+        busy([&](bool wait) { return manager_.hold(digests.keys(), pages.data(), wait); });
+    if (id == 0) return std::nullopt;
+    size_t at = 0;
+    for (size_t g = 0; g < num_groups_; ++g) {
+      for (int64_t i = 0; i < digests.counts()[g]; ++i, ++at) {
+        if (pages[at] == prefix::kNone) continue;
+        held.push_back(pages[at]);
+        indices.push_back(i);
+        ++counts[g];
+      }
+    }
+    return LoadReservation{{id},
+                           {},
+                           is_list_,
+                           split(std::move(held), counts.data()),
+                           split(std::move(indices), counts.data())};
+  }
+
   bool is_pending(nb::handle keys) {
     const Digests digests = read(keys);
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
@@ -350,6 +376,18 @@ class PyBlockManager {
     prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
     if (due.reservation == 0) return std::nullopt;
     return WriteReservation{{due.reservation}, std::move(due)};
+  }
+
+  void publish(nb::handle reservation, nb::handle keys, nb::handle positions) {
+    const int64_t id = id_of(reservation);
+    const Digests digests{keys, false, 1};
+    std::vector<int64_t> read;
+    read_ids("positions", positions, read);
+    if (read.size() != digests.size()) {
+      kvswap::fail<ValueError>(count_of(digests.size(), "key"), " for ",
+                       count_of(read.size(), "position"), "; name one for each page");
+    }
+    busy([&](bool wait) { manager_.publish(id, digests.keys().digests, read, wait); });
   }
 
   void abandon(nb::handle reservation) {
@@ -646,6 +684,26 @@ Returns:
 Raises:
     ValueError: a key occurs twice.)")
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
+      .def("publish", &PyBlockManager::publish, "reservation"_a.none(), "keys"_a.none(),
+           "positions"_a.none(),
+           nb::sig("def publish(self, reservation: StoreReservation, keys: "
+                   "torch_kvswap.prefix.hashing.Keys, positions: "
+                   "collections.abc.Sequence[int]) -> None"),
+           R"(Takes pages out of a reservation that were filled with the blocks of other keys.
+
+These are ready then. For pages that are reserved before it is known for which keys. A page
+whose key has another one is free.
+
+Args:
+    reservation (StoreReservation): from prepare_store(), for keys that no block has. It ends
+        as usual, with the pages that it has left.
+    keys: the key of each page, in order.
+    positions (Sequence[int]): of the pages in reservation.pages, those of all groups one
+        after another; ascending.
+
+Raises:
+    ValueError: the reservation has already ended, or the positions do not ascend or are not
+        those of its pages. Nothing is changed then.)")
       .def("abandon", &PyBlockManager::abandon, "reservation"_a.none(),
            nb::sig("def abandon(self, reservation: StoreReservation) -> None"),
            R"(Forgets the blocks that a reservation is to fill, as fail() does.
@@ -687,6 +745,17 @@ Args:
 
 Raises:
     ValueError: the reservation has already ended.)")
+      .def("hold", &PyBlockManager::hold, "keys"_a.none(),
+           nb::sig("def hold(self, keys: torch_kvswap.prefix.hashing.Keys | "
+                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
+                   "LoadReservation | None"),
+           R"(prepare_load() of those keys that are ready. Does not count as a use.
+
+Args:
+    keys: any keys, in any order.
+
+Returns:
+    LoadReservation | None: its key_indices are arrays. None if no block is ready.)")
       .def("is_pending", &PyBlockManager::is_pending, "keys"_a.none(),
            nb::sig("def is_pending(self, keys: torch_kvswap.prefix.hashing.Keys | "
                    "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> bool"),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <string>
+#include <utility>
 
 #include "check.h"
 
@@ -70,6 +71,27 @@ int64_t BlockManager::prepare_load(const Keys& keys, bool is_use, int64_t* pages
       of_group.hold_in_place(pin.page);
     }
   }
+  return id;
+}
+
+int64_t BlockManager::hold(const Keys& keys, int64_t* pages, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, true);
+  std::vector<Pin> pins;
+  pins.reserve(found_pages_.size());
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
+      const bool is_ready = groups_[g].pages->is_filled(found_pages_[at]);
+      pages[at] = is_ready ? int64_t{found_pages_[at]} : kNone;
+      if (is_ready) pins.push_back({g, found_pages_[at], false});
+    }
+  }
+  if (pins.empty()) return 0;
+  const int64_t id = next_id();
+  const Reservation& kept =
+      reservations_.emplace(id, Reservation{Kind::kLoad, std::move(pins)}).first->second;
+  for (const Pin& pin : kept.pins) groups_[pin.group].pages->hold_in_place(pin.page);
   return id;
 }
 
@@ -159,7 +181,7 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
   const auto lock = lock_for(0, wait);
   const Reservation& reservation = reservation_of(id);
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
-  check_rejected(reservation, rejected);
+  check_positions("rejected", reservation, rejected);
   auto next = rejected.begin();
   int64_t position = 0;
   for (const Pin& pin : reservation.pins) {
@@ -167,6 +189,7 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
     Group& group = groups_[pin.group];
     const bool is_rejected = next != rejected.end() && *next == position++;
     next += is_rejected;
+    if (pin.page == kNone) continue;
     if (reservation.kind == Kind::kWrite) {
       group.pages->end_write(pin.page, succeeded && !is_rejected);
     } else if (!succeeded || is_rejected) {
@@ -184,12 +207,37 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
   reservations_.erase(id);
 }
 
+void BlockManager::publish(int64_t id, const uint8_t* digests,
+                           const std::vector<int64_t>& positions, bool wait) {
+  const auto lock = lock_for(positions.size(), wait);
+  Reservation& reservation = reservation_of(id);
+  check_positions("positions", reservation, positions);
+  std::vector<Pin*> published;
+  published.reserve(positions.size());
+  int64_t position = 0;
+  for (Pin& pin : reservation.pins) {
+    if (published.size() == positions.size()) break;
+    if (!reservation.moves(pin) || position++ != positions[published.size()]) continue;
+    if (!pin.fills || pin.page == kNone) {
+      fail<ValueError>("positions[", published.size(), "] is ", position - 1,
+                       ", a page that the reservation does not fill any more");
+    }
+    published.push_back(&pin);
+  }
+  for (size_t i = published.size(); i-- > 0;) {  // as in release_all()
+    Group& group = groups_[published[i]->group];
+    const uint32_t page = std::exchange(published[i]->page, kNone);
+    group.counters.stored += group.pages->publish(page, digest_at(digests, i));
+    group.pages->release(page);
+  }
+}
+
 void BlockManager::abandon(int64_t id, bool wait) {
   const auto lock = lock_for(0, wait);
   const Reservation& reservation = reservation_of(id);
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
   for (const Pin& pin : reservation.pins) {
-    if (pin.fills) groups_[pin.group].pages->forget(pin.page);
+    if (pin.fills && pin.page != kNone) groups_[pin.group].pages->forget(pin.page);
   }
 }
 
@@ -228,17 +276,17 @@ BlockManager::Reservation& BlockManager::reservation_of(int64_t id) {
   return found->second;
 }
 
-void BlockManager::check_rejected(const Reservation& reservation,
-                                  const std::vector<int64_t>& rejected) {
+void BlockManager::check_positions(const char* name, const Reservation& reservation,
+                                   const std::vector<int64_t>& positions) {
   const auto copied = std::count_if(reservation.pins.begin(), reservation.pins.end(),
                                     [&](const Pin& pin) { return reservation.moves(pin); });
   int64_t least = 0;
-  for (size_t i = 0; i < rejected.size(); ++i) {
-    if (rejected[i] < least || rejected[i] >= copied) {
-      fail<ValueError>("rejected[", i, "] is ", rejected[i], "; the reservation has ", copied,
+  for (size_t i = 0; i < positions.size(); ++i) {
+    if (positions[i] < least || positions[i] >= copied) {
+      fail<ValueError>(name, "[", i, "] is ", positions[i], "; the reservation has ", copied,
                        " pages, and positions must ascend");
     }
-    least = rejected[i] + 1;
+    least = positions[i] + 1;
   }
 }
 
@@ -290,14 +338,18 @@ void BlockManager::reset() {
     groups_[g].pages.swap(pages[g]);
   }
   for (const auto& [id, reservation] : reservations_) {
-    for (const Pin& pin : reservation.pins) groups_[pin.group].pages->keep_held(pin.page);
+    for (const Pin& pin : reservation.pins) {
+      if (pin.page != kNone) groups_[pin.group].pages->keep_held(pin.page);
+    }
   }
   leases_.swap(leases);
 }
 
 void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
-  for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
+  for (size_t i = pins.size(); i-- > 0;) {
+    if (pins[i].page != kNone) groups_[pins[i].group].pages->release(pins[i].page);
+  }
 }
 
 size_t BlockManager::num_keys(const Keys& keys) const {

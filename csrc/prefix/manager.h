@@ -93,6 +93,9 @@ class BlockManager {
   // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
   // their places. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
+  // Holds the pages of the keys that are ready; they keep their places. `pages` gets them, and kNone
+  // for other keys. Returns the reservation; 0 if no key is ready.
+  int64_t hold(const Keys& keys, int64_t* pages, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
@@ -107,6 +110,11 @@ class BlockManager {
   // positions among the pages that the reservation was made for, ascending.
   // Pages of hold_due() stay filled, and are then below or due again.
   void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
+  // Takes pages out of a reservation of prepare_store(), which were filled with the bytes of these
+  // keys instead, one for each position, ascending: the keys are ready. Positions stay what they
+  // are. A page whose key has another one is free.
+  void publish(int64_t reservation, const uint8_t* digests, const std::vector<int64_t>& positions,
+               bool wait);
   // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
   // end().
   void abandon(int64_t reservation, bool wait);
@@ -131,8 +139,8 @@ class BlockManager {
   // A page that a reservation or a lease holds.
   struct Pin {
     uint32_t group;
-    uint32_t page;
-    bool fills;  // the store that it is reserved for writes the page
+    uint32_t page;  // kNone: it was published
+    bool fills;     // the store that it is reserved for writes the page
   };
   enum class Kind { kLoad, kStore, kPromotion, kWrite };
   // The pages of a load, a store, a promotion from below or a write to there, until its copy has
@@ -174,7 +182,8 @@ class BlockManager {
   size_t take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
                     std::vector<Pin>& pins, int64_t* evicted);
   // Throws unless these are ascending positions of pages that the reservation was made for.
-  static void check_rejected(const Reservation& reservation, const std::vector<int64_t>& rejected);
+  static void check_positions(const char* name, const Reservation& reservation,
+                              const std::vector<int64_t>& positions);
   void release_all(const std::vector<Pin>& pins);
 
   std::mutex mutex_;

@@ -111,6 +111,19 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
   return num_evicted;
 }
 
+bool Pages::publish(uint32_t page, const Digest& key) {
+  forget(page);
+  uint32_t other = kNone;
+  find_all(reinterpret_cast<const uint8_t*>(&key), 1, &other);
+  if (other != kNone) return false;
+  const Admission admission = policy_->admit(key);
+  policy_->add_page(admission);
+  table_.insert(page, key);
+  table_.nodes[page].list = admission.list;
+  set_state(page, PageState::kFilling);
+  return mark_filled(page, false);
+}
+
 bool Pages::mark_filled(uint32_t page, bool is_below) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);

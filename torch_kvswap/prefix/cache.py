@@ -311,7 +311,7 @@ class PrefixCache(NotCopyable):
             raise ValueError("groups is for a list of layouts; pass both, or none")
         kept: dict[str, Any] = {"encoding": encoding, "bits_per_value": bits_per_value}
         cache = describe(
-            layouts, groups, model, rank, world, blocks_per_page, **kept, verify=verify
+            layouts, groups, model, rank, world, blocks_per_page, **kept, verify=verify, bytes_of={}
         )
         kept.update(blocks_per_page=blocks_per_page, verify=verify, page_alignment=ALIGNMENT)
         served = RemotePools(layouts, is_list, kept)

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,6 +105,7 @@ class RemoteManager(NotCopyable):
         self._path, self._cache, self._pools = path, cache, pools
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
+        self._engine = ""  # its name, if a scheduler and a worker are two sessions of it
         # Guarded by _lock; _changed is notified when the thread may have something to do.
         self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
         self._changed = threading.Condition(self._lock)
@@ -210,10 +211,11 @@ class RemoteManager(NotCopyable):
             ValueError: the server refuses this cache, and says why.
             RuntimeError: the memory cannot be pinned.
         """
-        connection, generation = _connect(self._path)
+        connection, generation = connect_to(self._path)
         try:
             if generation != self._generation:
                 # First the old memory is freed: there may be no room for both.
+                self._await_jobs(connection)
                 self._session = self._generation = 0
                 self._pools.let_go()
             session, handles = self._say_hello(connection)
@@ -256,19 +258,27 @@ class RemoteManager(NotCopyable):
             self._thread.join(DEADLINE)
 
     def _say_hello(self, connection: socket.socket) -> tuple[int, list[PoolHandle]]:
-        hello = json.dumps({**self._cache, "session": self._session})
+        hello = json.dumps({**self._cache, "session": self._session, "engine": self._engine})
         connection.sendall(pack(Op.HELLO, hello.encode()))
-        (session,) = NUMBER.unpack(_receive(connection, HEAD.size))
+        (session,) = NUMBER.unpack(receive(connection, HEAD.size))
         return session, [PoolHandle.receive(connection) for _ in self.groups]
+
+    def _await_jobs(self, connection: socket.socket) -> None:
+        """Waits until no job uses the memory of an earlier server."""
+
+    def _until_lost(self) -> None:
+        """Waits until the server is lost, and may be joined again."""
+        with self._lock:
+            self._changed.wait_for(
+                lambda: self._is_closing or (self._connection is None and not self._open)
+            )
 
     def _run(self) -> None:
         """The thread: joins the server again each time that it is lost."""
         pause, joined, told = FIRST_PAUSE, time.monotonic(), ""
         while True:
+            self._until_lost()
             with self._lock:
-                self._changed.wait_for(
-                    lambda: self._is_closing or (self._connection is None and not self._open)
-                )
                 if time.monotonic() - joined > LONGEST_PAUSE:
                     pause = FIRST_PAUSE
                 if self._changed.wait_for(lambda: self._is_closing, pause):
@@ -296,7 +306,7 @@ class RemoteManager(NotCopyable):
             return None
         try:
             self._connection.sendall(message)
-            return _receive(self._connection) if has_answer else b""
+            return receive(self._connection) if has_answer else b""
         except ValueError:  # the server refuses what was asked
             raise
         except BlockingIOError:
@@ -353,9 +363,9 @@ class RemoteManager(NotCopyable):
         number, lease = RESERVED.unpack_from(answer)
         if number < 0:
             return None
-        (counts,) = _numbers(answer, RESERVED.size, [len(self.groups)])
+        (counts,) = numbers_at(answer, RESERVED.size, [len(self.groups)])
         at = RESERVED.size + counts.nbytes
-        several = _numbers(answer, at, [*counts, *counts])
+        several = numbers_at(answer, at, [*counts, *counts])
         indices, pages = several[: len(counts)], several[len(counts) :]
         return RemoteReservation(number, self._join(indices), self._join(pages), lease)
 
@@ -429,10 +439,13 @@ class RemotePools:
     def _use(self, pools: list[HostPool]) -> None:
         with self.changing:
             if self.handler is not None:
-                layouts = self.handler.layouts
-                both = (layouts, pools) if self._is_list else (layouts[0], pools[0])
-                self.handler._rebind_to(Groups(*both))
+                self.handler._rebind_to(self._groups(self.handler, pools))
             self.pools[:] = pools
+
+    def _groups(self, handler: OffloadHandler, pools: Sequence[HostPool]) -> Groups:
+        """What the handler gets."""
+        layouts = handler.layouts
+        return Groups(*((layouts, pools) if self._is_list else (layouts[0], pools[0])))
 
 
 def read_part(model: object, rank: object, world: object, prefix: str = "") -> tuple[str, int, int]:
@@ -456,8 +469,13 @@ def describe(
     encoding: EncodingName,
     bits_per_value: float | None,
     verify: VerifyName,
+    bytes_of: Mapping[str, str],
 ) -> dict[str, object]:
     """What must be equal for engines to share pages; see PrefixCache.connect().
+
+    Args:
+        bytes_of (Mapping[str, str]): what else the bytes of a block depend on.
+        others: see PrefixCache.connect().
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -489,11 +507,12 @@ def describe(
         "rank": rank,
         "world": world,
         "is_list": groups is not None,
+        "bytes_of": dict(bytes_of),
         "groups": described,
     }
 
 
-def _connect(path: str) -> tuple[socket.socket, int]:
+def connect_to(path: str) -> tuple[socket.socket, int]:
     """A connection to the server, and its generation: another one has other memory.
 
     Raises OSError if there is none, and ValueError if it refuses.
@@ -503,7 +522,7 @@ def _connect(path: str) -> tuple[socket.socket, int]:
         connection.settimeout(JOINING)
         try:
             connection.connect(path)
-            welcome = _receive(connection)
+            welcome = receive(connection)
         except OSError as error:
             raise ConnectionError(
                 f"no server answers at {path}: {error}; start one with "
@@ -523,7 +542,7 @@ def _connect(path: str) -> tuple[socket.socket, int]:
     return connection, generation
 
 
-def _receive(connection: socket.socket, at_once: int = _READ_BYTES) -> bytes:
+def receive(connection: socket.socket, at_once: int = _READ_BYTES) -> bytes:
     """An answer. With at_once=HEAD.size it receives nothing of what is behind it.
 
     Raises ValueError if the server refuses.
@@ -548,7 +567,7 @@ def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
     return received
 
 
-def _numbers(answer: bytes, at: int, counts: Any) -> list[Any]:
+def numbers_at(answer: bytes, at: int, counts: Any) -> list[Any]:
     """Arrays of so many int64 each, from this byte of an answer on."""
     arrays = []
     for count in counts:

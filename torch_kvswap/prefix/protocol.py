@@ -3,6 +3,11 @@
 A message is HEAD, with the bytes that follow and a number, and then these bytes. The number of a
 request is its Op, that of an answer its Status. Keys are the count of each group, int64, and then
 all digests in a row. All numbers are in the byte order of the machine.
+
+A PrefixCache says HELLO, and is one session. An engine whose scheduler and worker are two processes
+is two sessions: the worker says HELLO, and READY when it has pinned the memory; the scheduler says
+MEET and has all reservations. After a server was lost the worker says MEET too, before it frees the
+old memory: the scheduler comes when no job uses it any more.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("=IB")
 MAX_BYTES = 64 << 20  # of a message: two million keys
 NUMBER = struct.Struct("=q")
@@ -23,6 +28,12 @@ MAGIC = b"KVSWSERV"
 LOOKUP = struct.Struct("=4q")  # the fields of a Lookup
 PAGE = struct.Struct(f"=q{DIGEST_BYTES}s")  # group, digest
 RESERVED = struct.Struct("=qq")  # id, lease; then for each group the count, indices, pages
+# Of each list of HOLD: reservation or 0, pages, and how many keys in front are there, arrive, or
+# are being asked for below, or -1: all keys are held; then the pages, and if not all are held the
+# indices.
+HELD = struct.Struct("=3q")
+PUBLISH = struct.Struct("=qq")  # reservation, pages; then their positions and keys
+MET = struct.Struct("=qq")  # session, pages
 
 
 class Op(IntEnum):
@@ -37,13 +48,18 @@ class Op(IntEnum):
     IS_PENDING = 7
     RELEASE = 8
     STATS = 9
-    RESET = 10
-    END = 11  # no answer
-    TOUCH = 12  # no answer
-    ORDER = 13  # no answer
-    ORDER_RENEWED = 14  # no answer
-    DELETE = 15  # no answer: pages that loads have found damaged, by PAGE
-    LEAVE = 16  # no answer: no job is in flight
+    RESET = 10  # the answer: how many there have been
+    MEET = 11  # answered when the other process of the engine is there
+    HOLD = 12  # how many lists of keys; then the keys of each. Answered by RESET's, and what is held
+    LEASE = 13  # how many pages at most, for keys that PUBLISH will name
+    END = 14  # no answer
+    TOUCH = 15  # no answer
+    ORDER = 16  # no answer
+    ORDER_RENEWED = 17  # no answer
+    DELETE = 18  # no answer: pages that loads have found damaged, by PAGE
+    PUBLISH = 19  # no answer: pages of a LEASE have been filled
+    READY = 20  # no answer: the memory is pinned
+    LEAVE = 21  # no answer: no job is in flight
 
 
 class Status(IntEnum):
@@ -81,3 +97,18 @@ def unpack_keys(body: bytes, num_groups: int) -> list[bytes]:
         of_groups.append(body[at : at + count * DIGEST_BYTES])
         at += count * DIGEST_BYTES
     return of_groups
+
+
+def next_message(received: bytearray) -> tuple[int, bytes] | None:
+    """Takes the first message of what was received; None if it is not complete."""
+    if len(received) < HEAD.size:
+        return None
+    length, number = HEAD.unpack_from(received)
+    if length > MAX_BYTES:
+        raise ProtocolError(f"a message of {length} bytes; {MAX_BYTES} is the most")
+    end = HEAD.size + length
+    if len(received) < end:
+        return None
+    body = bytes(memoryview(received)[HEAD.size : end])
+    del received[:end]
+    return number, body

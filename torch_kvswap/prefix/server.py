@@ -30,21 +30,24 @@ from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager
 from torch_kvswap.prefix.protocol import (
     END,
-    HEAD,
+    HELD,
     LOOKUP,
     MAGIC,
-    MAX_BYTES,
+    MET,
     NUMBER,
     PAGE,
+    PUBLISH,
     RESERVED,
     VERSION,
     WELCOME,
     Op,
     ProtocolError,
     Status,
+    next_message,
     pack,
     unpack_keys,
 )
@@ -57,7 +60,8 @@ _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
 class _Session:
-    """An engine. It outlives its connection while it has pages and its process lives.
+    """An engine, or its scheduler or worker if these are two processes. It outlives its connection
+    while it has pages and its process lives, and that of its worker.
 
     Attributes:
         number (int): names it when it connects again.
@@ -66,8 +70,14 @@ class _Session:
         received (bytearray): of a message that is not complete.
         unsent (bytes): of an answer. Until it is sent, nothing is received.
         is_member (bool): its cache fits to the pages.
+        engine (str): its name, if scheduler and worker are two sessions.
+        waits (bool): it has said MEET, and has no answer yet.
+        is_scheduler (bool): it is a scheduler.
+        is_ready (bool): it is a worker that has pinned the memory.
+        is_over (bool): it is a scheduler that has ended; its pages are its worker's.
         reservations (dict[int, LoadReservation | StoreReservation]): by id, those that are open.
         leases (set[int]): of preempt().
+        from_before_reset (set[int]): reservations that publish nothing.
     """
 
     def __init__(self, number: int, connection: socket.socket, process: int, pid: int) -> None:
@@ -75,8 +85,11 @@ class _Session:
         self.connection: socket.socket | None = connection
         self.received, self.unsent = bytearray(), b""
         self.is_member = False
+        self.engine = ""
+        self.waits = self.is_scheduler = self.is_ready = self.is_over = False
         self.reservations: dict[int, LoadReservation | StoreReservation] = {}
         self.leases: set[int] = set()
+        self.from_before_reset: set[int] = set()
 
 
 class _Pages:
@@ -158,7 +171,7 @@ class _Pages:
 def _difference(theirs: Any, ours: Any, name: str = "") -> str | None:
     """Where the description of an engine's cache first differs from ours, in words."""
     places: Iterable[Any] = ()
-    if isinstance(ours, dict):
+    if isinstance(ours, dict) and theirs.keys() == ours.keys():
         places = ((key, f"{name}.{key}" if name else key) for key in ours)
     elif isinstance(ours, list) and len(theirs) == len(ours):
         places = ((place, f"{name}[{place}]") for place in range(len(ours)))
@@ -203,6 +216,7 @@ class PageServer:
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
         self._numbers = itertools.count(1)
+        self._resets = 0
         self._sessions: dict[int, _Session] = {}
         self._pages: _Pages | None = None
         self._is_over, self._some_ended = False, False
@@ -213,6 +227,11 @@ class PageServer:
             Op.PREPARE_LOAD: self._prepare_load,
             Op.PREPARE_STORE: self._prepare_store,
             Op.PREEMPT: self._preempt,
+            Op.MEET: self._meet,
+            Op.HOLD: self._hold,
+            Op.LEASE: self._lease,
+            Op.PUBLISH: self._publish,
+            Op.READY: self._on_pinned,
             Op.IS_PENDING: self._is_pending,
             Op.RELEASE: self._release,
             Op.STATS: self._stats,
@@ -346,7 +365,7 @@ class PageServer:
                 if not data:
                     return self._disconnect(session)
                 session.received += data
-            while not session.unsent and (message := _next_message(session.received)) is not None:
+            while not session.unsent and (message := next_message(session.received)) is not None:
                 self._handle(session, *message)
         except BlockingIOError:
             pass
@@ -357,7 +376,7 @@ class PageServer:
                 self._disconnect(session)
 
     def _handle(self, session: _Session, op: int, body: bytes) -> None:
-        if op not in self._handlers or session.is_member == (op == Op.HELLO):
+        if op not in self._handlers or session.is_member == (op in (Op.HELLO, Op.MEET)):
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
         try:
             self._handlers[op](session, body)
@@ -389,13 +408,42 @@ class PageServer:
             session.connection.close()
             session.connection = None
             session.received.clear()
-        if not session.reservations and not session.leases:
+            session.waits = False
+        is_worker = session.is_member and session.engine and not session.is_scheduler
+        if not session.reservations and not session.leases and not is_worker:
             self._end_session(session)
 
     def _end_session(self, session: _Session) -> None:
-        """No copy of the engine uses a page any more: its process has ended, or it says so."""
-        if self._sessions.pop(session.number, None) is None:
+        """No copy of the engine uses a page any more: its process has ended, or it says so.
+
+        The copies of a scheduler's pages are its worker's: they may still run.
+        """
+        if session.number not in self._sessions:
             return
+        others = self._of_engine(session)
+        if session.is_scheduler and any(other.is_member for other in others):
+            if not session.is_over:
+                session.is_over = True
+                self._selector.unregister(session.process)
+                self._disconnect(session)
+            return
+        self._drop(session)
+        for other in others:
+            if other.is_over:
+                self._end_session(other)
+
+    def _of_engine(self, session: _Session) -> list[_Session]:
+        """The sessions of the other role of the same engine."""
+        return [
+            other
+            for other in self._sessions.values()
+            if session.engine and other.engine == session.engine
+            if other.is_scheduler != session.is_scheduler
+        ]
+
+    def _drop(self, session: _Session) -> None:
+        """Frees what an engine has reserved, and forgets it."""
+        del self._sessions[session.number]
         for reservation in session.reservations.values():
             if isinstance(reservation, LoadReservation):
                 self._manager.complete(reservation)
@@ -405,7 +453,8 @@ class PageServer:
         for lease in session.leases:
             self._manager.release(lease)
         session.leases.clear()
-        self._selector.unregister(session.process)
+        if not session.is_over:
+            self._selector.unregister(session.process)
         os.close(session.process)
         self._disconnect(session)
         self._some_ended = True
@@ -425,9 +474,8 @@ class PageServer:
     def _hello(self, session: _Session, body: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
         cache = json.loads(body)
-        earlier = self._sessions.get(cache.pop("session"))
-        if earlier is not None and earlier.pid == session.pid and earlier is not session:
-            self._end_session(earlier)  # no job of it is in flight
+        session.engine = cache.pop("engine")
+        self._replace(cache.pop("session"), session)
         if self._pages is None:
             try:
                 self._pages = _Pages(
@@ -447,6 +495,72 @@ class PageServer:
             handle = pool.share()
             handle.send(session.connection)
             handle.close()
+
+    def _replace(self, number: int, session: _Session) -> None:
+        """Ends the session that the same process has had before. No job of it is in flight."""
+        earlier = self._sessions.get(number)
+        if earlier is not None and earlier.pid == session.pid and earlier is not session:
+            self._drop(earlier)
+
+    def _meet(self, session: _Session, body: bytes) -> None:
+        said = json.loads(body)
+        session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
+        self._replace(said["session"], session)
+        session.waits = True
+        self._introduce(session)
+
+    def _on_pinned(self, session: _Session, _: bytes) -> None:
+        session.is_ready = True
+        self._introduce(session)
+
+    def _introduce(self, session: _Session) -> None:
+        """Answers the processes of this engine that wait for each other."""
+        for one, other in itertools.permutations([session, *self._of_engine(session)], 2):
+            if not one.waits or one.is_scheduler == other.is_scheduler or other.is_over:
+                continue
+            if one.is_scheduler and not other.is_ready:
+                continue
+            pages = 0 if self._pages is None else self._pages.pools[0].num_pages
+            one.waits, one.is_member = False, one.is_scheduler
+            try:
+                self._answer(one, MET.pack(one.number, pages))
+            except OSError:  # it has gone
+                self._disconnect(one)
+
+    def _hold(self, session: _Session, body: bytes) -> None:
+        assert self._pages is not None
+        (count,) = NUMBER.unpack_from(body)
+        parts = [NUMBER.pack(self._resets)]
+        for digests in unpack_keys(body[NUMBER.size :], count):
+            held, in_front = self._manager.hold(digests), -1
+            if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
+                found = self._manager.lookup(digests, again=True)
+                if self._pages.tier is not None:
+                    found = self._pages.tier.ask(found, [digests])
+                in_front = found.found + found.asking
+            if held is None:
+                parts.append(HELD.pack(0, 0, in_front))
+                continue
+            session.reservations[held.id] = held
+            if self._pages.tier is not None:
+                self._pages.tier.use_leases([digests])
+            parts += (HELD.pack(held.id, len(held.pages), in_front), held.pages.tobytes())
+            if in_front >= 0:
+                parts.append(held.key_indices.tobytes())
+        self._answer(session, *parts)
+
+    def _lease(self, session: _Session, body: bytes) -> None:
+        stats = self._manager.stats()
+        count = min(NUMBER.unpack(body)[0], stats.free_pages + stats.idle_pages)
+        # No block has such a key. That of its block is named when the page is filled.
+        leased = self._manager.prepare_store(os.urandom(count * DIGEST_BYTES)) if count else None
+        self._reserve(session, leased)
+
+    def _publish(self, session: _Session, body: bytes) -> None:
+        number, count = PUBLISH.unpack_from(body)
+        reservation, at = session.reservations.get(number), PUBLISH.size + 8 * count
+        if isinstance(reservation, StoreReservation) and number not in session.from_before_reset:
+            self._manager.publish(reservation, body[at:], array("q", body[PUBLISH.size : at]))
 
     def _lookup(self, session: _Session, body: bytes, again: bool) -> None:
         assert self._pages is not None
@@ -506,7 +620,10 @@ class PageServer:
 
     def _reset(self, session: _Session, _: bytes) -> None:
         self._manager.reset()
-        self._answer(session)
+        for other in self._sessions.values():
+            other.from_before_reset.update(other.reservations)
+        self._resets += 1
+        self._answer(session, NUMBER.pack(self._resets))
 
     def _end(self, session: _Session, body: bytes) -> None:
         number, has_succeeded = END.unpack_from(body)
@@ -518,6 +635,7 @@ class PageServer:
         else:
             self._manager.fail(reservation)
         del session.reservations[number]
+        session.from_before_reset.discard(number)
         self._some_ended = True
 
     def _delete(self, session: _Session, body: bytes) -> None:
@@ -527,21 +645,6 @@ class PageServer:
             raise ProtocolError("there is no such group")
         if self._pages.tier is not None:
             self._pages.tier.delete(pages)
-
-
-def _next_message(received: bytearray) -> tuple[int, bytes] | None:
-    """Takes the first message of what was received; None if it is not complete."""
-    if len(received) < HEAD.size:
-        return None
-    length, op = HEAD.unpack_from(received)
-    if length > MAX_BYTES:
-        raise ProtocolError(f"a message of {length} bytes; {MAX_BYTES} is the most")
-    end = HEAD.size + length
-    if len(received) < end:
-        return None
-    body = bytes(memoryview(received)[HEAD.size : end])
-    del received[:end]
-    return op, body
 
 
 def _process_of(connection: socket.socket, pid: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+
+_Access = TypeVar("_Access", bound="Access")
 
 
 class Access:
@@ -34,10 +36,10 @@ class Access:
         self._last = 0  # the greatest place
 
     @classmethod
-    def of(cls, context: Any, manager: object, cache: object) -> Access:
+    def of(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
         """The Access that a request has had so far in this manager, or a new one."""
         if hasattr(context, "get_state"):
-            access: Access | None = context.get_state(cls)
+            access: _Access | None = context.get_state(cls)
         else:  # 0.26
             access = getattr(context, "_kvswap_access", None)
         if access is None or access.manager is not manager:
@@ -45,7 +47,7 @@ class Access:
         return access
 
     @classmethod
-    def start(cls, context: Any, manager: object, cache: object) -> Access:
+    def start(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
         """A new Access, which the request keeps."""
         access = cls(manager, cache)
         if hasattr(context, "set_state"):

@@ -43,6 +43,12 @@ _CHOICES = {
     "encoding": ENCODINGS,
     "verify": VERIFY,
 }
+SERVER = "unix:"
+# Of these a server has its own, and an engine the default only.
+_OF_SERVER = {
+    **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
+    "pin_in_background": False,
+}
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 
@@ -51,7 +57,7 @@ class SpecOptions:
     """The options of KVSwapOffloadingSpec.
 
     Attributes:
-        cpu_bytes_to_use (int): host memory of all workers together, in bytes.
+        cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): number of times that a chunk is offered before it is stored.
         copy_method (str | None): see OffloadHandler.
@@ -60,9 +66,10 @@ class SpecOptions:
         bits_per_value (float | None): see HostPool.
         verify (str): see HostPool.
         pin_in_background (bool): see HostPool.
+        host_server (str | None): "unix:PATH", a server that has the host memory.
     """
 
-    cpu_bytes_to_use: int
+    cpu_bytes_to_use: int = 0
     eviction_policy: str = "lru"
     store_threshold: int = 1
     copy_method: str | None = None
@@ -71,6 +78,7 @@ class SpecOptions:
     bits_per_value: float | None = None
     verify: VerifyName = "off"
     pin_in_background: bool = False
+    host_server: str | None = None
 
 
 _OURS = tuple(field.name for field in fields(SpecOptions))
@@ -102,10 +110,13 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
             f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapOffloadingSpec does "
             f"not know; it takes {', '.join(_OURS)} and vLLM's {', '.join(_OF_VLLM)}"
         )
-    if "cpu_bytes_to_use" not in config:
-        raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
     given = {name: config[name] for name in _OURS if name in config}
-    size = given["cpu_bytes_to_use"]
+    if given.get("host_server") is not None:
+        _check_server(given)
+        given.pop("cpu_bytes_to_use", None)
+    elif "cpu_bytes_to_use" not in config:
+        raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
+    size = given.get("cpu_bytes_to_use")
     if isinstance(size, float) and 1 <= size < math.inf:
         # vLLM computes it from --kv-offloading-size, in GiB: 10.3 is no whole number of bytes.
         given["cpu_bytes_to_use"] = math.floor(size)
@@ -123,6 +134,19 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
     except ValueError as error:
         raise ValueError(f"kv_connector_extra_config: {error}") from error
     return options
+
+
+def _check_server(given: Mapping[str, Any]) -> None:
+    """Raises ValueError if host_server is no address, or an option is the server's."""
+    server = given["host_server"]
+    if not isinstance(server, str) or not server.startswith(SERVER) or server == SERVER:
+        raise _wrong("host_server", server, f'"{SERVER}PATH", the socket of a server')
+    for name in _OF_SERVER:
+        if name in given and given[name] != _OF_SERVER[name]:
+            raise ValueError(
+                f"kv_connector_extra_config: {name} is {given[name]!r}, but the server at "
+                f"{server} has the host memory and its index; leave {name} out"
+            )
 
 
 def read_tiers(

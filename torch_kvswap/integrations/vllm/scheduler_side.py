@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.prefix.manager import BlockManager, Reservation
+from torch_kvswap.prefix.manager import BlockManager, BlockStats, Reservation
 
 Key = bytes  # vLLM's OffloadKey
 # In vLLM 0.26 the medium is a string, in later releases an enum member.
@@ -290,15 +290,12 @@ class KVSwapManager(base.OffloadingManager):
         return [self._info]
 
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        # vLLM 0.26 does not have this module, and does not call this method.
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        return CacheHitSource.HOST
+        return load_source()
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Statistics under the names of vLLM's own manager, so that dashboards keep working."""
         stats = OffloadingConnectorStats()
-        self._usage = self._usage or self._measure_usage()  # cached: vLLM asks in every step
+        self._usage = self._usage or usage_of(self._blocks.stats())  # vLLM asks in every step
         for name, value in self._usage.items():
             stats.set_gauge(name, value)
         for size in self._sizes:
@@ -310,19 +307,27 @@ class KVSwapManager(base.OffloadingManager):
             self._skipped = skipped
         return stats
 
-    def _measure_usage(self) -> dict[str, float]:
-        now = self._blocks.stats()
-        used = (now.pages - now.free_pages - now.idle_pages) / now.pages
-        writing = now.filling_pages / now.pages
-        return {
-            CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: used,
-            CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: writing,
-            CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: max(used - writing, 0.0),
-        }
-
     def _ready(self, keys: Collection[Key]) -> list[Key]:
         return [key for key in keys if self._states.get(key) is _HIT]
 
     def _record_event(self, keys: Iterable[Key], removed: bool, **details: bool) -> None:
         if self._events is not None:
             self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed, **details))
+
+
+def load_source() -> Any:
+    """What get_load_source() says. vLLM 0.26 does not have this module, and does not call it."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource.HOST
+
+
+def usage_of(now: BlockStats) -> dict[str, float]:
+    """vLLM's gauges."""
+    used = (now.pages - now.free_pages - now.idle_pages) / now.pages
+    writing = now.filling_pages / now.pages
+    return {
+        CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: used,
+        CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: writing,
+        CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: max(used - writing, 0.0),
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.shape import padded_slot
 from torch_kvswap.integrations.vllm.options import (
+    SERVER,
     TESTED_VERSIONS,
     SpecOptions,
     is_tested,
@@ -18,6 +20,8 @@ from torch_kvswap.integrations.vllm.options import (
 )
 from torch_kvswap.integrations.vllm.pool import Host, Replicas, check_one_host, this_host
 from torch_kvswap.integrations.vllm.rows import RowsOffer
+from torch_kvswap.integrations.vllm.served import HostServer
+from torch_kvswap.prefix.halves import SchedulerSession
 
 try:
     from vllm.v1.kv_offload.base import (
@@ -70,6 +74,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         _check_chunks(config)
         if self.options.encoding != "raw":
             _check_encoding(config, self.replicated_layout)
+        if self.options.host_server is not None:
+            _check_shared(config, self.options, repeats)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         version = importlib.metadata.version("vllm")
@@ -115,11 +121,26 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
                 *(self.options, replicas, self._repeats),
                 rows=self._rows_offer(),
+                server=self._host_server(),
             )
         return self._worker
 
     def _read_options(self) -> SpecOptions:
         return read_options(self.extra_config)
+
+    def _host_server(self) -> HostServer | None:
+        """The server that has the host memory."""
+        if self.options.host_server is None:
+            return None
+        config = self.config
+        bytes_of = {
+            "vllm": importlib.metadata.version("vllm"),
+            "cache_dtype": config.model.dtype,
+            "kv_layout": kv_layout_of(config),
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
+        }
+        path = self.options.host_server.removeprefix(SERVER)
+        return HostServer(path, config.engine_id, config.model.name, bytes_of)
 
     def _rows_offer(self) -> RowsOffer | None:
         """What a worker offers to the scheduler, if that one needs the pages."""
@@ -154,21 +175,39 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         return Replicas(*of_engine, is_split)
 
     def _make_manager(self) -> OffloadingManager:
+        server = self._host_server()
+        if server is not None:
+            return self._make_shared_manager(server)
         from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
 
         return KVSwapManager(*self._of_manager())
 
+    def _make_shared_manager(self, server: HostServer) -> OffloadingManager:
+        from torch_kvswap.integrations.vllm.shared import SharedManager
+
+        session = SchedulerSession(server.path, server.engine_id)
+        try:
+            session.join()
+        except OSError as error:  # a worker has told why
+            _log.debug("%s", error)
+        session.start()
+        return SharedManager(session, self._info(session.num_pages))
+
     def _of_manager(self) -> tuple[Any, ...]:
         """The arguments of KVSwapManager."""
-        from vllm.v1.kv_offload.cpu import common
-
         options = self.options
         events = self.kv_events_config.enable_kv_cache_events
-        info = None
-        if hasattr(common, "CPUOffloadingInfo"):  # since 0.33
-            sizes = self.num_pages, self._chunk_bytes
-            info = common.CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
-        return self.num_pages, options.eviction_policy, options.store_threshold, events, info
+        policy = options.eviction_policy, options.store_threshold
+        return self.num_pages, *policy, events, self._info(self.num_pages)
+
+    def _info(self, num_pages: int) -> Any:
+        """What config_info() reports, since vLLM 0.33."""
+        from vllm.v1.kv_offload.cpu import common
+
+        if not hasattr(common, "CPUOffloadingInfo"):
+            return None
+        sizes = num_pages, self._chunk_bytes
+        return common.CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
 
 
 def _hosts_of_workers(replicas: Replicas) -> list[Host]:
@@ -205,6 +244,45 @@ def _check_chunks(config: OffloadingConfig) -> None:
             f"{why}; vLLM may store a part of their chunks: leave out blocks_per_chunk and "
             "block_size"
         )
+
+
+def _check_shared(config: OffloadingConfig, options: SpecOptions, repeats: bool) -> None:
+    """Checks that engines can share the pages of a server.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    why = ""
+    if config.parallel.world_size > 1:
+        why = (
+            f"the {config.parallel.world_size} workers of this engine would need a part of each "
+            "page; set cpu_bytes_to_use instead"
+        )
+    elif repeats and (options.encoding != "raw" or options.verify != "off"):
+        # A block that was not stored would be kept in this worker, where the others do not find it.
+        why = (
+            f"with encoding {options.encoding!r} and verify {options.verify!r} blocks may fail, "
+            "which ends the engine here; leave these out, or use KVSwapConnector, with vLLM 0.26 "
+            "for models with one group of layers"
+        )
+    elif not hasattr(config, "kv_cache_layout") and "PYTHONHASHSEED" not in os.environ:  # 0.26
+        why = (
+            "vLLM 0.26 hashes blocks differently in each engine; set the environment variable "
+            "PYTHONHASHSEED=0 in all of them"
+        )
+    if why:
+        raise ValueError(
+            f"kv_connector_extra_config: host_server is {options.host_server!r}, but {why}"
+        )
+
+
+def kv_layout_of(config: OffloadingConfig) -> str:
+    """The order of tokens and heads in the cache, as vLLM names it."""
+    if hasattr(config, "kv_cache_layout"):  # since 0.33
+        return str(config.kv_cache_layout)
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    return str(get_kv_cache_layout())
 
 
 def _check_encoding(config: OffloadingConfig, is_replicated: bool) -> None:
@@ -252,7 +330,7 @@ def _size_pools(
     slot = encoding.bytes_for(block)
     parts = copies if alignment > 1 else 1
     chunk = padded_slot(slot, blocks, alignment, parts) * blocks * (copies // parts)
-    if nbytes < chunk:
+    if options.host_server is None and nbytes < chunk:
         raise ValueError(
             f"cpu_bytes_to_use is {nbytes}, but one chunk of {blocks} blocks takes {chunk} bytes "
             "in all workers together"

@@ -21,7 +21,7 @@ from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer
 from torch_kvswap.integrations.vllm.scheduler_side import Key, KVSwapManager
-from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
+from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec, kv_layout_of
 
 _log = logging.getLogger(__name__)
 _IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
@@ -285,21 +285,19 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
 
     def _read_options(self) -> SpecOptions:
         options = read_options(self.extra_config, has_tiers=True)
-        if options.store_threshold > 1:
-            raise ValueError(
-                f"kv_connector_extra_config: store_threshold is {options.store_threshold}, which "
-                "is not possible with spec_name KVSwapTieringOffloadingSpec; leave it out"
-            )
+        for name, value, instead in (
+            ("store_threshold", max(options.store_threshold, 1), 1),
+            ("host_server", options.host_server, None),
+        ):
+            if value != instead:
+                raise ValueError(
+                    f"kv_connector_extra_config: {name} is {value!r}, which is not possible with "
+                    "spec_name KVSwapTieringOffloadingSpec; leave it out"
+                )
         return options
 
     def _rows_offer(self) -> RowsOffer:
-        config = self.config
-        layout = getattr(config, "kv_cache_layout", None)  # since 0.33
-        if not _IS_033:
-            from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-            layout = get_kv_cache_layout()
-        return RowsOffer(config.engine_id, str(layout))
+        return RowsOffer(self.config.engine_id, kv_layout_of(self.config))
 
     def _make_manager(self) -> base.OffloadingManager:
         rows = Rows(self.config.engine_id)

@@ -18,6 +18,7 @@ from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Kept, Retry
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, RowsOffer, RowsServer
+from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import (
     CorruptedPageError,
@@ -83,9 +84,10 @@ class KVSwapWorker(base.OffloadingWorker):
             store in rank 0 before any worker loads its pages.
         rows (RowsOffer | None): set if vLLM's tiers read and write the pages, in the process of the
             scheduler. Worker 0 offers it the pages.
+        server (HostServer | None): has the pages, and decides how many there are.
 
     Raises:
-        ValueError: no group has layers in this worker.
+        ValueError: no group has layers in this worker, or the server refuses its cache, and why.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class KVSwapWorker(base.OffloadingWorker):
         replicas: Replicas | None = None,
         repeats: bool = True,
         rows: RowsOffer | None = None,
+        server: HostServer | None = None,
     ) -> None:
         self._repeats = repeats
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
@@ -114,18 +117,25 @@ class KVSwapWorker(base.OffloadingWorker):
         self._kept: Kept = {}
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
         how |= {"bits_per_value": options.bits_per_value}
+        self._served: ServedPool | None = None
+        if server is not None:
+            self._served = ServedPool(server, largest, blocks_per_page, how)
         how |= {"pin_in_background": options.pin_in_background}
         if rows is not None:
             how |= {"page_alignment": ROW_ALIGNMENT, "shared": True, "part": (0, 1)}
         shape = largest, num_pages, blocks_per_page
-        if replicas is None:
-            self._pool = HostPool(*shape, **how)
+        if self._served is not None:
+            self._own_pool = None
+        elif replicas is None:
+            self._own_pool = HostPool(*shape, **how)
         else:
-            self._pool = replicated_pool(*shape, replicas, **how)
+            self._own_pool = replicated_pool(*shape, replicas, **how)
         pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
         )
+        if self._served is not None:
+            self._served.start(self._handler)
         _log.info("torch_kvswap moves the KV-cache blocks of vLLM: %s", self._pool)
         self._open: dict[int, _Open] = {}  # key: vLLM's number
         self._repeated: dict[int, _Repeated] = {}  # key: vLLM's number
@@ -216,7 +226,18 @@ class KVSwapWorker(base.OffloadingWorker):
             repeated.retry.wait()
         if self._server is not None:
             self._server.close()
+        if self._served is not None:
+            self._handler.close()
+            self._served.close()
         self._pool.close()
+
+    @property
+    def _pool(self) -> HostPool:
+        """The host pages; those of a server can change when no transfer is open."""
+        if self._own_pool is not None:
+            return self._own_pool
+        assert self._served is not None
+        return self._served.pools[0]
 
     def _read(self, gpu: Any, host: Any) -> Move:
         return read_move(gpu, host, self._has_layers, self._blocks_per_page)

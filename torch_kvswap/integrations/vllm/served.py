@@ -1,0 +1,89 @@
+"""The host pages of a server in a worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch_kvswap.below.format import ALIGNMENT
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shared import PoolHandle
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.groups import Groups
+from torch_kvswap.offload.handler import OffloadHandler
+from torch_kvswap.prefix.client import RemotePools, describe
+from torch_kvswap.prefix.halves import WorkerSession
+
+_log = logging.getLogger(__name__)
+
+
+class HostServer(NamedTuple):
+    """A server that engines share.
+
+    Attributes:
+        path (str): its socket.
+        engine_id (str): name of the engine, unique at the server.
+        model (str): name of the model.
+        bytes_of (Mapping[str, str]): what else the key and the bytes of a block depend on.
+    """
+
+    path: str
+    engine_id: str
+    model: str
+    bytes_of: Mapping[str, str]
+
+
+class ServedPool(RemotePools):
+    """The pages of a server for all groups of layers: a page has a chunk of one of them. Without a
+    server, one page that nobody uses.
+
+    Args:
+        server (HostServer): where the pages are.
+        largest (PagedLayout): of the layouts that with the largest blocks.
+        blocks_per_page (int): GPU blocks per page.
+        how (dict[str, Any]): encoding, bits_per_value and verify of HostPool.
+
+    Raises:
+        ValueError: the server refuses this cache, and says why.
+        RuntimeError: the memory cannot be pinned.
+    """
+
+    def __init__(
+        self,
+        server: HostServer,
+        largest: PagedLayout,
+        blocks_per_page: int,
+        how: dict[str, Any],
+    ) -> None:
+        shape = [largest], None, server.model, 0, 1, blocks_per_page
+        cache = describe(*shape, **how, bytes_of=server.bytes_of)
+        alone = {**how, "blocks_per_page": blocks_per_page, "page_alignment": ALIGNMENT}
+        super().__init__([largest], False, alone)
+        self._session = WorkerSession(server.path, server.engine_id, cache, self)
+        try:
+            self._session.join()
+        except OSError as error:
+            _log.warning("%s; until then this engine has no host memory", error)
+            self.let_go()
+
+    def start(self, handler: OffloadHandler) -> None:
+        """Lets a thread join the server when it is lost, and give the handler its pages."""
+        self.handler = handler
+        self._session.start()
+
+    def attach(self, handles: Sequence[PoolHandle]) -> None:
+        """See RemotePools."""
+        self._use([HostPool.attach(self._layouts[0], handles[0])])
+
+    def let_go(self) -> None:
+        """See RemotePools."""
+        self._use([HostPool(self._layouts[0], 1, **self._options)])
+
+    def close(self) -> None:
+        """Leaves the server. The handler must be closed."""
+        self._session.close()
+
+    def _groups(self, handler: OffloadHandler, pools: Sequence[HostPool]) -> Groups:
+        layouts = handler.layouts
+        return Groups(layouts, [pools[0].view_for(layout) for layout in layouts])

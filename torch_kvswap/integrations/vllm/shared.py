@@ -1,0 +1,393 @@
+"""The scheduler side of KVSwapOffloadingSpec with `host_server`: the host pages are those of a
+server, which engines share (docs/serve.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+
+from torch_kvswap._C import fold_keys
+from torch_kvswap.integrations.vllm.access import Access
+from torch_kvswap.integrations.vllm.scheduler_side import Key, load_source, usage_of
+from torch_kvswap.prefix.halves import Held, SchedulerSession, SplitLoad, SplitStore
+from torch_kvswap.prefix.manager import BlockStats
+
+_MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
+_PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
+# What a request knows of a key without a page. ASKED: the server was asked, or will be. ARRIVES: it
+# is being stored, or read from the store below the server. ABSENT: neither.
+_ASKED, _ARRIVES, _ABSENT = -1, -2, -3
+_IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
+_MOST_KEYS = 8192  # that are asked for at once
+_STATS_SECONDS = 1.0
+
+
+class _Asked(Access):
+    """What a request has asked the server for.
+
+    Attributes:
+        answers (dict[bytes, int]): the page of each key, which is held, or one of the above.
+        unknown (list[bytes]): keys to ask for at the end of the step.
+        held (list[Held]): the pages.
+        step (int): the last step that has looked something up.
+    """
+
+    def __init__(self, manager: object, cache: object) -> None:
+        super().__init__(manager, cache)
+        self.answers: dict[Key, int] = {}
+        self.unknown: list[Key] = []
+        self.held: list[Held] = []
+        self.step = 0
+
+    def ask(self, keys: Iterable[Key]) -> None:
+        """Asks for keys again that are there, as far as is known."""
+        for key in keys:
+            if self.answers.setdefault(key, _ASKED) == _ASKED:
+                self.unknown.append(key)
+
+    def take_held(self) -> list[Held]:
+        """What is held, which the request forgets."""
+        held, self.held = self.held, []
+        self.answers.clear()
+        self.unknown.clear()
+        return held
+
+
+class SharedManager(base.OffloadingManager):
+    """vLLM's OffloadingManager on the pages of a server.
+
+    lookup() never waits. It says RETRY for a key that it does not know, and vLLM looks on; at the
+    end of the step all these keys are one message, and the answer is there in the next step. What
+    the server has found it holds for this engine, until the request has loaded it, or has not
+    looked for it in a step.
+
+    Stores get pages that are reserved before it is known for which keys. When a copy has ended, its
+    keys are published. Another engine may have stored them meanwhile: then its page stays.
+
+    Without a server nothing is found and nothing is stored. Only the scheduler's thread calls the
+    methods.
+
+    Args:
+        session (SchedulerSession): of this engine.
+        info (Mapping[str, Any] | None): what config_info() reports.
+    """
+
+    def __init__(self, session: SchedulerSession, info: Mapping[str, Any] | None = None) -> None:
+        self._session, self._info = session, info or {}
+        self._active: set[_Asked] = set()  # requests that hold or ask for something
+        self._is_asking = False
+        # Keys that the server has, as far as is known. Others evict them, so they are asked for
+        # again when they are offered.
+        self._known: dict[Key, None] = {}
+        self._storing: dict[Key, SplitStore] = {}
+        self._stores: dict[SplitStore, tuple[Key, ...]] = {}
+        # A request may load the same keys several times at once. These loads are interchangeable.
+        self._loads: dict[tuple[str, frozenset[Key]], list[SplitLoad]] = {}
+        self._failed: set[int] = set()  # pages of jobs that have not ended
+        self._flushed: list[SplitLoad | SplitStore] = []  # open at a reset, until they have ended
+        self._cache = object()  # replaced by a reset, and when the server is lost
+        self._losses = self._resets = 0
+        self._step, self._reset_step, self._is_new_step = 1, 0, True
+        self._sizes: list[int] = []  # chunks per store since get_stats()
+        self._usage: dict[str, float] = {}
+        self._usage_asked = -_STATS_SECONDS
+
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        self._access(req_context)
+        return base.RequestOffloadingContext()
+
+    def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
+        """The state of a key: RETRY until the server has answered."""
+        if self._is_new_step:
+            self._is_new_step = False
+            self._poll()
+        if not self._session.is_joined:
+            return _MISS
+        asked = self._access(req_context)
+        if asked.step != self._step:
+            asked.step = self._step
+            self._active.add(asked)
+        page = asked.answers.get(key)
+        if page is None:
+            if key in self._storing:
+                return _PENDING
+            asked.answers[key] = _ASKED
+        elif page >= 0:
+            return _HIT
+        elif page == _ASKED:
+            return _RETRY
+        asked.unknown.append(key)  # what is there only later is asked for again
+        if page is None:
+            return _RETRY
+        return _PENDING if page == _ARRIVES or key in self._storing else _MISS
+
+    def prepare_load(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.LoadStoreSpec:
+        """The pages of keys that lookup() has just found. They are held until the load has ended.
+
+        Raises:
+            RuntimeError: a key was not found.
+        """
+        if not keys:
+            return CPULoadStoreSpec([])
+        asked = self._access(req_context)
+        pages = [asked.answers.get(key, _ABSENT) for key in keys]
+        if min(pages) < 0:
+            raise RuntimeError(
+                f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
+                "held; vLLM loads only what lookup() has just found"
+            )
+        load = self._session.begin_load(asked.take_held())
+        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        asked.see(req_context, keys)
+        self._session.touch(fold_keys(asked.sort(keys)))
+        spec = CPULoadStoreSpec(pages)
+        spec.written = frozenset(pages)  # by others, since a store of this engine may have failed
+        return spec
+
+    def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        """Ends one load of exactly these keys by this request."""
+        if not keys:
+            return
+        name = req_context.req_id, frozenset(keys)
+        loads = self._loads.get(name)
+        if not loads:
+            raise RuntimeError(
+                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
+            )
+        load = loads.pop()
+        if not loads:
+            del self._loads[name]
+        self._session.end_load(load, self._failed)
+        if self._failed:
+            pages = {page for one in load.held for page in one.pages}
+            if not self._failed.isdisjoint(pages):
+                for key in keys:
+                    self._known.pop(key, None)
+            self._failed -= pages
+
+    def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        """Notes keys of the prompt. Called by vLLM 0.26; they become the newest when the request
+        ends."""
+        self._access(req_context).see(req_context, keys)
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        """Makes the request's chunks the newest."""
+        asked = _Asked.of(req_context, self, self._cache)
+        self._drop(asked)
+        if asked.cache is self._cache and asked.keys:
+            self._session.order(fold_keys(asked.keys), renew=True)
+
+    def prepare_store(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.PrepareStoreOutput | None:
+        """Pages for the keys that the server does not have, as far as is known.
+
+        keys_to_store keeps the order of `keys`. None if a later step will have more pages. A
+        request that was running at a reset, or when the server was lost, stores nothing until it
+        starts again: see KVSwapManager.prepare_store().
+        """
+        nothing = base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        asked = _Asked.of(req_context, self, self._cache)
+        if asked.cache is not self._cache or not self._session.is_joined:
+            return nothing
+        asked.see(req_context, keys)
+        known = [key for key in keys if key in self._known]
+        if known:  # those that others have evicted meanwhile are stored when they are offered next
+            asked.ask(known)
+            asked.step = self._step
+            self._active.add(asked)
+        new = [key for key in keys if key not in self._known and key not in self._storing]
+        if not new:
+            return nothing
+        store = self._session.begin_store(len(new))
+        self._sizes.append(len(new))
+        if store is None:
+            return None
+        del new[len(store.places) :]
+        if not new:
+            self._session.end_store(store, b"", ())
+            return nothing
+        self._storing.update(dict.fromkeys(new, store))
+        self._stores[store] = tuple(new)
+        return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), [])
+
+    def complete_store(
+        self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
+    ) -> None:
+        """Publishes the stores of these keys. vLLM names all keys of a store at once."""
+        for key in keys:
+            store = self._storing.get(key)
+            if store is None:
+                continue
+            stored = self._stores.pop(store)
+            pages = store.pages.tolist()
+            good = [at for at, page in enumerate(pages) if success and page not in self._failed]
+            self._failed.difference_update(pages)
+            for one in stored:
+                del self._storing[one]
+            published = [stored[at] for at in good]
+            self._session.end_store(store, fold_keys(published), good)
+            asked = _Asked.of(req_context, self, self._cache)
+            if published and asked.cache is self._cache:
+                self._know(published)
+                # Directly behind the chunk in front of them: a prompt is evicted from its end.
+                self._session.order(fold_keys(asked.behind_known(published, self._known)))
+
+    def fail_pages(self, pages: Iterable[int]) -> None:
+        """Names pages that an open store has not written, or that an open load has not read. When
+        it ends, their chunks are forgotten."""
+        self._failed.update(pages)
+
+    def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
+        """Asks for what the step has looked up and does not know, and lets go of what it has not
+        looked up."""
+        if self._is_new_step:
+            self._poll()
+        for asked in [one for one in self._active if one.step != self._step]:
+            self._drop(asked)
+        if not self._is_asking:
+            self._ask()
+        self._session.end_step()
+        # vLLM 0.26 does not say when the worker has ended the jobs of a reset. It waits for them in
+        # the first step after it, whose end is reported before the third is scheduled.
+        if not _IS_033 and self._step >= self._reset_step + 2:
+            self.on_reset_flushed()
+        self._step += 1
+        self._is_new_step = True
+
+    def has_pending_work(self) -> bool:
+        """Whether steps without requests must go on: something is held, or will be."""
+        return bool(self._active) or self._is_asking
+
+    def reset_cache(self) -> None:
+        """Forgets all chunks of the server, also those of other engines.
+
+        vLLM does not report the jobs of open reservations any more. Their pages are not used again
+        before on_reset_flushed().
+        """
+        for asked in self._active:
+            self._session.end_hold(asked.take_held())
+        for loads in self._loads.values():
+            self._flushed += loads
+        self._flushed += self._stores
+        for known in (self._loads, self._stores, self._storing, self._failed):
+            known.clear()
+        self._session.reset()
+        self._forget()
+        self._reset_step = self._step
+
+    def on_reset_flushed(self) -> None:
+        """Frees the pages that were reserved at a reset."""
+        while self._flushed:
+            job = self._flushed.pop()
+            if isinstance(job, SplitLoad):
+                self._session.end_load(job)
+            else:
+                self._session.end_store(job, b"", ())
+
+    def take_events(self) -> Iterable[Any]:
+        """None: an engine does not hear what others store and evict."""
+        return ()
+
+    def config_info(self) -> list[Mapping[str, Any]]:
+        """The labels of vLLM's metric vllm:kv_offload_config_info."""
+        return [self._info]
+
+    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
+        """See KVSwapManager."""
+        return load_source()
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Statistics under the names of vLLM's own manager. The usage is that of the server."""
+        now = time.monotonic()
+        if now - self._usage_asked > _STATS_SECONDS:
+            self._usage_asked = now
+            self._session.ask_stats(self._measure_usage)
+        stats = OffloadingConnectorStats()
+        for name, value in self._usage.items():
+            stats.set_gauge(name, value)
+        for size in self._sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        self._sizes.clear()
+        return stats
+
+    def _measure_usage(self, stats: BlockStats) -> None:
+        self._usage = usage_of(stats)
+
+    def shutdown(self) -> None:
+        """Leaves the server."""
+        self._session.close()
+
+    def _ask(self) -> None:
+        requests, left = [], _MOST_KEYS
+        for asked in self._active:
+            keys = list(islice(dict.fromkeys(asked.unknown), left))
+            if keys:
+                requests.append((asked, keys))
+                left -= len(keys)
+                asked.unknown = asked.unknown[len(keys) :] if left == 0 else []
+        if not requests:
+            return
+        self._is_asking = True
+        lists = [fold_keys(keys) for _, keys in requests]
+        self._session.hold(lists, lambda held: self._take(requests, held))
+
+    def _take(self, requests: Sequence[tuple[_Asked, list[Key]]], helds: Sequence[Held]) -> None:
+        """Takes the server's answer."""
+        self._is_asking = False
+        if self._session.resets != self._resets:
+            self._resets = self._session.resets
+            self._known.clear()
+        for (asked, keys), held in zip(requests, helds, strict=True):
+            if asked.cache is not self._cache:
+                self._session.end_hold([held])
+                continue
+            found = keys
+            if len(held.indices) < len(keys):
+                found = [keys[at] for at in held.indices]
+                asked.answers.update(dict.fromkeys(keys[: held.in_front], _ARRIVES))
+                asked.answers.update(dict.fromkeys(keys[held.in_front :], _ABSENT))
+                for key in set(keys).difference(found):
+                    self._known.pop(key, None)
+            asked.answers.update(zip(found, held.pages, strict=True))
+            self._know(found)
+            asked.held.append(held)
+            asked.step = self._step  # the step that begins may look for it
+            self._active.add(asked)
+
+    def _know(self, keys: Iterable[Key]) -> None:
+        self._known.update(dict.fromkeys(keys))
+        for key in list(islice(self._known, max(len(self._known) - self._session.num_pages, 0))):
+            del self._known[key]
+
+    def _drop(self, asked: _Asked) -> None:
+        """Lets go of what a request holds."""
+        self._active.discard(asked)
+        self._session.end_hold(asked.take_held())
+
+    def _poll(self) -> None:
+        self._session.poll()
+        if self._session.losses != self._losses:
+            self._losses, self._is_asking = self._session.losses, False
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets all chunks, but not the jobs."""
+        self._active.clear()
+        self._known.clear()
+        self._cache = object()
+
+    def _access(self, req_context: base.ReqContext) -> _Asked:
+        """What a request has asked for; nothing if the cache was reset since."""
+        asked = _Asked.of(req_context, self, self._cache)
+        if asked.cache is not self._cache:
+            asked = _Asked.start(req_context, self, self._cache)
+        return asked
