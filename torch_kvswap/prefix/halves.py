@@ -420,7 +420,8 @@ class SchedulerSession(RemoteManager):
         wanted = min(max(self._demand, _LEAST_PAGES), self._most)
         free = sum(len(lease.free) for lease in self._leases)
         for lease in reversed(self._leases):
-            if len(lease.free) == lease.size <= free - wanted:
+            is_too_many = free - lease.size >= wanted or free > 2 * wanted
+            if is_too_many and len(lease.free) == lease.size:
                 free -= lease.size
                 self._give_up(lease)
         if wanted - free >= max(wanted // 4, 1):
