@@ -424,7 +424,7 @@ class SchedulerSession(RemoteManager):
             if is_too_many and len(lease.free) == lease.size:
                 free -= lease.size
                 self._give_up(lease)
-        if wanted - free >= max(wanted // 4, 1):
+        if free < min(self._demand, wanted) or wanted - free >= max(wanted // 4, 1):
             self._is_leasing = True
             self._send(pack(Op.LEASE, NUMBER.pack(wanted - free)), self._leased)
 

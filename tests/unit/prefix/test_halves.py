@@ -270,3 +270,10 @@ def test_an_idle_engine_gives_most_of_its_pages_back(path: str) -> None:
         a.take(200)  # there are as many for the next step
         a.until(lambda: a.end_step() or stats(server).filling_pages >= 400)
         a.until(lambda: a.end_step() or stats(server).filling_pages <= 200 + 128)
+
+
+def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) -> None:
+    with serving(path, 1024), split(path, "a") as a:
+        for turn in range(4):
+            count = 64 + 3 * turn
+            a.store([f"{turn} {place}" for place in range(count)])
