@@ -277,3 +277,10 @@ def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) ->
         for turn in range(4):
             count = 64 + 3 * turn
             a.store([f"{turn} {place}" for place in range(count)])
+
+
+def test_two_engines_of_one_name_are_refused(path: str) -> None:
+    with serving(path), split(path, "a"):
+        for join in (worker_of, Scheduler):
+            with pytest.raises(ValueError, match=r"another engine, process .* has the name 'a' at "):
+                join(path, "a")

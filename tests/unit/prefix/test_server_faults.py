@@ -191,7 +191,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
             assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
-@pytest.mark.parametrize("within", ["_receive", "_numbers"])
+@pytest.mark.parametrize("within", ["receive", "numbers_at"])
 def test_an_interrupted_call_reserves_nothing_and_the_next_gets_its_own_answer(
     within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
