@@ -331,7 +331,6 @@ class SchedulerSession(RemoteManager):
             then: gets what is held of each list. What is not loaded must be given to end_hold().
         """
 
-
         def answered(body: bytes) -> None:
             self._on_resets(body)
             then(_read_held(body))

@@ -282,5 +282,7 @@ def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) ->
 def test_two_engines_of_one_name_are_refused(path: str) -> None:
     with serving(path), split(path, "a"):
         for join in (worker_of, Scheduler):
-            with pytest.raises(ValueError, match=r"another engine, process .* has the name 'a' at "):
+            with pytest.raises(
+                ValueError, match=r"another engine, process .* has the name 'a' at "
+            ):
                 join(path, "a")
