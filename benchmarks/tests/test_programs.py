@@ -129,6 +129,14 @@ def test_below_moves_pages_and_notices_wrong_ones(
     assert program.main(arguments) == 1
 
 
+def test_replicas_find_more_in_a_shared_cache(tmp_path: Path) -> None:
+    program, file = importlib.import_module("replicas"), tmp_path / "figures.json"
+    small = "--replicas 3 --chunks 1200 --requests 300 --samples 5 --json"
+    assert program.main([*small.split(), str(file)]) == 0
+    found = json.loads(file.read_text())["found"]
+    assert 0 < found["private"] < found["shared"] < 1
+
+
 def test_all_calls_of_block_managers_are_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,7 +123,8 @@ def test_tokens_are_right_while_two_engines_evict_each_others_pages(folder, path
                 one.add(name, asked[which, name], 2)
                 for _ in range(chance.randrange(6)):
                     (a, b)[chance.randrange(2)].step()
-                if chance.random() < 0.1 and name not in one.ends:
+                # vLLM 0.26 has an assertion of its own that fails after aborts (vllm#55503).
+                if chance.random() < 0.1 and name not in one.ends and (IS_033 or not door):
                     one.abort(name)
                     del asked[which, name]
                 if chance.random() < 0.1 and not one.is_busy:

@@ -331,7 +331,6 @@ class SchedulerSession(RemoteManager):
             then: gets what is held of each list. What is not loaded must be given to end_hold().
         """
 
-
         def answered(body: bytes) -> None:
             self._on_resets(body)
             then(_read_held(body))
@@ -420,10 +419,11 @@ class SchedulerSession(RemoteManager):
         wanted = min(max(self._demand, _LEAST_PAGES), self._most)
         free = sum(len(lease.free) for lease in self._leases)
         for lease in reversed(self._leases):
-            if len(lease.free) == lease.size <= free - wanted:
+            is_too_many = free - lease.size >= wanted or free > 2 * wanted
+            if is_too_many and len(lease.free) == lease.size:
                 free -= lease.size
                 self._give_up(lease)
-        if wanted - free >= max(wanted // 4, 1):
+        if free < min(self._demand, wanted) or wanted - free >= max(wanted // 4, 1):
             self._is_leasing = True
             self._send(pack(Op.LEASE, NUMBER.pack(wanted - free)), self._leased)
 

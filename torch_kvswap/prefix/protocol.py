@@ -50,7 +50,7 @@ class Op(IntEnum):
     STATS = 9
     RESET = 10  # the answer: how many there have been
     MEET = 11  # answered when the other process of the engine is there
-    HOLD = 12  # how many lists of keys; then the keys of each. Answered by RESET's, and what is held
+    HOLD = 12  # how many lists of keys; then the keys of each. The answer: RESET's, HELD of each
     LEASE = 13  # how many pages at most, for keys that PUBLISH will name
     END = 14  # no answer
     TOUCH = 15  # no answer

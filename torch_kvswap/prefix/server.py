@@ -421,7 +421,8 @@ class PageServer:
         if session.number not in self._sessions:
             return
         others = self._of_engine(session)
-        if session.is_scheduler and any(other.is_member for other in others):
+        is_in_use = bool(session.is_scheduler and (session.reservations or session.leases))
+        if is_in_use and any(other.is_member for other in others):
             if not session.is_over:
                 session.is_over = True
                 self._selector.unregister(session.process)
@@ -476,6 +477,7 @@ class PageServer:
         cache = json.loads(body)
         session.engine = cache.pop("engine")
         self._replace(cache.pop("session"), session)
+        self._check_name(session)
         if self._pages is None:
             try:
                 self._pages = _Pages(
@@ -502,10 +504,22 @@ class PageServer:
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
 
+    def _check_name(self, session: _Session) -> None:
+        """Raises ValueError if another engine has this name."""
+        for other in self._sessions.values():
+            is_same = other.engine == session.engine and other.is_scheduler == session.is_scheduler
+            if session.engine and is_same and other.is_member and not other.is_over:
+                raise ValueError(
+                    f"another engine, process {other.pid}, has the name {session.engine!r} at "
+                    f"{self._path}; give each engine its own engine_id"
+                )
+
     def _meet(self, session: _Session, body: bytes) -> None:
         said = json.loads(body)
         session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
         self._replace(said["session"], session)
+        if session.is_scheduler:
+            self._check_name(session)
         session.waits = True
         self._introduce(session)
 

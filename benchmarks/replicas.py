@@ -1,0 +1,226 @@
+"""Compares replicas that share the pages of a server with replicas that have caches of their own.
+
+Conversations are simulated, without a GPU: each has one of ten first parts, and grows by what a
+turn adds. Each turn goes to any replica. Both ways keep the same number of chunks in all, and a
+replica does what vLLM's does: it asks for all chunks of the prompt, and stores those that are not
+there. For the shared ones a real server runs, and pages that replicas hold for their next stores
+are no room.
+
+Then the time from asking the server for the chunks of a prompt, all of which it has, to the answer,
+which is what SharedManager waits for between two steps.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+import numpy as np
+import torch
+from report import Column, Verdict, table_of, write_json
+from timing import Spread, new_samples
+
+from torch_kvswap import HostPool, PagedLayout
+from torch_kvswap.prefix import BlockManager
+from torch_kvswap.prefix.client import RemotePools, describe
+from torch_kvswap.prefix.halves import Held, SchedulerSession, WorkerSession
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
+
+KEYS = 512
+FIRST_PARTS, FIRST_CHUNKS, MOST_TURNS, TURN_CHUNKS = 10, 20, 8, 8
+OPEN = 60  # conversations at a time
+Prompt = list[bytes]  # the digest of each chunk
+
+
+def main(arguments: list[str]) -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--replicas", type=int, default=8)
+    add("--chunks", type=int, default=3200, help="in all caches together")
+    add("--requests", type=int, default=4000)
+    add("--samples", type=int, default=500, help="of the time of an answer")
+    add("--json", type=Path, help="where the figures go")
+    options = parser.parse_args(arguments)
+    prompts = list(conversations(options.requests))
+    routes = random.Random(1).choices(range(options.replicas), k=options.requests)
+    per_replica = options.chunks // options.replicas
+    private = [Private(per_replica).serve for _ in range(options.replicas)]
+    found = {"private": share_found(prompts, routes, private)}
+    with server(options.chunks) as path, ExitStack() as open_replicas:
+        shared = [
+            open_replicas.enter_context(replica(path, number)).serve
+            for number in range(options.replicas)
+        ]
+        found["shared"] = share_found(prompts, routes, shared)
+    with server(max(options.chunks, 4 * KEYS)) as path, replica(path, 0) as one:
+        answer = time_answers(one, options.samples)
+    verdicts = [
+        Verdict("found in shared over private", 2.0, found["shared"] / found["private"], True),
+        Verdict(f"us for {KEYS} keys, asked and answered", 100.0, answer.median),
+    ]
+    columns = [
+        Column("caches", lambda row: row[0]),
+        Column("chunks found, %", lambda row: round(100 * row[1], 1)),
+    ]
+    print(table_of(columns, list(found.items())), "", *verdicts, sep="\n")
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("replicas", "chunks", "requests")}
+        content = {"benchmark": "replicas", "settings": settings, "found": found}
+        content["answer_us"] = asdict(answer)
+        write_json(options.json, torch.device("cpu"), content, verdicts)
+    return 0
+
+
+def conversations(requests: int) -> Iterator[Prompt]:
+    """The prompt of each request."""
+    chance = random.Random(0)
+    firsts = [
+        [chance.randbytes(DIGEST_BYTES) for _ in range(FIRST_CHUNKS)] for _ in range(FIRST_PARTS)
+    ]
+    going: list[tuple[Prompt, int]] = []
+    for _ in range(requests):
+        if len(going) < OPEN:
+            going.append((list(chance.choice(firsts)), chance.randint(1, MOST_TURNS)))
+        at = chance.randrange(len(going))
+        prompt, turns = going[at]
+        prompt += [chance.randbytes(DIGEST_BYTES) for _ in range(TURN_CHUNKS)]
+        yield list(prompt)
+        going[at] = prompt, turns - 1
+        if turns == 1:
+            del going[at]
+
+
+def share_found(
+    prompts: Sequence[Prompt], routes: Sequence[int], replicas: Sequence[Callable[[Prompt], int]]
+) -> float:
+    found = [replicas[route](prompt) for route, prompt in zip(routes, prompts, strict=True)]
+    return sum(found) / sum(map(len, prompts))
+
+
+class Private:
+    """A replica with a cache of its own."""
+
+    def __init__(self, pages: int) -> None:
+        self._blocks = BlockManager(pages)
+
+    def serve(self, prompt: Prompt) -> int:
+        """How many chunks in front are found. The others are stored."""
+        keys = b"".join(prompt)
+        found = self._blocks.lookup(keys).ready
+        load = self._blocks.prepare_load(keys[: found * DIGEST_BYTES])
+        store = self._blocks.prepare_store(keys)
+        for reservation in (load, store):
+            if reservation is not None and reservation.id:
+                self._blocks.complete(reservation)
+        self._blocks.order(keys, renew=True)
+        return found
+
+
+class Shared:
+    """A replica at a server."""
+
+    def __init__(self, session: SchedulerSession) -> None:
+        self.session = session
+
+    def ask(self, keys: bytes) -> Held:
+        """Waits for the answer, as a step of the engine does not."""
+        answers: list[Held] = []
+        self.session.hold([keys], answers.extend)
+        self.wait(lambda: bool(answers))
+        return answers[0]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert self.session._connection is not None
+            select.select([self.session._connection], [], [], 1)
+            self.session.poll()
+            if not self.session.is_joined:
+                raise RuntimeError("the server is lost")
+
+    def serve(self, prompt: Prompt) -> int:
+        """As Private's."""
+        keys = b"".join(prompt)
+        held = self.ask(keys)
+        found = next(
+            (at for at, index in enumerate(held.indices) if at != index), len(held.indices)
+        )
+        new = prompt[found:]
+        store = self.session.begin_store(len(new))
+        while store is None:  # as vLLM offers them again in the next step
+            self.session.end_step()
+            self.wait(lambda: not self.session.is_asking)
+            store = self.session.begin_store(len(new))
+        digests = b"".join(new[: len(store.pages)])
+        self.session.end_store(store, digests, range(len(store.pages)))
+        self.session.end_load(self.session.begin_load([held]))
+        self.session.order(keys, renew=True)
+        self.session.end_step()
+        return found
+
+
+@contextmanager
+def server(pages: int) -> Iterator[str]:
+    """The socket of a server in a process of its own."""
+    memory = pages * HostPool.page_bytes_of(_layout(), page_alignment=4096)
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/pages"
+        command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
+        with Popen(
+            [*command, "--memory", str(memory)], stdout=PIPE, cwd=Path(__file__).parents[1]
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # it serves
+            try:
+                yield path
+            finally:
+                process.terminate()
+
+
+@contextmanager
+def replica(path: str, number: int) -> Iterator[Shared]:
+    layout = _layout()
+    cache = describe([layout], None, "none", 0, 1, 1, "raw", None, "off", bytes_of={})
+    worker = WorkerSession(path, f"{number}", cache, RemotePools([layout], False, {}))
+    worker.join()
+    session = SchedulerSession(path, f"{number}")
+    session.join()
+    try:
+        yield Shared(session)
+    finally:
+        session.close()
+        worker.close()
+
+
+def _layout() -> PagedLayout:
+    return PagedLayout([torch.zeros(1, 1, dtype=torch.uint8)])
+
+
+def time_answers(one: Shared, samples: int) -> Spread:
+    """Microseconds for a prompt of KEYS chunks."""
+    prompt = list(np.random.default_rng(0).bytes(DIGEST_BYTES) for _ in range(KEYS))
+    while one.serve(prompt) < KEYS:
+        pass
+    keys, times = b"".join(prompt), new_samples(samples)
+    for number in range(samples):
+        began = time.perf_counter_ns()
+        held = one.ask(keys)
+        times[number] = time.perf_counter_ns() - began
+        if len(held.pages) != KEYS:
+            raise RuntimeError("the server has not found every chunk")
+        one.session.end_hold([held])
+    return Spread.of(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
