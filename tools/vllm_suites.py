@@ -63,10 +63,10 @@ def pytest_configure() -> None:
         def __init__(self, region: Any, num_pages: int) -> None:
             self.memory, self.num_pages = region.create_kv_memoryview(), num_pages
 
-        def holds_blocks(self, page: int) -> bool:
-            return True
+        def without_blocks(self, pages: Any) -> list[int]:
+            return []
 
-        def adopt(self, page: int) -> None:
+        def adopt(self, pages: Any) -> None:
             pass
 
     class Primary(PrimaryTier):

@@ -127,7 +127,7 @@ class Ranks:
         for handler in self.handlers:
             handler.store(gpu_block_ids=[0, 1], page_ids=[3]).synchronize()
             handler.poll()
-        assert self.rows.holds_blocks(3)
+        assert self.rows.without_blocks([3]) == []
 
     def load(self, page: int) -> list[tuple[int, ...]]:
         """The blocks that were not what was stored, of each rank. The others are."""
@@ -155,9 +155,9 @@ ENCODINGS = pytest.mark.parametrize("encoding", ["raw", "lossless"])
 )
 def test_a_slot_without_a_block_is_noticed_in_the_part_of_each_rank(engine, rank, how):
     ranks = Ranks(engine, **how)
-    assert not ranks.rows.holds_blocks(2)
+    assert ranks.rows.without_blocks([2]) == [2]
     ranks.pools[rank]._forget_block(3, 1)
-    assert not ranks.rows.holds_blocks(3)
+    assert ranks.rows.without_blocks([3]) == [3]
 
 
 @ENCODINGS
@@ -167,8 +167,8 @@ def test_a_row_that_a_tier_has_read_from_elsewhere_is_verified(engine, encoding)
     ranks.right = old.right
     for page in (3, 1, 1):  # also where something was stored, and the same once more
         ranks.memory[page] = old.memory[3]
-        ranks.rows.adopt(page)
-        assert ranks.rows.holds_blocks(page)
+        ranks.rows.adopt([page])
+        assert ranks.rows.without_blocks([page]) == []
         assert ranks.load(page) == [(), ()]
         assert ranks.load(page) == [(), ()]
 
@@ -191,7 +191,7 @@ def test_a_row_that_was_damaged_in_a_tier_is_noticed_by_the_rank_with_the_damage
             begin = first + pool._shape.block_room
             damaged[begin + at] ^= 1 << random.integers(8)
         old.memory[4] = damaged
-        old.rows.adopt(4)
+        old.rows.adopt([4])
         found = old.load(4)
         assert found[1 - rank] == ()
         noticed.append(found[rank] == (slot,))
@@ -212,7 +212,7 @@ def test_what_is_no_row_is_no_block(engine):
     ranks = Ranks(engine, verify="load")
     for page, byte in ((3, 0), (2, 0), (1, 255)):
         ranks.memory[page] = byte
-        ranks.rows.adopt(page)
+        ranks.rows.adopt([page])
         assert ranks.load(page) == [(0, 1), (0, 1)]
 
 

@@ -495,6 +495,21 @@ def test_a_page_that_a_tier_has_filled_is_not_what_the_worker_had_kept_of_it(
     engine.shutdown()
 
 
+def test_chunks_from_a_tier_are_evicted_from_the_end_of_their_prompt(folder):
+    """vLLM reserves their pages one by one, from the front."""
+    how = {"block_bytes": 4096, "cpu_bytes_to_use": 3 * 4096}
+    engine = Ranks(folder, bf16_caches("plain"), **how)
+    request = engine.request("old")
+    engine.store(request, keys(1, 2, 3), [1, 2, 3])
+    engine.end(request)
+    engine.shutdown()
+    engine = Ranks(folder, bf16_caches("plain"), **how)
+    assert engine.found(engine.request("new"), keys(1, 2, 3)) == ["HIT"] * 3
+    output = engine.manager.prepare_store(keys(7, 8), engine.request("other"))
+    assert output.evicted_keys == keys(3, 2)
+    engine.shutdown()
+
+
 def test_pages_are_held_until_all_reads_of_the_same_chunks_have_ended(folder):
     engine = Ranks(folder, bf16_caches("plain"), block_bytes=4096)
     request, primary = engine.request("r"), engine.manager.primary_tier

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch_kvswap._native.loader import native
@@ -156,28 +156,31 @@ class Rows:
             rows = mapping.tensor.view(handle.num_pages, handle.page_bytes)
             self.memory: memoryview = rows.numpy().data
 
-    def holds_blocks(self, page: int) -> bool:
-        """Whether all slots of a page hold blocks.
+    def without_blocks(self, pages: Iterable[int]) -> list[int]:
+        """Those of the pages of which not all slots hold blocks.
 
         An encoded slot whose block did not fit has none, and neither has one that was read from
         something else. Slots with digests tell whether a store has left a block there. Other raw
         slots do not tell.
         """
+        if not self._width and not self._has_digests:
+            return []
+        return [page for page in pages if not self._holds_blocks(page)]
+
+    def _holds_blocks(self, page: int) -> bool:
         slots = range(page * self._slots, (page + 1) * self._slots)
         if self._has_digests and not all(
             digests.has_block(slot) for digests in self._digests for slot in slots
         ):
             return False
-        if not self._width:
-            return True
-        return not any(
+        return not self._width or not any(
             self._is_empty(part + slot * self._slot_bytes) for part in self._parts for slot in slots
         )
 
-    def adopt(self, page: int) -> None:
-        """A tier has filled the page: binds the digests that came with its blocks to its slots, so
-        that loads compare them."""
-        if self._has_digests:
+    def adopt(self, pages: Iterable[int]) -> None:
+        """A tier has filled the pages: binds the digests that came with their blocks to the slots,
+        so that loads compare them."""
+        for page in pages if self._has_digests else ():
             for slot in range(page * self._slots, (page + 1) * self._slots):
                 for digests in self._digests:
                     digests.adopt(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -57,7 +57,7 @@ class KVSwapManager(base.OffloadingManager):
         # native lookup of one key takes longer.
         self._states: dict[Key, base.LookupResult | StoreReservation] = {}
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
-        self._stores: dict[StoreReservation, tuple[Key, ...]] = {}
+        self._stores: dict[StoreReservation, list[Key]] = {}
         # A request may load the same keys several times at once. These loads are interchangeable.
         self._loads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
         self._failed: set[int] = set()  # pages of reservations that have not ended
@@ -177,13 +177,21 @@ class KVSwapManager(base.OffloadingManager):
         if access.cache is not self._cache:
             return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keys = list(keys)
+        ready = self._ready(keys)
+        self._use(ready, access, req_context, is_reused=True)
+        output = self._reserve(keys)
+        if output is not None and output.keys_to_store:
+            self._place(output.keys_to_store, ready, access, req_context)
+        return output
+
+    def _reserve(self, keys: list[Key]) -> base.PrepareStoreOutput | None:
+        """Assigns pages to those of the keys that have none, or none if there is no room. A page is
+        not evicted before its store has ended: until then _place() can tell its place."""
         digests = fold_keys(keys)
         skipped = 0
         if self._counts_offers:
             self._blocks.lookup(digests)
             skipped = self._blocks.stats().skipped
-        ready = self._ready(keys)
-        self._use(ready, access, req_context, is_reused=True)
         store = self._blocks.prepare_store(digests)
         if store is None:
             missing = sum(key not in self._states for key in keys)
@@ -200,31 +208,40 @@ class KVSwapManager(base.OffloadingManager):
             self._record_event(evicted, removed=True)
         for key, page in zip(new, pages, strict=True):
             self._states[key], self._last_on_page[page] = store, key
-        self._stores[store] = tuple(new)
-        self._use(new, access, req_context, is_reused=False)
-        self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
+        self._stores[store] = new
         self._sizes.append(len(new))
         self._usage = None
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
+
+    def _place(
+        self, new: Sequence[Key], ready: Sequence[Key], access: Access, req_context: base.ReqContext
+    ) -> None:
+        """Orders keys that the request stores, and some that were stored, behind those in front."""
+        self._use(new, access, req_context, is_reused=False)
+        self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
 
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Ends the stores of these keys. vLLM names all keys of a store at once."""
+        stored: list[Key] = []
+        lost: list[Key] = []
         for key in keys:
             store = self._states.get(key)
             if not isinstance(store, StoreReservation):
                 continue
-            stored = self._stores.pop(store)
+            of_store = self._stores.pop(store)
             if not success:
                 self._failed.update(store.pages.tolist())
-            failed = self._end(store)
-            stored = tuple(one for one in stored if one in self._states)
-            for one in stored:
+            if failed := self._end(store):
+                lost += failed
+                of_store = [one for one in of_store if one in self._states]
+            for one in of_store:
                 self._states[one] = _HIT
-            self._record_event(stored, removed=False)
-            if hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
-                self._record_event(failed, removed=True, metadata_only=True)
+            stored += of_store
+        self._record_event(stored, removed=False)
+        if lost and hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
+            self._record_event(lost, removed=True, metadata_only=True)
 
     def fail_pages(self, pages: Iterable[int]) -> None:
         """Names pages that an open store has not written, or that an open load has not read. When
@@ -237,6 +254,9 @@ class KVSwapManager(base.OffloadingManager):
         Another load may have forgotten a page before, whose key may be on another page by now.
         """
         self._usage = None
+        if not self._failed:
+            self._blocks.complete(reservation)
+            return []
         pages = reservation.pages.tolist()
         rejected = [at for at, page in enumerate(pages) if page in self._failed]
         self._blocks.complete(reservation, rejected)

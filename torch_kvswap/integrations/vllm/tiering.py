@@ -102,10 +102,11 @@ class PrimaryTier(KVSwapManager):
     def prepare_write(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        """Assigns pages to keys that a tier is to fill. None if there is no room."""
-        if self._holds_promotions:
-            return None
-        return super().prepare_store(keys, req_context)
+        """Assigns pages to keys that a tier is to fill. None if there is no room.
+
+        vLLM calls it key by key, and complete_write() for many of them, which gets the order.
+        """
+        return None if self._holds_promotions else self._reserve(list(keys))
 
     def complete_write(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
@@ -113,13 +114,15 @@ class PrimaryTier(KVSwapManager):
         """A tier has filled the pages of these keys, or failed to."""
         pages = self._pages_of_stores(keys)
         self._written.update(pages)
-        for page in pages if success else ():
-            self._rows_in_use.adopt(page)
-        self._complete(keys, req_context, success)
-        lost = [key for key in keys if self._states.get(key) is None]
+        access = self._access(req_context)
+        if success:
+            self._rows_in_use.adopt(pages)
+            self._place(list(keys), (), access, req_context)
+        self._end_stores(keys, pages, req_context, success)
+        lost = [key for key in keys if key not in self._states]
         if lost:
             self._has_unreadable = True
-            self._access(req_context).unreadable.update(lost)
+            access.unreadable.update(lost)
 
     def is_readable(self, key: Key, req_context: base.ReqContext) -> bool:
         """Whether no tier has failed to read the chunk for this request, nor read a damaged one.
@@ -158,17 +161,23 @@ class PrimaryTier(KVSwapManager):
         """As KVSwapManager's."""
         # vLLM reports no job from before a reset, so all workers have ended those by now.
         self._holds_promotions = False
-        self._complete(keys, req_context, success)
+        self._end_stores(keys, self._pages_of_stores(keys), req_context, success)
 
-    def _complete(self, keys: Collection[Key], req_context: base.ReqContext, success: bool) -> None:
-        pages = self._pages_of_stores(keys) if success else ()
-        self.fail_pages(page for page in pages if not self._rows_in_use.holds_blocks(page))
+    def _end_stores(
+        self,
+        keys: Collection[Key],
+        pages: Collection[int],
+        req_context: base.ReqContext,
+        success: bool,
+    ) -> None:
+        if success:
+            self.fail_pages(self._rows_in_use.without_blocks(pages))
         super().complete_store(keys, req_context, success)
 
     def _pages_of_stores(self, keys: Collection[Key]) -> list[int]:
         """The pages of the open stores of these keys."""
-        states = {self._states.get(key) for key in keys}
-        stores = [state for state in states if isinstance(state, StoreReservation)]
+        states = map(self._states.get, keys)
+        stores = {state for state in states if isinstance(state, StoreReservation)}
         return [page for store in stores for page in store.pages.tolist()]
 
     def reset_cache(self) -> None:
