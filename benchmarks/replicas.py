@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         Verdict("found in shared over private", 2.0, found["shared"] / found["private"], True),
         Verdict(f"us for {KEYS} keys, asked and answered", 100.0, answer.median),
     ]
-    columns = [
+    columns: list[Column[tuple[str, float]]] = [
         Column("caches", lambda row: row[0]),
         Column("chunks found, %", lambda row: round(100 * row[1], 1)),
     ]

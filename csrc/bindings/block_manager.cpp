@@ -385,7 +385,7 @@ class PyBlockManager {
     read_ids("positions", positions, read);
     if (read.size() != digests.size()) {
       kvswap::fail<ValueError>(count_of(digests.size(), "key"), " for ",
-                       count_of(read.size(), "position"), "; name one for each page");
+                               count_of(read.size(), "position"), "; name one for each page");
     }
     busy([&](bool wait) { manager_.publish(id, digests.keys().digests, read, wait); });
   }

@@ -93,8 +93,8 @@ class BlockManager {
   // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
   // their places. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
-  // Holds the pages of the keys that are ready; they keep their places. `pages` gets them, and kNone
-  // for other keys. Returns the reservation; 0 if no key is ready.
+  // Holds the pages of the keys that are ready; they keep their places. `pages` gets them, and
+  // kNone for other keys. Returns the reservation; 0 if no key is ready.
   int64_t hold(const Keys& keys, int64_t* pages, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);

@@ -71,8 +71,8 @@ class Pages {
   // eviction, and returns how many they are. Allocates nothing, so it cannot fail halfway.
   size_t assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages,
                 int64_t* evicted);
-  // Enters this key for a held page, which has its bytes now, in place of the page's own key. If the
-  // key is on another page, this one is left without a key, and false is returned.
+  // Enters this key for a held page, which has its bytes now, in place of the page's own key. If
+  // the key is on another page, this one is left without a key, and false is returned.
   bool publish(uint32_t page, const Digest& key);
   // Called when the page has its key's bytes. is_below: the store below has them too. False if the
   // key was forgotten meanwhile.

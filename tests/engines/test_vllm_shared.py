@@ -98,7 +98,7 @@ def test_an_engine_finds_what_another_has_stored(folder, path, door, is_async, c
             a.serve(PROMPTS)
             check(a, PROMPTS)
             chunks = sum(len(one) // (BLOCK * chunk) for one in PROMPTS.values())
-            assert stats(server).stored == chunks
+            assert in_time(lambda: stats(server).stored == chunks)
             b.serve(PROMPTS)
             check(b, PROMPTS)
             assert (loaded(a), loaded(b)) == (0, chunks * chunk)
@@ -172,7 +172,7 @@ def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next
         found = PROMPTS if moment != "store" else again("new", {"x": prompt(77, 100)})
         scheduled = serve_until(b, found, moment)
         server.kill()
-        with page_server(path, 128):
+        with page_server(path, 128) as fresh:
             # The worker of the other engine has come, so that of this one could have.
             assert in_time(lambda: a.step() or is_joined(a))
             b._report(scheduled, b.runner.execute(scheduled))
@@ -185,6 +185,7 @@ def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next
             a.serve(more)
             check(a, more)
             assert loaded(a) == 0, "the pages of the next server are empty"
+            assert in_time(lambda: stats(fresh).stored >= CHUNKS)
             b.forget_gpu()
             b.serve(more)
             check(b, more)
@@ -323,12 +324,12 @@ def test_chunks_that_others_have_evicted_are_stored_again(folder, path):
         one = {"first": prompt(1, 100)}
         a.serve(one)
         b.serve({f"{n}": prompt(50 + n, 200) for n in range(4)})
-        assert stats(server).evicted > 6
+        assert in_time(lambda: stats(server).evicted > 6)
         before = stats(server).stored
         a.serve(again("again", one))  # hears that they are gone
         a.run()
         a.serve(again("third", one))
-        assert stats(server).stored > before
+        assert in_time(lambda: stats(server).stored > before)
         b.serve(again("other", one))
         check(b, again("other", one))
         assert loaded(b) > 0
@@ -336,8 +337,13 @@ def test_chunks_that_others_have_evicted_are_stored_again(folder, path):
 
 def test_a_damaged_page_is_computed_again_and_forgotten_for_all(folder, path):
     how = {"extra": {"verify": "load"}}
-    with page_server(path, 128), engine(folder, "a", **how) as a, engine(folder, "b", **how) as b:
+    with (
+        page_server(path, 128) as server,
+        engine(folder, "a", **how) as a,
+        engine(folder, "b", **how) as b,
+    ):
         a.serve(PROMPTS)
+        assert in_time(lambda: stats(server).stored == CHUNKS)
         b.worker._pool.pages[:, 0, 1000] ^= 4
         b.serve(PROMPTS)
         check(b, PROMPTS)

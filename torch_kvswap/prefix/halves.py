@@ -481,7 +481,7 @@ def _read_held(body: bytes) -> list[Held]:
     while at < len(body):
         number, count, in_front = HELD.unpack_from(body, at)
         counts = [count] if in_front < 0 else [count, count]
-        pages, *indices = (of.tolist() for of in numbers_at(body, at + HELD.size, counts))
+        numbers = [of.tolist() for of in numbers_at(body, at + HELD.size, counts)]
         at += HELD.size + 8 * sum(counts)
-        held.append(Held(number, pages, *(indices or [range(count)]), in_front))
+        held.append(Held(number, numbers[0], [range(count), *numbers[1:]][-1], in_front))
     return held
