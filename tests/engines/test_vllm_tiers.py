@@ -315,6 +315,74 @@ def test_pages_are_lost_if_the_end_of_a_reset_is_not_told(folder, monkeypatch):
         assert not nothing_is_held(engine)
 
 
+@DOORS
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_an_engine_that_has_slept_finds_its_rows(folder, door, is_async):
+    with serving(folder, extra=tier(folder), transfer=door, is_async=is_async) as engine:
+        engine.serve(PROMPTS)
+        for turn in range(3):
+            if IS_033 or not door:  # vLLM 0.26 ends the engine after aborts and resets (vllm#55503)
+                engine.add(f"aborted {turn}", prompt(40 + turn, 300), 50)
+                for _ in range(3):
+                    engine.step()
+            engine.sleep_and_wake()
+            promoted = Promoted(engine)
+            engine.serve({f"before {turn}": prompt(50 + turn, 33)})  # until then 0.26 reads nothing
+            again = {f"{turn} {name}": one for name, one in PROMPTS.items()}
+            engine.serve(again)
+            check(engine, again)
+            assert promoted.count == CHUNKS
+        assert nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("door", "damages"),
+    [({}, False), (THEIRS, False), ({}, True)],
+    ids=["ours", "theirs", "ours damaged"],
+)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_random_requests_are_served_right_from_all_tiers(folder, door, damages, is_async):
+    """Prompts with common beginnings, prefilled in pieces and aborted, with little host memory. They
+    are preempted, or rows are damaged meanwhile: with few GPU blocks for what is computed again vLLM
+    0.26 can stop to schedule."""
+    chosen = random.Random(11)
+    documents = [prompt(100 + n, chosen.randrange(60, 180)) for n in range(8)]
+    extra = tier(folder, verify="load" if damages else "off")
+    transfer = {**door, "kv_load_failure_policy": "recompute"}
+    how = {"extra": extra, "transfer": transfer, "is_async": is_async}
+    with serving(folder, **how, blocks=44 if damages else 28, pages=24, batched=64) as engine:
+        promoted = Promoted(engine)
+        served: dict[str, list[int]] = {}
+        number = preempted = 0
+        for _ in range(40):
+            for _ in range(5):
+                number += 1
+                document = chosen.choice(documents)
+                served[f"{number}"] = document[: chosen.randrange(40, len(document))]
+                engine.add(f"{number}", served[f"{number}"], 12)
+            for _ in range(chosen.randrange(1, 30)):
+                if engine.is_busy:
+                    engine.step()
+            if chosen.random() < 0.4:
+                gone = f"{chosen.randrange(1, number + 1)}"
+                engine.abort(gone)
+                served.pop(gone, None)
+            preempted = max(preempted, *(one.num_preemptions for one in engine.requests.values()))
+            if chosen.random() < 0.2:
+                engine.run()
+                engine.forget_gpu()
+            rows = sorted(files(folder))
+            if damages and rows and chosen.random() < 0.3:
+                damage(chosen.choice(rows))
+        engine.run()
+        check(engine, served, 12)
+        assert promoted.count > 50
+        assert preempted or damages
+        corrupted = engine.worker._handler.metrics().loads.corrupted_blocks
+        assert bool(corrupted) == damages
+        assert nothing_is_held(engine)
+
+
 class Ranks:
     """The workers of an engine as threads, and its manager, without vLLM's scheduler.
 
