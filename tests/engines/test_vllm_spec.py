@@ -366,7 +366,7 @@ def test_patch_ops_puts_our_copies_under_the_worker_of_vllm_and_says_what_it_kee
 def test_vllm_patches_its_ops_in_every_process_if_the_environment_asks_for_it(
     tmp_path, asked, said
 ):
-    """The package's metadata, from which vLLM has its plugins, is here that of the checkout."""
+    """The metadata from which vLLM has its plugins is here that of the checkout."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     at = lines.index('[project.entry-points."vllm.general_plugins"]')
     name, plugin = lines[at + 1].split(" = ")
@@ -383,7 +383,7 @@ def test_vllm_patches_its_ops_in_every_process_if_the_environment_asks_for_it(
         "print('patched:', _custom_ops.swap_blocks_batch is swap_blocks_batch)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "KVSWAP_PATCH_OPS"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     environment |= {} if asked is None else {"KVSWAP_PATCH_OPS": asked}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
