@@ -385,9 +385,8 @@ def test_vllm_patches_its_ops_in_every_process_if_the_environment_asks_for_it(
     environment = {k: v for k, v in os.environ.items() if k != "KVSWAP_PATCH_OPS"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     environment |= {} if asked is None else {"KVSWAP_PATCH_OPS": asked}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    how: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True}
+    run = subprocess.run([sys.executable, "-c", code], text=True, **how)
     assert said in run.stdout + run.stderr
 
 
