@@ -279,6 +279,24 @@ def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) ->
             a.store([f"{turn} {place}" for place in range(count)])
 
 
+def test_a_scheduler_that_leaves_before_its_answers_come_keeps_no_page(path: str) -> None:
+    with server_process(path) as server, split(path, "watch") as watch:
+        with split(path, "a") as a:
+            a.store("abcd")
+            assert a.find("ab").pages
+            server.send(signal.SIGSTOP)
+            a.hold([a.digests("cd")], lambda _: None)
+            a.close()
+            server.send(signal.SIGCONT)
+        answers: list[BlockStats] = []
+
+        def are_all_idle() -> bool:
+            watch.ask_stats(answers.append)
+            return bool(answers) and answers[-1].idle_pages == 4
+
+        watch.until(are_all_idle)
+
+
 def test_two_engines_of_one_name_are_refused(path: str) -> None:
     with serving(path), split(path, "a"):
         for join in (worker_of, Scheduler):

@@ -181,8 +181,10 @@ class SharedManager(base.OffloadingManager):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
         asked = _Asked.of(req_context, self, self._cache)
+        if asked.cache is not self._cache:  # the next server has the numbers of its pages, too
+            return
         self._drop(asked)
-        if asked.cache is self._cache and asked.keys:
+        if asked.keys:
             self._session.order(fold_keys(asked.keys), renew=True)
 
     def prepare_store(
