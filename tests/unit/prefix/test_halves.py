@@ -297,6 +297,23 @@ def test_a_scheduler_that_leaves_before_its_answers_come_keeps_no_page(path: str
         watch.until(are_all_idle)
 
 
+def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier_one(
+    path: str,
+) -> None:
+    with server_process(path) as server, split(path, "a") as a:
+        a.reset()
+        a.until(lambda: a.resets == 1)
+        server.kill()
+        with serving(path), split(path, "b") as b:
+            a.until(lambda: a.losses == 1 and a.is_joined)
+            a.store("x")  # there are pages for the next store
+            b.reset()
+            b.until(lambda: b.resets == 1)
+            a.indices("x")
+            a.store("y")
+            assert a.indices("y") == [0]
+
+
 def test_two_engines_of_one_name_are_refused(path: str) -> None:
     with serving(path), split(path, "a"):
         for join in (worker_of, Scheduler):

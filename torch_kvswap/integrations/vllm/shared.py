@@ -379,6 +379,7 @@ class SharedManager(base.OffloadingManager):
         self._session.poll()
         if self._session.losses != self._losses:
             self._losses, self._is_asking = self._session.losses, False
+            self._resets = self._session.resets
             self._forget()
 
     def _forget(self) -> None:
