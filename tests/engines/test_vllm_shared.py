@@ -18,6 +18,8 @@ from served_engine import serving as page_server
 from vllm_engine import KVSwapOffloadingSpec, base, caches, config, keys
 from vllm_serving import IS_033, Serving, expected_tokens, serving
 
+from torch_kvswap._C import fold_keys
+from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
 
@@ -354,6 +356,53 @@ def test_a_damaged_page_is_computed_again_and_forgotten_for_all(folder, path):
             check(a, again(turn))
         assert a.worker._handler.metrics().loads.corrupted_blocks == 0
         assert loaded(a) >= CHUNKS
+
+
+def test_a_request_of_an_earlier_server_ends_nothing_at_the_next(folder, path):
+    """The reservations of both have numbers from 1 on."""
+
+    def until(number: int) -> None:
+        """Holds the key until a reservation has this number."""
+        held: list[Any] = []
+        while not held or held[-1].id < number:
+            count = len(held)
+            session.hold([fold_keys([key])], held.extend)
+            assert in_time(lambda count=count: session.poll() or len(held) > count)
+        assert held[-1].id == number
+        session.end_hold(held[:-1])
+
+    def store(name: str) -> None:
+        context = base.ReqContext(name)
+        outputs: list[Any] = [None]
+
+        def is_reserved() -> bool:
+            outputs.append(a.manager.prepare_store([key], context))
+            a.step()
+            return bool(outputs[-1] is not None and outputs[-1].keys_to_store)
+
+        assert in_time(is_reserved)
+        a.manager.complete_store([key], context)
+
+    (key,) = keys(1)
+    with server_process(path) as server:
+        a = Replica("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
+        session = a.manager._session
+        store("first")
+        until(40)
+        assert a.find([key]) == ["HIT"]
+        (held,) = _Asked.of(a.context, a.manager, a.manager._cache).held
+        server.kill()
+        with server_process(path):
+            assert in_time(lambda: a.step() or (session.losses == 1 and session.is_joined))
+            store("second")
+            until(held.id)
+            idle: list[int] = []
+            session.ask_stats(lambda stats: idle.append(stats.idle_pages))
+            a.manager.on_request_finished(a.context)
+            session.ask_stats(lambda stats: idle.append(stats.idle_pages))
+            assert in_time(lambda: session.poll() or len(idle) == 2)
+            assert idle[0] == idle[1]
+            a.close()
 
 
 @pytest.mark.parametrize("below_policy", ["all", "reused"])

@@ -196,7 +196,7 @@ class SchedulerSession(RemoteManager):
     def __init__(self, path: str, engine: str) -> None:
         super().__init__(path, 1, {}, RemotePools([], False, {}))
         self._engine = engine
-        self.num_pages = self.losses = self.resets = 0
+        self.num_pages = self.losses = 0
         self._joining: socket.socket | None = None
         self._numbers = itertools.count(1)  # of jobs
         self._forget()
@@ -209,6 +209,7 @@ class SchedulerSession(RemoteManager):
         self._leases: list[_Lease] = []
         self._is_leasing = False
         self._demand = self._taken = 0  # pages of one step, and of this one
+        self.resets = 0  # the next server counts its own
 
     @property
     def is_joined(self) -> bool:

@@ -393,8 +393,12 @@ class PageServer:
         """Sends it, or keeps what the engine does not take, and then receives nothing from it."""
         assert session.connection is not None
         sent = 0
-        with contextlib.suppress(BlockingIOError):
+        try:
             sent = session.connection.send(data)
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):  # it has gone: perhaps it has said LEAVE
+            sent = len(data)
         had_some, session.unsent = bool(session.unsent), data[sent:]
         if had_some != bool(session.unsent):
             events = selectors.EVENT_WRITE if session.unsent else selectors.EVENT_READ

@@ -279,6 +279,41 @@ def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) ->
             a.store([f"{turn} {place}" for place in range(count)])
 
 
+def test_a_scheduler_that_leaves_before_its_answers_come_keeps_no_page(path: str) -> None:
+    with server_process(path) as server, split(path, "watch") as watch:
+        with split(path, "a") as a:
+            a.store("abcd")
+            assert a.find("ab").pages
+            server.send(signal.SIGSTOP)
+            a.hold([a.digests("cd")], lambda _: None)
+            a.close()
+            server.send(signal.SIGCONT)
+        answers: list[BlockStats] = []
+
+        def are_all_idle() -> bool:
+            watch.ask_stats(answers.append)
+            return bool(answers) and answers[-1].idle_pages == 4
+
+        watch.until(are_all_idle)
+
+
+def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier_one(
+    path: str,
+) -> None:
+    with server_process(path) as server, split(path, "a") as a:
+        a.reset()
+        a.until(lambda: a.resets == 1)
+        server.kill()
+        with serving(path), split(path, "b") as b:
+            a.until(lambda: a.losses == 1 and a.is_joined)
+            a.store("x")  # there are pages for the next store
+            b.reset()
+            b.until(lambda: b.resets == 1)
+            a.indices("x")
+            a.store("y")
+            assert a.indices("y") == [0]
+
+
 def test_two_engines_of_one_name_are_refused(path: str) -> None:
     with serving(path), split(path, "a"):
         for join in (worker_of, Scheduler):

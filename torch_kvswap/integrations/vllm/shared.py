@@ -181,8 +181,10 @@ class SharedManager(base.OffloadingManager):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
         asked = _Asked.of(req_context, self, self._cache)
+        if asked.cache is not self._cache:  # the next server has the numbers of its pages, too
+            return
         self._drop(asked)
-        if asked.cache is self._cache and asked.keys:
+        if asked.keys:
             self._session.order(fold_keys(asked.keys), renew=True)
 
     def prepare_store(
@@ -377,6 +379,7 @@ class SharedManager(base.OffloadingManager):
         self._session.poll()
         if self._session.losses != self._losses:
             self._losses, self._is_asking = self._session.losses, False
+            self._resets = self._session.resets
             self._forget()
 
     def _forget(self) -> None:
