@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -38,9 +39,8 @@ from torch_kvswap.prefix.protocol import (
 )
 
 _READ_BYTES = 1 << 16
-# Pages that a scheduler has for its next stores: as many as its largest recent step took.
-_LEAST_PAGES = 64  # if the server has many
-_MOST_PART = 4  # at most one page in so many
+# Pages that a scheduler wants to have, if its largest recent step did not take more.
+_LEAST_PAGES = 64
 
 
 class WorkerSession(RemoteManager):
@@ -207,7 +207,7 @@ class SchedulerSession(RemoteManager):
         self._failure, self._moved = "", 0.0  # moved: when the outbox was empty, or got shorter
         self._awaited: deque[tuple[float, Callable[[bytes], None]]] = deque()
         self._leases: list[_Lease] = []
-        self._is_leasing = False
+        self._is_leasing = self._is_short = False  # is_short: the server gave less than asked for
         self._demand = self._taken = 0  # pages of one step, and of this one
         self.resets = 0  # the next server counts its own
 
@@ -271,8 +271,11 @@ class SchedulerSession(RemoteManager):
                     self._failure = body.decode()
                     break
                 self._awaited.popleft()[1](body)
+            had_left = bool(self._outbox)
             self._flush()
             now = time.monotonic()
+            if had_left and not self._outbox:  # only now has the server all of the questions
+                self._awaited = deque((now, then) for _, then in self._awaited)
             late = self._awaited[0][0] if self._awaited else now
             if self._outbox:
                 late = min(late, self._moved)
@@ -359,7 +362,7 @@ class SchedulerSession(RemoteManager):
         self._end_job(load.number)
 
     def begin_store(self, count: int) -> SplitStore | None:
-        """Pages for so many blocks of a store, or fewer if this engine may have no more.
+        """Pages for so many blocks of a store, or fewer if the server gives no more.
 
         Returns:
             SplitStore | None: None if a later step will have enough.
@@ -368,7 +371,7 @@ class SchedulerSession(RemoteManager):
         if not self.is_joined:
             return SplitStore(0, np.empty(0, np.int64), [])
         free = sum(len(lease.free) for lease in self._leases)
-        if free < count and self._taken <= self._most:
+        if free < count and not (free and self._is_short):
             return None
         places: list[tuple[_Lease, int, int]] = []
         for lease in self._leases:
@@ -417,16 +420,17 @@ class SchedulerSession(RemoteManager):
         self._taken = 0
         if not self.is_joined or self._is_leasing:
             return
-        wanted = min(max(self._demand, _LEAST_PAGES), self._most)
+        wanted = max(self._demand, _LEAST_PAGES)
         free = sum(len(lease.free) for lease in self._leases)
         for lease in reversed(self._leases):
             is_too_many = free - lease.size >= wanted or free > 2 * wanted
             if is_too_many and len(lease.free) == lease.size:
                 free -= lease.size
                 self._give_up(lease)
-        if free < min(self._demand, wanted) or wanted - free >= max(wanted // 4, 1):
+        if free < self._demand or wanted - free >= wanted // 4:
             self._is_leasing = True
-            self._send(pack(Op.LEASE, NUMBER.pack(wanted - free)), self._leased)
+            missing = wanted - free
+            self._send(pack(Op.LEASE, NUMBER.pack(missing)), partial(self._leased, missing))
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines. Open stores must end without blocks."""
@@ -437,15 +441,11 @@ class SchedulerSession(RemoteManager):
         """Asks for the statistics of the server, of all engines."""
         self._send(pack(Op.STATS, NUMBER.pack(0)), lambda body: then(BlockStats(*array("Q", body))))
 
-    @property
-    def _most(self) -> int:
-        return max(self.num_pages // _MOST_PART, 1)
-
-    def _leased(self, body: bytes) -> None:
-        self._is_leasing = False
+    def _leased(self, asked: int, body: bytes) -> None:
         reservation = self._unpack(body)
+        pages = [] if reservation is None else reservation.pages.tolist()
+        self._is_leasing, self._is_short = False, len(pages) < asked
         if reservation is not None:
-            pages = reservation.pages.tolist()
             self._leases.append(_Lease(reservation.id, len(pages), list(enumerate(pages))))
 
     def _on_resets(self, body: bytes) -> None:

@@ -56,6 +56,7 @@ from torch_kvswap.prefix.tier import Tier
 _READ_BYTES = 1 << 16
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
+_LEASED_PART = 4  # of the pages, one in so many may be leased, shared by the schedulers
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
@@ -569,7 +570,14 @@ class PageServer:
 
     def _lease(self, session: _Session, body: bytes) -> None:
         stats = self._manager.stats()
-        count = min(NUMBER.unpack(body)[0], stats.free_pages + stats.idle_pages)
+        assert self._pages is not None
+        schedulers = sum(one.is_scheduler for one in self._sessions.values())
+        share = max(self._pages.pools[0].num_pages // (_LEASED_PART * max(schedulers, 1)), 1)
+        stores = (one for one in session.reservations.values() if isinstance(one, StoreReservation))
+        most = min(
+            share - sum(len(one.pages) for one in stores), stats.free_pages + stats.idle_pages
+        )
+        count = min(NUMBER.unpack(body)[0], max(most, 0))
         # No block has such a key. That of its block is named when the page is filled.
         leased = self._manager.prepare_store(os.urandom(count * DIGEST_BYTES)) if count else None
         self._reserve(session, leased)

@@ -102,15 +102,15 @@ def test_what_one_publishes_another_holds_with_its_pages(path: str) -> None:
 
 
 def test_held_pages_are_not_evicted(path: str) -> None:
-    with serving(path, 16), split(path, "a") as a, split(path, "b") as b:
+    with serving(path, 64), split(path, "a") as a, split(path, "b") as b:
         a.store("abcd")
         held = b.find("d")
-        for name in range(40):
+        for name in range(80):
             a.store([name])
         a.find([0])  # the server has done all of it
         assert b.indices("abcd") == [3]
         b.end_hold([held])
-        for name in range(100, 140):
+        for name in range(100, 180):
             a.store([name])
         a.find([0])
         assert b.indices("abcd") == []
@@ -149,7 +149,7 @@ def test_a_failed_load_makes_its_pages_unknown_to_all(path: str) -> None:
 
 
 def test_after_a_reset_nothing_is_found_that_was_reserved_before(path: str) -> None:
-    with serving(path) as server:
+    with serving(path, 128) as server:
         with split(path, "a") as a, split(path, "b") as b:
             a.store("abc")
             held, store, other = b.find("ab"), a.take(2), b.take(2)
@@ -163,7 +163,7 @@ def test_after_a_reset_nothing_is_found_that_was_reserved_before(path: str) -> N
             for one, names in ((a, "mn"), (b, "op")):  # not on pages of leases from before
                 one.store(names)
                 assert one.indices(names) == [0, 1]
-        assert in_time(lambda: stats(server).free_pages == 28)
+        assert in_time(lambda: stats(server).free_pages == 124)
         assert stats(server).idle_pages == 4
 
 
@@ -265,11 +265,26 @@ def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:
 
 
 def test_an_idle_engine_gives_most_of_its_pages_back(path: str) -> None:
-    with serving(path, 1024) as server, split(path, "a") as a:
+    with serving(path, 4096) as server, split(path, "a") as a:
         a.store(range(200))
         a.take(200)  # there are as many for the next step
         a.until(lambda: a.end_step() or stats(server).filling_pages >= 400)
         a.until(lambda: a.end_step() or stats(server).filling_pages <= 200 + 128)
+
+
+def test_idle_engines_leave_pages_to_the_others(path: str) -> None:
+    with serving(path, 64) as server, contextlib.ExitStack() as stack:
+        for name in range(6):
+            idle = stack.enter_context(split(path, str(name)))
+            idle.end_step()
+            idle.until(lambda idle=idle: not idle.is_asking)
+        assert stats(server).filling_pages == 16 + 8 + 5 + 4 + 3 + 2
+        assert len(stack.enter_context(split(path, "a")).take(2).pages) == 2
+
+
+def test_a_store_takes_what_there_is_if_the_server_gives_no_more(path: str) -> None:
+    with serving(path, 64), split(path, "a") as a:
+        assert len(a.take(40).pages) == 16
 
 
 def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) -> None:
