@@ -135,7 +135,7 @@ def test_tokens_are_right_while_two_engines_evict_each_others_pages(folder, path
             b.run()
             for (which, name), tokens in asked.items():
                 assert (a, b)[which].tokens[name] == expected_tokens(tokens, 2)
-            assert stats(server).evicted > stats(server).pages == 2 * pages
+            assert stats(server).evicted > pages
             assert loaded(a) > 0
             assert loaded(b) > 0
             held = stats(server)
@@ -258,7 +258,7 @@ def test_a_scheduler_that_waits_for_answers_hangs_with_the_server(folder, path, 
 
 
 def test_a_server_that_hangs_is_given_up(folder, path, monkeypatch, caplog):
-    with server_process(path) as server, engine(folder, "a") as a:
+    with server_process(path, 128) as server, engine(folder, "a") as a:
         server.send(signal.SIGSTOP)
         monkeypatch.setattr(client, "DEADLINE", 0.01)
         a.serve(PROMPTS)
@@ -325,7 +325,8 @@ def test_chunks_that_others_have_evicted_are_stored_again(folder, path):
     with page_server(path, 32) as server, engine(folder, "a") as a, engine(folder, "b") as b:
         one = {"first": prompt(1, 100)}
         a.serve(one)
-        b.serve({f"{n}": prompt(50 + n, 200) for n in range(4)})
+        for n in range(12):  # a step has few pages
+            b.serve({f"{n}": prompt(50 + n, 200)})
         assert in_time(lambda: stats(server).evicted > 6)
         before = stats(server).stored
         a.serve(again("again", one))  # hears that they are gone

@@ -15,6 +15,7 @@ import stat
 import struct
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class _Session:
         reservations (dict[int, LoadReservation | StoreReservation]): by id, those that are open.
         leases (set[int]): of preempt().
         from_before_reset (set[int]): reservations that publish nothing.
+        published (Counter[int]): pages of leases that have their blocks, by reservation.
     """
 
     def __init__(self, number: int, connection: socket.socket, process: int, pid: int) -> None:
@@ -91,6 +93,7 @@ class _Session:
         self.reservations: dict[int, LoadReservation | StoreReservation] = {}
         self.leases: set[int] = set()
         self.from_before_reset: set[int] = set()
+        self.published: Counter[int] = Counter()
 
 
 class _Pages:
@@ -456,6 +459,7 @@ class PageServer:
             else:
                 self._manager.fail(reservation)
         session.reservations.clear()
+        session.published.clear()
         for lease in session.leases:
             self._manager.release(lease)
         session.leases.clear()
@@ -587,6 +591,7 @@ class PageServer:
         reservation, at = session.reservations.get(number), PUBLISH.size + 8 * count
         if isinstance(reservation, StoreReservation) and number not in session.from_before_reset:
             self._manager.publish(reservation, body[at:], array("q", body[PUBLISH.size : at]))
+            session.published[number] += count
 
     def _lookup(self, session: _Session, body: bytes, again: bool) -> None:
         assert self._pages is not None
@@ -662,6 +667,7 @@ class PageServer:
             self._manager.fail(reservation)
         del session.reservations[number]
         session.from_before_reset.discard(number)
+        session.published.pop(number, None)
         self._some_ended = True
 
     def _delete(self, session: _Session, body: bytes) -> None:
