@@ -69,12 +69,17 @@ class WorkerSession(RemoteManager):
 
     def close(self) -> None:
         """See RemoteManager."""
+        if not self._process.is_current:  # the connection is that of the parent
+            return
         with self._lock:
             self._is_closing = True
             for connection in (self._waiting, self._connection):
                 if connection is not None:  # wakes the thread
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RD)
+            self._changed.notify_all()
+        if self._thread.is_alive():  # it reads from what is closed next
+            self._thread.join(client.DEADLINE)
         super().close()
 
     def _await_jobs(self, connection: socket.socket) -> None:
@@ -252,6 +257,8 @@ class SchedulerSession(RemoteManager):
 
     def close(self) -> None:
         """Leaves the server. Its pages are the worker's until that one leaves. Idempotent."""
+        if not self._process.is_current:  # the connection is that of the parent
+            return
         with self._lock:
             self._is_closing = True
             if self._joining is not None:  # wakes the thread
