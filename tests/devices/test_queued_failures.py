@@ -579,13 +579,9 @@ def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> 
         command: Any = SimpleNamespace(event=1 << 40, record=at, timed=False)
         kept = len(stream.records)
         stream.error = "of this record only"
-        try:
-            interrupter.call(at, partial(queue._record, command, stream))
-        except Interrupted:
-            interrupted = True
+        interrupted = interrupter.stops(at, partial(queue._record, command, stream))
+        if interrupted:
             queue._record(command, stream)
-        else:
-            interrupted = False
         assert len(stream.records) == kept + 1
         assert stream.records[-1].error == "of this record only"
         assert stream.error is None

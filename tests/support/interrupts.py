@@ -54,6 +54,14 @@ class Interrupter:
         assert lost in ([], [Interrupted])
         return bool(lost)
 
+    def stops(self, at: int, function: Callable[[], Any]) -> bool:
+        """Whether the function was interrupted, at point number `at`. See call()."""
+        try:
+            self.call(at, function)
+        except Interrupted:
+            return True
+        return False
+
     def call(self, at: int, function: Callable[[], Any]) -> Any:
         """Returns what the function returns, or raises Interrupted at point number `at`.
 

@@ -56,12 +56,9 @@ def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
     submit = getattr(handler, direction)
     for at in count(1):
         tag = at if has_tag else None
-        try:
-            interrupter.call(at, partial(submit, gpu_block_ids=[1], page_ids=[2], tag=tag))
-        except Interrupted:
-            interrupted = True
-        else:
-            interrupted = False
+        interrupted = interrupter.stops(
+            at, partial(submit, gpu_block_ids=[1], page_ids=[2], tag=tag)
+        )
         handler.synchronize()
         results = handler.poll()
         assert [(result.state, result.tag) for result in results] == [("done", tag)] * len(results)
@@ -137,12 +134,7 @@ def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
     for at in count(1):
         handler, new = make_handler(), make_layout(2 * BLOCKS)
         new.tensors[0].add_(100)
-        try:
-            interrupter.call(at, partial(handler.rebind, new))
-        except Interrupted:
-            interrupted = True
-        else:
-            interrupted = False
+        interrupted = interrupter.stops(at, partial(handler.rebind, new))
         (layout,) = handler.layouts
         handler.synchronize(handler.store(gpu_block_ids=[3], page_ids=[0]))
         page = handler.pools[0].pages[0, 0].view(torch.int64)
@@ -166,12 +158,7 @@ def test_an_interrupted_store_of_a_prefix_cache_ends_the_reservation_of_its_job(
     for at in count(1):
         prefixes = make_prefix_cache()
         submitted = prefixes.metrics().stores.submitted
-        try:
-            interrupter.call(at, partial(prefixes.store, [b"a" * 32], [1], tag=at))
-        except Interrupted:
-            interrupted = True
-        else:
-            interrupted = False
+        interrupted = interrupter.stops(at, partial(prefixes.store, [b"a" * 32], [1], tag=at))
         prefixes.synchronize()
         submitted = prefixes.metrics().stores.submitted - submitted
         results = prefixes.poll()
@@ -294,12 +281,7 @@ def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str, p
             prefixes.poll()
         if when == "after rebind":
             prefixes.rebind(make_layout(2 * BLOCKS))
-        try:
-            interrupter.call(at, partial(CALLS[call], prefixes))
-        except Interrupted:
-            interrupted = True
-        else:
-            interrupted = False
+        interrupted = interrupter.stops(at, partial(CALLS[call], prefixes))
         check_that_it_works(prefixes)
         if call != "preempt" or interrupted:  # else it is held
             assert_no_page_is_held(prefixes)

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 from below_engine import Engine, key_of
-from interrupts import Interrupted, Interrupter
+from interrupts import Interrupter
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
 
@@ -87,12 +87,7 @@ def test_a_store_below_works_after_any_interrupted_call(
         store = MemoryStore(objects)
         with Engine(store) as engine:
             prepare(engine, store)
-            try:
-                interrupter.call(at, lambda engine=engine: do(engine))
-            except Interrupted:
-                is_interrupted = True
-            else:
-                is_interrupted = False
+            is_interrupted = interrupter.stops(at, lambda engine=engine: do(engine))
             store.release()
             if call == "poll without one":
                 engine.until(lambda engine=engine: not engine.prefixes._below._thread._calls)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from below_engine import bytes_of, key_of
 from error_text import error_text
-from interrupts import Interrupted, Interrupter
+from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
@@ -239,12 +239,7 @@ def test_no_interrupted_call_keeps_a_page_of_the_server(call: str, path: str) ->
     with serving(path) as server, ServedEngine(path) as engine:
         for at in count(1):
             engine.compute("efgh")
-            try:
-                interrupter.call(at, partial(CALLS[call], engine))
-            except Interrupted:
-                is_interrupted = True
-            else:
-                is_interrupted = False
+            is_interrupted = interrupter.stops(at, partial(CALLS[call], engine))
             engine.prefixes.synchronize()
             engine.prefixes.poll()
             engine.until(lambda: engine.is_served)  # an answer that was lost takes the server along

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
@@ -19,6 +19,35 @@ Key = bytes  # vLLM's OffloadKey
 _MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
+_Load = TypeVar("_Load")
+
+
+class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
+    """Loads that have not ended, by request and keys.
+
+    A request may load the same keys several times at once. These loads are interchangeable.
+    """
+
+    def add(self, req_context: base.ReqContext, keys: Iterable[Key], load: _Load) -> None:
+        """A load of exactly these keys has begun."""
+        self.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+
+    def take(self, req_context: base.ReqContext, keys: Iterable[Key]) -> _Load:
+        """One load of exactly these keys has ended.
+
+        Raises:
+            RuntimeError: none is open.
+        """
+        name = req_context.req_id, frozenset(keys)
+        loads = self.get(name)
+        if not loads:
+            raise RuntimeError(
+                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
+            )
+        load = loads.pop()
+        if not loads:
+            del self[name]
+        return load
 
 
 class KVSwapManager(base.OffloadingManager):
@@ -58,8 +87,7 @@ class KVSwapManager(base.OffloadingManager):
         self._states: dict[Key, base.LookupResult | StoreReservation] = {}
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
         self._stores: dict[StoreReservation, list[Key]] = {}
-        # A request may load the same keys several times at once. These loads are interchangeable.
-        self._loads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
+        self._loads: OpenLoads[LoadReservation] = OpenLoads()
         self._failed: set[int] = set()  # pages of reservations that have not ended
         self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
         self._cache = object()  # replaced by a reset
@@ -101,7 +129,7 @@ class KVSwapManager(base.OffloadingManager):
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
                 "stored; vLLM loads only what lookup() has just found"
             )
-        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        self._loads.add(req_context, keys, load)
         access = self._access(req_context)
         self._use(keys, access, req_context, is_reused=True)
         placed = fold_keys(access.sort(keys)) if len(keys) > 1 else digests
@@ -111,17 +139,8 @@ class KVSwapManager(base.OffloadingManager):
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         """Ends one load of exactly these keys by this request."""
-        if not keys:
-            return
-        name = req_context.req_id, frozenset(keys)
-        loads = self._loads.get(name)
-        if not loads:
-            raise RuntimeError(
-                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
-            )
-        self._record_event(self._end(loads.pop()), removed=True)
-        if not loads:
-            del self._loads[name]
+        if keys:
+            self._record_event(self._end(self._loads.take(req_context, keys)), removed=True)
 
     def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         """Counts a use of reused keys, and makes all keys the newest.

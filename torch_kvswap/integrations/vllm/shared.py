@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.integrations.vllm.scheduler_side import Key, load_source, usage_of
+from torch_kvswap.integrations.vllm.scheduler_side import Key, OpenLoads, load_source, usage_of
 from torch_kvswap.prefix.halves import Held, SchedulerSession, SplitLoad, SplitStore
 from torch_kvswap.prefix.manager import BlockStats
 
@@ -87,8 +87,7 @@ class SharedManager(base.OffloadingManager):
         self._known: dict[Key, None] = {}
         self._storing: dict[Key, SplitStore] = {}
         self._stores: dict[SplitStore, tuple[Key, ...]] = {}
-        # A request may load the same keys several times at once. These loads are interchangeable.
-        self._loads: dict[tuple[str, frozenset[Key]], list[SplitLoad]] = {}
+        self._loads: OpenLoads[SplitLoad] = OpenLoads()
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._flushed: list[SplitLoad | SplitStore] = []  # open at a reset, until they have ended
         self._cache = object()  # replaced by a reset, and when the server is lost
@@ -145,7 +144,7 @@ class SharedManager(base.OffloadingManager):
                 "held; vLLM loads only what lookup() has just found"
             )
         load = self._session.begin_load(asked.take_held())
-        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        self._loads.add(req_context, keys, load)
         asked.see(req_context, keys)
         self._session.touch(fold_keys(asked.sort(keys)))
         spec = CPULoadStoreSpec(pages)
@@ -156,15 +155,7 @@ class SharedManager(base.OffloadingManager):
         """Ends one load of exactly these keys by this request."""
         if not keys:
             return
-        name = req_context.req_id, frozenset(keys)
-        loads = self._loads.get(name)
-        if not loads:
-            raise RuntimeError(
-                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
-            )
-        load = loads.pop()
-        if not loads:
-            del self._loads[name]
+        load = self._loads.take(req_context, keys)
         self._session.end_load(load, self._failed)
         if self._failed:
             pages = {page for one in load.held for page in one.pages}
