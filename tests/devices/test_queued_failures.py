@@ -18,7 +18,7 @@ import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
 from fake_accelerator.tests import needs_compiler
-from interrupts import Interrupted, Interrupter
+from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from processes import in_child
 from queued_devices import DEVICE, PAGES, Rows, current, on_queued_device, queue_of, run_on_device
