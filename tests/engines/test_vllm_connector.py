@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_serving import IS_033, LAYERS, Serving, expected_tokens, serving
+from vllm_serving import (
+    IS_033,
+    LAYERS,
+    RandomRequests,
+    Serving,
+    check,
+    expected_tokens,
+    prompt,
+    serving,
+)
 
 from torch_kvswap.results import BlocksRejectedError, DeviceLostError, TransferError
 
@@ -23,15 +32,6 @@ SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "as
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(512), k=length)
-
-
-def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:
-    for name, one in prompts.items():
-        assert engine.tokens[name] == expected_tokens(one, count), name
 
 
 class Faults:
@@ -447,7 +447,6 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner
     """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
     aborted; with the policy "fail" most loads are in-step loads."""
     chosen = random.Random(7)
-    documents = [prompt(100 + n, chosen.randrange(60, 180)) for n in range(8)]
 
     def chooses(direction: str, blocks: int) -> bool | str:
         return chosen.choice([False, True, "rejected"])
@@ -456,36 +455,20 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner
     how["transfer"] = {"kv_load_failure_policy": policy}
     with serving(folder, **how, blocks=28, pages=64, batched=64) as engine:
         faults = Faults(engine, chooses)
-        served: dict[str, list[int]] = {}
-        number = preempted = 0
+        requests = RandomRequests(engine, chosen)
         while sum(faults.count.values()) < 150:
-            for _ in range(6):
-                number += 1
-                document = chosen.choice(documents)
-                served[f"{number}"] = document[: chosen.randrange(40, len(document))]
-                engine.add(f"{number}", served[f"{number}"], 12)
-            for _ in range(chosen.randrange(1, 30)):
-                if engine.is_busy:
-                    engine.step()
-            if chosen.random() < 0.3:
-                gone = f"{chosen.randrange(1, number + 1)}"
-                engine.abort(gone)
-                served.pop(gone, None)
-            preempted = max(preempted, *(one.num_preemptions for one in engine.requests.values()))
-            if chosen.random() < 0.2:
-                engine.run()
-                engine.forget_gpu()
+            requests.go_on(6, aborts=0.3)
         engine.run()
         failed = 0
-        for name, one in served.items():
+        for name, one in requests.served.items():
             if engine.ends[name] == "error":
                 failed += 1
             else:
-                assert engine.tokens[name] == expected_tokens(one, 12), name
+                check(engine, {name: one}, requests.TOKENS)
         assert min(faults.count.values()) > 20
-        assert preempted
+        assert requests.preempted
         assert bool(failed) == (policy == "fail")
-        assert failed < len(served) / 2
+        assert failed < len(requests.served) / 2
 
 
 def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):

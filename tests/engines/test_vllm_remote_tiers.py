@@ -4,7 +4,6 @@ and for objects moto as the store, are installed."""
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import subprocess
 import sys
@@ -16,21 +15,16 @@ from typing import Any
 import pytest
 from patience import in_time
 from vllm_engine import SPEC
-from vllm_serving import IS_033, Serving, expected_tokens, serving
+from vllm_serving import BLOCK, IS_033, Serving, check, prompt, serving
 
 pytest.importorskip("nixl")
-PROMPTS = {f"{n}": random.Random(n).choices(range(512), k=33 + 16 * n) for n in range(4)}
-CHUNKS = sum(len(one) // 16 for one in PROMPTS.values())
+PROMPTS = {f"{n}": prompt(n, 33 + 16 * n) for n in range(4)}
+CHUNKS = sum(len(one) // BLOCK for one in PROMPTS.values())
 
 
 def extra(verify: str, **tier: Any) -> dict[str, Any]:
     spec = {**SPEC, "spec_name": "KVSwapTieringOffloadingSpec"}
     return {**spec, "secondary_tiers": [tier], "verify": verify}
-
-
-def check(engine: Serving, names: dict[str, list[int]]) -> None:
-    for name, one in names.items():
-        assert engine.tokens[name] == expected_tokens(one, 4), name
 
 
 def free_port() -> int:

@@ -15,20 +15,28 @@ import torch
 from patience import PATIENCE, in_time
 from served_engine import server_process
 from served_engine import serving as page_server
-from vllm_engine import KVSwapOffloadingSpec, base, caches, config, keys
-from vllm_serving import IS_033, Serving, expected_tokens, serving
+from vllm_engine import SPEC, KVSwapOffloadingSpec, base, caches, config, keys
+from vllm_serving import (
+    BLOCK,
+    CHUNKS,
+    IS_033,
+    PROMPTS,
+    Serving,
+    check,
+    expected_tokens,
+    prompt,
+    serving,
+)
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
 
-BLOCK = 16
 OURS: dict[str, Any] = {}
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 DOORS = pytest.mark.parametrize("door", [OURS, THEIRS], ids=["ours", "theirs"])
 SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-SPEC = {"spec_name": "KVSwapOffloadingSpec", "spec_module_path": "torch_kvswap.integrations.vllm"}
 
 
 @pytest.fixture
@@ -42,14 +50,6 @@ def path(folder: Path) -> str:
     return f"{folder}/pages"
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(512), k=length)
-
-
-PROMPTS = {f"{n}": prompt(n, 33 + 16 * n) for n in range(5)}
-CHUNKS = sum(len(one) // BLOCK for one in PROMPTS.values())
-
-
 @contextlib.contextmanager
 def engine(folder: Path, name: str, door: dict[str, Any] = OURS, **how: Any) -> Iterator[Serving]:
     extra = {"host_server": f"unix:{folder}/pages", "cpu_bytes_to_use": None}
@@ -61,11 +61,6 @@ def engine(folder: Path, name: str, door: dict[str, Any] = OURS, **how: Any) -> 
 
 def manager_of(engine: Serving) -> Any:
     return engine.scheduler.connector.connector_scheduler.manager
-
-
-def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:
-    for name, one in prompts.items():
-        assert engine.tokens[name] == expected_tokens(one, count), name
 
 
 def again(turn: object, prompts: dict[str, list[int]] = PROMPTS) -> dict[str, list[int]]:

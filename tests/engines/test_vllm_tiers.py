@@ -17,7 +17,18 @@ import pytest
 import torch
 from patience import PATIENCE, in_time
 from vllm_engine import SPEC, base, caches, config, keys
-from vllm_serving import IS_033, Serving, expected_tokens, serving
+from vllm_serving import (
+    BLOCK,
+    CHUNKS,
+    IS_033,
+    PROMPTS,
+    RandomRequests,
+    Serving,
+    check,
+    expected_tokens,
+    prompt,
+    serving,
+)
 
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import rows as rows_module
@@ -29,7 +40,6 @@ from torch_kvswap.integrations.vllm.pool import this_host
 TIERS = SPEC | {"spec_name": "KVSwapTieringOffloadingSpec"}
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 DOORS = pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
-BLOCK = 16
 
 
 @pytest.fixture
@@ -53,19 +63,6 @@ def damage(row: Path) -> None:
     content = bytearray(row.read_bytes())
     content[1000] ^= 4
     row.write_bytes(content)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(512), k=length)
-
-
-PROMPTS = {f"{n}": prompt(n, 33 + 16 * n) for n in range(5)}
-CHUNKS = sum(len(one) // BLOCK for one in PROMPTS.values())
-
-
-def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:
-    for name, one in prompts.items():
-        assert engine.tokens[name] == expected_tokens(one, count), name
 
 
 def manager_of(engine: Serving) -> Any:
@@ -346,38 +343,21 @@ def test_random_requests_are_served_right_from_all_tiers(folder, door, damages, 
     are preempted, or rows are damaged meanwhile: with few GPU blocks for what is computed again vLLM
     0.26 can stop to schedule."""
     chosen = random.Random(11)
-    documents = [prompt(100 + n, chosen.randrange(60, 180)) for n in range(8)]
     extra = tier(folder, verify="load" if damages else "off")
     transfer = {**door, "kv_load_failure_policy": "recompute"}
     how = {"extra": extra, "transfer": transfer, "is_async": is_async}
     with serving(folder, **how, blocks=44 if damages else 28, pages=24, batched=64) as engine:
         promoted = Promoted(engine)
-        served: dict[str, list[int]] = {}
-        number = preempted = 0
+        requests = RandomRequests(engine, chosen)
         for _ in range(40):
-            for _ in range(5):
-                number += 1
-                document = chosen.choice(documents)
-                served[f"{number}"] = document[: chosen.randrange(40, len(document))]
-                engine.add(f"{number}", served[f"{number}"], 12)
-            for _ in range(chosen.randrange(1, 30)):
-                if engine.is_busy:
-                    engine.step()
-            if chosen.random() < 0.4:
-                gone = f"{chosen.randrange(1, number + 1)}"
-                engine.abort(gone)
-                served.pop(gone, None)
-            preempted = max(preempted, *(one.num_preemptions for one in engine.requests.values()))
-            if chosen.random() < 0.2:
-                engine.run()
-                engine.forget_gpu()
+            requests.go_on(5, aborts=0.4)
             rows = sorted(files(folder))
             if damages and rows and chosen.random() < 0.3:
                 damage(chosen.choice(rows))
         engine.run()
-        check(engine, served, 12)
+        check(engine, requests.served, requests.TOKENS)
         assert promoted.count > 50
-        assert preempted or damages
+        assert requests.preempted or damages
         corrupted = engine.worker._handler.metrics().loads.corrupted_blocks
         assert bool(corrupted) == damages
         assert nothing_is_held(engine)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -387,6 +388,59 @@ class Serving:
     @property
     def worker(self) -> Any:
         return self.workers[0]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+PROMPTS = {f"{n}": prompt(n, 33 + 16 * n) for n in range(5)}
+CHUNKS = sum(len(one) // BLOCK for one in PROMPTS.values())
+
+
+def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:
+    """The tokens of these requests are right."""
+    for name, one in prompts.items():
+        assert engine.tokens[name] == expected_tokens(one, count), name
+
+
+class RandomRequests:
+    """Requests for an engine, of prompts with common beginnings, some of which are aborted.
+
+    Attributes:
+        served (dict[str, list[int]]): the prompts of those that were not aborted.
+        preempted (int): how often one was preempted at most.
+    """
+
+    TOKENS = 12  # of each request
+
+    def __init__(self, engine: Serving, chosen: random.Random) -> None:
+        self.engine, self.chosen = engine, chosen
+        self.documents = [prompt(100 + n, chosen.randrange(60, 180)) for n in range(8)]
+        self.served: dict[str, list[int]] = {}
+        self.number = self.preempted = 0
+
+    def go_on(self, requests: int, aborts: float) -> None:
+        """Adds requests, takes some steps, aborts one with this probability, and lets the GPU forget
+        sometimes."""
+        engine, chosen = self.engine, self.chosen
+        for _ in range(requests):
+            self.number += 1
+            document = chosen.choice(self.documents)
+            self.served[f"{self.number}"] = document[: chosen.randrange(40, len(document))]
+            engine.add(f"{self.number}", self.served[f"{self.number}"], self.TOKENS)
+        for _ in range(chosen.randrange(1, 30)):
+            if engine.is_busy:
+                engine.step()
+        if chosen.random() < aborts:
+            gone = f"{chosen.randrange(1, self.number + 1)}"
+            engine.abort(gone)
+            self.served.pop(gone, None)
+        times = (one.num_preemptions for one in engine.requests.values())
+        self.preempted = max(self.preempted, *times)
+        if chosen.random() < 0.2:
+            engine.run()
+            engine.forget_gpu()
 
 
 @contextlib.contextmanager
