@@ -1,13 +1,12 @@
 """Compares replicas that share the pages of a server with replicas that have caches of their own.
 
 Conversations are simulated, without a GPU: each has one of ten first parts, and grows by what a
-turn adds. Each turn goes to any replica. Both ways keep the same number of chunks in all, and a
-replica does what vLLM's does: it asks for all chunks of the prompt, and stores those that are not
-there. For the shared ones a real server runs, and pages that replicas hold for their next stores
-are no room.
+turn adds. Each turn goes to any replica. Both ways keep the same number of chunks in all. As in
+vLLM, a replica asks for all chunks of the prompt and stores the missing ones. For the shared ones a
+real server runs, and pages that replicas hold for their next stores are no room.
 
-Then the time from asking the server for the chunks of a prompt, all of which it has, to the answer,
-which is what SharedManager waits for between two steps.
+The program then times one answer of the server: SharedManager asks for all chunks of a prompt, and
+the server has them.
 """
 
 from __future__ import annotations

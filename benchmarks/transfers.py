@@ -70,7 +70,7 @@ def shapes_of(
 
 
 def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> Sequence[int]:
-    """Those that were asked for, else BLOCKS; without a GPU the first few of them."""
+    """The option --blocks, by default BLOCKS; without a GPU the first few of BLOCKS."""
     return options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])
 
 

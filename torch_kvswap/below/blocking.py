@@ -123,7 +123,7 @@ class BlockingStore(ThreadedStore, ABC):
 
     @abstractmethod
     def set(self, key: str, memory: memoryview) -> None:
-        """Keeps these bytes under this key, in place of what is there."""
+        """Stores the bytes under the key. Replaces what the key has."""
 
     @abstractmethod
     def get(self, key: str, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""A Mooncake store as a store of pages, also one that is full, or of which a process is killed."""
+"""A Mooncake store as a store of pages: full, with a killed owner, with a new master."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from mooncake_cluster import MooncakeCluster, cluster, kill
 from patience import in_time
-from store_calls import PAGE, get_pages, outcome, pages, set_pages
+from store_calls import PAGE, check_set_get_and_delete, get_pages, outcome, pages, set_pages
 
 from torch_kvswap.below import MooncakeStore
 
@@ -28,16 +28,8 @@ def store(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
 
 
 def test_what_was_set_is_there_until_it_is_deleted(store: MooncakeStore) -> None:
-    assert set_pages(store, ["a", "b"])
-    assert outcome(store, store.submit_batch_exists(["a", "b", "c"]))[3] == [True, True, False]
-    into = pages(b".", b".", b".")
-    _, is_right, error, are_right = outcome(store, store.submit_batch_get(["a", "c", "b"], into))
-    assert (is_right, error, are_right) == (False, "c is not there", [True, False, True])
-    assert [view[0] for view in into] == list(b"a.b")
-    # Although it was just read, which gives it a lease.
-    assert outcome(store, store.submit_batch_delete(["a", "c"]))[1:] == (True, "", [True, False])
-    assert outcome(store, store.submit_batch_exists(["a", "b"]))[3] == [False, True]
-    assert outcome(store, store.submit_batch_exists([]))[1]
+    # A Mooncake store gives a page that was just read a lease.
+    check_set_get_and_delete(store)
 
 
 def test_a_page_takes_the_place_of_another_one(store: MooncakeStore) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from error_text import error_text
-from store_calls import PAGE, get_pages, outcome, pages, set_pages
+from store_calls import PAGE, check_set_get_and_delete, get_pages, outcome, pages, set_pages
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap.below import ValkeyStore, valkey
@@ -23,16 +23,7 @@ def store(server: ValkeyServer) -> Iterator[ValkeyStore]:
 
 
 def test_what_was_set_is_there_until_it_is_deleted(store: ValkeyStore) -> None:
-    assert set_pages(store, ["a", "b"])
-    assert outcome(store, store.submit_batch_exists(["a", "b", "c"]))[3] == [True, True, False]
-    into = pages(b".", b".", b".")
-    _, is_right, error, are_right = outcome(store, store.submit_batch_get(["a", "c", "b"], into))
-    assert (is_right, error, are_right) == (False, "c is not there", [True, False, True])
-    assert [view[0] for view in into] == list(b"a.b")
-    assert get_pages(store, ["a", "b"]) == [True, True], "the connection is in step"
-    assert outcome(store, store.submit_batch_delete(["a", "c"]))[1:] == (True, "", [True, False])
-    assert outcome(store, store.submit_batch_exists(["a", "b"]))[3] == [False, True]
-    assert outcome(store, store.submit_batch_exists([]))[1]
+    check_set_get_and_delete(store)
 
 
 def test_a_page_that_is_larger_than_the_buffers_of_sockets_is_whole(store: ValkeyStore) -> None:
