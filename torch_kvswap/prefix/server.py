@@ -578,9 +578,8 @@ class PageServer:
         schedulers = sum(one.is_scheduler for one in self._sessions.values())
         share = max(self._pages.pools[0].num_pages // (_LEASED_PART * max(schedulers, 1)), 1)
         stores = (one for one in session.reservations.values() if isinstance(one, StoreReservation))
-        most = min(
-            share - sum(len(one.pages) for one in stores), stats.free_pages + stats.idle_pages
-        )
+        has = sum(len(one.pages) for one in stores) - session.published.total()
+        most = min(share - has, stats.free_pages + stats.idle_pages)
         count = min(NUMBER.unpack(body)[0], max(most, 0))
         # No block has such a key. That of its block is named when the page is filled.
         leased = self._manager.prepare_store(os.urandom(count * DIGEST_BYTES)) if count else None

@@ -287,6 +287,14 @@ def test_a_store_takes_what_there_is_if_the_server_gives_no_more(path: str) -> N
         assert len(a.take(40).pages) == 16
 
 
+def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
+    with serving(path, 64), split(path, "a") as a:
+        a.store(range(10))
+        a.end_step()
+        a.until(lambda: not a.is_asking)
+        assert len(a.take(16).pages) == 16
+
+
 def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) -> None:
     with serving(path, 1024), split(path, "a") as a:
         for turn in range(4):
