@@ -290,6 +290,7 @@ def test_a_store_takes_what_there_is_if_the_server_gives_no_more(path: str) -> N
 def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
     with serving(path, 64) as server, split(path, "a") as a:
         a.store(range(10))
+        a.until(lambda: stats(server).stored == 10)
         a.until(lambda: a.end_step() or stats(server).filling_pages == 16)
         a.until(lambda: not a.is_asking)
         assert len(a.take(16).pages) == 16
