@@ -41,6 +41,8 @@ class PackTable {
                     void* stream) const = 0;
   // Copies all blocks between the slabs and pinned host pages.
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
+  // Whether these two also do what copy.digests asks for.
+  virtual bool makes_digests() const { return false; }
   // What has to come in `stream` behind a copy without these two, and at the end of a store by
   // them.
   virtual void end_copy(const PagedCopy& /*copy*/, void* /*stream*/) const {}

@@ -9,6 +9,8 @@
 
 namespace kvswap {
 
+class DigestTable;
+
 // The slabs of one side of a copy, each with one layer's K or V of all blocks: block b of slab s
 // has sizes[s] bytes at bases[s] + b * strides[s].
 struct Slabs {
@@ -58,6 +60,8 @@ struct PagedCopy {
   uint64_t before, after;
   // If slots can be rejected: a zero for each block, which the copy overwrites for a rejected one.
   uint8_t* states;
+  // Set by the encoding with digests for the kernels of the slots, which write or compare them.
+  const DigestTable* digests = nullptr;
 
   BlockCopy block_copy() const {
     if (to_host) return {gpu, host, blocks, slots, count, false};

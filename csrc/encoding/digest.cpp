@@ -65,10 +65,12 @@ std::vector<uint32_t> first_digest_tiles(const std::vector<uint64_t>& sizes) {
 
 std::vector<DigestTile> digest_tiles_in(const Slabs& slabs) {
   std::vector<DigestTile> tiles;
+  uint64_t offset = 0;
   for (size_t slab = 0; slab < slabs.count(); ++slab) {
     for (uint64_t at = 0; at < slabs.sizes[slab]; at += kDigestTileBytes) {
       const uint64_t bytes = std::min<uint64_t>(slabs.sizes[slab] - at, kDigestTileBytes);
-      tiles.push_back({slabs.bases[slab] + at, slabs.strides[slab], bytes});
+      tiles.push_back({slabs.bases[slab] + at, slabs.strides[slab], bytes, offset});
+      offset += bytes;
     }
   }
   return tiles;

@@ -6,6 +6,7 @@
 #include "copy/address_map.h"
 #include "cuda/context.h"
 #include "encoding/codec.h"
+#include "encoding/digest.h"
 #include "encoding/encoding.h"
 #include "encoding/slot_format.h"
 #include "kernels/kernels.h"
@@ -58,18 +59,18 @@ class TileTable : public PackTable {
     arguments.packed = packed;
     arguments.packed_stride = size;
     arguments.skipped = format_.run_offset(copy.slabs) - format_.metadata_bytes();
-    const size_t first = begin / size;
-    const auto slot_of = [first](size_t i) { return i - first; };
-    launch_all(arguments, copy, first, end / size, slot_of, kOnDevice, stream);
+    launch_all(arguments, copy, begin / size, end / size, kOnDevice, stream);
   }
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
     CodecArguments arguments = arguments_of(copy, /*counters=*/0);
     arguments.packed = copy.host->bases[0];
     arguments.packed_stride = copy.host->strides[0];
-    const auto slot_of = [&](size_t i) { return copy.slots[i]; };
-    launch_all(arguments, copy, 0, copy.count, slot_of, kOverLink, stream);
+    arguments.by_slot = 1;
+    launch_all(arguments, copy, 0, copy.count, kOverLink, stream);
   }
+
+  bool makes_digests() const override { return true; }
 
  private:
   // What is the same in every launch. counters: which ones, 0 or 1.
@@ -89,20 +90,23 @@ class TileTable : public PackTable {
     return arguments;
   }
 
-  // Blocks [first, last) of the copy. slot_of: the slot of block i, counted from arguments.packed
-  // on.
-  template <typename SlotOf>
+  // Blocks [first, last) of the copy. arguments.packed: of the first one, or of slot 0.
   void launch_all(CodecArguments& arguments, const PagedCopy& copy, size_t first, size_t last,
-                  const SlotOf& slot_of, unsigned max_warps, cuda::Stream stream) const {
-    for (size_t from = first; from < last; from += kCodecBlocks) {
-      const size_t count = std::min<size_t>(last - from, kCodecBlocks);
-      arguments.block_count = static_cast<uint32_t>(count);
-      for (size_t i = 0; i < count; ++i) {
-        arguments.blocks[i] = static_cast<int32_t>(copy.blocks[from + i]);
-        arguments.slots[i] = static_cast<int32_t>(slot_of(from + i));
+                  unsigned max_warps, cuda::Stream stream) const {
+    for (; first < last; first += arguments.block_count) {
+      const auto count = static_cast<uint32_t>(std::min<size_t>(last - first, kCodecBlocks));
+      if (copy.digests != nullptr) {
+        copy.digests->set_blocks(arguments, copy, first, count, copy.to_host ? first : copy.count);
+      } else {
+        arguments.block_count = count;
+        for (uint32_t i = 0; i < count; ++i) {
+          arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
+          arguments.slots[i] = static_cast<int32_t>(copy.slots[first + i]);
+        }
+        arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
       }
-      arguments.states = reinterpret_cast<uint64_t>(copy.states + from);
       launch(arguments, copy.to_host, max_warps, stream);
+      if (arguments.by_slot == 0) arguments.packed += count * arguments.packed_stride;
     }
   }
 
@@ -113,10 +117,13 @@ class TileTable : public PackTable {
     const unsigned warps = std::max(kMinWarps, arguments.team_warps);
     const unsigned teams = warps / arguments.team_warps;
     const unsigned ctas = std::min(max_warps / warps, (tiles + teams - 1) / teams);
+    const bool has_digests = arguments.rows != 0;
+    const cuda::Function with = encodes ? kernels_.encode_digest : kernels_.decode_digest;
+    const cuda::Function without = encodes ? kernels_.encode : kernels_.decode;
     void* pointers[] = {&arguments};
     const cuda::Result result = cuda::driver().launch(
-        encodes ? kernels_.encode : kernels_.decode, ctas, 1, 1, 32 * warps, 1, 1,
-        codec_shared_bytes(warps, arguments.team_warps), stream, pointers, nullptr);
+        has_digests ? with : without, ctas + (has_digests && !encodes ? 1 : 0), 1, 1, 32 * warps, 1,
+        1, codec_shared_bytes(warps, arguments.team_warps), stream, pointers, nullptr);
     KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", encodes ? "encode" : "decode", ", ",
                         arguments.block_count, " blocks of ", arguments.tile_count, " tiles");
   }

@@ -14,6 +14,9 @@ namespace {
 
 constexpr unsigned kMaxCtas = 128;  // of tiles in a launch: see kOnDevice of raw.cpp
 
+// Of a launch that copies over the link: bytes that are on their way at once.
+constexpr unsigned kBytesOverLink = 512 << 10;
+
 // The largest power of two, up to 16, that divides all addresses and sizes.
 uint32_t alignment_of(const Slabs& slabs) {
   uint64_t bits = 16;
@@ -35,33 +38,31 @@ class Digests {
   Digests(const std::vector<uint64_t>& sizes, const DigestTable& table, bool rejects)
       : table_(table), first_tiles_(first_digest_tiles(sizes)), sizes_(sizes), rejects_(rejects) {}
 
-  // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
-  // has. tiles: address of all of a block's. A kWrite gives the stores their numbers.
-  template <typename Run>
-  void for_each(const PagedCopy& copy, size_t first, size_t last, DigestTask task, uint64_t tiles,
-                uint32_t word_bytes, const Run& run) const {
+  const DigestTable& table() const { return table_; }
+
+  // What is the same in every launch. tiles: address of all of a block's.
+  DigestArguments arguments_of(const PagedCopy& copy, DigestTask task, uint64_t tiles,
+                               uint32_t word_bytes) const {
     DigestArguments arguments{};
     arguments.tiles = tiles;
-    arguments.rows = table_.rows();
-    arguments.row_stride = table_.row_stride();
     arguments.rejects = rejects_;
     arguments.first_tile = first_tiles_[copy.slabs.begin];
     arguments.tile_count = first_tiles_[copy.slabs.end] - arguments.first_tile;
     arguments.word_bytes = word_bytes;
     arguments.task = task;
+    return arguments;
+  }
+
+  // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
+  // has. A kWrite gives the stores their numbers.
+  template <typename Run>
+  void for_each(const PagedCopy& copy, size_t first, size_t last, DigestTask task, uint64_t tiles,
+                uint32_t word_bytes, const Run& run) const {
+    DigestArguments arguments = arguments_of(copy, task, tiles, word_bytes);
+    const size_t first_new = task == DigestTask::kWrite ? first : copy.count;
     for (; first < last; first += arguments.block_count) {
-      arguments.block_count = static_cast<uint32_t>(std::min<size_t>(last - first, kDigestBlocks));
-      arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
-      const uint64_t store =
-          task == DigestTask::kWrite ? table_.take_stores(arguments.block_count) : 0;
-      for (uint32_t i = 0; i < arguments.block_count; ++i) {
-        const int64_t slot = copy.slots[first + i];
-        SlotDigests& row = table_.at(slot);
-        if (task == DigestTask::kWrite) write_number(row.store, store + i);
-        arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
-        arguments.slots[i] = static_cast<int32_t>(slot);
-        arguments.stores[i] = row.store;
-      }
+      const auto count = static_cast<uint32_t>(std::min<size_t>(last - first, kDigestBlocks));
+      table_.set_blocks(arguments, copy, first, count, first_new);
       run(arguments);
     }
   }
@@ -95,16 +96,23 @@ class Digests {
   const bool rejects_;
 };
 
-// Launches the kernel besides those of the slots' own table.
+// Digests are made by the kernels of the slots' own table if they can, by a kernel that copies in
+// their place if the slots have blocks as they are, and otherwise by one that reads the blocks once
+// more: also if the digests of a store are to be older than its bytes.
 class VerifiedTable : public PackTable {
  public:
   VerifiedTable(const Packing& packing, std::shared_ptr<PackTable> slots, const Digests& digests,
-                const Slabs& gpu, int device, bool compares_stores, cuda::Stream stream)
+                const Slabs& gpu, const Slabs& host, bool is_raw, int device, bool compares_stores,
+                cuda::Stream stream)
       : PackTable(packing, upload_digest_tiles(gpu, stream)),
         slots_(std::move(slots)),
         digests_(digests),
-        kernel_(cuda::kernels(device).digest),
+        kernels_(cuda::kernels(device)),
+        stage_bytes_(static_cast<uint32_t>(std::min<uint64_t>(
+            kDigestTileBytes, *std::max_element(gpu.sizes.begin(), gpu.sizes.end())))),
         word_bytes_(alignment_of(gpu)),
+        copies_(is_raw && kernels_.digest_copy != nullptr && word_bytes_ == 16 &&
+                alignment_of(host) == 16),
         compares_stores_(compares_stores) {}
 
   void leak() noexcept override {
@@ -116,7 +124,15 @@ class VerifiedTable : public PackTable {
   void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
             void* stream) const override {
     const uint64_t size = packing.packed_bytes(copy.slabs);
-    if (!copy.to_host) {
+    if (on_its_way(copy)) {
+      if (copies_) {
+        DigestArguments arguments = copy_arguments(copy);
+        arguments.packed = packed;
+        arguments.packed_stride = size;
+        return digest_copy(arguments, copy, begin, end, kMaxCtas, stream);
+      }
+      slots_->pack(with_digests(copy), begin, end, packed, stream);
+    } else if (!copy.to_host) {
       slots_->pack(copy, begin, end, packed, stream);
       digest(copy, begin / size, end / size, DigestTask::kCompare, stream);
     } else if (compares_stores_) {
@@ -130,6 +146,16 @@ class VerifiedTable : public PackTable {
   }
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
+    if (on_its_way(copy)) {
+      if (!copies_) return slots_->copy_over_link(with_digests(copy), stream);
+      DigestArguments arguments = copy_arguments(copy);
+      arguments.packed = copy.host->bases[copy.slabs.begin];
+      arguments.packed_stride = copy.host->strides[copy.slabs.begin];
+      arguments.by_slot = 1;
+      const unsigned ctas = kBytesOverLink / (kDigestCopyWarps * 2 * stage_bytes_);
+      return digest_copy(arguments, copy, 0, copy.count * arguments.block_bytes,
+                         std::clamp(ctas, 1u, kMaxCtas), stream);
+    }
     const bool is_first = copy.to_host && compares_stores_;
     if (is_first) digest(copy, 0, copy.count, DigestTask::kWrite, stream);
     slots_->copy_over_link(copy, stream);
@@ -145,14 +171,52 @@ class VerifiedTable : public PackTable {
   }
 
  private:
+  bool on_its_way(const PagedCopy& copy) const {
+    return (copies_ || slots_->makes_digests()) && !(copy.to_host && compares_stores_);
+  }
+  PagedCopy with_digests(PagedCopy copy) const {
+    copy.digests = &digests_.table();
+    return copy;
+  }
+
+  DigestArguments copy_arguments(const PagedCopy& copy) const {
+    const DigestTask task = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
+    DigestArguments arguments = digests_.arguments_of(copy, task, address(), word_bytes_);
+    arguments.block_bytes = packing.packed_bytes(copy.slabs);
+    arguments.stage_bytes = stage_bytes_;
+    return arguments;
+  }
+  // Bytes [begin, end). arguments.packed: of byte `begin`, or of slot 0.
+  void digest_copy(DigestArguments& arguments, const PagedCopy& copy, uint64_t begin, uint64_t end,
+                   unsigned max_ctas, cuda::Stream stream) const {
+    const uint64_t size = arguments.block_bytes, packed = arguments.packed;
+    const size_t first_new = copy.to_host ? (begin + size - 1) / size : copy.count;
+    for (size_t first = begin / size; first * size < end; first += arguments.block_count) {
+      const size_t last = std::min<size_t>((end + size - 1) / size, first + kDigestBlocks);
+      digests_.table().set_blocks(arguments, copy, first, static_cast<uint32_t>(last - first),
+                                  first_new);
+      arguments.begin = std::max(begin, first * size) - first * size;
+      arguments.end = std::min(end, last * size) - first * size;
+      if (arguments.by_slot == 0) arguments.packed = packed + first * size - begin;
+      const unsigned tiles = arguments.block_count * arguments.tile_count;
+      const unsigned ctas = std::min(max_ctas, (tiles + kDigestCopyWarps - 1) / kDigestCopyWarps);
+      void* pointers[] = {&arguments};
+      const cuda::Result result = cuda::driver().launch(
+          kernels_.digest_copy, ctas + 1, 1, 1, 32 * kDigestCopyWarps, 1, 1,
+          kDigestCopyWarps * kDigestCopyStages * stage_bytes_, stream, pointers, nullptr);
+      KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest_copy, ", arguments.block_count,
+                          " blocks of ", arguments.tile_count, " tiles");
+    }
+  }
+
   void digest(const PagedCopy& copy, size_t first, size_t last, DigestTask task,
               cuda::Stream stream) const {
     digests_.for_each(copy, first, last, task, address(), word_bytes_, [&](auto& arguments) {
       const unsigned groups = (arguments.tile_count + kDigestWarps - 1) / kDigestWarps;
       const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
       void* pointers[] = {&arguments};
-      const cuda::Result result = cuda::driver().launch(kernel_, ctas + 1, 1, 1, 32 * kDigestWarps,
-                                                        1, 1, 0, stream, pointers, nullptr);
+      const cuda::Result result = cuda::driver().launch(
+          kernels_.digest, ctas + 1, 1, 1, 32 * kDigestWarps, 1, 1, 0, stream, pointers, nullptr);
       KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest, ", arguments.block_count,
                           " blocks of ", arguments.tile_count, " tiles");
     });
@@ -160,8 +224,9 @@ class VerifiedTable : public PackTable {
 
   const std::shared_ptr<PackTable> slots_;
   const Digests& digests_;
-  const cuda::Function kernel_;
-  const uint32_t word_bytes_;
+  const cuda::Kernels& kernels_;
+  const uint32_t stage_bytes_, word_bytes_;
+  const bool copies_;
   const bool compares_stores_;
 };
 
@@ -225,8 +290,8 @@ class VerifiedEncoding : public Encoding {
     std::shared_ptr<PackTable> table =
         slots_->make_table(gpu, host, num_blocks, num_slots, device, stream);
     KVSWAP_CHECK(table != nullptr, "the kernels cannot copy between this cache and its pages");
-    return std::make_shared<VerifiedTable>(*this, std::move(table), digests_, gpu, device,
-                                           compares_stores_, stream);
+    return std::make_shared<VerifiedTable>(*this, std::move(table), digests_, gpu, host,
+                                           !slots_->can_reject(), device, compares_stores_, stream);
   }
 
  private:

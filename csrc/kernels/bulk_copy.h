@@ -21,15 +21,21 @@ __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Starts to copy to shared memory.
-__device__ inline void load_bulk(unsigned to, uint64_t from, unsigned bytes, unsigned barrier) {
+// Begins a load of so many bytes, which load_part() starts to copy to shared memory.
+__device__ inline void begin_load(unsigned bytes, unsigned barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+__device__ inline void load_part(unsigned to, uint64_t from, unsigned bytes, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
       "[%3];" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
+}
+__device__ inline void load_bulk(unsigned to, uint64_t from, unsigned bytes, unsigned barrier) {
+  begin_load(bytes, barrier);
+  load_part(to, from, bytes, barrier);
 }
 // Waits for a load of this barrier; any thread. parity: 0 for the first load, 1 for the second one,
 // then 0 again.

@@ -1,5 +1,5 @@
 #include "kernels/bulk_copy.h"
-#include "kernels/slot.h"
+#include "kernels/digest_device.h"
 
 // The kernels that encode blocks into slots and decode them, found by their names in the module
 // that setup.py makes of this file. codec.cpp does the same on the CPU, and says more about the
@@ -32,17 +32,43 @@ struct Team {
   }
 };
 
+// The tiles of a launch in runs: a team takes all tiles of one and then another run. A run is of
+// one block.
+struct Runs {
+  uint32_t tiles, per_block, total, step;
+
+  struct Position {
+    uint32_t run, tile;  // tile: of the run
+  };
+
+  // teams: that share them. longest: in tiles.
+  __device__ Runs(const CodecArguments& a, uint32_t teams, uint32_t longest)
+      : tiles(longest == 1 ? 1 : max(1u, min(longest, a.block_count * a.tile_count / teams))),
+        per_block((a.tile_count + tiles - 1) / tiles),
+        total(a.block_count * per_block),
+        step(teams) {}
+  __device__ uint32_t count(const CodecArguments& a, uint32_t run) const {
+    return min(tiles, a.tile_count - run % per_block * tiles);
+  }
+  __device__ Position after(const CodecArguments& a, Position at) const {
+    if (at.tile + 1 < count(a, at.run)) return {at.run, at.tile + 1};
+    return {at.run + step, 0};
+  }
+};
+
 // What a team works on: tile `tile` of blocks[index].
 struct Work {
-  uint32_t index, tile, bytes;
+  uint32_t index, tile, bytes, digest;
   unsigned char *values, *encoded, *slot;
 
-  __device__ Work(const CodecArguments& a, uint32_t number) {
-    index = number / a.tile_count;
-    tile = a.first_tile + number % a.tile_count;
+  __device__ Work(const CodecArguments& a, const Runs& runs, Runs::Position at) {
+    index = at.run / runs.per_block;
+    tile = a.first_tile + at.run % runs.per_block * runs.tiles + at.tile;
     const SlotTile found = reinterpret_cast<const SlotTile*>(a.tiles)[tile];
     bytes = found.bytes;
-    slot = reinterpret_cast<unsigned char*>(a.packed + uint64_t(a.slots[index]) * a.packed_stride);
+    digest = found.digest;
+    const uint64_t place = a.by_slot != 0 ? static_cast<uint64_t>(a.slots[index]) : index;
+    slot = reinterpret_cast<unsigned char*>(a.packed + place * a.packed_stride);
     encoded = slot + (found.offset - a.skipped);
     values =
         reinterpret_cast<unsigned char*>(found.base + uint64_t(a.blocks[index]) * found.stride);
@@ -59,6 +85,64 @@ struct Work {
   __device__ void set_state(const CodecArguments& a, SlotState state) const {
     reinterpret_cast<volatile uint8_t*>(a.states)[index] = static_cast<uint8_t>(state);
   }
+  __device__ uint32_t digests() const { return (bytes + kDigestTileBytes - 1) / kDigestTileBytes; }
+};
+
+// The digests of the tiles of a run, each made by one warp or two: a warp has kCodecWarpBytes.
+template <int kWarps>
+class TileDigests {
+ public:
+  // Tiles of a run, whose digests are fetched at once.
+  static constexpr uint32_t kLongestRun = StoredDigests::kMost / (kWarps < 2 ? 1 : kWarps / 2);
+
+  __device__ explicit TileDigests(const Team<kWarps>& team) : team_(team) {
+    __shared__ DigestSums sums[kCodecMaxWarps];
+    sums_ = sums + kWarps * team.number;
+  }
+  // By all threads. The team meets after this.
+  __device__ void add(const unsigned char* stage, uint32_t bytes) {
+    const unsigned warp = team_.rank / 32;
+    const uint32_t begin = warp / kPerDigest * kDigestTileBytes;
+    const uint32_t of_tile = bytes > begin ? min(bytes - begin, kDigestTileBytes) : 0;
+    const uint32_t first = warp % kPerDigest * kUnits;
+    const uint32_t last = min(first + kUnits, digest_units(of_tile));
+    const DigestSums mine = sums_of(first, last, team_.lane, SharedTile{stage + begin, of_tile});
+    if (team_.lane == 0) sums_[warp] = mine;
+  }
+  // By the first warp, once the team has met. Thread t of it keeps digest number t of the run.
+  __device__ void keep(const Work& work, bool is_first, bool is_valid) {
+    if (is_first) {
+      first_ = work.digest;
+      has_tile_ = false;
+    }
+    const uint32_t number = first_ + team_.lane, index = number - work.digest;
+    if (number < work.digest || index >= work.digests() || !is_valid) return;
+    DigestSums sums;
+#pragma unroll
+    for (uint32_t i = 0; i < kPerDigest; ++i) {
+      sums.first += sums_[kPerDigest * index + i].first;
+      sums.second += sums_[kPerDigest * index + i].second;
+    }
+    has_tile_ = true;
+    digest_ = digest_of(sums, number);
+  }
+  // Of the run, by the first warp.
+  __device__ void write(const DigestRow& row) const {
+    row.write(has_tile_, first_ + team_.lane, digest_);
+  }
+  __device__ void compare(const DigestRow& row, StoredDigests& stored, uint32_t count) const {
+    row.compare(has_tile_, first_ + team_.lane, digest_, stored.get(row, first_, count));
+  }
+
+ private:
+  static constexpr uint32_t kUnits = kCodecWarpBytes / kDigestUnitBytes;  // of a warp
+  static constexpr uint32_t kPerDigest = kWarps == 1 ? 1 : kDigestTileBytes / kCodecWarpBytes;
+
+  const Team<kWarps>& team_;
+  DigestSums* sums_;
+  uint32_t first_ = 0;
+  bool has_tile_ = false;
+  uint64_t digest_ = 0;
 };
 
 // The stages of a team. In each turn of its loop the team loads the tile of the next turn, waits
@@ -304,6 +388,7 @@ class EscapeCounter {
 };
 
 // After one thread has counted each finished tile: the last one of a slot writes the header.
+template <bool kDigests>
 __device__ void finish_tile(const CodecArguments& a, const Work& work, SlotCounter* counter) {
   const SlotCounter before = atomicAdd(counter, kFinishedTile);
   if (before / kFinishedTile != a.all_tiles - 1) return;
@@ -312,10 +397,11 @@ __device__ void finish_tile(const CodecArguments& a, const Work& work, SlotCount
   const SlotHeader header{kSlotMagic, escapes | (fits ? 0 : kSlotOverflow), 0};
   *reinterpret_cast<SlotHeader*>(work.slot) = header;
   if (!fits) work.set_state(a, SlotState::kOverflow);
+  if (kDigests) DigestRow(a, work.index).end_store(!fits);
   *counter = 0;  // for the next launch
 }
 
-template <int kWarps>
+template <int kWarps, bool kDigests>
 __device__ void encode_tiles(const CodecArguments& a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint32_t counts[kCodecMaxWarps], starts[kCodecMaxWarps];
@@ -323,6 +409,7 @@ __device__ void encode_tiles(const CodecArguments& a) {
   constexpr unsigned kThreads = Team<kWarps>::kThreads, kStageBytes = kWarps * kCodecWarpBytes;
   Stages<kWarps> stages(team, memory + team.number * kStages * kStageBytes);
   EscapeCounter<kWarps> counter(team, counts, starts);
+  TileDigests<kWarps> digests(team);
   auto* const bins = reinterpret_cast<uint32_t*>(memory + team.per_cta * kStages * kStageBytes) +
                      kCodecBins * team.number;
   const auto clear_bins = [&] {
@@ -331,14 +418,15 @@ __device__ void encode_tiles(const CodecArguments& a) {
   clear_bins();
   __syncthreads();
 
-  const uint32_t total = a.block_count * a.tile_count, step = gridDim.x * team.per_cta;
-  uint32_t number = blockIdx.x * team.per_cta + team.number;
-  if (number >= total) return;
-  Work work(a, number);
+  const Runs runs(a, gridDim.x * team.per_cta, kDigests ? digests.kLongestRun : 1u);
+  Runs::Position here{blockIdx.x * team.per_cta + team.number, 0};
+  if (here.run >= runs.total) return;
+  Work work(a, runs, here);
   stages.load_first(work.values, work.bytes);
-  for (; number < total; number += step) {
-    const bool is_last = number + step >= total;
-    const Work next(a, is_last ? number : number + step);
+  while (here.run < runs.total) {
+    const Runs::Position following = runs.after(a, here);
+    const bool is_last = following.run >= runs.total;
+    const Work next(a, runs, is_last ? here : following);
     stages.load_next(next.values, is_last ? 0 : next.bytes);
     stages.wait();
     unsigned char* const stage = stages.current();
@@ -354,7 +442,12 @@ __device__ void encode_tiles(const CodecArguments& a) {
         atomicAdd(&bins[pair >> 23 & 255], 1);
       }
     }
+    if (kDigests) digests.add(stage, work.bytes);
     team.sync();
+    if (kDigests && team.rank < 32) {
+      digests.keep(work, /*is_first=*/here.tile == 0, /*is_valid=*/true);
+      if (following.tile == 0) digests.write(DigestRow(a, work.index));
+    }
     const uint32_t lowest = choose_lowest(bins, team.lane);
 
     // The tile goes to registers, because its encoded bytes take its place.
@@ -404,9 +497,10 @@ __device__ void encode_tiles(const CodecArguments& a) {
     stages.store(work.encoded, encoded_bytes(work.bytes));
     if (team.rank == 0) {
       *work.entry() = {static_cast<uint8_t>(lowest), 0, static_cast<uint16_t>(of_tile), first};
-      finish_tile(a, work, slot_counter);
+      finish_tile<kDigests>(a, work, slot_counter);
     }
     work = next;
+    here = following;
   }
   stages.finish();
 }
@@ -429,23 +523,47 @@ struct Metadata {
   }
 };
 
-template <int kWarps>
+template <int kWarps, bool kDigests>
 __device__ void decode_tiles(const CodecArguments& a) {
+  if (kDigests && blockIdx.x == 0) {
+    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) {
+      DigestRow(a, i).compare_tag(/*is_rejected=*/false);
+    }
+    return;
+  }
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint32_t escapes_of_team[kCodecMaxWarps];
   const Team<kWarps> team;
   constexpr unsigned kThreads = Team<kWarps>::kThreads;
   Stages<kWarps> stages(team, memory + team.number * kStages * kWarps * kCodecWarpBytes);
+  TileDigests<kWarps> digests(team);
+  __shared__ StoredDigests::Buffers buffers[kDigests ? kCodecMaxWarps : 1];
+  StoredDigests stored(&buffers[kDigests ? team.number : 0], kDigests ? team.rank : 1);
   __syncthreads();
 
-  const uint32_t total = a.block_count * a.tile_count, step = gridDim.x * team.per_cta;
-  uint32_t number = blockIdx.x * team.per_cta + team.number;
-  if (number >= total) return;
-  Work work(a, number);
+  constexpr unsigned kOthers = kDigests ? 1 : 0;
+  const uint32_t teams = (gridDim.x - kOthers) * team.per_cta;
+  const Runs runs(a, teams, kDigests ? digests.kLongestRun : 1u);
+  Runs::Position here{(blockIdx.x - kOthers) * team.per_cta + team.number, 0};
+  if (here.run >= runs.total) return;
+  Work work(a, runs, here);
   stages.load_first(work.encoded, encoded_bytes(work.bytes));
   Metadata metadata(work);
-  for (; number < total; number += step) {
-    // The escapes of this tile and the metadata of the next one are on their way meanwhile.
+  const auto digests_of = [&](uint32_t run, uint32_t& first) {
+    const Work last(a, runs, {run, runs.count(a, run) - 1});
+    first = Work(a, runs, {run, 0}).digest;
+    return last.digest + last.digests() - first;
+  };
+  const auto fetch = [&](uint32_t run) {
+    if (!kDigests || team.rank >= 32 || run >= runs.total) return;
+    uint32_t first = 0;
+    const uint32_t count = digests_of(run, first);
+    stored.fetch(DigestRow(a, run / runs.per_block), first, count);
+  };
+  fetch(here.run);
+  while (here.run < runs.total) {
+    // The escapes of this tile, and the metadata and digests of the next one, are on their way
+    // meanwhile.
     const bool is_valid = metadata.is_valid(a);
     const uint32_t escapes = is_valid ? metadata.escapes() : 0, lowest = metadata.lowest();
     const uint16_t* const places = work.places(a) + metadata.first_escape();
@@ -455,10 +573,12 @@ __device__ void decode_tiles(const CodecArguments& a) {
       place = places[team.rank];
       exponent = exponents[team.rank];
     }
-    const bool is_last = number + step >= total;
-    const Work next(a, is_last ? number : number + step);
+    const Runs::Position following = runs.after(a, here);
+    const bool is_last = following.run >= runs.total;
+    const Work next(a, runs, is_last ? here : following);
     stages.load_next(next.encoded, is_last ? 0 : encoded_bytes(next.bytes));
     metadata = Metadata(next);
+    if (here.tile == 0) fetch(here.run + runs.step);
     stages.wait();
     unsigned char* const stage = stages.current();
     const uint32_t vectors = work.bytes / 16;
@@ -498,8 +618,24 @@ __device__ void decode_tiles(const CodecArguments& a) {
       }
     }
     stages.store(work.values, is_valid ? work.bytes : 0);
-    if (is_refused) work.set_state(a, SlotState::kRefused);
+    if (kDigests) {
+      // The stage is not loaded again before the team has met in the next turn.
+      digests.add(stage, work.bytes);
+      team.sync();
+      const DigestRow row(a, work.index);
+      if (team.rank < 32) {
+        digests.keep(work, /*is_first=*/here.tile == 0, is_valid);
+        if (following.tile == 0) {
+          uint32_t first = 0;
+          digests.compare(row, stored, digests_of(here.run, first));
+        }
+      }
+      if (is_refused) row.compare_tag(/*is_rejected=*/true);
+    } else if (is_refused) {
+      work.set_state(a, SlotState::kRefused);
+    }
     work = next;
+    here = following;
   }
   stages.finish();
 }
@@ -508,11 +644,11 @@ __device__ void decode_tiles(const CodecArguments& a) {
 #else
 namespace {
 
-template <int kWarps>
+template <int kWarps, bool kDigests>
 __device__ void encode_tiles(const CodecArguments&) {
   __trap();
 }
-template <int kWarps>
+template <int kWarps, bool kDigests>
 __device__ void decode_tiles(const CodecArguments&) {
   __trap();
 }
@@ -520,33 +656,51 @@ __device__ void decode_tiles(const CodecArguments&) {
 }  // namespace
 #endif
 
-// Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team.
-extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
-    kvswap_encode(const __grid_constant__ CodecArguments a) {
+template <bool kDigests>
+__device__ void encode_all(const CodecArguments& a) {
   switch (a.team_warps) {
     case 1:
-      return encode_tiles<1>(a);
+      return encode_tiles<1, kDigests>(a);
     case 2:
-      return encode_tiles<2>(a);
+      return encode_tiles<2, kDigests>(a);
     case 4:
-      return encode_tiles<4>(a);
+      return encode_tiles<4, kDigests>(a);
     case 8:
-      return encode_tiles<8>(a);
+      return encode_tiles<8, kDigests>(a);
+  }
+}
+template <bool kDigests>
+__device__ void decode_all(const CodecArguments& a) {
+  switch (a.team_warps) {
+    case 1:
+      return decode_tiles<1, kDigests>(a);
+    case 2:
+      return decode_tiles<2, kDigests>(a);
+    case 4:
+      return decode_tiles<4, kDigests>(a);
+    case 8:
+      return decode_tiles<8, kDigests>(a);
   }
 }
 
+// Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team. With digests
+// these need 50 more registers, so they are kernels of their own.
+extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
+    kvswap_encode(const __grid_constant__ CodecArguments a) {
+  encode_all<false>(a);
+}
+extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
+    kvswap_encode_digest(const __grid_constant__ CodecArguments a) {
+  encode_all<true>(a);
+}
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
     kvswap_decode(const __grid_constant__ CodecArguments a) {
-  switch (a.team_warps) {
-    case 1:
-      return decode_tiles<1>(a);
-    case 2:
-      return decode_tiles<2>(a);
-    case 4:
-      return decode_tiles<4>(a);
-    case 8:
-      return decode_tiles<8>(a);
-  }
+  decode_all<false>(a);
+}
+// The first CTA compares the tags: see digest.cu.
+extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
+    kvswap_decode_digest(const __grid_constant__ CodecArguments a) {
+  decode_all<true>(a);
 }
 
 }  // namespace kvswap

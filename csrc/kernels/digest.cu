@@ -1,143 +1,84 @@
-#include "kernels/digest.h"
-#include "kernels/slot.h"
+#include "kernels/bulk_copy.h"
+#include "kernels/digest_device.h"
 
-// The kernel that digests blocks, found by its name in the module that setup.py makes of this file.
-// csrc/encoding/digest.cpp does the same on the CPU.
+// The kernels that digest blocks where they are, or on their way, found by their names in the
+// module that setup.py makes of this file. csrc/encoding/digest.cpp does the same on the CPU.
 namespace kvswap {
 namespace {
 
-constexpr uint32_t kWarps = kDigestWarps;
-constexpr uint32_t kVectors = kDigestUnitBytes / 16, kHalf = kVectors / 2;
-static_assert(kHalf == 32, "a thread has a vector of each half of a unit");
-
-// 16 bytes of a tile, zeros behind its end.
+// A tile in the memory of the GPU.
 template <bool kAligned>
-__device__ uint4 vector_at(const unsigned char* tile, uint32_t offset, uint32_t bytes) {
-  uint4 vector{0, 0, 0, 0};
-  if (kAligned) {
-    if (offset < bytes) vector = __ldcg(reinterpret_cast<const uint4*>(tile + offset));
-  } else {
-    auto* const to = reinterpret_cast<unsigned char*>(&vector);
+struct GlobalTile {
+  const unsigned char* tile;
+  uint32_t bytes;
+
+  __device__ uint4 operator()(uint32_t offset) const {
+    uint4 vector{0, 0, 0, 0};
+    if (kAligned) {
+      if (offset < bytes) vector = __ldcg(reinterpret_cast<const uint4*>(tile + offset));
+    } else {
+      auto* const to = reinterpret_cast<unsigned char*>(&vector);
 #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (offset + i < bytes) to[i] = __ldcg(tile + offset + i);
+      for (uint32_t i = 0; i < 16; ++i) {
+        if (offset + i < bytes) to[i] = __ldcg(tile + offset + i);
+      }
     }
+    return vector;
   }
-  return vector;
-}
+};
 
-__device__ void add(uint64_t& sum, const uint4& a, const uint4& b, const uint4& key_a,
-                    const uint4& key_b) {
-  sum += uint64_t{a.x + key_a.x} * (b.x + key_b.x);
-  sum += uint64_t{a.y + key_a.y} * (b.y + key_b.y);
-  sum += uint64_t{a.z + key_a.z} * (b.z + key_b.z);
-  sum += uint64_t{a.w + key_a.w} * (b.w + key_b.w);
-}
-
-// By all threads of a warp; the first one has the sums.
-template <bool kAligned>
-__device__ DigestSums sums_of(const unsigned char* tile, uint32_t bytes, const uint4* keys,
-                              unsigned lane) {
-  DigestSums sums;
-#pragma unroll 4
-  for (uint32_t at = 0; at < bytes; at += kDigestUnitBytes) {
-    const uint4 a = vector_at<kAligned>(tile, at + 16 * lane, bytes);
-    const uint4 b = vector_at<kAligned>(tile, at + 16 * (lane + kHalf), bytes);
-    const uint4* const key = keys + at / 16 + lane;
-    add(sums.first, a, b, key[0], key[kHalf]);
-    add(sums.second, a, b, key[kVectors], key[kVectors + kHalf]);
-  }
-  for (int distance = 16; distance > 0; distance /= 2) {
-    sums.first += __shfl_down_sync(~0u, sums.first, distance);
-    sums.second += __shfl_down_sync(~0u, sums.second, distance);
-  }
-  return sums;
-}
-
-// Whether the encoder or the decoder has refused blocks[i].
-__device__ bool was_rejected(const DigestArguments& a, uint32_t i) {
+// Whether the encoder or the decoder has refused the block.
+__device__ bool was_rejected(const DigestArguments& a, const DigestRow& row) {
   if (a.rejects == 0) return false;
-  const uint8_t state = reinterpret_cast<const volatile uint8_t*>(a.states)[i];
+  const uint8_t state = *row.state;
   return state != static_cast<uint8_t>(SlotState::kGood) &&
          state != static_cast<uint8_t>(SlotState::kCorrupted) &&
          state != static_cast<uint8_t>(SlotState::kOverwritten);
 }
 
-__device__ uint64_t tag_in(const SlotDigests* row) {
-  return *reinterpret_cast<const volatile uint64_t*>(&row->tag);
-}
-
-__device__ void set_state(const DigestArguments& a, uint32_t i, SlotState state) {
-  reinterpret_cast<volatile uint8_t*>(a.states)[i] = static_cast<uint8_t>(state);
-}
-
-// Of several tiles the last one stays: both numbers are written at once.
-__device__ void report(SlotDigests* row, uint64_t tile, uint64_t digest) {
-  const ulonglong2 mismatch{tile, digest};
-  *reinterpret_cast<ulonglong2*>(&row->tile) = mismatch;
-}
-
 // What is to be done for blocks[i] whatever its digests are. By one thread.
 __device__ void finish_block(const DigestArguments& a, uint32_t i) {
-  SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
-  const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
-  const bool is_rejected = was_rejected(a, i);
+  const DigestRow row(a, i);
+  const bool is_rejected = was_rejected(a, row);
   if (a.task == DigestTask::kWrite) {
-    row->tag = is_rejected ? ~right : right;
-  } else if (a.task == DigestTask::kCompareAgain) {
-    if (is_rejected) row->tag = ~right;
-  } else {
-    const uint64_t tag = tag_in(row);
-    if (a.stores[i] == 0 || tag == ~right) {
-      set_state(a, i, SlotState::kRefused);
-    } else if (is_rejected || tag != right) {
-      report(row, kNoTile, 0);
-      set_state(a, i, SlotState::kCorrupted);
-    }
+    row.end_store(is_rejected);
+  } else if (a.task == DigestTask::kCompare) {
+    row.compare_tag(is_rejected);
+  } else if (is_rejected) {
+    row.end_store(is_rejected);
   }
 }
 
-// What one warp does with the digests of some tiles of blocks[i], from number `first` on: thread t
-// has that of tile first + t, if t < count. stored: that of the slot.
-__device__ void finish_tiles(const DigestArguments& a, uint32_t i, uint32_t first, uint32_t count,
-                             uint64_t digest, uint64_t stored, unsigned lane) {
-  SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
-  const uint64_t right = digest_tag(a.slots[i], a.stores[i]);
+// What one warp does with the digests of tiles of blocks[i]: see DigestRow.
+__device__ void finish_tiles(const DigestArguments& a, uint32_t i, bool has_tile, uint32_t tile,
+                             uint64_t digest, uint64_t stored) {
+  const DigestRow row(a, i);
   if (a.task == DigestTask::kWrite) {
-    if (lane < count) digests_behind(row)[first + lane] = digest ^ right;
-    return;
-  }
-  const unsigned different = __ballot_sync(~0u, lane < count && digest != (stored ^ right));
-  if (different == 0 || lane + 1 != static_cast<unsigned>(__ffs(different))) return;
-  if (a.task == DigestTask::kCompare) {
-    if (a.stores[i] == 0 || tag_in(row) == ~right) return;  // refused by finish_block()
-    report(row, first + lane, digest);
-    set_state(a, i, SlotState::kCorrupted);
-  } else if (!was_rejected(a, i)) {
-    report(row, first + lane, digest);
-    row->tag = ~right;
-    set_state(a, i, SlotState::kOverwritten);
+    row.write(has_tile, tile, digest);
+  } else if (a.task == DigestTask::kCompare) {
+    row.compare(has_tile, tile, digest, stored);
+  } else if (row.differs(has_tile, tile, digest, stored) && !was_rejected(a, row)) {
+    row.report(tile, digest);
+    row.end_store(/*is_rejected=*/true);
+    row.set_state(SlotState::kOverwritten);
   }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+// In both kernels the first CTA sees to the blocks, the others to the tiles. Reads over the link of
+// one sector wait for each other, 0.4 us each: the CTAs of the tiles would all wait for the states.
+
+extern "C" __global__ void __launch_bounds__(32 * kDigestWarps)
     kvswap_digest(const __grid_constant__ DigestArguments a) {
-  __shared__ uint4 keys[kDigestKeys / 4];
+  constexpr uint32_t kWarps = kDigestWarps;
   // Of the turn before, too: warp 0 may not have read those yet.
   __shared__ uint64_t digests[2][kWarps];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // The first CTA sees to the blocks, the others to the tiles. Reads over the link of one sector
-  // wait for each other, 0.4 us each: the CTAs of the tiles would all wait for the states.
   if (blockIdx.x == 0) {
     for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) finish_block(a, i);
     return;
   }
-  for (uint32_t i = threadIdx.x; i < kDigestKeys; i += blockDim.x) {
-    reinterpret_cast<uint32_t*>(keys)[i] = digest_key(i);
-  }
-  __syncthreads();
   const uint32_t groups = (a.tile_count + kWarps - 1) / kWarps;
   unsigned turn = 0;
   for (uint32_t number = blockIdx.x - 1; number < a.block_count * groups;
@@ -147,24 +88,132 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     // On its way over the link while the tiles are read.
     uint64_t stored = 0;
     if (warp == 0 && lane < count && a.task != DigestTask::kWrite) {
-      SlotDigests* const row = digests_at(a.rows, a.row_stride, a.slots[i]);
-      stored = reinterpret_cast<const volatile uint64_t*>(digests_behind(row))[first + lane];
+      stored = DigestRow(a, i).stored(first + lane);
     }
     if (warp < count) {
       const DigestTile tile = reinterpret_cast<const DigestTile*>(a.tiles)[first + warp];
-      const auto* const bytes = reinterpret_cast<const unsigned char*>(
+      const auto* const at = reinterpret_cast<const unsigned char*>(
           tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride);
-      const auto size = static_cast<uint32_t>(tile.bytes);
-      const DigestSums sums = a.word_bytes == 16 ? sums_of<true>(bytes, size, keys, lane)
-                                                 : sums_of<false>(bytes, size, keys, lane);
+      const auto bytes = static_cast<uint32_t>(tile.bytes);
+      const uint32_t units = digest_units(bytes);
+      const DigestSums sums = a.word_bytes == 16
+                                  ? sums_of(0, units, lane, GlobalTile<true>{at, bytes})
+                                  : sums_of(0, units, lane, GlobalTile<false>{at, bytes});
       if (lane == 0) digests[turn][warp] = digest_of(sums, first + warp);
     }
     __syncthreads();
     if (warp == 0) {
-      const uint64_t digest = digests[turn][lane % kWarps];
-      finish_tiles(a, i, first, count, digest, stored, lane);
+      finish_tiles(a, i, lane < count, first + lane, digests[turn][lane % kWarps], stored);
     }
   }
+}
+
+// Copies blocks as kvswap_pack_bulk does, and digests them in shared memory. Addresses and sizes
+// are multiples of 16 bytes. Dynamic shared memory: stage_bytes for each stage of each warp.
+extern "C" __global__ void __launch_bounds__(32 * kDigestCopyWarps)
+    kvswap_digest_copy(const __grid_constant__ DigestArguments a) {
+#if __CUDA_ARCH__ >= 900
+  constexpr uint32_t kWarps = kDigestCopyWarps, kStages = kDigestCopyStages;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ uint64_t barriers[kWarps][kStages];
+  __shared__ StoredDigests::Buffers buffers[kWarps];
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (blockIdx.x == 0) {
+    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) {
+      if (ends_block(a, i)) finish_block(a, i);
+    }
+    return;
+  }
+  unsigned char* const stages = memory + warp * kStages * a.stage_bytes;
+  if (lane == 0) {
+    for (uint32_t s = 0; s < kStages; ++s) init_barrier(shared_address(&barriers[warp][s]));
+  }
+  publish_barriers();
+  StoredDigests stored(&buffers[warp], lane);
+  __syncwarp();
+
+  const bool is_store = a.task == DigestTask::kWrite;
+  const auto load = [&](uint32_t stage, const DigestCopy& copy) {
+    if (lane != 0 || copy.is_empty()) return;
+    const unsigned to = shared_address(stages + stage * a.stage_bytes);
+    const unsigned barrier = shared_address(&barriers[warp][stage]);
+    wait_for_reads<kStages - 2>();  // what was stored from this stage has left it
+    // A tile that is digested is loaded from its begin on. What of it was unpacked by the launch
+    // before is in the cache.
+    const uint32_t begin = copy.is_digested() ? 0 : copy.from;
+    begin_load(copy.to - begin, barrier);
+    if (is_store) {
+      load_part(to + begin, copy.paged + begin, copy.to - begin, barrier);
+    } else {
+      if (begin < copy.from) load_part(to, copy.paged, copy.from, barrier);
+      load_part(to + copy.from, copy.packed + copy.from, copy.to - copy.from, barrier);
+    }
+  };
+
+  // A warp takes runs of tiles of one block, so that it reads and writes their digests at once.
+  const uint32_t warps = kWarps * (gridDim.x - 1);
+  const uint32_t run_tiles =
+      max(1u, min(StoredDigests::kMost, a.block_count * a.tile_count / warps));
+  const uint32_t runs = (a.tile_count + run_tiles - 1) / run_tiles, total = a.block_count * runs;
+  const auto fetch = [&](uint32_t run) {
+    if (is_store || run >= total) return;
+    const uint32_t first = run_tiles * (run % runs);
+    stored.fetch(DigestRow(a, run / runs), a.first_tile + first,
+                 min(run_tiles, a.tile_count - first));
+  };
+  uint32_t number = kWarps * (blockIdx.x - 1) + warp;
+  if (number >= total) return;
+  DigestCopy copy = digest_copy(a, number / runs, run_tiles * (number % runs));
+  uint32_t stage = 0;
+  unsigned parities = 0;  // a bit for each stage
+  fetch(number);
+  load(stage, copy);
+  for (; number < total; number += warps) {
+    const uint32_t i = number / runs, first = run_tiles * (number % runs);
+    const uint32_t count = min(run_tiles, a.tile_count - first), tile = a.first_tile + first;
+    fetch(number + warps);
+    bool has_tile = false;
+    uint64_t digest = 0;
+    for (uint32_t k = 0; k < count; ++k) {
+      const bool is_last = k + 1 == count, is_end = is_last && number + warps >= total;
+      const uint32_t following = is_last ? number + warps : number;
+      const DigestCopy next =
+          is_end ? DigestCopy{}
+                 : digest_copy(a, following / runs,
+                               is_last ? run_tiles * (following % runs) : first + k + 1);
+      const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1;
+      load(next_stage, next);
+      if (!copy.is_empty()) {
+        const unsigned char* const at = stages + stage * a.stage_bytes;
+        wait_for_load(shared_address(&barriers[warp][stage]), parities >> stage & 1);
+        parities ^= 1u << stage;
+        if (lane == 0) {
+          store_bulk((is_store ? copy.packed : copy.paged) + copy.from,
+                     shared_address(at + copy.from), copy.to - copy.from);
+        }
+        if (copy.is_digested()) {
+          const DigestSums sums =
+              sums_of(0, digest_units(copy.bytes), lane, SharedTile{at, copy.bytes});
+          const uint64_t of_tile = __shfl_sync(~0u, digest_of(sums, tile + k), 0);
+          if (lane == k) {
+            has_tile = true;
+            digest = of_tile;
+          }
+        }
+      }
+      if (lane == 0) commit_stores();  // a group in every turn: load() counts them
+      __syncwarp();
+      copy = next;
+      stage = next_stage;
+    }
+    const uint64_t expected = is_store ? 0 : stored.get(DigestRow(a, i), tile, count);
+    finish_tiles(a, i, has_tile, tile + lane, digest, expected);
+  }
+  if (lane == 0) wait_for_stores();
+#else
+  static_cast<void>(a);
+  __trap();
+#endif
 }
 
 }  // namespace kvswap

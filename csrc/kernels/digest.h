@@ -58,9 +58,10 @@ struct SlotDigests {
 constexpr uint64_t kNoTile = ~uint64_t{0};  // the tag did not match, or the bytes not decode
 static_assert(sizeof(SlotDigests) == 32);
 
-// A tile of block b is `bytes` bytes at base + b * stride.
+// A tile of block b is `bytes` bytes at base + b * stride. In a packed block it begins at byte
+// `offset`.
 struct DigestTile {
-  uint64_t base, stride, bytes;
+  uint64_t base, stride, bytes, offset;
 };
 
 enum class DigestTask : uint32_t {
@@ -71,6 +72,9 @@ enum class DigestTask : uint32_t {
 
 // Of a CTA. Each digests one tile at a time. A launch has one more CTA than those of the tiles.
 constexpr uint32_t kDigestWarps = 8;
+// The same of the kernel that also copies. Each warp has a tile in one of its stages while the next
+// one arrives in another and the last one leaves.
+constexpr uint32_t kDigestCopyWarps = 4, kDigestCopyStages = 3;
 
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
 constexpr uint32_t kDigestBlocks = 248;
@@ -84,11 +88,44 @@ struct DigestArguments {
   uint32_t first_tile, tile_count, block_count;
   uint32_t word_bytes;  // divides all addresses and sizes
   DigestTask task;
+  // If the kernel also copies: bytes [begin, end), counted block after block, of packed blocks of
+  // block_bytes. Packed block i is at packed + i * packed_stride, or at + slots[i] * packed_stride.
+  uint64_t packed, packed_stride, begin, end, block_bytes;
+  uint32_t by_slot, stage_bytes;
   int32_t blocks[kDigestBlocks];
   int32_t slots[kDigestBlocks];
   uint64_t stores[kDigestBlocks];  // their numbers
 };
 static_assert(sizeof(DigestArguments) <= 4096);
+
+// Bytes [from, to) of a tile are copied. If the tile ends with them, it is digested.
+struct DigestCopy {
+  uint64_t paged, packed;  // of byte 0
+  uint32_t bytes, from, to;
+
+  KVSWAP_HOST_DEVICE bool is_empty() const { return from >= to; }
+  KVSWAP_HOST_DEVICE bool is_digested() const { return from < to && to == bytes; }
+};
+
+// tile: counted from first_tile on.
+KVSWAP_HOST_DEVICE inline DigestCopy digest_copy(const DigestArguments& a, uint32_t i,
+                                                 uint32_t tile) {
+  const auto* tiles = reinterpret_cast<const DigestTile*>(a.tiles) + a.first_tile;
+  const DigestTile found = tiles[tile];
+  const uint64_t offset = found.offset - tiles[0].offset;  // in the part of the block that is moved
+  const uint64_t first = i * a.block_bytes + offset, last = first + found.bytes;
+  const uint64_t from = a.begin > first ? a.begin - first : 0;
+  const uint64_t to = a.end < last ? (a.end > first ? a.end - first : 0) : found.bytes;
+  const uint64_t place = a.by_slot != 0 ? static_cast<uint64_t>(a.slots[i]) : i;
+  return {found.base + static_cast<uint64_t>(a.blocks[i]) * found.stride,
+          a.packed + place * a.packed_stride + offset, static_cast<uint32_t>(found.bytes),
+          static_cast<uint32_t>(from < found.bytes ? from : found.bytes),
+          static_cast<uint32_t>(to)};
+}
+// Whether blocks[i] ends with the bytes that are copied.
+KVSWAP_HOST_DEVICE inline bool ends_block(const DigestArguments& a, uint32_t i) {
+  return (i + 1) * a.block_bytes <= a.end;
+}
 
 // The first field of the row of a slot.
 KVSWAP_HOST_DEVICE inline SlotDigests* digests_at(uint64_t rows, uint64_t row_stride,

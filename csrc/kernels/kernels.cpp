@@ -26,6 +26,7 @@ constexpr int kAmpere = 8, kHopper = 9;
 // The most that a launch asks for. Every GPU has them that has the kernel.
 constexpr int kPackSharedBytes = 64 << 10;
 constexpr int kCodecSharedBytes = codec_shared_bytes(kCodecMaxWarps, kCodecMaxWarps);
+constexpr int kDigestCopySharedBytes = kDigestCopyWarps * kDigestCopyStages * kDigestTileBytes;
 
 Module load_module(const void* image) {
   Module module = nullptr;
@@ -70,22 +71,31 @@ Kernels load(int device) {
   }
   if (capability >= kAmpere) {
     const Module codec = load_module(kvswap_codec_image);
-    for (const auto& [kernel, name] : {std::pair{&kernels.encode, "kvswap_encode"},
-                                       std::pair{&kernels.decode, "kvswap_decode"}}) {
+    for (const auto& [kernel, name] :
+         {std::pair{&kernels.encode, "kvswap_encode"}, std::pair{&kernels.decode, "kvswap_decode"},
+          std::pair{&kernels.encode_digest, "kvswap_encode_digest"},
+          std::pair{&kernels.decode_digest, "kvswap_decode_digest"}}) {
       *kernel = find(codec, name);
       allow_shared_bytes(*kernel, kCodecSharedBytes);
     }
   }
-  kernels.digest = find(load_module(kvswap_digest_image), "kvswap_digest");
+  const Module digest = load_module(kvswap_digest_image);
+  kernels.digest = find(digest, "kvswap_digest");
+  if (capability >= kHopper) {
+    kernels.digest_copy = find(digest, "kvswap_digest_copy");
+    allow_shared_bytes(kernels.digest_copy, kDigestCopySharedBytes);
+  }
   kernels.expand_block_ids =
       find(load_module(kvswap_expand_block_ids_image), "kvswap_expand_block_ids");
   const Stream stream = create_stream();
   if (kernels.pack_bulk != nullptr) warm_up(kernels.pack_bulk, PackArguments{}, stream);
   warm_up(kernels.pack_words, PackArguments{}, stream);
-  for (const Function codec : {kernels.encode, kernels.decode}) {
+  for (const Function codec :
+       {kernels.encode, kernels.decode, kernels.encode_digest, kernels.decode_digest}) {
     if (codec != nullptr) warm_up(codec, CodecArguments{}, stream);
   }
   warm_up(kernels.digest, DigestArguments{}, stream);
+  if (kernels.digest_copy != nullptr) warm_up(kernels.digest_copy, DigestArguments{}, stream);
   warm_up(kernels.expand_block_ids, Expansion{}, stream);
   const Result loaded = driver().synchronize_stream(stream);
   driver().destroy_stream(stream);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "kernels/digest.h"
 #include "kernels/host_device.h"
 
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the
@@ -64,11 +65,13 @@ KVSWAP_HOST_DEVICE constexpr uint32_t sampled_word(uint32_t vector) {
   return ((vector >> 3) + (vector >> 5)) % 4;
 }
 
-// A tile of block b is `bytes` bytes at base + b * stride; in a slot it is at `offset`.
+// A tile of block b is `bytes` bytes at base + b * stride; in a slot it is at `offset`. Its digests
+// begin with number `digest` of the block.
 struct SlotTile {
   uint64_t base, stride;
-  uint32_t bytes, offset;
+  uint32_t bytes, offset, digest;
 };
+static_assert(kTileBytes % kDigestTileBytes == 0);
 
 // What became of a slot.
 enum class SlotState : uint8_t {
@@ -81,10 +84,10 @@ enum class SlotState : uint8_t {
 };
 
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
-constexpr uint32_t kCodecBlocks = 496;
+constexpr uint32_t kCodecBlocks = 248;
 
-// Encodes blocks into slots, or decodes them: block blocks[i] and the slot at packed + slots[i] *
-// packed_stride.
+// Encodes blocks into slots, or decodes them: block blocks[i] and the slot at packed + i *
+// packed_stride, or at packed + slots[i] * packed_stride.
 struct CodecArguments {
   uint64_t tiles;  // address of the SlotTile of the block's first tile
   uint64_t packed, packed_stride;
@@ -95,8 +98,11 @@ struct CodecArguments {
   uint32_t first_tile, tile_count;  // to work on; an encoder has all tiles
   uint32_t block_count;
   uint32_t team_warps;  // that work on one tile: 1, 2, 4 or 8
+  uint32_t by_slot;
+  uint64_t rows, row_stride;  // of the digests of the slots; rows: 0 for none
   int32_t blocks[kCodecBlocks];
   int32_t slots[kCodecBlocks];
+  uint64_t stores[kCodecBlocks];  // for digests: the numbers of the stores
 };
 static_assert(sizeof(CodecArguments) <= 4096);
 

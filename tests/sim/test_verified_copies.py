@@ -107,22 +107,22 @@ def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
 @pytest.mark.parametrize("verify", ["load", "order"])
 @needs_kernels
 @simulated
-def test_a_block_is_digested_with_the_piece_in_which_it_begins_or_ends(
+def test_tiles_that_pieces_cut_are_digested_on_their_way_or_with_the_block(
     driver: Driver, verify: str
 ) -> None:
-    # A piece has 256 KiB at most, a block 640 KiB.
-    sizes = {"values": 1 << 16, "layers": 5, "blocks": 4, "pages": 4, "encodings": ["raw"]}
+    # A piece has 256 KiB at most, a block 640 KiB, and a slab of it 16 tiles and 16 bytes.
+    sizes = {"values": (1 << 16) + 8, "layers": 5, "blocks": 4, "pages": 4, "encodings": ["raw"]}
     with EncodedCache(driver, verify=verify, copy_method="staged", **sizes) as cache:
         before = cache.block(0)
         finish(cache, cache.store([0], [2]))
-        stored = re.findall("(pack|digest) 1 blocks", steps(driver))
+        stored = re.findall("(pack|pack and digest|digest) 1 blocks", steps(driver))
         (result,) = finish(cache, cache.load([2], [3]))
-        loaded = re.findall("(unpack|digest) 1 blocks", steps(driver))
+        loaded = re.findall("(unpack|unpack and digest|digest) 1 blocks", steps(driver))
         assert result.ok
         assert cache.is_same(3, before)
-    packed = ["pack"] * 3
-    assert stored == (["digest", *packed, "digest"] if verify == "order" else [*packed, "digest"])
-    assert loaded == ["unpack"] * 3 + ["digest"]
+    in_order = ["digest", *["pack"] * 3, "digest"]
+    assert stored == (in_order if verify == "order" else ["pack and digest"] * 3)
+    assert loaded == ["unpack and digest"] * 3
 
 
 @needs_kernels
@@ -256,15 +256,20 @@ def test_blocks_that_are_copied_beside_the_pieces_have_digests(driver: Driver) -
 # Failures, and what is refused.
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kernel"),
+    [("staged", "digest_copy"), ("kernel", "digest_copy"), ("strided", "digest")],
+)
 @needs_kernels
 @simulated
-def test_a_job_whose_digest_cannot_be_launched_fails(driver: Driver, method: str) -> None:
+def test_a_job_whose_digest_cannot_be_launched_fails(
+    driver: Driver, method: str, kernel: str
+) -> None:
     with EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache:
-        driver.fail("cuLaunchKernel", 2)  # behind the kernel that packs
+        driver.fail("cuLaunchKernel", 1)
         job = cache.store([0], [0])
         finish(cache, job)
-        with pytest.raises(TransferError, match="cuLaunchKernel of digest, 1 blocks of 3 tiles"):
+        with pytest.raises(TransferError, match=f"cuLaunchKernel of {kernel}, 1 blocks of 3 tiles"):
             job.synchronize()
         cache.handler.poll()
         (again,) = finish(cache, cache.store([0], [0]))

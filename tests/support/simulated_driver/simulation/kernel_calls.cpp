@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "calls.h"
@@ -11,8 +12,11 @@ namespace {
 
 constexpr char kPackBulk[] = "kvswap_pack_bulk", kPackWords[] = "kvswap_pack_words",
                kEncode[] = "kvswap_encode", kDecode[] = "kvswap_decode",
-               kDigest[] = "kvswap_digest", kExpandBlockIds[] = "kvswap_expand_block_ids";
-const char* const kNames[] = {kPackBulk, kPackWords, kEncode, kDecode, kDigest, kExpandBlockIds};
+               kEncodeDigest[] = "kvswap_encode_digest", kDecodeDigest[] = "kvswap_decode_digest",
+               kDigest[] = "kvswap_digest", kDigestCopy[] = "kvswap_digest_copy",
+               kExpandBlockIds[] = "kvswap_expand_block_ids";
+const char* const kNames[] = {kPackBulk,     kPackWords, kEncode,     kDecode,        kEncodeDigest,
+                              kDecodeDigest, kDigest,    kDigestCopy, kExpandBlockIds};
 
 int load_module(void** module, const void* image) {
   const Call call("cuModuleLoadData");
@@ -53,6 +57,31 @@ std::vector<Copy> copies_of(const kvswap::PackArguments& arguments, bool bulk) {
   return copies;
 }
 
+// What a codec with digests does to the row of a slot. The block is raw.
+void digest_raw(const kvswap::CodecArguments& a, uint32_t i, kvswap::DigestTask task) {
+  const auto* first = reinterpret_cast<const kvswap::SlotTile*>(a.tiles) + a.first_tile;
+  std::vector<kvswap::DigestTile> tiles(first->digest);
+  for (const auto* tile = first; tile < first + a.tile_count; ++tile) {
+    for (uint32_t at = 0; at < tile->bytes; at += kvswap::kDigestTileBytes) {
+      const uint32_t bytes = std::min(tile->bytes - at, kvswap::kDigestTileBytes);
+      tiles.push_back({tile->base + at, tile->stride, bytes, 0});
+    }
+  }
+  kvswap::DigestArguments digest{};
+  digest.tiles = reinterpret_cast<uint64_t>(tiles.data());
+  digest.first_tile = first->digest;
+  digest.tile_count = static_cast<uint32_t>(tiles.size()) - first->digest;
+  digest.rows = a.rows;
+  digest.row_stride = a.row_stride;
+  digest.states = a.states + i;
+  digest.rejects = 1;
+  digest.task = task;
+  digest.blocks[0] = a.blocks[i];
+  digest.slots[0] = a.slots[i];
+  digest.stores[0] = a.stores[i];
+  kvswap::digest_block(digest, 0);
+}
+
 // The codec of the CPU does what the kernels do to one slot.
 void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
                  uint64_t slot) {
@@ -62,6 +91,7 @@ void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
+  if (a.rows != 0) digest_raw(a, i, kvswap::DigestTask::kWrite);
 }
 
 void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
@@ -72,6 +102,7 @@ void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
+  if (a.rows != 0) digest_raw(a, i, kvswap::DigestTask::kCompare);
 }
 
 // What one launch encodes or decodes, slot after slot.
@@ -82,7 +113,8 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
   const kvswap::SlotTiles tiles{of_block, a.all_tiles, a.max_escapes};
   std::vector<Coding> codings;
   for (uint32_t i = 0; i < a.block_count; ++i) {
-    const uint64_t slot = a.packed + static_cast<uint64_t>(a.slots[i]) * a.packed_stride;
+    const uint64_t place = a.by_slot != 0 ? static_cast<uint64_t>(a.slots[i]) : i;
+    const uint64_t slot = a.packed + place * a.packed_stride;
     uint64_t slot_end = slot, addresses = slot;
     Coding coding;
     for (uint32_t number = a.first_tile; number < a.first_tile + a.tile_count; ++number) {
@@ -99,6 +131,10 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
     }
     if (addresses % 16 != 0) device().log.violation("a kernel codes what is not aligned to 16");
     coding.memory.emplace_back(slot, slot_end);
+    if (a.rows != 0) {
+      const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
+      coding.memory.emplace_back(row, row + sizeof(kvswap::SlotDigests));
+    }
     if (encodes) {
       const uint64_t counter = a.counters + i * sizeof(kvswap::SlotCounter);
       coding.memory.emplace_back(counter, counter + sizeof(kvswap::SlotCounter));
@@ -135,6 +171,53 @@ std::vector<Coding> digests_of(const kvswap::DigestArguments& arguments) {
   return codings;
 }
 
+// Copies a block's part of one launch, and digests the tiles that end in it.
+void copy_and_digest(const kvswap::DigestArguments& a, uint32_t i) {
+  kvswap::DigestArguments ended = a;
+  ended.tile_count = 0;
+  for (uint32_t number = 0; number < a.tile_count; ++number) {
+    const kvswap::DigestCopy part = kvswap::digest_copy(a, i, number);
+    if (part.is_empty()) continue;
+    auto* paged = reinterpret_cast<char*>(part.paged) + part.from;
+    auto* packed = reinterpret_cast<char*>(part.packed) + part.from;
+    const bool is_store = a.task == kvswap::DigestTask::kWrite;
+    std::memcpy(is_store ? packed : paged, is_store ? paged : packed, part.to - part.from);
+    if (!part.is_digested()) continue;
+    if (ended.tile_count++ == 0) ended.first_tile = a.first_tile + number;
+  }
+  if (ended.tile_count == 0) return;
+  auto* row = kvswap::digests_at(a.rows, a.row_stride, a.slots[i]);
+  const uint64_t tag = row->tag;
+  kvswap::digest_block(ended, i);
+  if (!kvswap::ends_block(a, i)) row->tag = tag;
+}
+
+std::vector<Coding> digest_copies_of(const kvswap::DigestArguments& arguments, unsigned warps,
+                                     unsigned shared) {
+  const auto a = std::make_shared<const kvswap::DigestArguments>(arguments);
+  std::vector<Coding> codings;
+  for (uint32_t i = 0; i < a->block_count; ++i) {
+    Coding coding;
+    for (uint32_t number = 0; number < a->tile_count; ++number) {
+      const kvswap::DigestCopy part = kvswap::digest_copy(*a, i, number);
+      if (part.is_empty()) continue;
+      if ((part.paged | part.packed | part.bytes | part.from | part.to) % 16 != 0) {
+        device().log.violation("a kernel copies and digests bytes that are not aligned to 16");
+      }
+      if (part.bytes > a->stage_bytes || shared < warps * kvswap::kDigestCopyStages * part.bytes) {
+        device().log.violation("a warp has a tile of ", part.bytes, " bytes");
+      }
+      coding.memory.emplace_back(part.paged, part.paged + part.bytes);
+      coding.memory.emplace_back(part.packed + part.from, part.packed + part.to);
+    }
+    const uint64_t row = a->rows + static_cast<uint64_t>(a->slots[i]) * a->row_stride;
+    coding.memory.emplace_back(row, row + sizeof(kvswap::SlotDigests));
+    coding.run = [a, i] { copy_and_digest(*a, i); };
+    codings.push_back(std::move(coding));
+  }
+  return codings;
+}
+
 int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, unsigned, unsigned,
            unsigned shared, void* handle, void** arguments, void**) {
   Call call("cuLaunchKernel");
@@ -150,20 +233,28 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
   }
   Operation operation;
   uint32_t blocks = 0;
-  if (name == kEncode || name == kDecode) {
+  const bool encodes = name == kEncode || name == kEncodeDigest;
+  if (encodes || name == kDecode || name == kDecodeDigest) {
     const auto& codec = *static_cast<const kvswap::CodecArguments*>(arguments[0]);
     blocks = codec.block_count;
     if (blocks != 0) {
       const uint32_t warps = threads / 32, team = codec.team_warps;
       if (team == 0 || warps % team != 0 || warps > kvswap::kCodecMaxWarps) return kInvalidValue;
       if (shared < kvswap::codec_shared_bytes(warps, team)) return kInvalidValue;
-      operation.codings = codings_of(codec, name == kEncode);
+      operation.codings = codings_of(codec, encodes);
       const uint64_t end = codec.counters + blocks * sizeof(kvswap::SlotCounter);
-      if (name == kEncode && device().in_use(codec.counters, end, stream.get())) {
+      if (encodes && device().in_use(codec.counters, end, stream.get())) {
         device().log.violation("kernels of two streams encode with the same counters");
       }
     }
-    operation.name = name == kEncode ? "encode" : "decode";
+    operation.name = encodes ? "encode" : "decode";
+    if (codec.rows != 0) operation.name += " and digest";
+  } else if (name == kDigestCopy) {
+    const auto& digest = *static_cast<const kvswap::DigestArguments*>(arguments[0]);
+    blocks = digest.block_count;
+    if (blocks != 0) operation.codings = digest_copies_of(digest, threads / 32, shared);
+    operation.name = digest.task == kvswap::DigestTask::kWrite ? "pack" : "unpack";
+    operation.name += " and digest";
   } else if (name == kDigest) {
     const auto& digest = *static_cast<const kvswap::DigestArguments*>(arguments[0]);
     blocks = digest.block_count;
