@@ -120,7 +120,6 @@ class VerifiedTable : public PackTable {
     slots_->leak();
   }
 
-  // Of each block once: with the piece in which it begins, or in which it ends.
   void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
             void* stream) const override {
     const uint64_t size = packing.packed_bytes(copy.slabs);
@@ -129,9 +128,10 @@ class VerifiedTable : public PackTable {
         DigestArguments arguments = copy_arguments(copy);
         arguments.packed = packed;
         arguments.packed_stride = size;
-        return digest_copy(arguments, copy, begin, end, kMaxCtas, stream);
+        return copy_and_digest(arguments, copy, begin, end, kMaxCtas, stream);
       }
       slots_->pack(with_digests(copy), begin, end, packed, stream);
+      // Below each block is digested once: with the piece in which it begins, or in which it ends.
     } else if (!copy.to_host) {
       slots_->pack(copy, begin, end, packed, stream);
       digest(copy, begin / size, end / size, DigestTask::kCompare, stream);
@@ -153,8 +153,8 @@ class VerifiedTable : public PackTable {
       arguments.packed_stride = copy.host->strides[copy.slabs.begin];
       arguments.by_slot = 1;
       const unsigned ctas = kBytesOverLink / (kDigestCopyWarps * 2 * stage_bytes_);
-      return digest_copy(arguments, copy, 0, copy.count * arguments.block_bytes,
-                         std::clamp(ctas, 1u, kMaxCtas), stream);
+      return copy_and_digest(arguments, copy, 0, copy.count * arguments.block_bytes,
+                             std::clamp(ctas, 1u, kMaxCtas), stream);
     }
     const bool is_first = copy.to_host && compares_stores_;
     if (is_first) digest(copy, 0, copy.count, DigestTask::kWrite, stream);
@@ -187,8 +187,8 @@ class VerifiedTable : public PackTable {
     return arguments;
   }
   // Bytes [begin, end). arguments.packed: of byte `begin`, or of slot 0.
-  void digest_copy(DigestArguments& arguments, const PagedCopy& copy, uint64_t begin, uint64_t end,
-                   unsigned max_ctas, cuda::Stream stream) const {
+  void copy_and_digest(DigestArguments& arguments, const PagedCopy& copy, uint64_t begin,
+                       uint64_t end, unsigned max_ctas, cuda::Stream stream) const {
     const uint64_t size = arguments.block_bytes, packed = arguments.packed;
     const size_t first_new = copy.to_host ? (begin + size - 1) / size : copy.count;
     for (size_t first = begin / size; first * size < end; first += arguments.block_count) {

@@ -537,8 +537,12 @@ __device__ void decode_tiles(const CodecArguments& a) {
   constexpr unsigned kThreads = Team<kWarps>::kThreads;
   Stages<kWarps> stages(team, memory + team.number * kStages * kWarps * kCodecWarpBytes);
   TileDigests<kWarps> digests(team);
-  __shared__ StoredDigests::Buffers buffers[kDigests ? kCodecMaxWarps : 1];
-  StoredDigests stored(&buffers[kDigests ? team.number : 0], kDigests ? team.rank : 1);
+  // Where an encoder has its bins.
+  static_assert(sizeof(StoredDigests::Buffers) <= kCodecBins * sizeof(uint32_t));
+  auto* const buffers = reinterpret_cast<StoredDigests::Buffers*>(
+      memory + team.per_cta * kStages * kWarps * kCodecWarpBytes +
+      team.number * kCodecBins * sizeof(uint32_t));
+  StoredDigests stored(buffers, kDigests ? team.rank : 1);
   __syncthreads();
 
   constexpr unsigned kOthers = kDigests ? 1 : 0;

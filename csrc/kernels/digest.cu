@@ -27,25 +27,23 @@ struct GlobalTile {
   }
 };
 
-// Whether the encoder or the decoder has refused the block.
+// Whether the encoder of the store has refused the block.
 __device__ bool was_rejected(const DigestArguments& a, const DigestRow& row) {
   if (a.rejects == 0) return false;
   const uint8_t state = *row.state;
   return state != static_cast<uint8_t>(SlotState::kGood) &&
-         state != static_cast<uint8_t>(SlotState::kCorrupted) &&
          state != static_cast<uint8_t>(SlotState::kOverwritten);
 }
 
 // What is to be done for blocks[i] whatever its digests are. By one thread.
 __device__ void finish_block(const DigestArguments& a, uint32_t i) {
   const DigestRow row(a, i);
-  const bool is_rejected = was_rejected(a, row);
   if (a.task == DigestTask::kWrite) {
-    row.end_store(is_rejected);
+    row.end_store(/*is_rejected=*/false);
   } else if (a.task == DigestTask::kCompare) {
-    row.compare_tag(is_rejected);
-  } else if (is_rejected) {
-    row.end_store(is_rejected);
+    row.compare_tag(/*is_rejected=*/false);
+  } else if (was_rejected(a, row)) {
+    row.end_store(/*is_rejected=*/true);
   }
 }
 
@@ -67,7 +65,8 @@ __device__ void finish_tiles(const DigestArguments& a, uint32_t i, bool has_tile
 }  // namespace
 
 // In both kernels the first CTA sees to the blocks, the others to the tiles. Reads over the link of
-// one sector wait for each other, 0.4 us each: the CTAs of the tiles would all wait for the states.
+// one sector wait for each other, 0.4 us each: the CTAs of the tiles would all wait for the tags
+// and states.
 
 extern "C" __global__ void __launch_bounds__(32 * kDigestWarps)
     kvswap_digest(const __grid_constant__ DigestArguments a) {
@@ -206,8 +205,12 @@ extern "C" __global__ void __launch_bounds__(32 * kDigestCopyWarps)
       copy = next;
       stage = next_stage;
     }
-    const uint64_t expected = is_store ? 0 : stored.get(DigestRow(a, i), tile, count);
-    finish_tiles(a, i, has_tile, tile + lane, digest, expected);
+    const DigestRow row(a, i);
+    if (is_store) {
+      row.write(has_tile, tile + lane, digest);
+    } else {
+      row.compare(has_tile, tile + lane, digest, stored.get(row, tile, count));
+    }
   }
   if (lane == 0) wait_for_stores();
 #else
