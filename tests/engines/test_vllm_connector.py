@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm_serving import (
     IS_033,
-    LAYERS,
+    Faults,
     RandomRequests,
     Serving,
     check,
     expected_tokens,
+    never,
+    only,
     prompt,
     serving,
 )
 
-from torch_kvswap.results import BlocksRejectedError, DeviceLostError, TransferError
+from torch_kvswap.results import DeviceLostError
 
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -32,68 +31,6 @@ SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "as
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path
-
-
-class Faults:
-    """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
-    result says so. A load may fail in any layer and leave the layers before it right.
-
-    Args:
-        chooses: given the direction and the number of blocks, whether this transfer fails, and
-            "rejected" if only its last block does.
-        rank: the worker whose transfers fail.
-    """
-
-    def __init__(
-        self, engine: Serving, chooses: Callable[[str, int], bool | str], rank: int = 0
-    ) -> None:
-        self.worker, self.chooses = engine.workers[rank], chooses
-        self.count = {"store": 0, "load": 0}
-        self.seen = {"store": 0, "load": 0}
-        self._layer = itertools.cycle(range(LAYERS))
-        self._failing: dict[int, bool | str] = {}
-        self._submit, self._poll = self.worker._submit, self.worker._handler.poll
-        self.worker._submit, self.worker._handler.poll = self.submit, self.poll
-
-    def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
-        direction = submit.__name__
-        slots = self.worker._blocks_per_page
-        places = [place for move in moves.values() for place in move.places(slots)]
-        self.seen[direction] += 1
-        job = self._submit(moves, submit, **options)
-        how = self.chooses(direction, len(places))
-        if not how or job is None:
-            return job
-        self.count[direction] += 1
-        self._failing[job.id] = how
-        first = next(self._layer)
-        for place in places[-1:] if how == "rejected" else places:
-            if direction == "store":
-                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
-            else:
-                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
-                    tensor[place.block].view(torch.uint8).fill_(0x5A)
-        return job
-
-    def poll(self) -> list[Any]:
-        return [self._spoil(result) for result in self._poll()]
-
-    def _spoil(self, result: Any) -> Any:
-        how = self._failing.pop(result.job_id, False)
-        if not how:
-            return result
-        blocks = sum(len(*self.worker._open[number].move.blocks) for number in result.tag)
-        rejected = (blocks - 1,) if how == "rejected" else ()
-        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
-        return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
-
-
-def never(direction: str, blocks: int) -> bool:
-    return False
-
-
-def only(direction: str, how: bool | str = True) -> Callable[[str, int], bool | str]:
-    return lambda one, blocks: one == direction and how
 
 
 @pytest.fixture(params=["sync", "async"])

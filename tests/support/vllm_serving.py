@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import itertools
 import json
 import random
 from collections import deque
@@ -55,6 +57,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import kv_connector as v2
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from torch_kvswap.results import BlocksRejectedError, TransferError
 
 LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
 NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
@@ -402,6 +406,68 @@ def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> Non
     """The tokens of these requests are right."""
     for name, one in prompts.items():
         assert engine.tokens[name] == expected_tokens(one, count), name
+
+
+class Faults:
+    """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
+    result says so. A load may fail in any layer and leave the layers before it right.
+
+    Args:
+        chooses: given the direction and the number of blocks, whether this transfer fails, and
+            "rejected" if only its last block does.
+        rank: the worker whose transfers fail.
+    """
+
+    def __init__(
+        self, engine: Serving, chooses: Callable[[str, int], bool | str], rank: int = 0
+    ) -> None:
+        self.worker, self.chooses = engine.workers[rank], chooses
+        self.count = {"store": 0, "load": 0}
+        self.seen = {"store": 0, "load": 0}
+        self._layer = itertools.cycle(range(LAYERS))
+        self._failing: dict[int, bool | str] = {}
+        self._submit, self._poll = self.worker._submit, self.worker._handler.poll
+        self.worker._submit, self.worker._handler.poll = self.submit, self.poll
+
+    def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
+        direction = submit.__name__
+        slots = self.worker._blocks_per_page
+        places = [place for move in moves.values() for place in move.places(slots)]
+        self.seen[direction] += 1
+        job = self._submit(moves, submit, **options)
+        how = self.chooses(direction, len(places))
+        if not how or job is None:
+            return job
+        self.count[direction] += 1
+        self._failing[job.id] = how
+        first = next(self._layer)
+        for place in places[-1:] if how == "rejected" else places:
+            if direction == "store":
+                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
+            else:
+                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
+                    tensor[place.block].view(torch.uint8).fill_(0x5A)
+        return job
+
+    def poll(self) -> list[Any]:
+        return [self._spoil(result) for result in self._poll()]
+
+    def _spoil(self, result: Any) -> Any:
+        how = self._failing.pop(result.job_id, False)
+        if not how:
+            return result
+        blocks = sum(len(*self.worker._open[number].move.blocks) for number in result.tag)
+        rejected = (blocks - 1,) if how == "rejected" else ()
+        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
+        return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
+
+
+def never(direction: str, blocks: int) -> bool:
+    return False
+
+
+def only(direction: str, how: bool | str = True) -> Callable[[str, int], bool | str]:
+    return lambda one, blocks: one == direction and how
 
 
 class RandomRequests:

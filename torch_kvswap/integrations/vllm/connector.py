@@ -235,6 +235,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._loads_in_step = loads_in_step
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
+        # Requests with a failed load, and how often they had been preempted by then.
+        self._failed_loads: dict[str, int] = {}
         self.block_pool: Any = None
         self.config: Any
         if _IS_033:
@@ -245,10 +247,17 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **options: Any
     ) -> tuple[int | None, bool]:
-        """As vLLM's. Loads in the step if the request has enough tokens to compute."""
+        """As vLLM's. Loads in the step if the request has enough tokens to compute.
+
+        A request whose load has failed is computed, until it is preempted: vLLM keeps blocks reserved
+        for it, which another load would need a second time, and if the GPU has less nothing is
+        scheduled any more.
+        """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
+        if is_async and self._failed_loads.get(name) == request.num_preemptions:
+            return 0, False
         if not self._loads_in_step or not is_async:
             return hit, is_async
         end = num_computed_tokens + hit
@@ -336,6 +345,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
                 self.manager.fail_pages(pages)
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
+                self._failed_loads[job.req_id] = status.req.num_preemptions
                 # vLLM counts loaded chunks as stored. What is computed again is offered again.
                 for state in status.group_states:
                     state.next_stored_chunk_idx = 0
@@ -361,6 +371,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded,
         although it has not told their blocks, and end the engine."""
         finished = super().request_finished(request)
+        self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
         for state in status.group_states if status is not None and not _IS_033 else ():
             if status.transfer_jobs & self._in_step:
