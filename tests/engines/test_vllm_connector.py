@@ -41,19 +41,21 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
 
 @RUNNERS
 @SCHEDULERS
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("new_tokens", [0, 40], ids=["before the step", "in the step"])
-def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens):
+def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens, drafts):
     prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
     again = {
         f"again {name}": one + prompt(n, new_tokens)
         for n, (name, one) in enumerate(prompts.items())
     }
-    with serving(folder, runner=runner, is_async=is_async) as engine:
-        engine.serve(prompts)
+    with serving(folder, runner=runner, is_async=is_async, drafts=drafts) as engine:
+        engine.serve(prompts, 40)
         engine.forget_gpu()
         loads = Faults(engine, never)
         engine.serve(again)
-        check(engine, {**prompts, **again})
+        check(engine, prompts, 40)
+        check(engine, again)
         assert loads.seen["load"] == (1 if new_tokens else len(again))
 
 
@@ -335,16 +337,21 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, 
 
 
 @RUNNERS
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
-def test_a_request_that_is_preempted_before_its_load_has_failed_keeps_no_token_of_it(
-    folder, runner
+def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_it(
+    folder, runner, drafts
 ):
+    """And lose no other token."""
     old = prompt(1, 96)
     new = old + prompt(2, 64)
-    with serving(folder, runner=runner, is_async=True) as engine:
+    with serving(folder, runner=runner, is_async=True, drafts=drafts) as engine:
         engine.serve({"old": old})
         engine.forget_gpu()
         faults = Faults(engine, only("load"))
+        engine.add("other", prompt(3, 40), 30)
+        for _ in range(3):
+            engine.step()
         engine.add("new", new)
         engine.step()
         assert engine.steps, "it is not reported yet"
@@ -352,13 +359,15 @@ def test_a_request_that_is_preempted_before_its_load_has_failed_keeps_no_token_o
         allocate = blocks.allocate_slots
 
         def no_block_is_free(*_: Any, **__: Any) -> None:
-            blocks.allocate_slots = allocate
+            if len(engine.scheduler.running) == 1:
+                blocks.allocate_slots = allocate
 
         blocks.allocate_slots = no_block_is_free
         engine.run()
-        assert engine.requests["new"].num_preemptions == 1
+        assert [one.num_preemptions for one in engine.requests.values()] == [0, 1, 1]
         assert faults.count["load"] == 1
         check(engine, {"new": new})
+        check(engine, {"other": prompt(3, 40)}, 30)
 
 
 @RUNNERS
@@ -377,10 +386,12 @@ def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(folder, runner):
         check(engine, {"new": new, "again": new})
 
 
-@RUNNERS
 @SCHEDULERS
+@pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async, policy):
+def test_an_engine_survives_a_thousand_failures_with_right_tokens(
+    folder, is_async, runner, drafts, policy
+):
     """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
     aborted; with the policy "fail" most loads are in-step loads."""
     chosen = random.Random(7)
@@ -388,7 +399,7 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner
     def chooses(direction: str, blocks: int) -> bool | str:
         return chosen.choice([False, True, "rejected"])
 
-    how: dict[str, Any] = {"runner": runner, "is_async": is_async}
+    how: dict[str, Any] = {"runner": runner, "is_async": is_async, "drafts": drafts}
     how["transfer"] = {"kv_load_failure_policy": policy}
     with serving(folder, **how, blocks=28, pages=64, batched=64) as engine:
         faults = Faults(engine, chooses)

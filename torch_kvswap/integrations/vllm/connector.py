@@ -249,9 +249,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """As vLLM's. Loads in the step if the request has enough tokens to compute.
 
-        A request whose load has failed is computed, until it is preempted: vLLM keeps blocks reserved
-        for it, which another load would need a second time, and if the GPU has less nothing is
-        scheduled any more.
+        A request whose load has failed is computed, until it is preempted. vLLM still reserves the
+        blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
+        it schedules nothing any more.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
@@ -311,7 +311,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         for name in preempted:
             request = self._req_status[name].req
-            request.async_tokens_to_discard = request.num_output_placeholders
+            # It counts outputs of steps, of which one can be on its way. A placeholder is a token.
+            request.async_tokens_to_discard = int(request.num_output_placeholders > 0)
             request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
