@@ -76,6 +76,29 @@ def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how)
         check(engine, {**prompts, **again, **longer})
 
 
+@pytest.mark.skipif(not IS_033, reason="0.26 counts no sources")
+@pytest.mark.parametrize("new_tokens", [0, 40])
+@pytest.mark.parametrize("how", [{}, {"window": 40}, {"extra": {"blocks_per_chunk": 2}}])
+def test_tokens_from_the_host_are_counted_as_vllm_counts_them(folder, new_tokens, how):
+    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
+    with serving(folder, **how) as engine:
+        engine.serve(prompts)
+        engine.forget_gpu()
+        part = engine.scheduler.connector.connector_scheduler
+        ours, counted = part.get_external_cache_hit_sources, []
+
+        def count(*request: Any) -> Any:
+            counted.append(ours(*request))
+            assert counted[-1] == super(type(part), part).get_external_cache_hit_sources(*request)
+            return counted[-1]
+
+        part.get_external_cache_hit_sources = count
+        engine.serve(
+            {f"again {name}": one + prompt(9, new_tokens) for name, one in prompts.items()}
+        )
+        assert len(counted) == len(prompts)
+
+
 @RUNNERS
 def test_loads_that_begin_inside_a_chunk_are_not_joined(folder, runner):
     """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""

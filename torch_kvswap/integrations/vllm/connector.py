@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from torch_kvswap._native.loader import native
+from torch_kvswap.integrations.vllm.scheduler_side import load_source
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
@@ -222,6 +223,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         vllm_config (VllmConfig): vLLM's configuration.
         kv_cache_config (KVCacheConfig): the groups of layers.
         loads_in_step (bool): in-step loads are possible.
+        has_one_source (bool): all tokens that are loaded come from the host memory.
     """
 
     def __init__(
@@ -230,9 +232,10 @@ class SchedulerPart(OffloadingConnectorScheduler):
         vllm_config: Any,
         kv_cache_config: Any,
         loads_in_step: bool,
+        has_one_source: bool,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._loads_in_step = loads_in_step
+        self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
@@ -286,6 +289,12 @@ class SchedulerPart(OffloadingConnectorScheduler):
         )
         number, job = self._current_batch_load_jobs.popitem()
         self._current_batch_load_jobs[number] = _InStepJob(**vars(job))
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        """As vLLM's (since 0.33), which takes microseconds for each block of a load."""
+        if self._has_one_source and num_external_tokens:
+            return {load_source(): num_external_tokens}
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
@@ -410,6 +419,7 @@ class KVSwapConnector(OffloadingConnector):
                 loads_in_step=names_blocks
                 and vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
                 and vllm_config.parallel_config.pipeline_parallel_size == 1,
+                has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
             of_engine = (vllm_config,) if _IS_033 else ()
