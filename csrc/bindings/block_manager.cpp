@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -235,9 +236,10 @@ nb::bytes fold_keys(const nb::object& keys) {
       PyBytes_AsStringAndSize(other.ptr(), &bytes, &length);
       std::memcpy(&mixed, bytes, sizeof mixed);
     }
-    const auto* begin = reinterpret_cast<const char*>(&mixed);
-    folded.insert(folded.end(), begin, begin + sizeof mixed);
-    folded.insert(folded.end(), bytes + sizeof mixed, bytes + kDigestBytes);
+    std::array<char, kDigestBytes> digest;
+    std::memcpy(digest.data(), bytes, kDigestBytes);
+    std::memcpy(digest.data(), &mixed, sizeof mixed);
+    folded.insert(folded.end(), digest.begin(), digest.end());
   }
   return nb::bytes(folded.data(), folded.size());
 }

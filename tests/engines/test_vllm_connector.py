@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm_serving import (
     IS_033,
-    LAYERS,
+    Faults,
     RandomRequests,
     Serving,
     check,
     expected_tokens,
+    never,
+    only,
     prompt,
     serving,
 )
 
-from torch_kvswap.results import BlocksRejectedError, DeviceLostError, TransferError
+from torch_kvswap.results import DeviceLostError
 
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -34,68 +33,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Faults:
-    """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
-    result says so. A load may fail in any layer and leave the layers before it right.
-
-    Args:
-        chooses: given the direction and the number of blocks, whether this transfer fails, and
-            "rejected" if only its last block does.
-        rank: the worker whose transfers fail.
-    """
-
-    def __init__(
-        self, engine: Serving, chooses: Callable[[str, int], bool | str], rank: int = 0
-    ) -> None:
-        self.worker, self.chooses = engine.workers[rank], chooses
-        self.count = {"store": 0, "load": 0}
-        self.seen = {"store": 0, "load": 0}
-        self._layer = itertools.cycle(range(LAYERS))
-        self._failing: dict[int, bool | str] = {}
-        self._submit, self._poll = self.worker._submit, self.worker._handler.poll
-        self.worker._submit, self.worker._handler.poll = self.submit, self.poll
-
-    def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
-        direction = submit.__name__
-        slots = self.worker._blocks_per_page
-        places = [place for move in moves.values() for place in move.places(slots)]
-        self.seen[direction] += 1
-        job = self._submit(moves, submit, **options)
-        how = self.chooses(direction, len(places))
-        if not how or job is None:
-            return job
-        self.count[direction] += 1
-        self._failing[job.id] = how
-        first = next(self._layer)
-        for place in places[-1:] if how == "rejected" else places:
-            if direction == "store":
-                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
-            else:
-                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
-                    tensor[place.block].view(torch.uint8).fill_(0x5A)
-        return job
-
-    def poll(self) -> list[Any]:
-        return [self._spoil(result) for result in self._poll()]
-
-    def _spoil(self, result: Any) -> Any:
-        how = self._failing.pop(result.job_id, False)
-        if not how:
-            return result
-        blocks = sum(len(*self.worker._open[number].move.blocks) for number in result.tag)
-        rejected = (blocks - 1,) if how == "rejected" else ()
-        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
-        return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
-
-
-def never(direction: str, blocks: int) -> bool:
-    return False
-
-
-def only(direction: str, how: bool | str = True) -> Callable[[str, int], bool | str]:
-    return lambda one, blocks: one == direction and how
-
-
 @pytest.fixture(params=["sync", "async"])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
     with serving(folder, is_async=request.param == "async", transfer=RECOMPUTE) as engine:
@@ -104,19 +41,21 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
 
 @RUNNERS
 @SCHEDULERS
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("new_tokens", [0, 40], ids=["before the step", "in the step"])
-def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens):
+def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens, drafts):
     prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
     again = {
         f"again {name}": one + prompt(n, new_tokens)
         for n, (name, one) in enumerate(prompts.items())
     }
-    with serving(folder, runner=runner, is_async=is_async) as engine:
-        engine.serve(prompts)
+    with serving(folder, runner=runner, is_async=is_async, drafts=drafts) as engine:
+        engine.serve(prompts, 40)
         engine.forget_gpu()
         loads = Faults(engine, never)
         engine.serve(again)
-        check(engine, {**prompts, **again})
+        check(engine, prompts, 40)
+        check(engine, again)
         assert loads.seen["load"] == (1 if new_tokens else len(again))
 
 
@@ -135,6 +74,29 @@ def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how)
             engine.serve(more)
             assert {one.seen["load"] for one in seen} == {loads - 4 or 4}
         check(engine, {**prompts, **again, **longer})
+
+
+@pytest.mark.skipif(not IS_033, reason="0.26 counts no sources")
+@pytest.mark.parametrize("new_tokens", [0, 40])
+@pytest.mark.parametrize("how", [{}, {"window": 40}, {"extra": {"blocks_per_chunk": 2}}])
+def test_tokens_from_the_host_are_counted_as_vllm_counts_them(folder, new_tokens, how):
+    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
+    with serving(folder, **how) as engine:
+        engine.serve(prompts)
+        engine.forget_gpu()
+        part = engine.scheduler.connector.connector_scheduler
+        ours, counted = part.get_external_cache_hit_sources, []
+
+        def count(*request: Any) -> Any:
+            counted.append(ours(*request))
+            assert counted[-1] == super(type(part), part).get_external_cache_hit_sources(*request)
+            return counted[-1]
+
+        part.get_external_cache_hit_sources = count
+        engine.serve(
+            {f"again {name}": one + prompt(9, new_tokens) for name, one in prompts.items()}
+        )
+        assert len(counted) == len(prompts)
 
 
 @RUNNERS
@@ -398,16 +360,21 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, 
 
 
 @RUNNERS
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
-def test_a_request_that_is_preempted_before_its_load_has_failed_keeps_no_token_of_it(
-    folder, runner
+def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_it(
+    folder, runner, drafts
 ):
+    """And lose no other token."""
     old = prompt(1, 96)
     new = old + prompt(2, 64)
-    with serving(folder, runner=runner, is_async=True) as engine:
+    with serving(folder, runner=runner, is_async=True, drafts=drafts) as engine:
         engine.serve({"old": old})
         engine.forget_gpu()
         faults = Faults(engine, only("load"))
+        engine.add("other", prompt(3, 40), 30)
+        for _ in range(3):
+            engine.step()
         engine.add("new", new)
         engine.step()
         assert engine.steps, "it is not reported yet"
@@ -415,13 +382,15 @@ def test_a_request_that_is_preempted_before_its_load_has_failed_keeps_no_token_o
         allocate = blocks.allocate_slots
 
         def no_block_is_free(*_: Any, **__: Any) -> None:
-            blocks.allocate_slots = allocate
+            if len(engine.scheduler.running) == 1:
+                blocks.allocate_slots = allocate
 
         blocks.allocate_slots = no_block_is_free
         engine.run()
-        assert engine.requests["new"].num_preemptions == 1
+        assert [one.num_preemptions for one in engine.requests.values()] == [0, 1, 1]
         assert faults.count["load"] == 1
         check(engine, {"new": new})
+        check(engine, {"other": prompt(3, 40)}, 30)
 
 
 @RUNNERS
@@ -440,10 +409,12 @@ def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(folder, runner):
         check(engine, {"new": new, "again": new})
 
 
-@RUNNERS
 @SCHEDULERS
+@pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner, is_async, policy):
+def test_an_engine_survives_a_thousand_failures_with_right_tokens(
+    folder, is_async, runner, drafts, policy
+):
     """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
     aborted; with the policy "fail" most loads are in-step loads."""
     chosen = random.Random(7)
@@ -451,7 +422,7 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(folder, runner
     def chooses(direction: str, blocks: int) -> bool | str:
         return chosen.choice([False, True, "rejected"])
 
-    how: dict[str, Any] = {"runner": runner, "is_async": is_async}
+    how: dict[str, Any] = {"runner": runner, "is_async": is_async, "drafts": drafts}
     how["transfer"] = {"kv_load_failure_policy": policy}
     with serving(folder, **how, blocks=28, pages=64, batched=64) as engine:
         faults = Faults(engine, chooses)

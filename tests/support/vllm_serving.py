@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import itertools
 import json
 import random
 from collections import deque
@@ -29,6 +31,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -50,11 +53,13 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import kv_connector as v2
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from torch_kvswap.results import BlocksRejectedError, TransferError
 
 LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
 NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
@@ -106,13 +111,15 @@ class State:
     computed: int
     prompt: int
     blocks: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
 
 class Inputs(NamedTuple):
-    """What a step computes of a request, on the device: tokens and their places, and the slots of the
-    cache that it writes and reads."""
+    """What a step computes of a request: its last tokens may be drafts. On the device, tokens and
+    their places, and the slots of the cache that it writes and reads."""
 
     state: State
+    drafts: list[int]
     x: torch.Tensor
     places: torch.Tensor
     write: torch.Tensor
@@ -136,6 +143,7 @@ class Runner:
             kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None
         )
         self.states: dict[str, State] = {}
+        self.drafts = config.num_speculative_tokens
         self.graph = CUDAGraphMode.NONE  # or FULL: no hooks then
         self.when_launched: Callable[[], None] = lambda: None  # called behind all layers of a step
         self.connector = KVConnectorFactory.create_connector(
@@ -161,7 +169,11 @@ class Runner:
                 return self.hooks.no_forward(scheduled)
             return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self.config)
         counts = scheduled.num_scheduled_tokens
-        batch = [self._inputs(self.states[name], count) for name, count in counts.items()]
+        drafts = scheduled.scheduled_spec_decode_tokens
+        batch = [
+            self._inputs(self.states[name], count, len(drafts.get(name, ())))
+            for name, count in counts.items()
+        ]
         is_replay = self.graph == CUDAGraphMode.FULL
         context = set_forward_context(
             dict.fromkeys(NAMES, object()), self.config, cudagraph_runtime_mode=self.graph
@@ -200,22 +212,24 @@ class Runner:
             if name in cached.resumed_req_ids:
                 tokens = list(cached.all_token_ids[name])
                 prompt = len(tokens) - cached.num_output_tokens[at]
-                state = self.states[name] = State(tokens, 0, prompt)
+                computed = cached.num_computed_tokens[at]
+                state = self.states[name] = State(tokens, computed, prompt)
             assert state is not None
             if cached.new_block_ids[at]:
                 state.blocks += cached.new_block_ids[at][0]
-            if not self.is_v2:  # V2 has its own count on the GPU
+            if not self.is_v2 and not self.drafts:  # V2 has its own count on the GPU
                 state.computed = cached.num_computed_tokens[at]
                 del state.tokens[state.prompt + cached.num_output_tokens[at] :]
 
-    def _inputs(self, state: State, count: int) -> Inputs:
+    def _inputs(self, state: State, count: int, num_drafts: int) -> Inputs:
         places = torch.arange(state.computed, state.computed + count)
-        x = torch.tensor(state.tokens[state.computed : state.computed + count])
+        drafts = [*state.drafts, *[0] * num_drafts][:num_drafts]
+        x = torch.tensor([*state.tokens, *drafts][state.computed : state.computed + count])
         assert len(x) == count
         slots = (torch.tensor(state.blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
         read = slots[: state.computed + count]
         tensors = [one.to(self.device) for one in (x, places, slots[places], read)]
-        return Inputs(state, *tensors)
+        return Inputs(state, drafts, *tensors)
 
     def _forward(self, batch: list[Inputs]) -> list[torch.Tensor]:
         """Launches everything, and waits for nothing."""
@@ -233,16 +247,22 @@ class Runner:
                 for x, one in zip(xs, batch, strict=True)
             ]
         self.when_launched()
-        return [x[-1] for x in xs]
+        return [x[-1 - len(one.drafts) :] for x, one in zip(xs, batch, strict=True)]
 
     def _sample(self, batch: list[Inputs], xs: list[torch.Tensor]) -> list[list[int]]:
+        """Drafts are right up to the first one that is not the token that follows."""
         sampled = []
-        for (state, new, *_), x in zip(batch, xs, strict=True):
-            state.computed += len(new)
-            done = state.computed == len(state.tokens)
-            token = [int(x.cpu()) % VOCABULARY] if done else []
-            state.tokens += token
-            sampled.append(token)
+        for (state, drafts, new, *_), x in zip(batch, xs, strict=True):
+            state.computed += len(new) - len(drafts)
+            tokens = (x.cpu() % VOCABULARY).tolist() if state.computed == len(state.tokens) else []
+            right = [a == b for a, b in zip(drafts, tokens, strict=False)]
+            tokens = tokens[: [*right, False].index(False) + 1]
+            state.computed += max(len(tokens) - 1, 0)
+            state.tokens += tokens
+            sampled.append(tokens)
+            if tokens and self.drafts:  # some are wrong
+                known = expected_tokens(state.tokens, self.drafts, self.window)
+                state.drafts = [one ^ (len(state.tokens) % 3 == at) for at, one in enumerate(known)]
         return sampled
 
 
@@ -256,6 +276,7 @@ class Serving:
         batched: tokens of a step.
         window: of all layers, in tokens; None is full attention.
         cache: "kv", or "fp8", or "mla" for latent attention, of as many bytes.
+        drafts: tokens that are proposed in each step.
         workers: ranks of tensor parallelism, each with the same cache. The tokens are those of the
             last one.
         transfer: more of the KVTransferConfig.
@@ -275,6 +296,7 @@ class Serving:
         device: str = "cpu",
         window: int | None = None,
         cache: str = "kv",
+        drafts: int = 0,
         workers: int = 1,
         transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
@@ -282,7 +304,7 @@ class Serving:
         page_bytes = LAYERS * BLOCK * LANES * 4
         options = {"cpu_bytes_to_use": pages * page_bytes * workers, **(extra or {})}
         how = {**CONNECTOR, **(transfer or {})}
-        self.config = _config(folder, is_async, batched, how, options, workers)
+        self.config = _config(folder, is_async, batched, how, options, workers, drafts)
         # Only now, because it wants Triton, which our model does without.
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
         assert self.config.use_v2_model_runner == (runner == "v2")
@@ -350,6 +372,9 @@ class Serving:
                 self.tokens[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
                     self.ends[one.request_id] = str(one.finish_reason)
+        if self.runner.drafts and not self.is_async:
+            drafts = {name: self.runner.states[name].drafts for name in output.req_ids}
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), [*drafts.values()]))
 
     def run(self, most: int = 2000) -> None:
         for _ in range(most):
@@ -402,6 +427,68 @@ def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> Non
     """The tokens of these requests are right."""
     for name, one in prompts.items():
         assert engine.tokens[name] == expected_tokens(one, count), name
+
+
+class Faults:
+    """Makes transfers of an engine fail: bytes are destroyed before a model can read them, and the
+    result says so. A load may fail in any layer and leave the layers before it right.
+
+    Args:
+        chooses: given the direction and the number of blocks, whether this transfer fails, and
+            "rejected" if only its last block does.
+        rank: the worker whose transfers fail.
+    """
+
+    def __init__(
+        self, engine: Serving, chooses: Callable[[str, int], bool | str], rank: int = 0
+    ) -> None:
+        self.worker, self.chooses = engine.workers[rank], chooses
+        self.count = {"store": 0, "load": 0}
+        self.seen = {"store": 0, "load": 0}
+        self._layer = itertools.cycle(range(LAYERS))
+        self._failing: dict[int, bool | str] = {}
+        self._submit, self._poll = self.worker._submit, self.worker._handler.poll
+        self.worker._submit, self.worker._handler.poll = self.submit, self.poll
+
+    def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
+        direction = submit.__name__
+        slots = self.worker._blocks_per_page
+        places = [place for move in moves.values() for place in move.places(slots)]
+        self.seen[direction] += 1
+        job = self._submit(moves, submit, **options)
+        how = self.chooses(direction, len(places))
+        if not how or job is None:
+            return job
+        self.count[direction] += 1
+        self._failing[job.id] = how
+        first = next(self._layer)
+        for place in places[-1:] if how == "rejected" else places:
+            if direction == "store":
+                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
+            else:
+                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
+                    tensor[place.block].view(torch.uint8).fill_(0x5A)
+        return job
+
+    def poll(self) -> list[Any]:
+        return [self._spoil(result) for result in self._poll()]
+
+    def _spoil(self, result: Any) -> Any:
+        how = self._failing.pop(result.job_id, False)
+        if not how:
+            return result
+        blocks = sum(len(*self.worker._open[number].move.blocks) for number in result.tag)
+        rejected = (blocks - 1,) if how == "rejected" else ()
+        error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
+        return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
+
+
+def never(direction: str, blocks: int) -> bool:
+    return False
+
+
+def only(direction: str, how: bool | str = True) -> Callable[[str, int], bool | str]:
+    return lambda one, blocks: one == direction and how
 
 
 class RandomRequests:
@@ -463,15 +550,32 @@ def _config(
     transfer: dict[str, Any],
     extra: dict[str, Any],
     workers: int,
+    drafts: int,
 ) -> VllmConfig:
     model = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64}
     model |= {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "ffn_dim": 128}
     model |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(model))
+    target = ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+    )
+    parallel = ParallelConfig(
+        tensor_parallel_size=workers,
+        distributed_executor_backend="mp" if workers > 1 else None,
+    )
+    speculative = (
+        SpeculativeConfig(
+            method="ngram_gpu" if is_async else "ngram",
+            num_speculative_tokens=drafts,
+            prompt_lookup_max=3,
+            target_model_config=target,
+            target_parallel_config=parallel,
+        )
+        if drafts
+        else None
+    )
     return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
-        ),
+        model_config=target,
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
@@ -485,10 +589,8 @@ def _config(
             kv_role="kv_both", kv_connector_extra_config=extra, **transfer
         ),
         device_config=DeviceConfig(device="cpu"),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=workers,
-            distributed_executor_backend="mp" if workers > 1 else None,
-        ),
+        parallel_config=parallel,
+        speculative_config=speculative,
     )
 
 

@@ -75,18 +75,18 @@ class Access:
     def see(self, context: Any, keys: Iterable[bytes]) -> None:
         """Records keys of the prompt, stored or not."""
         position_of = getattr(context, "get_offload_key_position", None)
-        is_sorted = True
-        for key in keys:
-            if key in self._places:
-                continue
+        places, last, is_sorted = self._places, self._last, True
+        new = [key for key in keys if key not in places]
+        for key in new:
             place = position_of(key) if position_of else None
             if place is None:
-                place = self._last + 1
-            self._places[key] = place
-            self.keys.append(key)
-            if place < self._last:  # vLLM names the keys of a sliding window later
+                place = last + 1
+            places[key] = place
+            if place < last:  # vLLM names the keys of a sliding window later
                 is_sorted = False
             else:
-                self._last = place
+                last = place
+        self.keys += new
+        self._last = last
         if not is_sorted:
             self.keys = self.sort(self.keys)

@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from torch_kvswap._native.loader import native
+from torch_kvswap.integrations.vllm.scheduler_side import load_source
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
@@ -222,6 +223,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         vllm_config (VllmConfig): vLLM's configuration.
         kv_cache_config (KVCacheConfig): the groups of layers.
         loads_in_step (bool): in-step loads are possible.
+        has_one_source (bool): all tokens that are loaded come from the host memory.
     """
 
     def __init__(
@@ -230,11 +232,14 @@ class SchedulerPart(OffloadingConnectorScheduler):
         vllm_config: Any,
         kv_cache_config: Any,
         loads_in_step: bool,
+        has_one_source: bool,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._loads_in_step = loads_in_step
+        self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
+        # Requests with a failed load, and how often they had been preempted by then.
+        self._failed_loads: dict[str, int] = {}
         self.block_pool: Any = None
         self.config: Any
         if _IS_033:
@@ -245,10 +250,17 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **options: Any
     ) -> tuple[int | None, bool]:
-        """As vLLM's. Loads in the step if the request has enough tokens to compute."""
+        """As vLLM's. Loads in the step if the request has enough tokens to compute.
+
+        A request whose load has failed is computed, until it is preempted. vLLM still reserves the
+        blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
+        it schedules nothing any more.
+        """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
+        if is_async and self._failed_loads.get(name) == request.num_preemptions:
+            return 0, False
         if not self._loads_in_step or not is_async:
             return hit, is_async
         end = num_computed_tokens + hit
@@ -278,6 +290,12 @@ class SchedulerPart(OffloadingConnectorScheduler):
         number, job = self._current_batch_load_jobs.popitem()
         self._current_batch_load_jobs[number] = _InStepJob(**vars(job))
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        """As vLLM's (since 0.33), which takes microseconds for each block of a load."""
+        if self._has_one_source and num_external_tokens:
+            return {load_source(): num_external_tokens}
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
         preempted = scheduler_output.preempted_req_ids or ()
@@ -302,7 +320,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         for name in preempted:
             request = self._req_status[name].req
-            request.async_tokens_to_discard = request.num_output_placeholders
+            # It counts outputs of steps, of which one can be on its way. A placeholder is a token.
+            request.async_tokens_to_discard = int(request.num_output_placeholders > 0)
             request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
@@ -336,6 +355,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
                 self.manager.fail_pages(pages)
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
+                self._failed_loads[job.req_id] = status.req.num_preemptions
                 # vLLM counts loaded chunks as stored. What is computed again is offered again.
                 for state in status.group_states:
                     state.next_stored_chunk_idx = 0
@@ -361,6 +381,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded,
         although it has not told their blocks, and end the engine."""
         finished = super().request_finished(request)
+        self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
         for state in status.group_states if status is not None and not _IS_033 else ():
             if status.transfer_jobs & self._in_step:
@@ -398,6 +419,7 @@ class KVSwapConnector(OffloadingConnector):
                 loads_in_step=names_blocks
                 and vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
                 and vllm_config.parallel_config.pipeline_parallel_size == 1,
+                has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
             of_engine = (vllm_config,) if _IS_033 else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -106,7 +107,7 @@ class KVSwapManager(base.OffloadingManager):
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
         if self._was_reset:  # the request starts, so it may store again
             self._access(req_context)
-        return self._state_of(key)
+        return _HIT if self._states.get(key) is _HIT else self._state_of(key)
 
     def _state_of(self, key: Key) -> base.LookupResult:
         state = self._states.get(key, _MISS)
@@ -354,8 +355,10 @@ class KVSwapManager(base.OffloadingManager):
             self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed, **details))
 
 
+@cache
 def load_source() -> Any:
-    """What get_load_source() says. vLLM 0.26 does not have this module, and does not call it."""
+    """What get_load_source() says, which vLLM calls for each block of a load. 0.26 has no such
+    module, and does not call it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource.HOST
