@@ -140,3 +140,45 @@ def test_a_layer_of_all_loads_of_a_step_lands_before_the_next_layer_of_any(how, 
     *layers, ended = run_on_device(ORDER, how).splitlines()[-5:]
     assert layers == [first_layer, "layer 0 0 0", "layer 1 2 3", "layer 1 2 3"]
     assert ended == f"ended {[(number, True, size) for number, size in enumerate(sizes)]}"
+
+
+HEADS = """
+    import sys
+
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+    from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches
+
+    from torch_kvswap.integrations.vllm.options import SpecOptions
+
+    cache = caches([[(0, 64), (1, 64)]], [64, 64], "fakeaccel:0")
+    worker = KVSwapWorker(cache, 1, 1, SpecOptions(1))
+    worker._heads = int(sys.argv[1])
+    worker._pool.pages[0] = 1
+    for layer in cache.tensors:
+        layer.tensor.zero_()
+    load = TransferJob("r", CPULoadStoreSpec([0]), base.GPULoadStoreSpec([9], [1], [0]))
+    stream = torch.Stream("fakeaccel:0")
+    with stream, accelerator.hold_copies():
+        job = worker.submit_step_loads({1: load}, 2)
+        print("waits by layer:", job is not None)
+        seen = [layer.tensor[9].clone() for layer in cache.tensors]
+        if job is not None:
+            stream.synchronize()  # before the copies
+    stream.synchronize()
+    print("seen", *(int(one.sum()) for one in seen))
+    worker.wait({1})
+    print("ended", [one.success for one in worker.get_finished()])
+    worker.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ("2", ["waits by layer: False", "seen 64 64"]),
+        ("1", ["waits by layer: True", "seen 0 0"]),  # the control: nobody has waited
+    ],
+)
+def test_with_several_heads_in_canonical_rows_the_step_waits_for_its_whole_loads(heads, said):
+    assert run_on_device(HEADS, heads).splitlines()[-3:] == [*said, "ended [True]"]

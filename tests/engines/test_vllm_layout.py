@@ -77,6 +77,15 @@ def test_a_view_into_one_allocation_of_all_layers_keeps_its_place():
     assert (layout.bases - memory.data_ptr()).tolist() == [0, 6 * 64]
 
 
+def test_heads_are_slabs_one_head_of_all_layers_after_another():
+    canonical = caches([64, 96], [[(0, 64), (1, 80)]])
+    (layout,) = group_layouts(canonical, heads=2)
+    assert layout.sizes.tolist() == [32, 40, 32, 40]
+    first, second = (one.tensor.data_ptr() for one in canonical.tensors)
+    assert layout.bases.tolist() == [first, second, first + 32, second + 40]
+    assert layout.strides.tolist() == [64, 96, 64, 96]
+
+
 def test_a_transfer_of_whole_chunks_takes_a_page_for_each():
     move = read_move(gpu([5, 6, 7, 8], [4], [0]), host(9, 3), [True], 2)
     assert lists(move) == ([[5, 6, 7, 8]], [[9, 3]], [0])
@@ -110,6 +119,13 @@ def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
         *(Place(0, 1, 7, 2), Place(0, 2, 6, 0)),
         *(Place(2, 3, 8, 1), Place(2, 4, 8, 2), Place(2, 5, 9, 0)),
     ]
+
+
+def test_of_a_store_by_turns_each_worker_has_whole_pages():
+    move = read_move(gpu([*range(10)], [6, 0, 4], [0] * 3), host(9, 4, 3, 7, 2), [True] * 3, 2)
+    assert lists(move.of_turn(0, 2, 2)) == ([[2, 3], [], [8, 9]], [[4], [], [2]], [0] * 3)
+    assert lists(move.of_turn(1, 2, 2)) == ([[0, 1, 4, 5], [], [6, 7]], [[9, 3], [], [7]], [0] * 3)
+    assert lists(move.of_turn(2, 8, 2)) == ([[], [], [8, 9]], [[], [], [2]], [0] * 3)
 
 
 @pytest.mark.parametrize(

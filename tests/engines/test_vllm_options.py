@@ -113,7 +113,7 @@ def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
 @pytest.mark.parametrize(
     ("option", "value", "instead"),
     [
-        ("canonical_layout", True, "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU"),
+        ("canonical_layout", True, "as the GPU has them; or use spec_name KVSwapTieringOffload"),
         ("cache_policy_module_path", "a.b", "leave it out and set eviction_policy to lru or arc"),
         ("secondary_tiers", [{"type": "fs"}], "or use spec_name KVSwapTieringOffloadingSpec"),
         ("max_tracker_size", 64000, "leave it out: KVSwapOffloadingSpec counts the offers"),
@@ -126,6 +126,11 @@ def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option
 
 
 FS = {"type": "fs", "root_dir": "/rows"}
+
+
+def test_with_tiers_there_may_be_options_of_tiers():
+    of_tiers = {"secondary_tiers": [FS], "canonical_layout": True}
+    assert read_options({"cpu_bytes_to_use": 10, **of_tiers}, has_tiers=True) == SpecOptions(10)
 
 
 def test_tiers_have_their_own_backpressure_over_the_common_one():

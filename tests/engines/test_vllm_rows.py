@@ -19,6 +19,7 @@ from patience import PATIENCE, in_time
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import rows as vllm_rows
+from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer, RowsServer
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
@@ -234,3 +235,18 @@ def test_the_namespace_names_all_that_rows_depend_on():
     assert len(set(names.values())) == len(names)
     assert names["raw"] == RowsOffer("other", "HND").namespace([pool_of(4096)])
     assert names["wide"].startswith("torch_kvswap 1: lossless 12.5, little endian, 2 slots of ")
+
+
+def test_the_namespace_of_canonical_rows_has_the_heads_and_not_the_ranks():
+    """Of four heads with two layers of 1,024 bytes."""
+
+    def named(ranks: int, heads: int, *sizes: int) -> str:
+        share = Share(heads, (0, ranks), (0, 1))
+        return RowsOffer("engine", "HND", share).namespace([pool_of(*sizes, part=(0, ranks))])
+
+    names = {named(ranks, 4, *[1024] * (8 // ranks)) for ranks in (1, 2, 4)}
+    assert len(names) == 1
+    assert " for 4 heads, " in names.pop()
+    others = [named(1, 2, 2048, 2048, 2048, 2048), named(1, 4, *[512, 1536] * 4)]
+    others.append(RowsOffer("engine", "HND").namespace([pool_of(*[1024] * 8, part=(0, 1))]))
+    assert len({named(1, 4, *[1024] * 8), *others}) == 4

@@ -8,7 +8,6 @@ import random
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from patience import PATIENCE, in_time
-from vllm_engine import SPEC, base, caches, config, keys
+from vllm_engine import base, caches, keys
 from vllm_serving import (
     BLOCK,
     CHUNKS,
@@ -31,15 +30,13 @@ from vllm_serving import (
     prompt,
     serving,
 )
+from vllm_tiers import Ranks, bytes_of, files, tier
 
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import rows as rows_module
-from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm import tiering as tiering_module
 from torch_kvswap.integrations.vllm import worker as worker_module
-from torch_kvswap.integrations.vllm.pool import this_host
 
-TIERS = SPEC | {"spec_name": "KVSwapTieringOffloadingSpec"}
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 DOORS = pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
 
@@ -50,15 +47,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if not IS_033:  # it asks a configuration that not all tests have
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     return tmp_path
-
-
-def tier(folder: Path, **more: Any) -> dict[str, Any]:
-    return {**TIERS, "secondary_tiers": [{"type": "fs", "root_dir": f"{folder}/rows"}], **more}
-
-
-def files(folder: Path) -> dict[Path, int]:
-    """The rows in the tier, and when they were written."""
-    return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
 
 
 def damage(row: Path) -> None:
@@ -382,88 +370,6 @@ def test_random_requests_are_served_right_from_all_tiers(folder, door, damages, 
         assert nothing_is_held(engine)
 
 
-class Ranks:
-    """The workers of an engine as threads, and its manager, without vLLM's scheduler.
-
-    Args:
-        caches: of each rank, as vllm_engine.caches().
-        how: more of vllm_engine.config().
-    """
-
-    def __init__(self, folder: Path, caches: list[Any], **how: Any) -> None:
-        def worker(rank: int) -> Any:
-            spec = KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
-            return spec.get_worker(caches[rank])
-
-        with ThreadPoolExecutor(len(caches)) as threads:
-            self.workers = list(threads.map(worker, range(len(caches))))
-        self.manager: Any = KVSwapTieringOffloadingSpec(
-            self.config(folder, len(caches), 0, **how)
-        ).get_manager()
-        self.number = 0
-
-    @staticmethod
-    def config(folder: Path, world: int, rank: int, **how: Any) -> Any:
-        settings = config(world, rank=rank, **tier(folder, cpu_bytes_to_use=1 << 20) | how)
-        return replace(settings, engine_id=str(folder))
-
-    def request(self, name: str) -> Any:
-        context = base.ReqContext(name)
-        self.manager.on_new_request(context)
-        return context
-
-    def copy(self, direction: str, blocks: list[int], spec: Any) -> None:
-        self.number += 1
-        gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
-        for worker in self.workers:
-            pair = (gpu, spec) if direction == "store" else (spec, gpu)
-            getattr(worker, f"submit_{direction}")(self.number, *pair)
-            worker.wait({self.number})
-            assert [one.success for one in worker.get_finished()] == [True]
-
-    def store(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
-        output = self.manager.prepare_store(named, context)
-        assert output.keys_to_store == named
-        self.copy("store", blocks, output.store_spec)
-        self.manager.complete_store(named, context)
-        self.settle()
-
-    def load(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
-        self.copy("load", blocks, self.manager.prepare_load(named, context))
-        self.manager.complete_load(named, context)
-
-    def settle(self) -> None:
-        """Waits until the tier has done everything."""
-        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        for tier in self.manager.secondary_tiers:
-            tier.drain_jobs()
-        self.manager._process_finished_jobs()
-
-    def found(self, context: Any, named: list[bytes]) -> list[str]:
-        """What has become of keys that were looked up until all was known."""
-
-        def known() -> bool:
-            results[:] = [self.manager.lookup(key, context).name for key in named]
-            self.settle()
-            return {"RETRY", "HIT_PENDING"}.isdisjoint(results)
-
-        results: list[str] = []
-        assert in_time(known)
-        return results
-
-    def end(self, context: Any) -> None:
-        self.manager.on_request_finished(context)
-
-    def shutdown(self) -> None:
-        self.manager.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
-
-
-def bytes_of(cache: Any, block: int) -> bytes:
-    return b"".join(one.tensor[block].numpy().tobytes() for one in cache.tensors)
-
-
 def bf16_caches(*kinds: str, blocks: int = 12) -> list[Any]:
     """Caches of ranks. A block of "wide" values does not fit into an encoded slot."""
     made = []
@@ -477,19 +383,10 @@ def bf16_caches(*kinds: str, blocks: int = 12) -> list[Any]:
     return made
 
 
-@pytest.fixture
-def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are threads, without vLLM's groups of processes."""
-    hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
-    monkeypatch.setattr(spec_module, "_hosts_of_workers", hosts)
-
-
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
 @pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_row_has_the_blocks_of_all_ranks_also_after_a_restart(
-    folder, one_host, encoding, chunk, world
-):
+def test_a_row_has_the_blocks_of_all_ranks_also_after_a_restart(folder, encoding, chunk, world):
     ranks = bf16_caches(*["plain"] * world)
     expected = [[bytes_of(one, block) for block in range(6)] for one in ranks]
     named, blocks, how = keys(*range(6 // chunk)), list(range(6)), {"encoding": encoding}
@@ -511,7 +408,7 @@ def test_a_row_has_the_blocks_of_all_ranks_also_after_a_restart(
         assert [bytes_of(one, block) for block in range(11, 5, -1)] == right
 
 
-def test_engines_of_other_ranks_find_nothing(folder, one_host):
+def test_engines_of_other_ranks_find_nothing(folder):
     for world in (1, 2):
         engine = Ranks(folder, bf16_caches(*["plain"] * world), block_bytes=4096)
         request = engine.request("new")
@@ -523,7 +420,7 @@ def test_engines_of_other_ranks_find_nothing(folder, one_host):
 
 
 @pytest.mark.parametrize("kinds", [("wide",), ("plain", "wide")])
-def test_a_chunk_of_which_a_block_does_not_fit_is_in_no_tier(folder, one_host, kinds):
+def test_a_chunk_of_which_a_block_does_not_fit_is_in_no_tier(folder, kinds):
     engine = Ranks(folder, bf16_caches(*kinds), block_bytes=4096, encoding="lossless")
     request = engine.request("r")
     for one in engine.workers:  # block 2 fits everywhere
@@ -615,6 +512,11 @@ def test_nothing_is_promoted_after_a_reset_until_all_workers_have_ended_their_jo
         ({"secondary_tiers": "fs"}, "secondary_tiers is 'str'; it must be a list of tiers"),
         ({"secondary_tiers": [{}]}, 'a dictionary with a "type" like "fs"'),
         ({"cache_policy_module_path": "a.b"}, "cache_policy_module_path is for vLLM's own specs"),
+        pytest.param(
+            {"canonical_layout": True},
+            "canonical_layout is set, but vLLM 0.26 does not have it; leave it out",
+            marks=pytest.mark.skipif(IS_033, reason="0.33 has it"),
+        ),
     ],
 )
 def test_options_that_tiers_cannot_have_are_refused_by_every_process(folder, wrong, said):

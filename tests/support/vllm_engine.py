@@ -53,11 +53,16 @@ def config(
     windows: Sequence[int | None] = (None,),
     **extra: Any,
 ) -> Any:
-    """Of blocks with this many bytes in a worker. windows: of each group of layers, in chunks."""
+    """Of blocks with this many bytes in a worker. windows: of each group of layers, in chunks.
+    extra: with canonical_layout, of a model for which vLLM certifies it."""
     group: dict[str, Any] = {"tokens_per_block": 16, "layer_names": ("a", "b")}
     parallel: dict[str, Any] = dict.fromkeys(("pp_size", "pcp_size", "dcp_size"), 1)
     parallel |= {"rank": rank, "world_size": world, "tp_size": world, "data_parallel_index": 0}
-    parallel["is_parallelism_agnostic"] = False
+    is_canonical = bool(extra.get("canonical_layout"))
+    parallel["is_parallelism_agnostic"] = is_canonical
+    more: dict[str, Any] = {"replicated_layout": True} if replicated else {}
+    if is_canonical and HAS_REPLICAS:
+        more |= {"canonical_layout": True, "kv_cache_layout": "LBHNC"}
     groups = [group] * len(windows)
     if "group_id" in offload_config.OffloadingGroupConfig.__dataclass_fields__:  # 0.33
         groups = [
@@ -74,7 +79,7 @@ def config(
         model=offload_config.OffloadingModelConfig("model", "bfloat16"),
         cache=offload_config.OffloadingCacheConfig(16, chunk),
         parallel=offload_config.OffloadingParallelConfig(**parallel),
-        **({"replicated_layout": True} if replicated else {}),
+        **more,
     )
 
 

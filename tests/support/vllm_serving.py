@@ -130,12 +130,14 @@ class Runner:
     """A model runner's half of the connector: its hooks are called by vLLM's code for runner V2
     (ActiveKVConnector) or V1 (KVConnectorModelRunnerMixin)."""
 
-    def __init__(self, config: Any, kv_cache_config: Any, device: str, runner: str) -> None:
-        self.config, self.is_v2 = config, runner == "v2"
-        blocks = kv_cache_config.num_blocks
+    def __init__(
+        self, config: Any, kv_cache_config: Any, device: str, runner: str, heads: range
+    ) -> None:
+        self.config, self.is_v2, self.heads = config, runner == "v2", heads
+        shape = kv_cache_config.num_blocks, len(heads), BLOCK, LANES
         # Never zeros: a block that nobody has written must be seen.
         self.caches = {
-            name: torch.full((blocks, BLOCK * LANES), -layer - 1, dtype=torch.int32).to(device)
+            name: torch.full(shape, -layer - 1, dtype=torch.int32).to(device)
             for layer, name in enumerate(NAMES)
         }
         self.device = device
@@ -235,19 +237,32 @@ class Runner:
         """Launches everything, and waits for nothing."""
         xs = [one.x for one in batch]
         for layer, name in enumerate(NAMES):
-            cache = self.caches[name].view(-1, LANES)
+            cache = self.caches[name]
             for x, one in zip(
                 xs, batch, strict=True
             ):  # as unified_kv_cache_update, before the hook
-                cache[one.write] = written(x, one.places, layer).to(torch.int32)
+                self._write(cache, one.write, written(x, one.places, layer))
             if self.graph != CUDAGraphMode.FULL:
                 self.connector.wait_for_layer_load(name)
             xs = [
-                attend(x, cache[one.read], one.places, layer, self.window)
+                attend(x, self._read(cache, one.read), one.places, layer, self.window)
                 for x, one in zip(xs, batch, strict=True)
             ]
         self.when_launched()
         return [x[-1 - len(one.drafts) :] for x, one in zip(xs, batch, strict=True)]
+
+    def _write(self, cache: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor) -> None:
+        """Every head keeps the same, plus its number."""
+        for at, head in enumerate(self.heads):
+            cache[slots // BLOCK, at, slots % BLOCK] = (kept + head).to(torch.int32)
+
+    def _read(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """What all heads have kept; something else if they have not kept the same."""
+        kept = [
+            cache[slots // BLOCK, at, slots % BLOCK].long() - head
+            for at, head in enumerate(self.heads)
+        ]
+        return kept[0] + sum((kept[0] - one).abs() for one in kept[1:])
 
     def _sample(self, batch: list[Inputs], xs: list[torch.Tensor]) -> list[list[int]]:
         """Drafts are right up to the first one that is not the token that follows."""
@@ -277,8 +292,9 @@ class Serving:
         window: of all layers, in tokens; None is full attention.
         cache: "kv", or "fp8", or "mla" for latent attention, of as many bytes.
         drafts: tokens that are proposed in each step.
-        workers: ranks of tensor parallelism, each with the same cache. The tokens are those of the
-            last one.
+        heads: of each layer, divided among the workers. None: each worker has one, and its cache is
+            that of the others.
+        workers: ranks of tensor parallelism. The tokens are those of the last one.
         transfer: more of the KVTransferConfig.
         extra: more of kv_connector_extra_config.
     """
@@ -297,11 +313,13 @@ class Serving:
         window: int | None = None,
         cache: str = "kv",
         drafts: int = 0,
+        heads: int | None = None,
         workers: int = 1,
         transfer: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        page_bytes = LAYERS * BLOCK * LANES * 4
+        heads_here = 1 if heads is None else heads // workers
+        page_bytes = LAYERS * BLOCK * LANES * 4 * heads_here
         options = {"cpu_bytes_to_use": pages * page_bytes * workers, **(extra or {})}
         how = {**CONNECTOR, **(transfer or {})}
         self.config = _config(folder, is_async, batched, how, options, workers, drafts)
@@ -309,12 +327,16 @@ class Serving:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
         assert self.config.use_v2_model_runner == (runner == "v2")
         self.config.cache_config.num_gpu_blocks = blocks
-        kv_cache_config = _kv_cache_config(blocks, window, cache)
+        if IS_033:
+            self.config.cache_config.kv_cache_layout = "LBHNC"
+        kv_cache_config = _kv_cache_config(blocks, window, cache, heads_here)
         self.runners = []  # before the scheduler, as in an engine
         for rank in range(workers):
             patch.setattr(self.config.parallel_config, "rank", rank)
             with set_current_vllm_config(self.config):
-                self.runners.append(Runner(self.config, kv_cache_config, device, runner))
+                first = 0 if heads is None else rank * heads_here
+                mine = range(first, first + heads_here)
+                self.runners.append(Runner(self.config, kv_cache_config, device, runner, mine))
         patch.setattr(self.config.parallel_config, "rank", 0)
         kind = AsyncScheduler if is_async else Scheduler
         self.scheduler = kind(
@@ -326,6 +348,7 @@ class Serving:
         )
         self.runner = self.runners[0]
         self._aggregator = KVOutputAggregator(workers)
+        self.agree = True  # the ranks have had the same tokens in each step
         self.is_async = is_async
         self.steps: deque[tuple[Any, Any]] = deque()  # executed, not reported yet
         self.requests: dict[str, Request] = {}
@@ -360,6 +383,8 @@ class Serving:
             output = self.runner.execute(scheduled)
         else:  # copies, as to and from other processes
             outputs = [copy.deepcopy(one.execute(copy.deepcopy(scheduled))) for one in self.runners]
+            tokens, *others = [one.sampled_token_ids for one in outputs]
+            self.agree &= all(one == tokens for one in others)
             output = self._aggregator.aggregate(outputs, len(outputs) - 1)
         self.steps.append((scheduled, output))
         waits = self.is_async and scheduled.total_num_scheduled_tokens > 0
@@ -594,8 +619,8 @@ def _config(
     )
 
 
-def _kv_cache_config(blocks: int, window: int | None, cache: str) -> KVCacheConfig:
-    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": LANES // 2}
+def _kv_cache_config(blocks: int, window: int | None, cache: str, heads: int) -> KVCacheConfig:
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": heads, "head_size": LANES // 2}
     shape["dtype"] = torch.float32
     if window is not None:
         spec = SlidingWindowSpec(**shape, sliding_window=window)
@@ -606,7 +631,7 @@ def _kv_cache_config(blocks: int, window: int | None, cache: str) -> KVCacheConf
     else:
         spec = FullAttentionSpec(**shape)
     page = spec.page_size_bytes
-    assert page == BLOCK * LANES * 4
+    assert page == heads * BLOCK * LANES * 4
     if IS_033:
         tensors = [
             KVCacheTensor(size=page * blocks, layers=[name], layer_stride=0, block_stride=page)

@@ -64,6 +64,22 @@ class Move(NamedTuple):
         )
         return cls(blocks, pages, moves[0].first_slots)
 
+    def of_turn(self, turn: int, turns: int, slots: int) -> Move:
+        """What a store of whole pages has in pages with the number `turn` modulo `turns`.
+
+        Args:
+            turn (int): 0 to turns - 1.
+            turns (int): at least 1.
+            slots (int): blocks per page.
+        """
+        mine = [pages % turns == turn for pages in self.pages]
+        blocks = [
+            of_group.reshape(-1, slots)[one].reshape(-1)
+            for of_group, one in zip(self.blocks, mine, strict=True)
+        ]
+        pages = [of_group[one] for of_group, one in zip(self.pages, mine, strict=True)]
+        return Move(blocks, pages, self.first_slots)
+
     def check_whole_pages(self, slots: int) -> None:
         """Checks that a store fills its pages.
 
@@ -86,7 +102,9 @@ class Move(NamedTuple):
                 )
 
 
-def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[PagedLayout | None]:
+def group_layouts(
+    kv_caches: Any, dtype: torch.dtype | None = None, heads: int = 1
+) -> list[PagedLayout | None]:
     """Makes a layout for each group of layers; None for a group without layers in this worker.
 
     Layers of a group that share a tensor become one slab. Only the bytes of a block that are in use
@@ -96,13 +114,19 @@ def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[Page
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
+        heads (int): of which a block has one after another. Each is a slab of its own: those of all
+            layers for the first head, then for the next one.
     """
     layouts: list[PagedLayout | None] = []
     for refs in kv_caches.group_data_refs:
         sizes: dict[int, int] = {}
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
-        tensors = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
+        tensors = [
+            kv_caches.tensors[index].tensor[:, head * size // heads : (head + 1) * size // heads]
+            for head in range(heads)
+            for index, size in sizes.items()
+        ]
         layouts.append(PagedLayout(tensors, 0, dtype=dtype) if tensors else None)
     return layouts
 

@@ -27,7 +27,8 @@ _OF_VLLM = (
 )
 # What only vLLM's own specs do, and what to use instead. Their defaults are no reason to refuse.
 _ONLY_OF_VLLM = {
-    "canonical_layout": "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU has them",
+    "canonical_layout": "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU has them; or "
+    "use spec_name KVSwapTieringOffloadingSpec",
     "cache_policy_module_path": "leave it out and set eviction_policy to lru or arc, or use "
     "spec_name CPUOffloadingSpec",
     "max_tracker_size": "leave it out: KVSwapOffloadingSpec counts the offers of as many chunks as "
@@ -35,6 +36,7 @@ _ONLY_OF_VLLM = {
     "secondary_tiers": "leave it out: KVSwapOffloadingSpec keeps blocks in host memory only; or "
     "use spec_name KVSwapTieringOffloadingSpec",
 }
+_WITH_TIERS = ("canonical_layout", "secondary_tiers")
 _OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
 _BEFORE_033 = "which vLLM 0.26 does not have; leave it out"
 _CHOICES = {
@@ -94,13 +96,13 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
 
     Args:
         config (Mapping[str, Any]): kv_connector_extra_config.
-        has_tiers (bool): secondary_tiers may be there. read_tiers() reads it.
+        has_tiers (bool): secondary_tiers and canonical_layout may be there. They are not read here.
 
     Raises:
         ValueError: an option is unknown or missing, or has an invalid value.
     """
     for name, instead in _ONLY_OF_VLLM.items():
-        if config.get(name) and not (has_tiers and name == "secondary_tiers"):
+        if config.get(name) and not (has_tiers and name in _WITH_TIERS):
             raise ValueError(
                 f"kv_connector_extra_config: {name} is for vLLM's own specs; {instead}"
             )

@@ -28,13 +28,14 @@ class Replicas(NamedTuple):
         rank (int): this worker, 0 to world - 1.
         world (int): number of workers.
         engine_id (str): name of the engine, unique on the machine.
-        is_split (bool): each worker has a part of each page. If not, their caches are equal.
+        part (tuple[int, int] | None): what this worker has of each page: see HostPool. None if the
+            caches of all workers are equal.
     """
 
     rank: int
     world: int
     engine_id: str
-    is_split: bool = False
+    part: tuple[int, int] | None = None
 
 
 class Host(NamedTuple):
@@ -115,8 +116,8 @@ def replicated_pool(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
         if replicas.rank == 0:
             options |= {"pin_in_background": pin_in_background, "shared": True}
-            if replicas.is_split:
-                options["part"] = 0, replicas.world
+            if replicas.part is not None:
+                options["part"] = replicas.part
             make = partial(HostPool, layout, num_pages, blocks_per_page, **options)
             return _serve(meeting, address, replicas, timeout, make)
         _connect(meeting, address, replicas, deadline)
@@ -128,7 +129,7 @@ def replicated_pool(
                 f"{replicas.engine_id!r} ended before it had made the pool; see its log"
             ) from error
     try:
-        rank = replicas.rank if replicas.is_split else 0
+        rank = 0 if replicas.part is None else replicas.part[0]
         return HostPool.attach(layout, handle, pin_in_background=pin_in_background, rank=rank)
     finally:
         handle.close()

@@ -18,6 +18,7 @@ from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import Part
 from torch_kvswap.host_pool.shared import PoolHandle
+from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.pool import address_of, user_of
 
 # Direct I/O needs rows that begin at a multiple of it. vLLM's file tier stores nothing else.
@@ -31,10 +32,13 @@ class RowsOffer(NamedTuple):
     Attributes:
         engine_id (str): name of the engine, unique on the machine.
         kv_layout (str): the order of tokens and heads in the cache, as vLLM names it.
+        share (Share | None): what this worker has of canonical rows, which are the same for any
+            number of workers. None if rows have a part of each worker.
     """
 
     engine_id: str
     kv_layout: str
+    share: Share | None = None
 
     def namespace(self, pools: Sequence[HostPool]) -> str:
         """What the bytes of a row depend on, besides the model and its tokens.
@@ -43,13 +47,16 @@ class RowsOffer(NamedTuple):
             pools (Sequence[HostPool]): of each group of layers in this worker.
         """
         pool = pools[0]
-        sizes = [one.layout.sizes.tolist() for one in pools]
+        heads = 1 if self.share is None else self.share.heads_here
+        of = f"{pool.num_parts} ranks" if self.share is None else f"{self.share.heads} heads"
+        # Of one head, which all heads have.
+        sizes = [one.layout.sizes[: len(one.layout.sizes) // heads].tolist() for one in pools]
         slabs = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
         width = "" if pool.bits_per_value is None else f" {pool.bits_per_value}"
         digests = "" if pool.verify == "off" else " with digests"
         return (
             f"torch_kvswap {_FORMAT}: {pool.encoding}{width}{digests}, {sys.byteorder} endian, "
-            f"{pool.blocks_per_page} slots of {pool.slot_bytes} bytes for {pool.num_parts} ranks, "
+            f"{pool.blocks_per_page} slots of {pool.slot_bytes} bytes for {of}, "
             f"slabs {slabs}, KV layout {self.kv_layout}"
         )
 
@@ -115,6 +122,7 @@ class Rows:
 
     Attributes:
         num_pages (int): number of rows.
+        row_bytes (int): bytes of a row.
         memory (memoryview): uint8 [num_pages, bytes of a row], writable.
         namespace (str): see RowsOffer.namespace().
 
@@ -138,6 +146,7 @@ class Rows:
                 ) from error
         with contextlib.closing(handle):
             self.num_pages, self._slots = handle.num_pages, handle.blocks_per_page
+            self.row_bytes = handle.page_bytes
             self._slot_bytes = handle.page_bytes // handle.blocks_per_page
             self._sizes = handle.slab_sizes
             encoding = read_encoding(handle.encoding, handle.bits_per_value)

@@ -64,8 +64,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         copies = 1 if self.replicated_layout else config.parallel.world_size
         self.num_pages, self._chunk_bytes, self._problem = 0, 0, ""
         try:
-            sizes = config, copies, self.options, self._row_alignment
-            self.num_pages, self._chunk_bytes = _size_pools(*sizes)
+            self._size_pools(copies)
         except ValueError as error:
             if config.parallel.pp_size == 1:
                 raise
@@ -125,6 +124,11 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             )
         return self._worker
 
+    def _size_pools(self, copies: int) -> None:
+        """Sets the number of chunks, and their bytes, if so many workers keep a part of each."""
+        sizes = self.config, copies, self.options, self._row_alignment
+        self.num_pages, self._chunk_bytes = _size_pools(*sizes)
+
     def _read_options(self) -> SpecOptions:
         return read_options(self.extra_config)
 
@@ -172,7 +176,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         if not (self.replicated_layout or is_split) or parallel.world_size == 1:
             return None
         of_engine = parallel.rank, parallel.world_size, self.config.engine_id
-        return Replicas(*of_engine, is_split)
+        return Replicas(*of_engine, of_engine[:2] if is_split else None)
 
     def _make_manager(self) -> OffloadingManager:
         server = self._host_server()

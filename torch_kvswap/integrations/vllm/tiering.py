@@ -18,7 +18,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
+from torch_kvswap.integrations.vllm.canonical import Share, is_canonical, kv_heads
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
+from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer
 from torch_kvswap.integrations.vllm.scheduler_side import Key, KVSwapManager
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec, kv_layout_of
@@ -268,6 +270,8 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
         interval = getattr(of_vllm, "DEFAULT_TIER_POLL_INTERVAL_S", None)
         self._tiers, self._poll_interval = read_tiers(config.extra_config, interval)
         super().__init__(config, repeats)
+        self._is_canonical = is_canonical(config, self.options)
+        self._share: Share | None = None  # of this worker, if so
         of = config.parallel
         if of.pp_size * of.pcp_size > 1:
             raise ValueError(
@@ -305,11 +309,26 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
                 )
         return options
 
+    def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
+        """The worker, made at the first call."""
+        if self._is_canonical and self._share is None:
+            self._share = Share.of(kv_caches, kv_heads())
+            self._size_pools(self._share.part[1])
+        return super().get_worker(kv_caches)
+
+    def _replicas(self) -> Replicas | None:
+        replicas = super()._replicas()
+        if replicas is None or self._share is None:
+            return replicas
+        return replicas._replace(part=self._share.part)
+
     def _rows_offer(self) -> RowsOffer:
-        return RowsOffer(self.config.engine_id, kv_layout_of(self.config))
+        return RowsOffer(self.config.engine_id, kv_layout_of(self.config), self._share)
 
     def _make_manager(self) -> base.OffloadingManager:
         rows = Rows(self.config.engine_id)
+        # Only the workers know into how many parts canonical rows are divided.
+        self.num_pages, self._chunk_bytes = rows.num_pages, rows.row_bytes
         primary = PrimaryTier(rows, *self._of_manager())
         how = {} if self._poll_interval is None else {"tier_poll_interval_s": self._poll_interval}
         with contextlib.ExitStack() as made:
@@ -329,8 +348,8 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
         told.config = replace(
             config,
             model=replace(config.model, dtype=dtype),
-            # If it were, vLLM would leave the parallel sizes out of the names of rows.
-            parallel=replace(config.parallel, is_parallelism_agnostic=False),
+            # If rows are, vLLM leaves the parallel sizes out of their names.
+            parallel=replace(config.parallel, is_parallelism_agnostic=self._is_canonical),
         )
         try:
             made = SecondaryTierFactory.create_secondary_tier(tier, rows.memory, told)

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload import base
 
 from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.canonical import check_equal_groups
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
@@ -87,7 +88,8 @@ class KVSwapWorker(base.OffloadingWorker):
         server (HostServer | None): has the pages, and decides how many there are.
 
     Raises:
-        ValueError: no group has layers in this worker, or the server refuses its cache, and why.
+        ValueError: no group has layers in this worker, the groups do not fit into canonical rows,
+            or the server refuses its cache, and why.
     """
 
     def __init__(
@@ -102,9 +104,11 @@ class KVSwapWorker(base.OffloadingWorker):
         server: HostServer | None = None,
     ) -> None:
         self._repeats = repeats
+        share = None if rows is None else rows.share
+        self._heads, self._turn = (share.heads_here, share.turn) if share else (1, (0, 1))
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
         is_encoded = options.encoding != "raw"
-        of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
+        of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None, self._heads)
         self._has_layers = [layout is not None for layout in of_groups]
         layouts = [layout for layout in of_groups if layout is not None]
         if not layouts:
@@ -112,6 +116,8 @@ class KVSwapWorker(base.OffloadingWorker):
                 "no layer of this worker has a KV cache to offload; divide the layers among the "
                 "stages of the pipeline so that each has one, or leave out kv_transfer_config"
             )
+        if share is not None:
+            check_equal_groups(layouts)
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         self._kept: Kept = {}
@@ -146,13 +152,16 @@ class KVSwapWorker(base.OffloadingWorker):
             self._server = RowsServer(*offered)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Starts a store. Always returns True; a transfer without blocks ends at once.
+        """Starts a store. Always returns True; a transfer without blocks ends at once, and so does
+        one for whose pages it is the turn of other workers.
 
         Raises:
             ValueError: src_spec and dst_spec do not fit together, or a chunk is not complete.
         """
         move = self._read(src_spec, dst_spec)
         move.check_whole_pages(self._blocks_per_page)
+        if self._turn[1] > 1:
+            move = move.of_turn(*self._turn, self._blocks_per_page)
         self._submit({job_id: move}, self._handler.store)
         for place in move.places(self._blocks_per_page) if self._kept else ():
             self._kept.pop((place.page, place.slot), None)
@@ -177,18 +186,28 @@ class KVSwapWorker(base.OffloadingWorker):
         They also end together: if the job fails, all of them have failed, except those without a
         rejected block if only blocks were rejected.
 
+        With several heads in canonical rows the layers of one head land before those of the next:
+        the current stream waits for the whole job, here.
+
         Args:
             loads (Mapping[int, TransferJob]): by vLLM's number; each of whole chunks, of a cache
                 with one group of layers.
             layer_groups (int): see OffloadHandler.load().
 
         Returns:
-            Job | None: the job, for streams to wait for. None if it could not be started.
+            Job | None: the job, for streams to wait for. None if it could not be started, or if
+            nothing is left to wait for.
         """
         moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
         written = frozenset().union(*(_written(one.src_spec) for one in loads.values()))
-        how: dict[str, Any] = {"expedited": True, "layer_groups": layer_groups}
-        return self._submit(moves, self._handler.load, written=written, **how)
+        how: dict[str, Any] = {"written": written, "expedited": True}
+        if self._heads == 1:
+            return self._submit(moves, self._handler.load, **how, layer_groups=layer_groups)
+        job = self._submit(moves, self._handler.load, **how)
+        if job is not None:
+            with contextlib.suppress(TransferError):  # get_finished() reports it
+                job.wait()
+        return None
 
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each

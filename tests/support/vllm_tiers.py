@@ -1,0 +1,111 @@
+"""Engines with vLLM's file tier below our host memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import in_time
+from vllm_engine import SPEC, base, config
+
+from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
+from torch_kvswap.integrations.vllm import spec as spec_module
+from torch_kvswap.integrations.vllm.pool import this_host
+
+TIERS = SPEC | {"spec_name": "KVSwapTieringOffloadingSpec"}
+
+
+def tier(folder: Path, **more: Any) -> dict[str, Any]:
+    return {**TIERS, "secondary_tiers": [{"type": "fs", "root_dir": f"{folder}/rows"}], **more}
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """The rows in the tier, and when they were written."""
+    return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
+
+
+class Ranks:
+    """The workers of an engine as threads, and its manager, without vLLM's scheduler.
+
+    Args:
+        caches: of each rank, as vllm_engine.caches().
+        how: more of vllm_engine.config().
+    """
+
+    def __init__(self, folder: Path, caches: list[Any], **how: Any) -> None:
+        def worker(rank: int) -> Any:
+            spec = KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
+            return spec.get_worker(caches[rank])
+
+        hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(caches)) as threads:
+            patch.setattr(spec_module, "_hosts_of_workers", hosts)  # vLLM's groups of processes
+            self.workers = list(threads.map(worker, range(len(caches))))
+        self.manager: Any = KVSwapTieringOffloadingSpec(
+            self.config(folder, len(caches), 0, **how)
+        ).get_manager()
+        self.number = 0
+
+    @staticmethod
+    def config(folder: Path, world: int, rank: int, **how: Any) -> Any:
+        settings = config(world, rank=rank, **tier(folder, cpu_bytes_to_use=1 << 20) | how)
+        return replace(settings, engine_id=str(folder))
+
+    def request(self, name: str) -> Any:
+        context = base.ReqContext(name)
+        self.manager.on_new_request(context)
+        return context
+
+    def copy(self, direction: str, blocks: list[int], spec: Any) -> None:
+        self.number += 1
+        gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
+        for worker in self.workers:
+            pair = (gpu, spec) if direction == "store" else (spec, gpu)
+            getattr(worker, f"submit_{direction}")(self.number, *pair)
+            worker.wait({self.number})
+            assert [one.success for one in worker.get_finished()] == [True]
+
+    def store(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
+        output = self.manager.prepare_store(named, context)
+        assert output.keys_to_store == named
+        self.copy("store", blocks, output.store_spec)
+        self.manager.complete_store(named, context)
+        self.settle()
+
+    def load(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
+        self.copy("load", blocks, self.manager.prepare_load(named, context))
+        self.manager.complete_load(named, context)
+
+    def settle(self) -> None:
+        """Waits until the tier has done everything."""
+        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        for tier in self.manager.secondary_tiers:
+            tier.drain_jobs()
+        self.manager._process_finished_jobs()
+
+    def found(self, context: Any, named: list[bytes]) -> list[str]:
+        """What has become of keys that were looked up until all was known."""
+
+        def known() -> bool:
+            results[:] = [self.manager.lookup(key, context).name for key in named]
+            self.settle()
+            return {"RETRY", "HIT_PENDING"}.isdisjoint(results)
+
+        results: list[str] = []
+        assert in_time(known)
+        return results
+
+    def end(self, context: Any) -> None:
+        self.manager.on_request_finished(context)
+
+    def shutdown(self) -> None:
+        self.manager.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+
+def bytes_of(cache: Any, block: int) -> bytes:
+    return b"".join(one.tensor[block].numpy().tobytes() for one in cache.tensors)
