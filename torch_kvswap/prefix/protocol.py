@@ -6,8 +6,11 @@ all digests in a row. All numbers are in the byte order of the machine.
 
 A PrefixCache says HELLO, and is one session. An engine whose scheduler and worker are two processes
 is two sessions: the worker says HELLO, and READY when it has pinned the memory; the scheduler says
-MEET and has all reservations. After a server was lost the worker says MEET too, before it frees the
-old memory: the scheduler comes when no job uses it any more.
+MEET, and has all reservations. After a server was lost the worker says MEET too, before it frees
+the old memory: the scheduler comes when no job uses it any more.
+
+A scheduler borrows pages for the blocks that it will store, publishes those that have their blocks,
+and gives back the others.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 2
+VERSION = 3
 HEAD = struct.Struct("=IB")
 MAX_BYTES = 64 << 20  # of a message: two million keys
 NUMBER = struct.Struct("=q")
@@ -32,34 +35,32 @@ RESERVED = struct.Struct("=qq")  # id, lease; then for each group the count, ind
 # are being asked for below, or -1: all keys are held; then the pages, and if not all are held the
 # indices.
 HELD = struct.Struct("=3q")
-PUBLISH = struct.Struct("=qq")  # reservation, pages; then their positions and keys
-MET = struct.Struct("=qq")  # session, pages
+MET = struct.Struct("=3q")  # session, pages, how many resets there have been
 
 
 class Op(IntEnum):
     """Requests. Those that are marked so get no answer."""
 
     HELLO = 1
-    LOOKUP = 2
-    LOOKUP_AGAIN = 3
-    PREPARE_LOAD = 4  # the prefix, or -1 for all keys; then the keys
-    PREPARE_STORE = 5
-    PREEMPT = 6
-    IS_PENDING = 7
-    RELEASE = 8
-    STATS = 9
-    RESET = 10  # the answer: how many there have been
-    MEET = 11  # answered when the other process of the engine is there
-    HOLD = 12  # how many lists of keys; then the keys of each. The answer: RESET's, HELD of each
-    LEASE = 13  # how many pages at most, for keys that PUBLISH will name
-    END = 14  # no answer
-    TOUCH = 15  # no answer
-    ORDER = 16  # no answer
-    ORDER_RENEWED = 17  # no answer
-    DELETE = 18  # no answer: pages that loads have found damaged, by PAGE
-    PUBLISH = 19  # no answer: pages of a LEASE have been filled
-    READY = 20  # no answer: the memory is pinned
-    LEAVE = 21  # no answer: no job is in flight
+    LOOKUP = 2  # whether it is asked again; then the keys
+    PREPARE_LOAD = 3  # the prefix, or -1 for all keys; then the keys
+    PREPARE_STORE = 4
+    PREEMPT = 5
+    IS_PENDING = 6
+    RELEASE = 7
+    STATS = 8
+    RESET = 9
+    MEET = 10  # answered when the other process of the engine is there
+    HOLD = 11  # how many lists of keys; then the keys of each. The answer: HELD of each
+    BORROW = 12  # how many pages at most. The answer: pages
+    END = 13  # no answer
+    TOUCH = 14  # no answer
+    ORDER = 15  # no answer: whether it is renewed; then the keys
+    DELETE = 16  # no answer: pages that loads have found damaged, by PAGE
+    PUBLISH = 17  # no answer: resets before the store began; borrowed pages; their digests
+    GIVE_BACK = 18  # no answer: borrowed pages
+    READY = 19  # no answer: the memory is pinned
+    LEAVE = 20  # no answer: no job is in flight
 
 
 class Status(IntEnum):
@@ -67,9 +68,10 @@ class Status(IntEnum):
 
     DONE = 0
     REFUSED = 1  # the text of a ValueError
+    RESET = 2  # no answer: to schedulers, another engine has reset the server
 
 
-class ProtocolError(Exception):
+class ProtocolError(ConnectionError):
     """What came is no message of this protocol."""
 
 

@@ -15,7 +15,6 @@ import stat
 import struct
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ from torch_kvswap.prefix.protocol import (
     MET,
     NUMBER,
     PAGE,
-    PUBLISH,
     RESERVED,
     VERSION,
     WELCOME,
@@ -57,7 +55,7 @@ from torch_kvswap.prefix.tier import Tier
 _READ_BYTES = 1 << 16
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
-_LEASED_PART = 4  # of the pages, one in so many may be leased, shared by the schedulers
+_LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
@@ -70,30 +68,31 @@ class _Session:
         process (int): its file descriptor of the process, readable when that has ended.
         connection (socket | None): None when it is lost.
         received (bytearray): of a message that is not complete.
-        unsent (bytes): of an answer. Until it is sent, nothing is received.
-        is_member (bool): its cache fits to the pages.
+        unsent (bytes): what it has not taken. Until then nothing is received from it.
         engine (str): its name, if scheduler and worker are two sessions.
+        is_member (bool): its cache fits to the pages.
         waits (bool): it has said MEET, and has no answer yet.
         is_scheduler (bool): it is a scheduler.
         is_ready (bool): it is a worker that has pinned the memory.
         is_over (bool): it is a scheduler that has ended; its pages are its worker's.
         reservations (dict[int, LoadReservation | StoreReservation]): by id, those that are open.
         leases (set[int]): of preempt().
-        from_before_reset (set[int]): reservations that publish nothing.
-        published (Counter[int]): pages of leases that have their blocks, by reservation.
+        lent (set[int]): pages that it has borrowed.
     """
 
     def __init__(self, number: int, connection: socket.socket, process: int, pid: int) -> None:
         self.number, self.process, self.pid = number, process, pid
         self.connection: socket.socket | None = connection
-        self.received, self.unsent = bytearray(), b""
-        self.is_member = False
-        self.engine = ""
-        self.waits = self.is_scheduler = self.is_ready = self.is_over = False
+        self.received, self.unsent, self.engine = bytearray(), b"", ""
+        self.is_member = self.waits = False
+        self.is_scheduler = self.is_ready = self.is_over = False
         self.reservations: dict[int, LoadReservation | StoreReservation] = {}
         self.leases: set[int] = set()
-        self.from_before_reset: set[int] = set()
-        self.published: Counter[int] = Counter()
+        self.lent: set[int] = set()
+
+    @property
+    def has_pages(self) -> bool:
+        return bool(self.reservations or self.leases or self.lent)
 
 
 class _Pages:
@@ -225,27 +224,7 @@ class PageServer:
         self._pages: _Pages | None = None
         self._is_over, self._some_ended = False, False
         self._handlers: dict[int, Callable[[_Session, bytes], None]] = {
-            Op.HELLO: self._hello,
-            Op.LOOKUP: lambda session, body: self._lookup(session, body, False),
-            Op.LOOKUP_AGAIN: lambda session, body: self._lookup(session, body, True),
-            Op.PREPARE_LOAD: self._prepare_load,
-            Op.PREPARE_STORE: self._prepare_store,
-            Op.PREEMPT: self._preempt,
-            Op.MEET: self._meet,
-            Op.HOLD: self._hold,
-            Op.LEASE: self._lease,
-            Op.PUBLISH: self._publish,
-            Op.READY: self._on_pinned,
-            Op.IS_PENDING: self._is_pending,
-            Op.RELEASE: self._release,
-            Op.STATS: self._stats,
-            Op.RESET: self._reset,
-            Op.END: self._end,
-            Op.TOUCH: lambda _, body: self._manager.touch(self._keys(body)),
-            Op.ORDER: lambda _, body: self._manager.order(self._keys(body)),
-            Op.ORDER_RENEWED: lambda _, body: self._manager.order(self._keys(body), renew=True),
-            Op.DELETE: self._delete,
-            Op.LEAVE: lambda session, _: self._end_session(session),
+            op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
         with contextlib.ExitStack() as undo:
             self._store: PageStore | None = None
@@ -262,7 +241,7 @@ class PageServer:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
     def _listen(self) -> socket.socket:
         """The socket. What a killed server has left of its own is removed."""
@@ -318,7 +297,7 @@ class PageServer:
 
     # Connections.
 
-    def _on_wake(self, *_: object) -> None:
+    def _woken(self, *_: object) -> None:
         os.eventfd_read(self._wake_fd)
 
     def _wake(self) -> None:
@@ -349,21 +328,18 @@ class PageServer:
             process, selectors.EVENT_READ, lambda *_: self._end_session(session)
         )
         self._selector.register(
-            connection, selectors.EVENT_READ, lambda _, events: self._on_ready(session, events)
+            connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
         )
-        try:
-            self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
-        except OSError:  # it has gone already
-            self._disconnect(session)
+        self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
 
-    def _on_ready(self, session: _Session, events: int) -> None:
+    def _serve(self, session: _Session, events: int) -> None:
         """Receives, or sends the rest of an answer."""
         connection = session.connection
         if connection is None:  # lost since select() has returned
             return
         try:
             if events & selectors.EVENT_WRITE:
-                self._send(session, session.unsent)
+                self._send(session)
             else:
                 data = connection.recv(_READ_BYTES)
                 if not data:
@@ -393,17 +369,17 @@ class PageServer:
     def _answer(self, session: _Session, *parts: bytes, status: Status = Status.DONE) -> None:
         self._send(session, pack(status, *parts))
 
-    def _send(self, session: _Session, data: bytes) -> None:
+    def _send(self, session: _Session, data: bytes = b"") -> None:
         """Sends it, or keeps what the engine does not take, and then receives nothing from it."""
         assert session.connection is not None
-        sent = 0
+        had_some, data, sent = bool(session.unsent), session.unsent + data, 0
         try:
             sent = session.connection.send(data)
         except BlockingIOError:
             pass
-        except (BrokenPipeError, ConnectionResetError):  # it has gone: perhaps it has said LEAVE
+        except OSError:  # it has gone, and the next recv() says so: perhaps it has said LEAVE
             sent = len(data)
-        had_some, session.unsent = bool(session.unsent), data[sent:]
+        session.unsent = data[sent:]
         if had_some != bool(session.unsent):
             events = selectors.EVENT_WRITE if session.unsent else selectors.EVENT_READ
             key = self._selector.get_key(session.connection)
@@ -418,7 +394,7 @@ class PageServer:
             session.received.clear()
             session.waits = False
         is_worker = session.is_member and session.engine and not session.is_scheduler
-        if not session.reservations and not session.leases and not is_worker:
+        if not session.has_pages and not is_worker:
             self._end_session(session)
 
     def _end_session(self, session: _Session) -> None:
@@ -429,7 +405,7 @@ class PageServer:
         if session.number not in self._sessions:
             return
         others = self._of_engine(session)
-        is_in_use = bool(session.is_scheduler and (session.reservations or session.leases))
+        is_in_use = session.is_scheduler and session.has_pages
         if is_in_use and any(other.is_member for other in others):
             if not session.is_over:
                 session.is_over = True
@@ -458,11 +434,12 @@ class PageServer:
                 self._manager.complete(reservation)
             else:
                 self._manager.fail(reservation)
-        session.reservations.clear()
-        session.published.clear()
         for lease in session.leases:
             self._manager.release(lease)
-        session.leases.clear()
+        if session.lent:
+            self._manager.take_back(list(session.lent))
+        for held in (session.reservations, session.leases, session.lent):
+            held.clear()
         if not session.is_over:
             self._selector.unregister(session.process)
         os.close(session.process)
@@ -481,7 +458,7 @@ class PageServer:
         assert self._pages is not None
         return self._pages.join(unpack_keys(body, len(self._pages.pools)))
 
-    def _hello(self, session: _Session, body: bytes) -> None:
+    def _on_hello(self, session: _Session, body: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
         cache = json.loads(body)
         session.engine = cache.pop("engine")
@@ -523,7 +500,7 @@ class PageServer:
                     f"{self._path}; give each engine its own engine_id"
                 )
 
-    def _meet(self, session: _Session, body: bytes) -> None:
+    def _on_meet(self, session: _Session, body: bytes) -> None:
         said = json.loads(body)
         session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
         self._replace(said["session"], session)
@@ -532,28 +509,23 @@ class PageServer:
         session.waits = True
         self._introduce(session)
 
-    def _on_pinned(self, session: _Session, _: bytes) -> None:
+    def _on_ready(self, session: _Session, _: bytes) -> None:
         session.is_ready = True
         self._introduce(session)
 
     def _introduce(self, session: _Session) -> None:
         """Answers the processes of this engine that wait for each other."""
         for one, other in itertools.permutations([session, *self._of_engine(session)], 2):
-            if not one.waits or one.is_scheduler == other.is_scheduler or other.is_over:
-                continue
-            if one.is_scheduler and not other.is_ready:
-                continue
-            pages = 0 if self._pages is None else self._pages.pools[0].num_pages
-            one.waits, one.is_member = False, one.is_scheduler
-            try:
-                self._answer(one, MET.pack(one.number, pages))
-            except OSError:  # it has gone
-                self._disconnect(one)
+            are_halves = one.is_scheduler != other.is_scheduler and not other.is_over
+            if one.waits and are_halves and (other.is_ready or not one.is_scheduler):
+                pages = 0 if self._pages is None else self._pages.pools[0].num_pages
+                one.waits, one.is_member = False, one.is_scheduler
+                self._answer(one, MET.pack(one.number, pages, self._resets))
 
-    def _hold(self, session: _Session, body: bytes) -> None:
+    def _on_hold(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
         (count,) = NUMBER.unpack_from(body)
-        parts = [NUMBER.pack(self._resets)]
+        parts = []
         for digests in unpack_keys(body[NUMBER.size :], count):
             held, in_front = self._manager.hold(digests), -1
             if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
@@ -572,47 +544,60 @@ class PageServer:
                 parts.append(held.key_indices.tobytes())
         self._answer(session, *parts)
 
-    def _lease(self, session: _Session, body: bytes) -> None:
-        stats = self._manager.stats()
+    def _on_borrow(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
-        schedulers = sum(one.is_scheduler for one in self._sessions.values())
-        share = max(self._pages.pools[0].num_pages // (_LEASED_PART * max(schedulers, 1)), 1)
-        stores = (one for one in session.reservations.values() if isinstance(one, StoreReservation))
-        has = sum(len(one.pages) for one in stores) - session.published.total()
-        most = min(share - has, stats.free_pages + stats.idle_pages)
-        count = min(NUMBER.unpack(body)[0], max(most, 0))
-        # No block has such a key. That of its block is named when the page is filled.
-        leased = self._manager.prepare_store(os.urandom(count * DIGEST_BYTES)) if count else None
-        self._reserve(session, leased)
+        (count,) = NUMBER.unpack(body)
+        lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session) + 1
+        share = max(self._pages.pools[0].num_pages // (_LENT_PART * lent_to), 1)
+        pages = self._manager.lend(max(min(count, share - len(session.lent)), 0))
+        session.lent.update(pages.tolist())
+        self._answer(session, pages.tobytes())
 
-    def _publish(self, session: _Session, body: bytes) -> None:
-        number, count = PUBLISH.unpack_from(body)
-        reservation, at = session.reservations.get(number), PUBLISH.size + 8 * count
-        if isinstance(reservation, StoreReservation) and number not in session.from_before_reset:
-            self._manager.publish(reservation, body[at:], array("q", body[PUBLISH.size : at]))
-            session.published[number] += count
+    def _on_publish(self, session: _Session, body: bytes) -> None:
+        (resets,) = NUMBER.unpack_from(body)
+        at = NUMBER.size + 8 * ((len(body) - NUMBER.size) // (8 + DIGEST_BYTES))
+        digests = body[at:] if resets == self._resets else None
+        self._end_loan(session, body[NUMBER.size : at], digests)
 
-    def _lookup(self, session: _Session, body: bytes, again: bool) -> None:
+    def _on_give_back(self, session: _Session, body: bytes) -> None:
+        self._end_loan(session, body)
+
+    def _end_loan(self, session: _Session, numbers: bytes, digests: bytes | None = None) -> None:
+        """Takes these pages from an engine, with the blocks of these keys."""
+        pages = array("q", numbers)
+        if not session.lent.issuperset(pages):
+            raise ProtocolError("it names a page that it has not borrowed")
+        if digests is None:
+            self._manager.take_back(pages)
+        else:
+            self._manager.publish(pages, digests)
+        session.lent.difference_update(pages)
+        self._some_ended = True
+
+    def _read(self, body: bytes) -> tuple[int, Any]:
+        """A number and the keys behind it."""
+        return NUMBER.unpack_from(body)[0], self._keys(body[NUMBER.size :])
+
+    def _on_lookup(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
-        keys = self._keys(body)
-        found = self._manager.lookup(keys, again=again)
+        again, keys = self._read(body)
+        found = self._manager.lookup(keys, again=bool(again))
         if self._pages.tier is not None:
             found = self._pages.tier.ask(found, self._pages.split(keys))
         self._answer(session, LOOKUP.pack(*found))
 
-    def _prepare_load(self, session: _Session, body: bytes) -> None:
+    def _on_prepare_load(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
-        (prefix,) = NUMBER.unpack_from(body)
-        keys = self._keys(body[NUMBER.size :])
+        prefix, keys = self._read(body)
         load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
         self._reserve(session, load)
         if load is not None and self._pages.tier is not None:
             self._pages.tier.use_leases(self._pages.split(keys))
 
-    def _prepare_store(self, session: _Session, body: bytes) -> None:
+    def _on_prepare_store(self, session: _Session, body: bytes) -> None:
         self._reserve(session, self._manager.prepare_store(self._keys(body)))
 
-    def _preempt(self, session: _Session, body: bytes) -> None:
+    def _on_preempt(self, session: _Session, body: bytes) -> None:
         self._reserve(session, self._manager.preempt(self._keys(body)))
 
     def _reserve(
@@ -635,27 +620,36 @@ class PageServer:
         parts = [numbers.tobytes() for numbers in (counts, *indices, *pages)]
         self._answer(session, RESERVED.pack(reservation.id, lease), *parts)
 
-    def _is_pending(self, session: _Session, body: bytes) -> None:
+    def _on_is_pending(self, session: _Session, body: bytes) -> None:
         self._answer(session, NUMBER.pack(self._manager.is_pending(self._keys(body))))
 
-    def _release(self, session: _Session, body: bytes) -> None:
+    def _on_touch(self, _: _Session, body: bytes) -> None:
+        self._manager.touch(self._keys(body))
+
+    def _on_order(self, _: _Session, body: bytes) -> None:
+        renew, keys = self._read(body)
+        self._manager.order(keys, renew=bool(renew))
+
+    def _on_release(self, session: _Session, body: bytes) -> None:
         lease = NUMBER.unpack(body)[0] - self._generation
         is_own = lease in session.leases
         session.leases.discard(lease)
         self._answer(session, NUMBER.pack(is_own and self._manager.release(lease)))
 
-    def _stats(self, session: _Session, body: bytes) -> None:
+    def _on_stats(self, session: _Session, body: bytes) -> None:
         (group,) = NUMBER.unpack(body)
         self._answer(session, array("Q", self._manager._stats(group)).tobytes())
 
-    def _reset(self, session: _Session, _: bytes) -> None:
+    def _on_reset(self, session: _Session, _: bytes) -> None:
         self._manager.reset()
-        for other in self._sessions.values():
-            other.from_before_reset.update(other.reservations)
         self._resets += 1
-        self._answer(session, NUMBER.pack(self._resets))
+        self._answer(session)
+        for other in self._sessions.values():
+            is_told = other.is_scheduler and other.is_member and other.connection is not None
+            if is_told and other is not session:
+                self._send(other, pack(Status.RESET))
 
-    def _end(self, session: _Session, body: bytes) -> None:
+    def _on_end(self, session: _Session, body: bytes) -> None:
         number, has_succeeded = END.unpack_from(body)
         reservation = session.reservations.get(number)
         if reservation is None:  # an engine that was interrupted says it again
@@ -665,11 +659,12 @@ class PageServer:
         else:
             self._manager.fail(reservation)
         del session.reservations[number]
-        session.from_before_reset.discard(number)
-        session.published.pop(number, None)
         self._some_ended = True
 
-    def _delete(self, session: _Session, body: bytes) -> None:
+    def _on_leave(self, session: _Session, _: bytes) -> None:
+        self._end_session(session)
+
+    def _on_delete(self, session: _Session, body: bytes) -> None:
         assert self._pages is not None
         pages = list(PAGE.iter_unpack(body))
         if any(not 0 <= group < len(self._pages.pools) for group, _ in pages):

@@ -34,7 +34,7 @@ from torch_kvswap.cli import serve
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, PAGE, Op, pack, pack_keys
+from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, NUMBER, PAGE, Op, pack, pack_keys
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -281,13 +281,15 @@ NONSENSE = {
     "no request": pack(0),
     "a second hello": pack(Op.HELLO, b"{}"),
     "keys that are too short": pack(Op.LOOKUP, b"1"),
-    "more keys than there are": pack(Op.LOOKUP, struct.pack("=q", 1 << 40)),
+    "more keys than there are": pack(Op.PREPARE_STORE, struct.pack("=q", 1 << 40)),
     "a negative number of keys": pack(Op.TOUCH, struct.pack("=q", -1)),
     "half a key": pack(Op.PREPARE_STORE, struct.pack("=q", 1), b"1234"),
     "no reservation": pack(Op.END),
     "no lease": pack(Op.RELEASE, b"123"),
     "a group that is not there": pack(Op.STATS, struct.pack("=q", 7)),
     "a page of no group": pack(Op.DELETE, PAGE.pack(1, b"")),
+    "a page that was not borrowed": pack(Op.PUBLISH, NUMBER.pack(0), NUMBER.pack(3), KEYS[0]),
+    "half a page": pack(Op.GIVE_BACK, b"1234"),
 }
 
 
@@ -405,7 +407,7 @@ def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
-    message = pack(Op.LOOKUP, *pack_keys([b"".join(KEYS)]))
+    message = pack(Op.LOOKUP, NUMBER.pack(False), *pack_keys([b"".join(KEYS)]))
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
         (its,) = (of for of in server._sessions.values() if of.number == 2)
         connection: Any = slow.prefixes.manager._connection  # type: ignore[union-attr]
