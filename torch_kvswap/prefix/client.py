@@ -9,14 +9,13 @@ import socket
 import struct
 import threading
 import time
-from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from torch_kvswap._native.arguments import (
     INT64_MAX,
+    Int64Array,
     NotCopyable,
     count_of,
     kind_of,
@@ -35,15 +34,9 @@ from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, un
 from torch_kvswap.prefix.hashing import Keys, read_digests
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
-    END,
     HEAD,
-    LOOKUP,
     MAGIC,
-    NUMBER,
-    PAGE,
-    RESERVED,
     VERSION,
-    WELCOME,
     Op,
     Status,
     next_message,
@@ -117,8 +110,8 @@ class Session(NotCopyable):
                 self._session = self._generation = 0
                 self._pools.let_go()
             hello = {**self._cache, "session": self._session, "engine": self._engine}
-            connection.sendall(pack(Op.HELLO, json.dumps(hello).encode()))
-            (session,) = NUMBER.unpack(receive(connection, HEAD.size + NUMBER.size))
+            connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
+            (session,) = receive(connection, HEAD.size + 8)[0].tolist()
             with contextlib.ExitStack() as received:
                 handles = []
                 for _ in self._pools.layouts:
@@ -170,7 +163,7 @@ class Session(NotCopyable):
             else:
                 self._connection = connection
 
-    def _meet(self, connection: socket.socket, session: int, is_scheduler: bool) -> bytes:
+    def _meet(self, connection: socket.socket, session: int, is_scheduler: bool) -> list[int]:
         """The answer when the other process of the engine has come, for which it waits."""
         said = {"engine": self._engine, "session": session, "is_scheduler": is_scheduler}
         with self._lock:
@@ -178,10 +171,11 @@ class Session(NotCopyable):
                 raise ConnectionError("it is closed")
             self._meeting = connection
         try:
-            connection.sendall(pack(Op.MEET, json.dumps(said).encode()))
+            connection.sendall(pack(Op.MEET, data=json.dumps(said).encode()))
             if self._thread.is_alive():  # else the engine is being started, and both are there
                 connection.settimeout(None)
-            return receive(connection)
+            met: list[int] = receive(connection)[0].tolist()
+            return met
         finally:
             connection.settimeout(JOINING)
             self._meeting = None
@@ -220,20 +214,20 @@ class Session(NotCopyable):
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _ask(self, op: Op, *parts: bytes) -> bytes | None:
-        """The server's answer; None if there is no server."""
+    def _ask(self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()) -> Any:
+        """The numbers of the server's answer; None if there is no server."""
         self._process.check("prefix cache")
-        message = pack(op, *parts)
+        message = pack_keys(op, numbers, keys)
         with self._lock:
             return self._exchange(message, op < Op.END)
 
-    def _exchange(self, message: bytes, has_answer: bool = True) -> bytes | None:
+    def _exchange(self, message: bytes, has_answer: bool = True) -> Any:
         """See _ask(). The caller holds the lock."""
         if self._connection is None:
             return None
         try:
             self._connection.sendall(message)
-            return receive(self._connection) if has_answer else b""
+            return receive(self._connection)[0] if has_answer else None
         except ValueError:  # the server refuses what was asked
             raise
         except BlockingIOError:
@@ -297,9 +291,8 @@ class RemoteManager(Session):
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
-        asked_again = NUMBER.pack(read_switch("again", again))
-        answer = self._ask(Op.LOOKUP, asked_again, *pack_keys(self._read(keys)))
-        return _NOTHING if answer is None else Lookup(*LOOKUP.unpack(answer))
+        answer = self._ask(Op.LOOKUP, [read_switch("again", again)], self._read(keys))
+        return _NOTHING if answer is None else Lookup(*answer.tolist())
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
@@ -314,7 +307,7 @@ class RemoteManager(Session):
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
-        return self._reserve(Op.PREPARE_LOAD, keys, held, NUMBER.pack(number))
+        return self._reserve(Op.PREPARE_LOAD, keys, held, [number])
 
     def prepare_store(
         self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
@@ -338,22 +331,19 @@ class RemoteManager(Session):
 
     def is_pending(self, keys: Keys | Sequence[Keys]) -> bool:
         """See BlockManager.is_pending()."""
-        answer = self._ask(Op.IS_PENDING, *pack_keys(self._read(keys)))
-        return answer is not None and NUMBER.unpack(answer) != (0,)
+        return bool(self._ask(Op.IS_PENDING, keys=self._read(keys)))
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
-        self._ask(Op.TOUCH, *pack_keys(self._read(keys)))
+        self._ask(Op.TOUCH, keys=self._read(keys))
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """See BlockManager.order()."""
-        is_renewed = NUMBER.pack(read_switch("renew", renew))
-        self._ask(Op.ORDER, is_renewed, *pack_keys(self._read(keys)))
+        self._ask(Op.ORDER, [read_switch("renew", renew)], self._read(keys))
 
     def release(self, lease: int) -> bool:
         """See BlockManager.release()."""
-        answer = self._ask(Op.RELEASE, NUMBER.pack(read_int("lease", lease)))
-        return answer is not None and NUMBER.unpack(answer) != (0,)
+        return bool(self._ask(Op.RELEASE, [read_int("lease", lease)]))
 
     def reset(self) -> None:
         """Forgets all blocks and leases, also those of other engines: see BlockManager.reset()."""
@@ -361,7 +351,8 @@ class RemoteManager(Session):
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""
-        self._ask(Op.DELETE, *(PAGE.pack(*page) for page in pages))
+        groups, keys = zip(*pages, strict=True)
+        self._ask(Op.DELETE, groups, keys)
 
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.
@@ -369,9 +360,9 @@ class RemoteManager(Session):
         `refused` also counts the stores of this engine that found no server.
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
-        answer = self._ask(Op.STATS, NUMBER.pack(group))
+        answer = self._ask(Op.STATS, [group])
         fields = len(dataclasses.fields(BlockStats))
-        stats = BlockStats(*([0] * fields if answer is None else array("Q", answer)))
+        stats = BlockStats(*([0] * fields if answer is None else answer.tolist()))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
@@ -380,11 +371,15 @@ class RemoteManager(Session):
     # Reservations.
 
     def _reserve(
-        self, op: Op, keys: Keys | Sequence[Keys], held: list[object] | None, *parts: bytes
+        self,
+        op: Op,
+        keys: Keys | Sequence[Keys],
+        held: list[object] | None,
+        numbers: Sequence[int] = (),
     ) -> RemoteReservation | None:
         """As _ask(). What the answer reserves is open from then on, and in `held`."""
         self._process.check("prefix cache")
-        message = pack(op, *parts, *pack_keys(self._read(keys)))
+        message = pack_keys(op, numbers, self._read(keys))
         held = [] if held is None else held
         number, has_answer = 0, False
         with self._lock:
@@ -394,29 +389,23 @@ class RemoteManager(Session):
                 if answer is None:
                     self._dropped += op != Op.PREPARE_LOAD
                     return None
-                reservation = self._unpack(answer)
-                if reservation is not None:
-                    number = reservation.id
-                    if number:
-                        self._open.add(number)
-                    held.append(reservation)
+                if not len(answer):
+                    return None
+                number, lease, *counts = answer[: 2 + len(self.groups)].tolist()
+                ends = list(accumulate(2 * counts, initial=2 + len(counts)))
+                parts = [answer[start:end] for start, end in pairwise(ends)]
+                indices, pages = parts[: len(counts)], parts[len(counts) :]
+                of = RemoteReservation(number, self._join(indices), self._join(pages), lease)
+                if number:
+                    self._open.add(number)
+                held.append(of)
             except BaseException as error:
                 is_refused = isinstance(error, ValueError) and not has_answer
                 if not held and not is_refused:  # nobody would end what the server has reserved
                     self._open.discard(number)
                     self._lose("a call was interrupted")
                 raise
-        return reservation
-
-    def _unpack(self, answer: bytes) -> RemoteReservation | None:
-        number, lease = RESERVED.unpack_from(answer)
-        if number < 0:
-            return None
-        (counts,) = numbers_at(answer, RESERVED.size, [len(self.groups)])
-        at = RESERVED.size + counts.nbytes
-        several = numbers_at(answer, at, [*counts, *counts])
-        indices, pages = several[: len(counts)], several[len(counts) :]
-        return RemoteReservation(number, self._join(indices), self._join(pages), lease)
+        return of
 
     def _end(
         self, reservation: RemoteReservation, has_succeeded: bool, rejected: Sequence[int]
@@ -425,12 +414,12 @@ class RemoteManager(Session):
         number = reservation.id
         if number == 0:
             return
-        positions = array("q", rejected).tobytes()
+        message = pack(Op.END, [number, has_succeeded, *rejected])
         with self._lock:
             if number not in self._open:
                 raise ValueError(f"reservation {number} has ended before")
             # If Ctrl-C comes in between, poll() calls again: the server takes the first message.
-            self._exchange(pack(Op.END, END.pack(number, has_succeeded), positions), False)
+            self._exchange(message, False)
             self._open.remove(number)
             self._job_ended()
 
@@ -568,15 +557,15 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
         connection.settimeout(JOINING)
         try:
             connection.connect(path)
-            welcome = receive(connection)
+            numbers, magic = receive(connection)
         except OSError as error:
             raise ConnectionError(
                 f"no server answers at {path}: {error}; start one with "
                 f"`python -m torch_kvswap serve --socket {path} --memory ...`"
             ) from error
-        if len(welcome) != WELCOME.size or not welcome.startswith(MAGIC):
+        if magic != MAGIC or len(numbers) != 2:
             raise ConnectionError(f"what answers at {path} is no server of this library")
-        _, version, generation = WELCOME.unpack(welcome)
+        version, generation = numbers.tolist()
         if version != VERSION:
             raise ConnectionError(
                 f"the server at {path} has version {version} of the protocol, this library "
@@ -588,10 +577,11 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
     return connection, generation
 
 
-def receive(connection: socket.socket, at_once: int = _READ_BYTES) -> bytes:
-    """An answer. Receives nothing of what is behind one of `at_once` bytes.
+def receive(connection: socket.socket, at_once: int = _READ_BYTES) -> tuple[Int64Array, bytes]:
+    """The numbers and other bytes of an answer.
 
-    Raises ValueError if the server refuses.
+    Receives nothing of what is behind an answer of `at_once` bytes. Raises ValueError if the server
+    refuses.
     """
     received = bytearray()
     while (message := next_message(received)) is None:
@@ -599,16 +589,7 @@ def receive(connection: socket.socket, at_once: int = _READ_BYTES) -> bytes:
         if not more:
             raise ConnectionError("it has closed the connection")
         received += more
-    status, body = message
+    status, numbers, data = message
     if status == Status.REFUSED:
-        raise ValueError(body.decode())
-    return body
-
-
-def numbers_at(answer: bytes, at: int, counts: Any) -> list[Any]:
-    """Arrays of so many int64 each, from this byte of an answer on."""
-    arrays = []
-    for count in counts:
-        arrays.append(np.frombuffer(answer, np.int64, count, at))
-        at += 8 * count
-    return arrays
+        raise ValueError(data.decode())
+    return numbers, data

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import socket
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from torch_kvswap.prefix import client
-from torch_kvswap.prefix.client import RemotePools, Session, connect_to, numbers_at
+from torch_kvswap.prefix.client import RemotePools, Session, connect_to
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import (
-    END,
-    HELD,
-    MET,
-    NUMBER,
-    Op,
-    Status,
-    next_message,
-    pack,
-    pack_keys,
-)
+from torch_kvswap.prefix.protocol import Op, Status, next_message, pack, pack_keys
 
 _READ_BYTES = 1 << 16
 _LEAST_PAGES = 64  # that an engine with requests borrows, if its largest recent step took fewer
@@ -112,7 +101,7 @@ class SchedulerSession(Session):
         self._inbox, self._outbox = bytearray(), bytearray()
         # _moved: when the server has last answered, or taken what it had not taken.
         self._failure, self._moved = "", 0.0
-        self._awaited: deque[Callable[[bytes], None]] = deque()
+        self._awaited: deque[Callable[[list[int]], None]] = deque()
         self._free: list[int] = []  # borrowed pages that no store uses
         self._is_borrowing = self._is_short = False  # is_short: it got fewer than it asked for
         self._demand = self._taken = 0  # pages of one step, and of this one
@@ -133,7 +122,7 @@ class SchedulerSession(Session):
         try:
             known = self._session if generation == self._generation else 0
             met = self._meet(connection, known, is_scheduler=True)
-            session, self.num_pages, self.resets = MET.unpack(met)
+            session, self.num_pages, self.resets = met
             connection.setblocking(False)
         except BaseException:
             connection.close()
@@ -167,13 +156,13 @@ class SchedulerSession(Session):
         except OSError as error:
             self._failure = str(error)
         while not self._failure and (message := next_message(self._inbox)) is not None:
-            status, body = message
+            status, numbers, data = message
             if status == Status.RESET:
                 self.resets += 1
             elif status == Status.DONE:
-                self._awaited.popleft()(body)
+                self._awaited.popleft()(numbers.tolist())
             else:
-                self._failure = body.decode()
+                self._failure = data.decode()
 
     def _flush(self, message: bytes = b"") -> None:
         """Sends what the server takes."""
@@ -190,7 +179,7 @@ class SchedulerSession(Session):
         except OSError as error:  # poll() says so: the step goes on with the pages that it has
             self._failure = str(error)
 
-    def _send(self, message: bytes, then: Callable[[bytes], None] | None = None) -> None:
+    def _send(self, message: bytes, then: Callable[[list[int]], None] | None = None) -> None:
         """Sends a message, and calls `then` with its answer, in poll()."""
         with self._lock:
             if self._connection is None:
@@ -201,10 +190,9 @@ class SchedulerSession(Session):
                 self._awaited.append(then)
             self._flush(message)
 
-    def _exchange(self, message: bytes, has_answer: bool = True) -> bytes | None:
+    def _exchange(self, message: bytes, has_answer: bool = True) -> None:
         assert not has_answer, "a scheduler does not wait"
         self._send(message)
-        return None
 
     def _has_jobs(self) -> bool:
         return bool(self._open or self._storing)
@@ -218,15 +206,14 @@ class SchedulerSession(Session):
             keys (Sequence[bytes]): lists of digests.
             then: gets what is held of each list. What is not loaded must be given to end_hold().
         """
-        message = pack(Op.HOLD, NUMBER.pack(len(keys)), *pack_keys(keys))
-        self._send(message, lambda body: then(_read_held(body)))
+        self._send(pack_keys(Op.HOLD, (), keys), lambda numbers: then(_read_held(numbers)))
 
     def end_hold(self, held: Sequence[Held], failed: Container[int] = ()) -> None:
         """Ends what hold() has reserved. Nobody finds the blocks on failed pages any more."""
         for one in held:
-            rejected = array("q", (at for at, page in enumerate(one.pages) if page in failed))
+            rejected = (at for at, page in enumerate(one.pages) if page in failed)
             if one.id:
-                self._send(pack(Op.END, END.pack(one.id, True), rejected.tobytes()))
+                self._send(pack(Op.END, [one.id, True, *rejected]))
 
     def begin_load(self, held: Sequence[Held]) -> None:
         """A load reads what is held, until end_load()."""
@@ -266,8 +253,7 @@ class SchedulerSession(Session):
             if began != {self.resets}:
                 stored = ()
             if stored:
-                numbers = NUMBER.pack(self.resets), array("q", stored).tobytes()
-                self._send(pack(Op.PUBLISH, *numbers, digests))
+                self._send(pack(Op.PUBLISH, [self.resets, *stored], digests))
             if self._connection is not None:
                 self._free += set(pages).difference(stored)
             self._job_ended()
@@ -283,25 +269,24 @@ class SchedulerSession(Session):
         wanted = 0 if is_idle else max(self._demand, _LEAST_PAGES)
         missing = wanted - len(self._free)
         if -missing > wanted:
-            self._send(pack(Op.GIVE_BACK, array("q", self._free[wanted:]).tobytes()))
+            self._send(pack(Op.GIVE_BACK, self._free[wanted:]))
             del self._free[wanted:]
         is_asking = missing >= wanted // 4 or len(self._free) < self._demand
         if is_asking and self.is_joined and not self._is_borrowing and not is_idle:
             self._is_borrowing = True
-            self._send(pack(Op.BORROW, NUMBER.pack(missing)), partial(self._borrowed, missing))
+            self._send(pack(Op.BORROW, [missing]), partial(self._borrowed, missing))
 
-    def _borrowed(self, asked: int, body: bytes) -> None:
-        pages = array("q", body)
+    def _borrowed(self, asked: int, pages: list[int]) -> None:
         self._free += pages
         self._is_borrowing, self._is_short = False, len(pages) < asked
 
     def touch(self, digests: bytes) -> None:
         """See BlockManager.touch()."""
-        self._send(pack(Op.TOUCH, *pack_keys([digests])))
+        self._send(pack_keys(Op.TOUCH, (), [digests]))
 
     def order(self, digests: bytes, *, renew: bool = False) -> None:
         """See BlockManager.order()."""
-        self._send(pack(Op.ORDER, NUMBER.pack(renew), *pack_keys([digests])))
+        self._send(pack_keys(Op.ORDER, [renew], [digests]))
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines, and of stores that have not ended."""
@@ -311,15 +296,16 @@ class SchedulerSession(Session):
 
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""
-        self._send(pack(Op.STATS, NUMBER.pack(0)), lambda body: then(BlockStats(*array("Q", body))))
+        self._send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))
 
 
-def _read_held(body: bytes) -> list[Held]:
+def _read_held(numbers: list[int]) -> list[Held]:
     held, at = [], 0
-    while at < len(body):
-        number, count, in_front = HELD.unpack_from(body, at)
-        counts = [count] if in_front < 0 else [count, count]
-        numbers = [of.tolist() for of in numbers_at(body, at + HELD.size, counts)]
-        at += HELD.size + 8 * sum(counts)
-        held.append(Held(number, numbers[0], [range(count), *numbers[1:]][-1], in_front))
+    while at < len(numbers):
+        number, count, in_front = numbers[at : at + 3]
+        pages, at = numbers[at + 3 : at + 3 + count], at + 3 + count
+        indices: Sequence[int] = range(count)
+        if in_front >= 0:
+            indices, at = numbers[at : at + count], at + count
+        held.append(Held(number, pages, indices, in_front))
     return held

@@ -14,15 +14,15 @@ import socket
 import stat
 import struct
 import weakref
-from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_kvswap._C import LoadReservation, StoreReservation
-from torch_kvswap._native.arguments import bytes_text, read_int
+from torch_kvswap._C import LoadReservation
+from torch_kvswap._native.arguments import Int64Array, bytes_text, read_int
 from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
@@ -31,24 +31,16 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
-from torch_kvswap.prefix.manager import BelowPolicy, BlockManager
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
 from torch_kvswap.prefix.protocol import (
-    END,
-    HELD,
-    LOOKUP,
     MAGIC,
-    MET,
-    NUMBER,
-    PAGE,
-    RESERVED,
     VERSION,
-    WELCOME,
     Op,
     ProtocolError,
     Status,
     next_message,
     pack,
-    unpack_keys,
+    split_keys,
 )
 from torch_kvswap.prefix.tier import Tier
 
@@ -59,36 +51,27 @@ _LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
+@dataclass(eq=False)
 class _Session:
     """An engine, or its scheduler or worker if these are two processes. It outlives its connection
     while it has pages and its process lives, and that of its worker.
-
-    Attributes:
-        number (int): names it when it connects again.
-        process (int): its file descriptor of the process, readable when that has ended.
-        connection (socket | None): None when it is lost.
-        received (bytearray): of a message that is not complete.
-        unsent (bytes): what it has not taken. Until then nothing is received from it.
-        engine (str): its name, if scheduler and worker are two sessions.
-        is_member (bool): its cache fits to the pages.
-        waits (bool): it has said MEET, and has no answer yet.
-        is_scheduler (bool): it is a scheduler.
-        is_ready (bool): it is a worker that has pinned the memory.
-        is_over (bool): it is a scheduler that has ended; its pages are its worker's.
-        reservations (dict[int, LoadReservation | StoreReservation]): by id, those that are open.
-        leases (set[int]): of preempt().
-        lent (set[int]): pages that it has borrowed.
     """
 
-    def __init__(self, number: int, connection: socket.socket, process: int, pid: int) -> None:
-        self.number, self.process, self.pid = number, process, pid
-        self.connection: socket.socket | None = connection
-        self.received, self.unsent, self.engine = bytearray(), b"", ""
-        self.is_member = self.waits = False
-        self.is_scheduler = self.is_ready = self.is_over = False
-        self.reservations: dict[int, LoadReservation | StoreReservation] = {}
-        self.leases: set[int] = set()
-        self.lent: set[int] = set()
+    number: int  # names it when it connects again
+    connection: socket.socket | None  # None when it is lost
+    process: int  # a file descriptor, readable when the process has ended
+    pid: int
+    received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
+    unsent: bytes = b""  # what it has not taken; until then nothing is received from it
+    engine: str = ""  # its name, if scheduler and worker are two sessions
+    is_member: bool = False  # its cache fits to the pages
+    waits: bool = False  # it has said MEET, and has no answer yet
+    is_scheduler: bool = False
+    is_ready: bool = False  # a worker that has pinned the memory
+    is_over: bool = False  # a scheduler that has ended; its pages are its worker's
+    reservations: dict[int, Reservation] = field(default_factory=dict)  # those that are open
+    leases: set[int] = field(default_factory=set)  # of preempt()
+    lent: set[int] = field(default_factory=set)  # pages that it has borrowed
 
     @property
     def has_pages(self) -> bool:
@@ -170,6 +153,15 @@ class _Pages:
     def split(self, of_groups: Any) -> Sequence[Any]:
         return of_groups if self.is_list else [of_groups]
 
+    def ask(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
+        """Asks the store below for what is not found; see Tier.ask()."""
+        return found if self.tier is None else self.tier.ask(found, of_groups)
+
+    def use_leases(self, of_groups: Sequence[bytes]) -> None:
+        """See Tier.use_leases()."""
+        if self.tier is not None:
+            self.tier.use_leases(of_groups)
+
 
 def _difference(theirs: Any, ours: Any, name: str = "") -> str | None:
     """Where the description of an engine's cache first differs from ours, in words."""
@@ -221,9 +213,9 @@ class PageServer:
         self._numbers = itertools.count(1)
         self._resets = 0
         self._sessions: dict[int, _Session] = {}
-        self._pages: _Pages | None = None
+        self._made: _Pages | None = None
         self._is_over, self._some_ended = False, False
-        self._handlers: dict[int, Callable[[_Session, bytes], None]] = {
+        self._handlers: dict[int, Callable[[_Session, Any, bytes], None]] = {
             op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
         with contextlib.ExitStack() as undo:
@@ -268,7 +260,7 @@ class PageServer:
         """Serves until stop() is called, then closes everything. Engines go on without pages."""
         try:
             while not self._is_over:
-                tier = None if self._pages is None else self._pages.tier
+                tier = None if self._made is None else self._made.tier
                 for key, events in self._selector.select(None if tier is None else _TIER_SECONDS):
                     key.data(key.fileobj, events)
                 if tier is not None:
@@ -287,8 +279,8 @@ class PageServer:
             os.unlink(self._path)
         for session in list(self._sessions.values()):
             self._end_session(session)
-        if self._pages is not None and self._pages.tier is not None:
-            self._pages.tier.close()
+        if self._made is not None and self._made.tier is not None:
+            self._made.tier.close()
         elif self._store is not None:
             self._store.close()
         self._selector.close()
@@ -319,7 +311,7 @@ class PageServer:
         except OSError as error:
             log.warning("process %d is not served: %s", pid, error)
             with contextlib.suppress(OSError):
-                connection.send(pack(Status.REFUSED, str(error).encode()))
+                connection.send(pack(Status.REFUSED, data=str(error).encode()))
             connection.close()
             return
         session = _Session(next(self._numbers), connection, process, pid)
@@ -330,7 +322,7 @@ class PageServer:
         self._selector.register(
             connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
         )
-        self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
+        self._send(session, pack(Status.DONE, (VERSION, self._generation), MAGIC))
 
     def _serve(self, session: _Session, events: int) -> None:
         """Receives, or sends the rest of an answer."""
@@ -355,19 +347,19 @@ class PageServer:
                 log.warning("the connection of process %d is closed: %s", session.pid, text)
                 self._disconnect(session)
 
-    def _handle(self, session: _Session, op: int, body: bytes) -> None:
+    def _handle(self, session: _Session, op: int, numbers: Int64Array, data: bytes) -> None:
         if op not in self._handlers or session.is_member == (op in (Op.HELLO, Op.MEET)):
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
         try:
-            self._handlers[op](session, body)
+            self._handlers[op](session, numbers, data)
         except ValueError as error:
             if op < Op.END:
-                self._answer(session, str(error).encode(), status=Status.REFUSED)
+                self._send(session, pack(Status.REFUSED, data=str(error).encode()))
             if op >= Op.END or op == Op.HELLO:
                 raise
 
-    def _answer(self, session: _Session, *parts: bytes, status: Status = Status.DONE) -> None:
-        self._send(session, pack(status, *parts))
+    def _answer(self, session: _Session, numbers: Sequence[int] | Int64Array = ()) -> None:
+        self._send(session, pack(Status.DONE, numbers))
 
     def _send(self, session: _Session, data: bytes = b"") -> None:
         """Sends it, or keeps what the engine does not take, and then receives nothing from it."""
@@ -449,24 +441,29 @@ class PageServer:
     # Requests.
 
     @property
+    def _pages(self) -> _Pages:
+        assert self._made is not None
+        return self._made
+
+    @property
     def _manager(self) -> BlockManager:
-        assert self._pages is not None
         return self._pages.manager
 
-    def _keys(self, body: bytes) -> Any:
+    def _keys(self, counts: Sequence[int], digests: bytes) -> Any:
         """The keys as the block manager takes them."""
-        assert self._pages is not None
-        return self._pages.join(unpack_keys(body, len(self._pages.pools)))
+        if len(counts) != len(self._pages.pools):
+            raise ProtocolError(f"keys of {len(counts)} groups")
+        return self._pages.join(split_keys(counts, digests))
 
-    def _on_hello(self, session: _Session, body: bytes) -> None:
+    def _on_hello(self, session: _Session, _: Int64Array, data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
-        cache = json.loads(body)
+        cache = json.loads(data)
         session.engine = cache.pop("engine")
         self._replace(cache.pop("session"), session)
         self._check_name(session)
-        if self._pages is None:
+        if self._made is None:
             try:
-                self._pages = _Pages(
+                self._made = _Pages(
                     cache, self._memory, self._store, self._below_policy, self._wake
                 )
             except (OSError, ImportError, RuntimeError) as error:
@@ -478,7 +475,7 @@ class PageServer:
             )
         assert session.connection is not None
         session.is_member = True
-        self._answer(session, NUMBER.pack(session.number))
+        self._answer(session, [session.number])
         for pool in self._pages.pools:
             handle = pool.share()
             handle.send(session.connection)
@@ -500,8 +497,8 @@ class PageServer:
                     f"{self._path}; give each engine its own engine_id"
                 )
 
-    def _on_meet(self, session: _Session, body: bytes) -> None:
-        said = json.loads(body)
+    def _on_meet(self, session: _Session, _: Int64Array, data: bytes) -> None:
+        said = json.loads(data)
         session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
         self._replace(said["session"], session)
         if session.is_scheduler:
@@ -509,7 +506,7 @@ class PageServer:
         session.waits = True
         self._introduce(session)
 
-    def _on_ready(self, session: _Session, _: bytes) -> None:
+    def _on_ready(self, session: _Session, *_: object) -> None:
         session.is_ready = True
         self._introduce(session)
 
@@ -518,129 +515,108 @@ class PageServer:
         for one, other in itertools.permutations([session, *self._of_engine(session)], 2):
             are_halves = one.is_scheduler != other.is_scheduler and not other.is_over
             if one.waits and are_halves and (other.is_ready or not one.is_scheduler):
-                pages = 0 if self._pages is None else self._pages.pools[0].num_pages
+                pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.waits, one.is_member = False, one.is_scheduler
-                self._answer(one, MET.pack(one.number, pages, self._resets))
+                self._answer(one, [one.number, pages, self._resets])
 
-    def _on_hold(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        (count,) = NUMBER.unpack_from(body)
-        parts = []
-        for digests in unpack_keys(body[NUMBER.size :], count):
+    def _on_hold(self, session: _Session, counts: Int64Array, data: bytes) -> None:
+        answer: list[int] = []
+        for digests in split_keys(counts.tolist(), data):
             held, in_front = self._manager.hold(digests), -1
             if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
-                found = self._manager.lookup(digests, again=True)
-                if self._pages.tier is not None:
-                    found = self._pages.tier.ask(found, [digests])
+                found = self._pages.ask(self._manager.lookup(digests, again=True), [digests])
                 in_front = found.found + found.asking
             if held is None:
-                parts.append(HELD.pack(0, 0, in_front))
+                answer += (0, 0, in_front)
                 continue
             session.reservations[held.id] = held
-            if self._pages.tier is not None:
-                self._pages.tier.use_leases([digests])
-            parts += (HELD.pack(held.id, len(held.pages), in_front), held.pages.tobytes())
+            self._pages.use_leases([digests])
+            answer += (held.id, len(held.pages), in_front, *held.pages.tolist())
             if in_front >= 0:
-                parts.append(held.key_indices.tobytes())
-        self._answer(session, *parts)
+                answer += held.key_indices.tolist()
+        self._answer(session, answer)
 
-    def _on_borrow(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        (count,) = NUMBER.unpack(body)
+    def _on_borrow(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
         lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session) + 1
         share = max(self._pages.pools[0].num_pages // (_LENT_PART * lent_to), 1)
-        pages = self._manager.lend(max(min(count, share - len(session.lent)), 0))
+        pages = self._manager.lend(max(min(int(numbers[0]), share - len(session.lent)), 0))
         session.lent.update(pages.tolist())
-        self._answer(session, pages.tobytes())
+        self._answer(session, pages)
 
-    def _on_publish(self, session: _Session, body: bytes) -> None:
-        (resets,) = NUMBER.unpack_from(body)
-        at = NUMBER.size + 8 * ((len(body) - NUMBER.size) // (8 + DIGEST_BYTES))
-        digests = body[at:] if resets == self._resets else None
-        self._end_loan(session, body[NUMBER.size : at], digests)
+    def _on_publish(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+        is_known = numbers[0] == self._resets
+        self._end_loan(session, numbers[1:], data if is_known else None)
 
-    def _on_give_back(self, session: _Session, body: bytes) -> None:
-        self._end_loan(session, body)
+    def _on_give_back(self, session: _Session, pages: Int64Array, _: bytes) -> None:
+        self._end_loan(session, pages, None)
 
-    def _end_loan(self, session: _Session, numbers: bytes, digests: bytes | None = None) -> None:
-        """Takes these pages from an engine, with the blocks of these keys."""
-        pages = array("q", numbers)
-        if not session.lent.issuperset(pages):
+    def _end_loan(self, session: _Session, pages: Int64Array, digests: bytes | None) -> None:
+        """Takes pages from an engine, with the blocks of these keys or without."""
+        numbers = pages.tolist()
+        if not session.lent.issuperset(numbers):
             raise ProtocolError("it names a page that it has not borrowed")
         if digests is None:
-            self._manager.take_back(pages)
+            self._manager.take_back(numbers)
         else:
-            self._manager.publish(pages, digests)
-        session.lent.difference_update(pages)
+            self._manager.publish(numbers, digests)
+        session.lent.difference_update(numbers)
         self._some_ended = True
 
-    def _read(self, body: bytes) -> tuple[int, Any]:
-        """A number and the keys behind it."""
-        return NUMBER.unpack_from(body)[0], self._keys(body[NUMBER.size :])
-
-    def _on_lookup(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        again, keys = self._read(body)
+    def _on_lookup(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+        again, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
         found = self._manager.lookup(keys, again=bool(again))
-        if self._pages.tier is not None:
-            found = self._pages.tier.ask(found, self._pages.split(keys))
-        self._answer(session, LOOKUP.pack(*found))
+        self._answer(session, self._pages.ask(found, self._pages.split(keys)))
 
-    def _on_prepare_load(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        prefix, keys = self._read(body)
+    def _on_prepare_load(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+        prefix, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
         load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
         self._reserve(session, load)
-        if load is not None and self._pages.tier is not None:
-            self._pages.tier.use_leases(self._pages.split(keys))
+        if load is not None:
+            self._pages.use_leases(self._pages.split(keys))
 
-    def _on_prepare_store(self, session: _Session, body: bytes) -> None:
-        self._reserve(session, self._manager.prepare_store(self._keys(body)))
+    def _on_prepare_store(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+        self._reserve(session, self._manager.prepare_store(self._keys(numbers.tolist(), data)))
 
-    def _on_preempt(self, session: _Session, body: bytes) -> None:
-        self._reserve(session, self._manager.preempt(self._keys(body)))
+    def _on_preempt(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+        self._reserve(session, self._manager.preempt(self._keys(numbers.tolist(), data)))
 
-    def _reserve(
-        self, session: _Session, reservation: LoadReservation | StoreReservation | None
-    ) -> None:
+    def _reserve(self, session: _Session, reservation: Reservation | None) -> None:
         """Answers with what a load or store reserves."""
-        assert self._pages is not None
         if reservation is None:
-            return self._answer(session, RESERVED.pack(-1, 0))
+            return self._answer(session)
         if reservation.id:
             session.reservations[reservation.id] = reservation
-        lease = reservation.lease if isinstance(reservation, StoreReservation) else 0
+        lease = 0 if isinstance(reservation, LoadReservation) else reservation.lease
         if lease:
             session.leases.add(lease)
             # An engine may still release() leases of an earlier server: none has the same number.
             lease += self._generation
         indices, pages = map(self._pages.split, (reservation.key_indices, reservation.pages))
-        counts = array("q", map(len, pages))
-        indices = [np.arange(of.start, of.stop) if isinstance(of, range) else of for of in indices]
-        parts = [numbers.tobytes() for numbers in (counts, *indices, *pages)]
-        self._answer(session, RESERVED.pack(reservation.id, lease), *parts)
+        head = [reservation.id, lease, *map(len, pages)]
+        self._answer(session, np.concatenate([head, *indices, *pages], dtype=np.int64))
 
-    def _on_is_pending(self, session: _Session, body: bytes) -> None:
-        self._answer(session, NUMBER.pack(self._manager.is_pending(self._keys(body))))
+    def _on_is_pending(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+        self._answer(session, [self._manager.is_pending(self._keys(numbers.tolist(), data))])
 
-    def _on_touch(self, _: _Session, body: bytes) -> None:
-        self._manager.touch(self._keys(body))
+    def _on_touch(self, _: _Session, numbers: Int64Array, data: bytes) -> None:
+        self._manager.touch(self._keys(numbers.tolist(), data))
 
-    def _on_order(self, _: _Session, body: bytes) -> None:
-        renew, keys = self._read(body)
-        self._manager.order(keys, renew=bool(renew))
+    def _on_order(self, _: _Session, numbers: Int64Array, data: bytes) -> None:
+        renew, *counts = numbers.tolist()
+        self._manager.order(self._keys(counts, data), renew=bool(renew))
 
-    def _on_release(self, session: _Session, body: bytes) -> None:
-        lease = NUMBER.unpack(body)[0] - self._generation
+    def _on_release(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
+        lease = int(numbers[0]) - self._generation
         is_own = lease in session.leases
         session.leases.discard(lease)
-        self._answer(session, NUMBER.pack(is_own and self._manager.release(lease)))
+        self._answer(session, [is_own and self._manager.release(lease)])
 
-    def _on_stats(self, session: _Session, body: bytes) -> None:
-        (group,) = NUMBER.unpack(body)
-        self._answer(session, array("Q", self._manager._stats(group)).tobytes())
+    def _on_stats(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
+        self._answer(session, self._manager._stats(int(numbers[0])))
 
-    def _on_reset(self, session: _Session, _: bytes) -> None:
+    def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
         self._resets += 1
         self._answer(session)
@@ -649,28 +625,28 @@ class PageServer:
             if is_told and other is not session:
                 self._send(other, pack(Status.RESET))
 
-    def _on_end(self, session: _Session, body: bytes) -> None:
-        number, has_succeeded = END.unpack_from(body)
+    def _on_end(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
+        number, has_succeeded, *rejected = numbers.tolist()
         reservation = session.reservations.get(number)
         if reservation is None:  # an engine that was interrupted says it again
             return
         if has_succeeded:
-            self._manager.complete(reservation, array("q", body[END.size :]))
+            self._manager.complete(reservation, rejected)
         else:
             self._manager.fail(reservation)
         del session.reservations[number]
         self._some_ended = True
 
-    def _on_leave(self, session: _Session, _: bytes) -> None:
-        self._end_session(session)
-
-    def _on_delete(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        pages = list(PAGE.iter_unpack(body))
-        if any(not 0 <= group < len(self._pages.pools) for group, _ in pages):
+    def _on_delete(self, _: _Session, numbers: Int64Array, data: bytes) -> None:
+        groups = numbers[: len(numbers) // 2].tolist()
+        keys = split_keys([1] * len(groups), data)
+        if not set(groups).issubset(range(len(self._pages.pools))):
             raise ProtocolError("there is no such group")
         if self._pages.tier is not None:
-            self._pages.tier.delete(pages)
+            self._pages.tier.delete(list(zip(groups, keys, strict=True)))
+
+    def _on_leave(self, session: _Session, *_: object) -> None:
+        self._end_session(session)
 
 
 def _process_of(connection: socket.socket, pid: int) -> int:
