@@ -11,13 +11,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.integrations.vllm.scheduler_side import Key, OpenLoads, load_source, usage_of
+from torch_kvswap.integrations.vllm.scheduler_side import HostManager, Key, OpenLoads, usage_of
 from torch_kvswap.prefix.halves import Held, SchedulerSession
-from torch_kvswap.prefix.manager import BlockStats
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
@@ -60,7 +59,7 @@ class _Asked(Access):
         return held
 
 
-class SharedManager(base.OffloadingManager):
+class SharedManager(HostManager):
     """vLLM's OffloadingManager on the pages of a server.
 
     lookup() never waits. It says RETRY for a key that it does not know, and vLLM looks on; at the
@@ -81,7 +80,8 @@ class SharedManager(base.OffloadingManager):
     """
 
     def __init__(self, session: SchedulerSession, info: Mapping[str, Any] | None = None) -> None:
-        self._session, self._info = session, info or {}
+        super().__init__(info)
+        self._session = session
         self._requests: set[str] = set()
         self._is_idle = False  # there were no requests at the end of the last step
         self._active: set[_Asked] = set()  # requests that hold or ask for something
@@ -91,12 +91,9 @@ class SharedManager(base.OffloadingManager):
         self._known: dict[Key, None] = {}
         self._storing: dict[Key, int] = {}  # their pages
         self._loads: OpenLoads[list[Held]] = OpenLoads()
-        self._failed: set[int] = set()  # pages of jobs that have not ended
         self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
-        self._cache = object()  # replaced by a reset, and when the server is lost
         self._losses = self._resets = 0
         self._step, self._reset_step, self._is_new_step = 1, 0, True
-        self._sizes: list[int] = []  # chunks per store since get_stats()
         self._usage: dict[str, float] = {}
         self._usage_asked = -_STATS_SECONDS
 
@@ -231,11 +228,6 @@ class SharedManager(base.OffloadingManager):
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
             self._session.order(fold_keys(asked.behind_known(stored, self._known)))
 
-    def fail_pages(self, pages: Iterable[int]) -> None:
-        """Names pages that an open store has not written, or that an open load has not read. When
-        it ends, their chunks are forgotten."""
-        self._failed.update(pages)
-
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """Asks for what the step has looked up and does not know, and lets go of what it has not
         looked up."""
@@ -282,34 +274,13 @@ class SharedManager(base.OffloadingManager):
         while self._flushed:
             self._flushed.pop()()
 
-    def take_events(self) -> Iterable[Any]:
-        """None: an engine does not hear what others store and evict."""
-        return ()
-
-    def config_info(self) -> list[Mapping[str, Any]]:
-        """The labels of vLLM's metric vllm:kv_offload_config_info."""
-        return [self._info]
-
-    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        """See KVSwapManager."""
-        return load_source()
-
     def get_stats(self) -> OffloadingConnectorStats:
-        """Statistics under the names of vLLM's own manager. The usage is that of the server."""
+        """The usage is that of the server."""
         now = time.monotonic()
         if now - self._usage_asked > _STATS_SECONDS:
             self._usage_asked = now
-            self._session.ask_stats(self._measure_usage)
-        stats = OffloadingConnectorStats()
-        for name, value in self._usage.items():
-            stats.set_gauge(name, value)
-        for size in self._sizes:
-            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
-        self._sizes.clear()
-        return stats
-
-    def _measure_usage(self, stats: BlockStats) -> None:
-        self._usage = usage_of(stats)
+            self._session.ask_stats(lambda stats: self._usage.update(usage_of(stats)))
+        return self._stats_with(self._usage)
 
     def shutdown(self) -> None:
         """Leaves the server."""
