@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from patience import in_time
 from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
+from torch_kvswap.prefix import client, halves
 from torch_kvswap.prefix.client import RemotePools, describe
 from torch_kvswap.prefix.halves import Held, SchedulerSession, WorkerSession
 from torch_kvswap.prefix.manager import BlockStats
@@ -269,11 +272,10 @@ def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:
 def test_pages_that_steps_do_not_need_any_more_come_back(path: str) -> None:
     """Also those of a loan of which the others were used."""
     with serving(path, 4096) as server, split(path, "a") as a:
-        pages = a.take(200)
-        a.end(pages, [None if place % 2 else place for place in range(200)])
-        a.until(lambda: stats(server).stored == 100)
-        a.until(lambda: not a._awaited)
-        assert stats(server).filling_pages >= 200
+        pages = a.take(1000)
+        a.end(pages, [None if place % 2 else place for place in range(1000)])
+        a.until(lambda: stats(server).stored == 500)
+        assert stats(server).filling_pages >= 500
         a.until(lambda: a.end_step() or stats(server).filling_pages <= 128)
         assert len(a.take(64)) == 64
 
@@ -336,6 +338,33 @@ def test_a_scheduler_that_leaves_before_its_answers_come_keeps_no_page(path: str
             return bool(answers) and answers[-1].idle_pages == 4
 
         watch.until(are_all_idle)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_server_has_a_deadline_from_when_it_has_got_the_question(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(halves, "time", SimpleNamespace(monotonic=lambda: now * client.DEADLINE))
+    ours, server = socket.socketpair()
+    ours.setblocking(False)
+    with server:
+        a = SchedulerSession("", "a")
+        a._connection = ours
+        while is_full and not a._outbox:
+            a.touch(bytes(1 << 16))
+        a.hold([key_of("x")], lambda _: None)
+        now = 0.9
+        a.touch(key_of("x"))  # needs no answer
+        while a._outbox:
+            server.recv(1 << 16)
+            a.poll()
+        now = 1.8 if is_full else 0.95
+        a.poll()
+        assert a.is_joined
+        now = 2.0 if is_full else 1.1
+        a.poll()
+        assert not a.is_joined
 
 
 def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier_one(
