@@ -143,7 +143,7 @@ class BlockManager {
   struct Pin {
     uint32_t group;
     uint32_t page;
-    bool fills;     // the store that it is reserved for writes the page
+    bool fills;  // the store that it is reserved for writes the page
   };
   enum class Kind { kLoad, kStore, kPromotion, kWrite };
   // The pages of a load, a store, a promotion from below or a write to there, until its copy has

@@ -9,13 +9,15 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from torch_kvswap._native.arguments import (
     INT64_MAX,
-    Int64Array,
     NotCopyable,
     count_of,
     kind_of,
@@ -36,6 +38,7 @@ from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     HEAD,
     MAGIC,
+    READ_BYTES,
     VERSION,
     Op,
     Status,
@@ -49,7 +52,6 @@ DEADLINE = 1.0  # of an answer: the longest that a call waits for a server that 
 JOINING = 10.0  # of an answer while a connection is made, which no call waits for but connect()
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
 
-_READ_BYTES = 1 << 16
 _NOTHING = Lookup(0, 0, 0)
 
 
@@ -111,7 +113,7 @@ class Session(NotCopyable):
                 self._pools.let_go()
             hello = {**self._cache, "session": self._session, "engine": self._engine}
             connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
-            (session,) = receive(connection, HEAD.size + 8)[0].tolist()
+            (session,) = receive(connection, HEAD.size + 8)[0]
             with contextlib.ExitStack() as received:
                 handles = []
                 for _ in self._pools.layouts:
@@ -143,17 +145,16 @@ class Session(NotCopyable):
         with self._lock:
             self._is_closing = True
             self._exchange(pack(Op.LEAVE), has_answer=False)
-            for connection in (self._meeting, self._connection):
+            left, self._connection = self._connection, None
+            for connection in (self._meeting, left):
                 if connection is not None:  # wakes the thread
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(DEADLINE)  # it may read from what is closed next
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+        if left is not None:
+            left.close()
 
     def _use(self, connection: socket.socket, session: int, generation: int) -> None:
         with self._lock:
@@ -163,7 +164,7 @@ class Session(NotCopyable):
             else:
                 self._connection = connection
 
-    def _meet(self, connection: socket.socket, session: int, is_scheduler: bool) -> list[int]:
+    def _meet(self, connection: socket.socket, session: int, is_scheduler: bool) -> array[int]:
         """The answer when the other process of the engine has come, for which it waits."""
         said = {"engine": self._engine, "session": session, "is_scheduler": is_scheduler}
         with self._lock:
@@ -174,8 +175,7 @@ class Session(NotCopyable):
             connection.sendall(pack(Op.MEET, data=json.dumps(said).encode()))
             if self._thread.is_alive():  # else the engine is being started, and both are there
                 connection.settimeout(None)
-            met: list[int] = receive(connection)[0].tolist()
-            return met
+            return receive(connection)[0]
         finally:
             connection.settimeout(JOINING)
             self._meeting = None
@@ -214,14 +214,16 @@ class Session(NotCopyable):
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _ask(self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()) -> Any:
+    def _ask(
+        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
+    ) -> array[int] | None:
         """The numbers of the server's answer; None if there is no server."""
         self._process.check("prefix cache")
         message = pack_keys(op, numbers, keys)
         with self._lock:
             return self._exchange(message, op < Op.END)
 
-    def _exchange(self, message: bytes, has_answer: bool = True) -> Any:
+    def _exchange(self, message: bytes, has_answer: bool = True) -> array[int] | None:
         """See _ask(). The caller holds the lock."""
         if self._connection is None:
             return None
@@ -292,7 +294,7 @@ class RemoteManager(Session):
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
         answer = self._ask(Op.LOOKUP, [read_switch("again", again)], self._read(keys))
-        return _NOTHING if answer is None else Lookup(*answer.tolist())
+        return _NOTHING if answer is None else Lookup(*answer)
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
@@ -331,7 +333,7 @@ class RemoteManager(Session):
 
     def is_pending(self, keys: Keys | Sequence[Keys]) -> bool:
         """See BlockManager.is_pending()."""
-        return bool(self._ask(Op.IS_PENDING, keys=self._read(keys)))
+        return self._ask(Op.IS_PENDING, keys=self._read(keys)) == array("q", [True])
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
@@ -343,7 +345,7 @@ class RemoteManager(Session):
 
     def release(self, lease: int) -> bool:
         """See BlockManager.release()."""
-        return bool(self._ask(Op.RELEASE, [read_int("lease", lease)]))
+        return self._ask(Op.RELEASE, [read_int("lease", lease)]) == array("q", [True])
 
     def reset(self) -> None:
         """Forgets all blocks and leases, also those of other engines: see BlockManager.reset()."""
@@ -362,7 +364,7 @@ class RemoteManager(Session):
         group = read_int("group", group, 0, len(self.groups) - 1)
         answer = self._ask(Op.STATS, [group])
         fields = len(dataclasses.fields(BlockStats))
-        stats = BlockStats(*([0] * fields if answer is None else answer.tolist()))
+        stats = BlockStats(*([0] * fields if answer is None else answer))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
@@ -391,9 +393,9 @@ class RemoteManager(Session):
                     return None
                 if not len(answer):
                     return None
-                number, lease, *counts = answer[: 2 + len(self.groups)].tolist()
+                number, lease, *counts = answer[: 2 + len(self.groups)]
                 ends = list(accumulate(2 * counts, initial=2 + len(counts)))
-                parts = [answer[start:end] for start, end in pairwise(ends)]
+                parts = [np.asarray(answer[start:end]) for start, end in pairwise(ends)]
                 indices, pages = parts[: len(counts)], parts[len(counts) :]
                 of = RemoteReservation(number, self._join(indices), self._join(pages), lease)
                 if number:
@@ -565,7 +567,7 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
             ) from error
         if magic != MAGIC or len(numbers) != 2:
             raise ConnectionError(f"what answers at {path} is no server of this library")
-        version, generation = numbers.tolist()
+        version, generation = numbers
         if version != VERSION:
             raise ConnectionError(
                 f"the server at {path} has version {version} of the protocol, this library "
@@ -577,7 +579,7 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
     return connection, generation
 
 
-def receive(connection: socket.socket, at_once: int = _READ_BYTES) -> tuple[Int64Array, bytes]:
+def receive(connection: socket.socket, at_once: int = READ_BYTES) -> tuple[array[int], bytes]:
     """The numbers and other bytes of an answer.
 
     Receives nothing of what is behind an answer of `at_once` bytes. Raises ValueError if the server

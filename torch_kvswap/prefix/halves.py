@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -16,9 +17,8 @@ from typing import NamedTuple
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.client import RemotePools, Session, connect_to
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import Op, Status, next_message, pack, pack_keys
+from torch_kvswap.prefix.protocol import READ_BYTES, Op, Status, next_message, pack, pack_keys
 
-_READ_BYTES = 1 << 16
 _LEAST_PAGES = 64  # that an engine with requests borrows, if its largest recent step took fewer
 
 
@@ -101,7 +101,7 @@ class SchedulerSession(Session):
         self._inbox, self._outbox = bytearray(), bytearray()
         # _moved: when the server has last answered, or taken what it had not taken.
         self._failure, self._moved = "", 0.0
-        self._awaited: deque[Callable[[list[int]], None]] = deque()
+        self._awaited: deque[Callable[[array[int]], None]] = deque()
         self._free: list[int] = []  # borrowed pages that no store uses
         self._is_borrowing = self._is_short = False  # is_short: it got fewer than it asked for
         self._demand = self._taken = 0  # pages of one step, and of this one
@@ -147,7 +147,7 @@ class SchedulerSession(Session):
     def _receive(self) -> None:
         assert self._connection is not None
         try:
-            while data := self._connection.recv(_READ_BYTES):
+            while data := self._connection.recv(READ_BYTES):
                 self._inbox += data
                 self._moved = time.monotonic()
             self._failure = self._failure or "it has closed the connection"
@@ -160,7 +160,7 @@ class SchedulerSession(Session):
             if status == Status.RESET:
                 self.resets += 1
             elif status == Status.DONE:
-                self._awaited.popleft()(numbers.tolist())
+                self._awaited.popleft()(numbers)
             else:
                 self._failure = data.decode()
 
@@ -179,7 +179,7 @@ class SchedulerSession(Session):
         except OSError as error:  # poll() says so: the step goes on with the pages that it has
             self._failure = str(error)
 
-    def _send(self, message: bytes, then: Callable[[list[int]], None] | None = None) -> None:
+    def _send(self, message: bytes, then: Callable[[array[int]], None] | None = None) -> None:
         """Sends a message, and calls `then` with its answer, in poll()."""
         with self._lock:
             if self._connection is None:
@@ -276,7 +276,7 @@ class SchedulerSession(Session):
             self._is_borrowing = True
             self._send(pack(Op.BORROW, [missing]), partial(self._borrowed, missing))
 
-    def _borrowed(self, asked: int, pages: list[int]) -> None:
+    def _borrowed(self, asked: int, pages: array[int]) -> None:
         self._free += pages
         self._is_borrowing, self._is_short = False, len(pages) < asked
 
@@ -299,13 +299,13 @@ class SchedulerSession(Session):
         self._send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))
 
 
-def _read_held(numbers: list[int]) -> list[Held]:
+def _read_held(numbers: array[int]) -> list[Held]:
     held, at = [], 0
     while at < len(numbers):
         number, count, in_front = numbers[at : at + 3]
         pages, at = numbers[at + 3 : at + 3 + count], at + 3 + count
         indices: Sequence[int] = range(count)
         if in_front >= 0:
-            indices, at = numbers[at : at + count], at + count
-        held.append(Held(number, pages, indices, in_front))
+            indices, at = numbers[at : at + count].tolist(), at + count
+        held.append(Held(number, pages.tolist(), indices, in_front))
     return held

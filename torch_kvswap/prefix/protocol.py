@@ -16,19 +16,16 @@ and gives back the others.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from itertools import accumulate, pairwise
-from typing import Any
 
-import numpy as np
-
-from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 VERSION = 3
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
+READ_BYTES = 1 << 16  # at once
 MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
 
 
@@ -72,10 +69,11 @@ class ProtocolError(ConnectionError):
     """What came is no message of this protocol."""
 
 
-def pack(kind: int, numbers: Sequence[int] | Int64Array = (), data: bytes = b"") -> bytes:
+def pack(kind: int, numbers: Iterable[int] = (), data: bytes = b"") -> bytes:
     """A message."""
-    packed = np.asarray(numbers, np.int64).tobytes()
-    return HEAD.pack(len(packed) + len(data), kind, len(packed) // 8) + packed + data
+    packed = array("q", numbers)
+    head = HEAD.pack(8 * len(packed) + len(data), kind, len(packed))
+    return b"".join((head, packed, data))
 
 
 def pack_keys(kind: int, numbers: Sequence[int], of_groups: Sequence[bytes]) -> bytes:
@@ -88,12 +86,15 @@ def split_keys(counts: Sequence[int], digests: bytes) -> list[bytes]:
     """The digests of each group. Raises ProtocolError if there are not as many."""
     if min(counts, default=0) < 0 or sum(counts) * DIGEST_BYTES != len(digests):
         raise ProtocolError(f"{len(digests)} bytes are no {counts} digests")
-    ends = [end * DIGEST_BYTES for end in accumulate(counts, initial=0)]
-    return [digests[start:end] for start, end in pairwise(ends)]
+    of_groups, at = [], 0
+    for count in counts:
+        of_groups.append(digests[at : at + count * DIGEST_BYTES])
+        at += count * DIGEST_BYTES
+    return of_groups
 
 
-def next_message(received: bytearray) -> tuple[int, Any, bytes] | None:
-    """Takes the first message of what was received: its kind, numbers (int64) and other bytes.
+def next_message(received: bytearray) -> tuple[int, array[int], bytes] | None:
+    """Takes the first message of what was received: its kind, numbers and other bytes.
 
     None if it is not complete.
     """
@@ -105,6 +106,8 @@ def next_message(received: bytearray) -> tuple[int, Any, bytes] | None:
     end = HEAD.size + length
     if len(received) < end:
         return None
-    body = bytes(memoryview(received)[HEAD.size : end])
+    at = HEAD.size + 8 * count
+    numbers = array("q", bytes(received[HEAD.size : at]))
+    data = bytes(memoryview(received)[at:end])
     del received[:end]
-    return kind, np.frombuffer(body, np.int64, count), body[8 * count :]
+    return kind, numbers, data

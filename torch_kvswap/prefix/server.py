@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from torch_kvswap._C import LoadReservation
-from torch_kvswap._native.arguments import Int64Array, bytes_text, read_int
+from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
@@ -34,6 +35,7 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
 from torch_kvswap.prefix.protocol import (
     MAGIC,
+    READ_BYTES,
     VERSION,
     Op,
     ProtocolError,
@@ -44,7 +46,6 @@ from torch_kvswap.prefix.protocol import (
 )
 from torch_kvswap.prefix.tier import Tier
 
-_READ_BYTES = 1 << 16
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
 _LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
@@ -333,7 +334,7 @@ class PageServer:
             if events & selectors.EVENT_WRITE:
                 self._send(session)
             else:
-                data = connection.recv(_READ_BYTES)
+                data = connection.recv(READ_BYTES)
                 if not data:
                     return self._disconnect(session)
                 session.received += data
@@ -347,7 +348,7 @@ class PageServer:
                 log.warning("the connection of process %d is closed: %s", session.pid, text)
                 self._disconnect(session)
 
-    def _handle(self, session: _Session, op: int, numbers: Int64Array, data: bytes) -> None:
+    def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
         if op not in self._handlers or session.is_member == (op in (Op.HELLO, Op.MEET)):
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
         try:
@@ -358,7 +359,7 @@ class PageServer:
             if op >= Op.END or op == Op.HELLO:
                 raise
 
-    def _answer(self, session: _Session, numbers: Sequence[int] | Int64Array = ()) -> None:
+    def _answer(self, session: _Session, numbers: Iterable[int] = ()) -> None:
         self._send(session, pack(Status.DONE, numbers))
 
     def _send(self, session: _Session, data: bytes = b"") -> None:
@@ -455,7 +456,7 @@ class PageServer:
             raise ProtocolError(f"keys of {len(counts)} groups")
         return self._pages.join(split_keys(counts, digests))
 
-    def _on_hello(self, session: _Session, _: Int64Array, data: bytes) -> None:
+    def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
         cache = json.loads(data)
         session.engine = cache.pop("engine")
@@ -497,7 +498,7 @@ class PageServer:
                     f"{self._path}; give each engine its own engine_id"
                 )
 
-    def _on_meet(self, session: _Session, _: Int64Array, data: bytes) -> None:
+    def _on_meet(self, session: _Session, _: array[int], data: bytes) -> None:
         said = json.loads(data)
         session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
         self._replace(said["session"], session)
@@ -519,56 +520,57 @@ class PageServer:
                 one.waits, one.is_member = False, one.is_scheduler
                 self._answer(one, [one.number, pages, self._resets])
 
-    def _on_hold(self, session: _Session, counts: Int64Array, data: bytes) -> None:
-        answer: list[int] = []
+    def _on_hold(self, session: _Session, counts: array[int], data: bytes) -> None:
+        answer = array("q")
         for digests in split_keys(counts.tolist(), data):
             held, in_front = self._manager.hold(digests), -1
             if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
                 found = self._pages.ask(self._manager.lookup(digests, again=True), [digests])
                 in_front = found.found + found.asking
             if held is None:
-                answer += (0, 0, in_front)
+                answer.extend((0, 0, in_front))
                 continue
             session.reservations[held.id] = held
             self._pages.use_leases([digests])
-            answer += (held.id, len(held.pages), in_front, *held.pages.tolist())
+            answer.extend((held.id, len(held.pages), in_front))
+            answer.frombytes(held.pages.tobytes())
             if in_front >= 0:
-                answer += held.key_indices.tolist()
+                answer.frombytes(held.key_indices.tobytes())
         self._answer(session, answer)
 
-    def _on_borrow(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
+    def _on_borrow(self, session: _Session, numbers: array[int], _: bytes) -> None:
         lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session) + 1
         share = max(self._pages.pools[0].num_pages // (_LENT_PART * lent_to), 1)
-        pages = self._manager.lend(max(min(int(numbers[0]), share - len(session.lent)), 0))
-        session.lent.update(pages.tolist())
+        most = min(numbers[0], share - len(session.lent))
+        pages = self._manager.lend(max(most, 0)).tolist()
+        session.lent.update(pages)
         self._answer(session, pages)
 
-    def _on_publish(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
         is_known = numbers[0] == self._resets
         self._end_loan(session, numbers[1:], data if is_known else None)
 
-    def _on_give_back(self, session: _Session, pages: Int64Array, _: bytes) -> None:
+    def _on_give_back(self, session: _Session, pages: array[int], _: bytes) -> None:
         self._end_loan(session, pages, None)
 
-    def _end_loan(self, session: _Session, pages: Int64Array, digests: bytes | None) -> None:
+    def _end_loan(self, session: _Session, pages: array[int], digests: bytes | None) -> None:
         """Takes pages from an engine, with the blocks of these keys or without."""
-        numbers = pages.tolist()
-        if not session.lent.issuperset(numbers):
+        if not session.lent.issuperset(pages):
             raise ProtocolError("it names a page that it has not borrowed")
         if digests is None:
-            self._manager.take_back(numbers)
+            self._manager.take_back(pages)
         else:
-            self._manager.publish(numbers, digests)
-        session.lent.difference_update(numbers)
+            self._manager.publish(pages, digests)
+        session.lent.difference_update(pages)
         self._some_ended = True
 
-    def _on_lookup(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_lookup(self, session: _Session, numbers: array[int], data: bytes) -> None:
         again, *counts = numbers.tolist()
         keys = self._keys(counts, data)
         found = self._manager.lookup(keys, again=bool(again))
         self._answer(session, self._pages.ask(found, self._pages.split(keys)))
 
-    def _on_prepare_load(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_prepare_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
         prefix, *counts = numbers.tolist()
         keys = self._keys(counts, data)
         load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
@@ -576,10 +578,10 @@ class PageServer:
         if load is not None:
             self._pages.use_leases(self._pages.split(keys))
 
-    def _on_prepare_store(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_prepare_store(self, session: _Session, numbers: array[int], data: bytes) -> None:
         self._reserve(session, self._manager.prepare_store(self._keys(numbers.tolist(), data)))
 
-    def _on_preempt(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_preempt(self, session: _Session, numbers: array[int], data: bytes) -> None:
         self._reserve(session, self._manager.preempt(self._keys(numbers.tolist(), data)))
 
     def _reserve(self, session: _Session, reservation: Reservation | None) -> None:
@@ -594,27 +596,29 @@ class PageServer:
             # An engine may still release() leases of an earlier server: none has the same number.
             lease += self._generation
         indices, pages = map(self._pages.split, (reservation.key_indices, reservation.pages))
-        head = [reservation.id, lease, *map(len, pages)]
-        self._answer(session, np.concatenate([head, *indices, *pages], dtype=np.int64))
+        answer = array("q", [reservation.id, lease, *map(len, pages)])
+        for numbers in (*indices, *pages):
+            answer.frombytes(np.asarray(numbers, np.int64).tobytes())
+        self._answer(session, answer)
 
-    def _on_is_pending(self, session: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_is_pending(self, session: _Session, numbers: array[int], data: bytes) -> None:
         self._answer(session, [self._manager.is_pending(self._keys(numbers.tolist(), data))])
 
-    def _on_touch(self, _: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_touch(self, _: _Session, numbers: array[int], data: bytes) -> None:
         self._manager.touch(self._keys(numbers.tolist(), data))
 
-    def _on_order(self, _: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_order(self, _: _Session, numbers: array[int], data: bytes) -> None:
         renew, *counts = numbers.tolist()
         self._manager.order(self._keys(counts, data), renew=bool(renew))
 
-    def _on_release(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
-        lease = int(numbers[0]) - self._generation
+    def _on_release(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        lease = numbers[0] - self._generation
         is_own = lease in session.leases
         session.leases.discard(lease)
         self._answer(session, [is_own and self._manager.release(lease)])
 
-    def _on_stats(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
-        self._answer(session, self._manager._stats(int(numbers[0])))
+    def _on_stats(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        self._answer(session, self._manager._stats(numbers[0]))
 
     def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
@@ -625,7 +629,7 @@ class PageServer:
             if is_told and other is not session:
                 self._send(other, pack(Status.RESET))
 
-    def _on_end(self, session: _Session, numbers: Int64Array, _: bytes) -> None:
+    def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
         number, has_succeeded, *rejected = numbers.tolist()
         reservation = session.reservations.get(number)
         if reservation is None:  # an engine that was interrupted says it again
@@ -637,7 +641,7 @@ class PageServer:
         del session.reservations[number]
         self._some_ended = True
 
-    def _on_delete(self, _: _Session, numbers: Int64Array, data: bytes) -> None:
+    def _on_delete(self, _: _Session, numbers: array[int], data: bytes) -> None:
         groups = numbers[: len(numbers) // 2].tolist()
         keys = split_keys([1] * len(groups), data)
         if not set(groups).issubset(range(len(self._pages.pools))):
