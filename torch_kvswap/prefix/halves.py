@@ -112,9 +112,14 @@ class SchedulerSession(Session):
         return self._connection is not None
 
     @property
-    def is_busy(self) -> bool:
-        """Whether answers have not come, or pages can be given back."""
-        return bool(self._awaited or self._free)
+    def is_asking(self) -> bool:
+        """Whether answers have not come."""
+        return bool(self._awaited)
+
+    @property
+    def has_free_pages(self) -> bool:
+        """Whether it has borrowed pages that no store uses."""
+        return bool(self._free)
 
     def join(self) -> None:
         """Waits for the worker, and connects. See Session.join()."""

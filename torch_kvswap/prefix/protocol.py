@@ -32,7 +32,7 @@ MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
 class Op(IntEnum):
     """Requests, with their numbers. Those that are marked so get no answer."""
 
-    HELLO = 1  # JSON: the cache, and the session that the process had. The answer: session
+    HELLO = 1  # JSON. The answer: session; behind it come the PoolHandles
     LOOKUP = 2  # whether it is asked again, keys. The answer: a Lookup
     PREPARE_LOAD = 3  # prefix, or -1 for all keys; keys. The answers of these three: reservation,
     PREPARE_STORE = 4  # lease, of each group the number of pages, then of each the indices of the

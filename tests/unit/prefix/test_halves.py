@@ -286,7 +286,7 @@ def test_the_pages_of_an_idle_engine_serve_another(path: str) -> None:
         pages = a.take(16)
         assert len(b.take(40)) == 8
         a.end(pages, [None] * 16)
-        a.until(lambda: a.end_step(is_idle=True) or not a.is_busy)
+        a.until(lambda: a.end_step(is_idle=True) or not (a.is_asking or a.has_free_pages))
         a.until(lambda: stats(server).filling_pages == 8)
         b.until(lambda: b.end_step() or stats(server).filling_pages == 16)
 
@@ -296,7 +296,7 @@ def test_engines_that_have_pages_leave_some_to_the_others(path: str) -> None:
         for name in range(6):
             one = stack.enter_context(split(path, str(name)))
             one.end_step()
-            one.until(lambda one=one: not one._awaited)
+            one.until(lambda one=one: not one.is_asking)
         assert stats(server).filling_pages == 16 + 8 + 5 + 4 + 3 + 2
         assert len(stack.enter_context(split(path, "a")).take(2)) == 2
 
@@ -311,7 +311,7 @@ def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
         a.store(range(10))
         a.until(lambda: stats(server).stored == 10)
         a.until(lambda: a.end_step() or stats(server).filling_pages == 16)
-        a.until(lambda: not a._awaited)
+        a.until(lambda: not a.is_asking)
         assert len(a.take(16)) == 16
 
 

@@ -207,21 +207,21 @@ class SharedManager(HostManager):
         self._sizes.append(len(new))
         if pages is None:
             return None
-        stored = dict(zip(new, pages, strict=False))
-        self._storing.update(stored)
-        return base.PrepareStoreOutput(list(stored), CPULoadStoreSpec(pages), [])
+        page_of = dict(zip(new, pages, strict=False))
+        self._storing.update(page_of)
+        return base.PrepareStoreOutput(list(page_of), CPULoadStoreSpec(pages), [])
 
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Publishes the stores of these keys. vLLM names all keys of a store at once."""
-        pages = {key: self._storing.pop(key) for key in keys if key in self._storing}
-        if not pages:
+        page_of = {key: self._storing.pop(key) for key in keys if key in self._storing}
+        if not page_of:
             return
-        stored = [key for key, page in pages.items() if success and page not in self._failed]
-        self._failed.difference_update(pages.values())
-        of_stored = [pages[key] for key in stored]
-        self._session.end_store(list(pages.values()), of_stored, fold_keys(stored))
+        pages = list(page_of.values())
+        stored = [key for key, page in page_of.items() if success and page not in self._failed]
+        self._failed.difference_update(pages)
+        self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored))
         asked = _Asked.of(req_context, self, self._cache)
         if stored and asked.cache is self._cache:
             self._know(stored)
@@ -249,7 +249,8 @@ class SharedManager(HostManager):
 
     def has_pending_work(self) -> bool:
         """Whether steps without requests must go on: something is held, or will be."""
-        return bool(self._active) or self._session.is_busy
+        can_give_back = self._session.has_free_pages and not self._requests
+        return bool(self._active) or self._session.is_asking or can_give_back
 
     def reset_cache(self) -> None:
         """Forgets all chunks of the server, also those of other engines.
