@@ -459,9 +459,7 @@ class PageServer:
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
         cache = json.loads(data)
-        session.engine = cache.pop("engine")
-        self._replace(cache.pop("session"), session)
-        self._check_name(session)
+        self._enter(session, cache)
         if self._made is None:
             try:
                 self._made = _Pages(
@@ -482,14 +480,14 @@ class PageServer:
             handle.send(session.connection)
             handle.close()
 
-    def _replace(self, number: int, session: _Session) -> None:
-        """Ends the session that the same process has had before. No job of it is in flight."""
-        earlier = self._sessions.get(number)
+    def _enter(self, session: _Session, said: dict[str, Any]) -> None:
+        """Names a session, and ends the one that the same process has had before, of which no job
+        is in flight. Raises ValueError if another engine has this name.
+        """
+        session.engine = said.pop("engine")
+        earlier = self._sessions.get(said.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
-
-    def _check_name(self, session: _Session) -> None:
-        """Raises ValueError if another engine has this name."""
         for other in self._sessions.values():
             is_same = other.engine == session.engine and other.is_scheduler == session.is_scheduler
             if session.engine and is_same and other.is_member and not other.is_over:
@@ -500,10 +498,8 @@ class PageServer:
 
     def _on_meet(self, session: _Session, _: array[int], data: bytes) -> None:
         said = json.loads(data)
-        session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
-        self._replace(said["session"], session)
-        if session.is_scheduler:
-            self._check_name(session)
+        session.is_scheduler = said.pop("is_scheduler")
+        self._enter(session, said)
         session.waits = True
         self._introduce(session)
 

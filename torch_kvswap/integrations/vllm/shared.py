@@ -235,11 +235,11 @@ class SharedManager(HostManager):
             self._poll()
         for asked in [one for one in self._active if one.step != self._step]:
             self._drop(asked)
-        if not self._is_asking:
-            self._ask()
         was_idle, self._is_idle = self._is_idle, not self._requests
         # vLLM 0.26 offers the last chunks of a request after the step in which it says the end.
         self._session.end_step(was_idle and self._is_idle)
+        if not self._is_asking:  # behind end_step(): a request that has its answer has pages, too
+            self._ask()
         # vLLM 0.26 does not say when the worker has ended the jobs of a reset. It waits for them in
         # the first step after it, whose end is reported before the third is scheduled.
         if not _IS_033 and self._step >= self._reset_step + 2:
