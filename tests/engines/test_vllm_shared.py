@@ -32,6 +32,7 @@ from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
+from torch_kvswap.prefix.protocol import Op
 
 OURS: dict[str, Any] = {}
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
@@ -326,6 +327,21 @@ def test_what_was_found_before_a_reset_by_another_engine_is_no_hit(folder, path)
         assert in_time(lambda: b.step() or b.find([key]) == ["MISS"])
         a.close()
         b.close()
+
+
+def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):
+    with page_server(path, 64) as server:
+        a = Replica("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
+        hold, lent = server._handlers[Op.HOLD], []
+
+        def note_and_hold(session: Any, *message: Any) -> None:
+            lent.append(len(session.lent))
+            hold(session, *message)
+
+        server._handlers[Op.HOLD] = note_and_hold
+        assert a.find(keys(1)) == ["MISS"]
+        assert lent[0] > 0
+        a.close()
 
 
 @DOORS
