@@ -244,7 +244,7 @@ class Session(NotCopyable):
 
     def _lose(self, why: str) -> None:
         """The caller holds the lock."""
-        if self._connection is None:
+        if self._connection is None or self._is_closing:  # the thread reads until close() closes it
             return
         log.warning("the server at %s is lost, and its pages: %s", self._path, why)
         self._connection.close()

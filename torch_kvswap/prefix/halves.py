@@ -49,7 +49,7 @@ class WorkerSession(Session):
             except OSError as error:
                 why = str(error)
             with self._lock:
-                if self._connection is connection and not self._is_closing:
+                if self._connection is connection:
                     self._lose(why)
             return
 
