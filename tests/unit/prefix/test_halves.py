@@ -378,7 +378,7 @@ def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier
             a.until(lambda: a.losses == 1 and a.is_joined)
             a.store("x")  # there are pages for the next store
             b.reset()
-            b.until(lambda: b.resets == 1)
+            b.until(lambda: not b.is_asking)
             a.indices("x")
             a.store("y")
             assert a.indices("y") == [0]
