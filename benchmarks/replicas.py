@@ -136,16 +136,17 @@ class Shared:
         """Waits for the answer, as a step of the engine does not."""
         answers: list[Held] = []
         self.session.hold([keys], answers.extend)
-        self.wait(lambda: bool(answers))
+        while not answers:
+            self.poll()
         return answers[0]
 
-    def wait(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            assert self.session._connection is not None
-            select.select([self.session._connection], [], [], 1)
-            self.session.poll()
-            if not self.session.is_joined:
-                raise RuntimeError("the server is lost")
+    def poll(self) -> None:
+        """Waits until something has come."""
+        assert self.session._connection is not None
+        select.select([self.session._connection], [], [], 1)
+        self.session.poll()
+        if not self.session.is_joined:
+            raise RuntimeError("the server is lost")
 
     def serve(self, prompt: Prompt) -> int:
         """As Private's."""
@@ -155,14 +156,12 @@ class Shared:
             (at for at, index in enumerate(held.indices) if at != index), len(held.indices)
         )
         new = prompt[found:]
-        store = self.session.begin_store(len(new))
-        while store is None:  # as vLLM offers them again in the next step
-            self.session.end_step()
-            self.wait(lambda: not self.session.is_asking)
-            store = self.session.begin_store(len(new))
-        digests = b"".join(new[: len(store.pages)])
-        self.session.end_store(store, digests, range(len(store.pages)))
-        self.session.end_load(self.session.begin_load([held]))
+        while (pages := self.session.begin_store(len(new))) is None:
+            self.session.end_step()  # as vLLM offers them again in the next step
+            self.poll()
+        self.session.end_store(pages, pages, b"".join(new[: len(pages)]))
+        self.session.begin_load([held])
+        self.session.end_load([held])
         self.session.order(keys, renew=True)
         self.session.end_step()
         return found

@@ -380,16 +380,26 @@ class PyBlockManager {
     return WriteReservation{{due.reservation}, std::move(due)};
   }
 
-  void publish(nb::handle reservation, nb::handle keys, nb::handle positions) {
-    const int64_t id = id_of(reservation);
+  nb::any lend(size_t count) {
+    alive();
+    return to_numpy(busy([&](bool wait) { return manager_.lend(count, wait); }));
+  }
+
+  void publish(nb::handle pages, nb::handle keys) {
+    alive();
     const Digests digests{keys, false, 1};
-    std::vector<int64_t> read;
-    read_ids("positions", positions, read);
-    if (read.size() != digests.size()) {
+    const std::vector<int64_t> lent = read_pages(pages);
+    if (lent.size() != digests.size()) {
       kvswap::fail<ValueError>(count_of(digests.size(), "key"), " for ",
-                               count_of(read.size(), "position"), "; name one for each page");
+                               count_of(lent.size(), "page"), "; name one for each page");
     }
-    busy([&](bool wait) { manager_.publish(id, digests.keys().digests, read, wait); });
+    busy([&](bool wait) { manager_.publish(lent, digests.keys().digests, wait); });
+  }
+
+  void take_back(nb::handle pages) {
+    alive();
+    const std::vector<int64_t> lent = read_pages(pages);
+    busy([&](bool wait) { manager_.take_back(lent, wait); });
   }
 
   void abandon(nb::handle reservation) {
@@ -475,6 +485,12 @@ class PyBlockManager {
     const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
     if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
     busy([&](bool wait) { manager_.end(id, succeeded, positions, wait); });
+  }
+
+  static std::vector<int64_t> read_pages(nb::handle pages) {
+    std::vector<int64_t> read;
+    read_ids("pages", pages, read);
+    return read;
   }
 
   int64_t id_of(nb::handle reservation) {
@@ -686,26 +702,38 @@ Returns:
 Raises:
     ValueError: a key occurs twice.)")
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
-      .def("publish", &PyBlockManager::publish, "reservation"_a.none(), "keys"_a.none(),
-           "positions"_a.none(),
-           nb::sig("def publish(self, reservation: StoreReservation, keys: "
-                   "torch_kvswap.prefix.hashing.Keys, positions: "
-                   "collections.abc.Sequence[int]) -> None"),
-           R"(Takes pages out of a reservation that were filled with the blocks of other keys.
+      .def("lend", &PyBlockManager::lend, "count"_a,
+           R"(Lends pages of the first group, for blocks whose keys are not known yet.
 
-These are ready then. For pages that are reserved before it is known for which keys. A page
-whose key has another one is free.
+Nothing else uses them until publish() or take_back(), also after a reset().
 
 Args:
-    reservation (StoreReservation): from prepare_store(), for keys that no block has. It ends
-        as usual, with the pages that it has left.
-    keys: the key of each page, in order.
-    positions (Sequence[int]): of the pages in reservation.pages, those of all groups one
-        after another; ascending.
+    count (int): how many at most; fewer if there are no others that are free or can be evicted.
+
+Returns:
+    np.ndarray: int64, the pages.)")
+      .def("publish", &PyBlockManager::publish, "pages"_a.none(), "keys"_a.none(),
+           nb::sig("def publish(self, pages: collections.abc.Sequence[int], keys: "
+                   "torch_kvswap.prefix.hashing.Keys) -> None"),
+           R"(Lent pages were filled with the blocks of these keys, which are ready then.
+
+A page whose key has another one is free.
+
+Args:
+    pages (Sequence[int]): from lend().
+    keys: the key of each page, in the order of the prompt.
 
 Raises:
-    ValueError: the reservation has already ended, or the positions do not ascend or are not
-        those of its pages. Nothing is changed then.)")
+    ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
+      .def("take_back", &PyBlockManager::take_back, "pages"_a.none(),
+           nb::sig("def take_back(self, pages: collections.abc.Sequence[int]) -> None"),
+           R"(Frees lent pages.
+
+Args:
+    pages (Sequence[int]): from lend().
+
+Raises:
+    ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
       .def("abandon", &PyBlockManager::abandon, "reservation"_a.none(),
            nb::sig("def abandon(self, reservation: StoreReservation) -> None"),
            R"(Forgets the blocks that a reservation is to fill, as fail() does.

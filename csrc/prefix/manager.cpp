@@ -181,7 +181,7 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
   const auto lock = lock_for(0, wait);
   const Reservation& reservation = reservation_of(id);
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
-  check_positions("rejected", reservation, rejected);
+  check_positions(reservation, rejected);
   auto next = rejected.begin();
   int64_t position = 0;
   for (const Pin& pin : reservation.pins) {
@@ -189,7 +189,6 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
     Group& group = groups_[pin.group];
     const bool is_rejected = next != rejected.end() && *next == position++;
     next += is_rejected;
-    if (pin.page == kNone) continue;
     if (reservation.kind == Kind::kWrite) {
       group.pages->end_write(pin.page, succeeded && !is_rejected);
     } else if (!succeeded || is_rejected) {
@@ -207,28 +206,41 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
   reservations_.erase(id);
 }
 
-void BlockManager::publish(int64_t id, const uint8_t* digests,
-                           const std::vector<int64_t>& positions, bool wait) {
-  const auto lock = lock_for(positions.size(), wait);
-  Reservation& reservation = reservation_of(id);
-  check_positions("positions", reservation, positions);
-  std::vector<Pin*> published;
-  published.reserve(positions.size());
-  int64_t position = 0;
-  for (Pin& pin : reservation.pins) {
-    if (published.size() == positions.size()) break;
-    if (!reservation.moves(pin) || position++ != positions[published.size()]) continue;
-    if (!pin.fills || pin.page == kNone) {
-      fail<ValueError>("positions[", published.size(), "] is ", position - 1,
-                       ", a page that the reservation does not fill any more");
-    }
-    published.push_back(&pin);
-  }
-  for (size_t i = published.size(); i-- > 0;) {  // as in release_all()
-    Group& group = groups_[published[i]->group];
-    const uint32_t page = std::exchange(published[i]->page, kNone);
+std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
+  const auto lock = lock_for(std::min(count, kFewKeys + 1), wait);
+  Pages& pages = *groups_.front().pages;
+  std::vector<int64_t> lent(std::min(count, pages.num_free() + pages.num_idle()));
+  for (int64_t& page : lent) page = pages.lend();
+  return lent;
+}
+
+void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* digests, bool wait) {
+  const auto lock = lock_for(pages.size(), wait);
+  check_lent(pages);
+  Group& group = groups_.front();
+  for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
+    const auto page = static_cast<uint32_t>(pages[i]);
     group.counters.stored += group.pages->publish(page, digest_at(digests, i));
-    group.pages->release(page);
+  }
+}
+
+void BlockManager::take_back(const std::vector<int64_t>& pages, bool wait) {
+  const auto lock = lock_for(pages.size(), wait);
+  check_lent(pages);
+  for (const int64_t page : pages) groups_.front().pages->take_back(static_cast<uint32_t>(page));
+}
+
+void BlockManager::check_lent(const std::vector<int64_t>& pages) const {
+  const Group& group = groups_.front();
+  std::vector<int64_t> sorted = pages;
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end()) fail<ValueError>("page ", *twice, " is named twice");
+  const auto num_pages = static_cast<int64_t>(group.options.num_pages);
+  for (const int64_t page : sorted) {
+    const bool exists = page >= 0 && page < num_pages;
+    if (!exists || group.pages->state(static_cast<uint32_t>(page)) != PageState::kLent)
+      fail<ValueError>("page ", page, " is not lent");
   }
 }
 
@@ -237,7 +249,7 @@ void BlockManager::abandon(int64_t id, bool wait) {
   const Reservation& reservation = reservation_of(id);
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
   for (const Pin& pin : reservation.pins) {
-    if (pin.fills && pin.page != kNone) groups_[pin.group].pages->forget(pin.page);
+    if (pin.fills) groups_[pin.group].pages->forget(pin.page);
   }
 }
 
@@ -276,14 +288,14 @@ BlockManager::Reservation& BlockManager::reservation_of(int64_t id) {
   return found->second;
 }
 
-void BlockManager::check_positions(const char* name, const Reservation& reservation,
+void BlockManager::check_positions(const Reservation& reservation,
                                    const std::vector<int64_t>& positions) {
   const auto copied = std::count_if(reservation.pins.begin(), reservation.pins.end(),
                                     [&](const Pin& pin) { return reservation.moves(pin); });
   int64_t least = 0;
   for (size_t i = 0; i < positions.size(); ++i) {
     if (positions[i] < least || positions[i] >= copied) {
-      fail<ValueError>(name, "[", i, "] is ", positions[i], "; the reservation has ", copied,
+      fail<ValueError>("rejected[", i, "] is ", positions[i], "; the reservation has ", copied,
                        " pages, and positions must ascend");
     }
     least = positions[i] + 1;
@@ -339,7 +351,7 @@ void BlockManager::reset() {
   }
   for (const auto& [id, reservation] : reservations_) {
     for (const Pin& pin : reservation.pins) {
-      if (pin.page != kNone) groups_[pin.group].pages->keep_held(pin.page);
+      groups_[pin.group].pages->keep_held(pin.page);
     }
   }
   leases_.swap(leases);
@@ -348,7 +360,7 @@ void BlockManager::reset() {
 void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) {
-    if (pins[i].page != kNone) groups_[pins[i].group].pages->release(pins[i].page);
+    groups_[pins[i].group].pages->release(pins[i].page);
   }
 }
 

@@ -110,11 +110,14 @@ class BlockManager {
   // positions among the pages that the reservation was made for, ascending.
   // Pages of hold_due() stay filled, and are then below or due again.
   void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
-  // Takes pages out of a reservation of prepare_store(), which were filled with the bytes of these
-  // keys instead, one for each position, ascending: the keys are ready. Positions stay what they
-  // are. A page whose key has another one is free.
-  void publish(int64_t reservation, const uint8_t* digests, const std::vector<int64_t>& positions,
-               bool wait);
+  // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
+  // known yet. A reset does not end that.
+  std::vector<int64_t> lend(size_t count, bool wait);
+  // Lent pages were filled with the blocks of these keys, which are ready. A page whose key has
+  // another one is free.
+  void publish(const std::vector<int64_t>& pages, const uint8_t* digests, bool wait);
+  // Lent pages are free.
+  void take_back(const std::vector<int64_t>& pages, bool wait);
   // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
   // end().
   void abandon(int64_t reservation, bool wait);
@@ -139,8 +142,8 @@ class BlockManager {
   // A page that a reservation or a lease holds.
   struct Pin {
     uint32_t group;
-    uint32_t page;  // kNone: it was published
-    bool fills;     // the store that it is reserved for writes the page
+    uint32_t page;
+    bool fills;  // the store that it is reserved for writes the page
   };
   enum class Kind { kLoad, kStore, kPromotion, kWrite };
   // The pages of a load, a store, a promotion from below or a write to there, until its copy has
@@ -182,8 +185,10 @@ class BlockManager {
   size_t take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
                     std::vector<Pin>& pins, int64_t* evicted);
   // Throws unless these are ascending positions of pages that the reservation was made for.
-  static void check_positions(const char* name, const Reservation& reservation,
+  static void check_positions(const Reservation& reservation,
                               const std::vector<int64_t>& positions);
+  // Throws unless these are different pages that are lent.
+  void check_lent(const std::vector<int64_t>& pages) const;
   void release_all(const std::vector<Pin>& pins);
 
   std::mutex mutex_;

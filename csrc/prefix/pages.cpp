@@ -21,6 +21,12 @@ void Pages::take_over(const Pages& before) {
   grow(before.num_ready_pages_);
   num_evicted_ = before.num_evicted_;
   num_lost_ = before.num_lost_;
+  for (uint32_t page = before.lent_.oldest(); page != kNone;) {
+    keep_held(page);
+    set_state(page, PageState::kLent);
+    lent_.append(table_.nodes, page);
+    page = before.table_.nodes[page].after;
+  }
 }
 
 void Pages::keep_held(uint32_t page) {
@@ -90,11 +96,7 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
     if (num_free() > 0) {
       pages[i] = take_free();
     } else {
-      pages[i] = policy_->evict(admissions_[i]);
-      evicted[num_evicted++] = pages[i];
-      uint8_t& below = table_.nodes[pages[i]].below;
-      num_lost_ += (below & kDue) != 0;
-      below &= kQueued;
+      evicted[num_evicted++] = pages[i] = evict(admissions_[i]);
     }
     policy_->add_page(admissions_[i]);
   }
@@ -107,21 +109,48 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
     node.list = admissions_[i].list;
     set_state(pages[i], PageState::kFilling);
   }
-  num_evicted_ += num_evicted;
   return num_evicted;
 }
 
+uint32_t Pages::evict(const Admission& admission) {
+  const uint32_t page = policy_->evict(admission);
+  uint8_t& below = table_.nodes[page].below;
+  num_lost_ += (below & kDue) != 0;
+  below &= kQueued;
+  ++num_evicted_;
+  return page;
+}
+
+uint32_t Pages::lend() {
+  const uint32_t page = num_free() > 0 ? take_free() : evict({});
+  table_.nodes[page].count = 1;
+  set_state(page, PageState::kLent);
+  lent_.append(table_.nodes, page);
+  return page;
+}
+
+void Pages::take_back(uint32_t page) {
+  lent_.remove(table_.nodes, page);
+  set_state(page, PageState::kForgotten);
+  release(page);
+}
+
 bool Pages::publish(uint32_t page, const Digest& key) {
-  forget(page);
   uint32_t other = kNone;
   find_all(reinterpret_cast<const uint8_t*>(&key), 1, &other);
-  if (other != kNone) return false;
+  if (other != kNone) {
+    take_back(page);
+    return false;
+  }
+  lent_.remove(table_.nodes, page);
   const Admission admission = policy_->admit(key);
   policy_->add_page(admission);
   table_.insert(page, key);
   table_.nodes[page].list = admission.list;
   set_state(page, PageState::kFilling);
-  return mark_filled(page, false);
+  mark_filled(page, false);
+  release(page);
+  return true;
 }
 
 bool Pages::mark_filled(uint32_t page, bool is_below) {

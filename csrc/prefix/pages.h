@@ -8,8 +8,9 @@
 namespace kvswap::prefix {
 
 // kFree: the page has no key. kFilling: its key's bytes are being stored. kFilled: it has them.
-// kForgotten: its key is gone, but the page is still held.
-enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
+// kForgotten: its key is gone, but the page is still held. kLent: it is held for a key that
+// publish() will name.
+enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3, kLent = 4 };
 
 // Which filled pages are due to be written to a store below: none, those that were used, or all.
 enum class BelowPolicy { kNothing = 0, kReused = 1, kAll = 2 };
@@ -22,8 +23,8 @@ class Pages {
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
-  // For a reset, on a new object: takes over from `before` the number of usable pages and the
-  // counts of evictions.
+  // For a reset, on a new object: takes over from `before` the number of usable pages, the counts
+  // of evictions, and the pages that are lent.
   void take_over(const Pages& before);
   // For a reset, on a new object: a reservation from before the reset holds this page.
   void keep_held(uint32_t page);
@@ -45,7 +46,7 @@ class Pages {
   size_t num_ready_pages() const { return num_ready_pages_; }
   size_t num_free() const { return free_.size() + num_ready_pages_ - num_tried_ - num_kept_; }
   size_t num_idle() const { return policy_->num_idle(); }
-  size_t num_filling() const { return num_filling_; }
+  size_t num_filling() const { return num_filling_ + lent_.size(); }
   uint64_t num_evicted() const { return num_evicted_; }
   // Of these, pages that were due to be written below.
   uint64_t num_lost() const { return num_lost_; }
@@ -71,9 +72,13 @@ class Pages {
   // eviction, and returns how many they are. Allocates nothing, so it cannot fail halfway.
   size_t assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages,
                 int64_t* evicted);
-  // Enters this key for a held page, which has its bytes now, in place of the page's own key. If
-  // the key is on another page, this one is left without a key, and false is returned.
+  // Lends a page. There must be a free or idle one.
+  uint32_t lend();
+  // A lent page has the bytes of this key now. If the key is on another page, this one is free, and
+  // false is returned.
   bool publish(uint32_t page, const Digest& key);
+  // A lent page is free.
+  void take_back(uint32_t page);
   // Called when the page has its key's bytes. is_below: the store below has them too. False if the
   // key was forgotten meanwhile.
   bool mark_filled(uint32_t page, bool is_below);
@@ -92,6 +97,7 @@ class Pages {
   // held by hold_due(). kIsBelow: it was written, or read from there.
   enum Below : uint8_t { kDue = 1, kQueued = 2, kWriting = 4, kIsBelow = 8 };
   void make_due(uint32_t page);
+  uint32_t evict(const Admission& admission);
   uint32_t take_free();
   void set_state(uint32_t page, PageState state);
   void free(uint32_t page);
@@ -102,7 +108,7 @@ class Pages {
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
   // num_ready_pages_, except num_kept_ pages that a reservation from before a reset still holds. So
   // growing by a million pages touches none of them.
-  List free_;
+  List free_, lent_;
   size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<EvictionPolicy> policy_;
   std::vector<Admission> admissions_;  // used by assign(); has room for every page

@@ -32,6 +32,7 @@ from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
+from torch_kvswap.prefix.protocol import Op
 
 OURS: dict[str, Any] = {}
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
@@ -315,6 +316,46 @@ def test_a_reset_forgets_the_blocks_of_all_engines_and_loses_no_page(folder, pat
         assert in_time(lambda: nothing_is_held(server))
 
 
+def test_what_was_found_before_a_reset_by_another_engine_is_no_hit(folder, path):
+    with page_server(path, 64):
+        of = caches([[(0, 4096)]], [4096], "cpu")
+        a, b = (Replica(name, path, of, block_bytes=4096) for name in "ab")
+        (key,) = keys(1)
+        a.store([key])
+        assert b.find([key]) == ["HIT"]
+        a.manager.reset_cache()
+        assert in_time(lambda: b.step() or b.find([key]) == ["MISS"])
+        a.close()
+        b.close()
+
+
+def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):
+    with page_server(path, 64) as server:
+        a = Replica("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
+        hold, lent = server._handlers[Op.HOLD], []
+
+        def note_and_hold(session: Any, *message: Any) -> None:
+            lent.append(len(session.lent))
+            hold(session, *message)
+
+        server._handlers[Op.HOLD] = note_and_hold
+        assert a.find(keys(1)) == ["MISS"]
+        assert lent[0] > 0
+        a.close()
+
+
+@DOORS
+@SCHEDULERS
+def test_an_engine_without_requests_has_no_page_and_stores_the_next_prompts(
+    folder, path, door, is_async
+):
+    with page_server(path, 512) as server, engine(folder, "a", door, is_async=is_async) as a:
+        for turn in range(1, 4):
+            a.serve({f"{turn} {name}": [turn, *one] for name, one in PROMPTS.items()})
+            assert in_time(lambda: nothing_is_held(server))
+            assert stats(server).stored == turn * CHUNKS
+
+
 def test_chunks_that_others_have_evicted_are_stored_again(folder, path):
     """The GPU of the engine still has them, so it does not look them up."""
     with page_server(path, 32) as server, engine(folder, "a") as a, engine(folder, "b") as b:
@@ -367,30 +408,18 @@ def test_a_request_of_an_earlier_server_ends_nothing_at_the_next(folder, path):
         assert held[-1].id == number
         session.end_hold(held[:-1])
 
-    def store(name: str) -> None:
-        context = base.ReqContext(name)
-        outputs: list[Any] = [None]
-
-        def is_reserved() -> bool:
-            outputs.append(a.manager.prepare_store([key], context))
-            a.step()
-            return bool(outputs[-1] is not None and outputs[-1].keys_to_store)
-
-        assert in_time(is_reserved)
-        a.manager.complete_store([key], context)
-
     (key,) = keys(1)
     with server_process(path) as server:
         a = Replica("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
         session = a.manager._session
-        store("first")
+        a.store([key])
         until(40)
         assert a.find([key]) == ["HIT"]
         (held,) = _Asked.of(a.context, a.manager, a.manager._cache).held
         server.kill()
         with server_process(path):
             assert in_time(lambda: a.step() or (session.losses == 1 and session.is_joined))
-            store("second")
+            a.store([key])
             until(held.id)
             idle: list[int] = []
             session.ask_stats(lambda stats: idle.append(stats.idle_pages))
@@ -444,6 +473,23 @@ class Replica:
     def step(self) -> None:
         self.manager.on_schedule_end(base.ScheduleEndContext([], []))
 
+    def reserve(self, named: list[bytes], context: Any) -> Any:
+        """What prepare_store() returns as soon as there are pages."""
+        outputs: list[Any] = []
+
+        def is_reserved() -> bool:
+            outputs.append(self.manager.prepare_store(named, context))
+            self.step()
+            return bool(outputs[-1] is not None and outputs[-1].keys_to_store)
+
+        assert in_time(is_reserved)
+        return outputs[-1]
+
+    def store(self, named: list[bytes]) -> None:
+        context = base.ReqContext("stores")
+        self.reserve(named, context)
+        self.manager.complete_store(named, context)
+
     def find(self, named: list[bytes]) -> list[str]:
         results: list[str] = []
 
@@ -472,8 +518,7 @@ def test_encoded_blocks_that_do_not_fit_are_not_found(folder, path):
             one.tensor.copy_(values.view(torch.int8))
         a, b = Replica("a", path, cache, **how), Replica("b", path, empty, **how)
         named = keys(1, 2, 3)
-        assert in_time(lambda: a.step() or bool(a.find([named[0]]) and a.manager._session._leases))
-        output = a.manager.prepare_store(named, a.context)
+        output = a.reserve(named, a.context)
         assert output.keys_to_store == named
         a.manager.fail_pages(a.copy("store", [1, 2, 3], output.store_spec))
         a.manager.complete_store(set(named), a.context)

@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,17 +36,13 @@ from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, un
 from torch_kvswap.prefix.hashing import Keys, read_digests
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
-    END,
     HEAD,
-    LOOKUP,
     MAGIC,
-    NUMBER,
-    PAGE,
-    RESERVED,
+    READ_BYTES,
     VERSION,
-    WELCOME,
     Op,
     Status,
+    next_message,
     pack,
     pack_keys,
 )
@@ -55,7 +52,6 @@ DEADLINE = 1.0  # of an answer: the longest that a call waits for a server that 
 JOINING = 10.0  # of an answer while a connection is made, which no call waits for but connect()
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
 
-_READ_BYTES = 1 << 16
 _NOTHING = Lookup(0, 0, 0)
 
 
@@ -68,21 +64,211 @@ class RemoteReservation(NamedTuple):
     lease: int = 0
 
 
-class RemoteManager(NotCopyable):
+class Session(NotCopyable):
+    """What an engine, its scheduler or its worker is at a server.
+
+    A server that does not answer for DEADLINE, or has closed the connection, is given up. A thread
+    then tries to join it again, once no job uses its pages.
+
+    Args:
+        path (str): the server's socket.
+        engine (str): the name of the engine, if a scheduler and a worker are two sessions of it.
+        cache: what the server compares, from describe().
+        pools (RemotePools): get the server's memory.
+    """
+
+    def __init__(
+        self, path: str, engine: str, cache: dict[str, object], pools: RemotePools
+    ) -> None:
+        self._path, self._engine, self._cache, self._pools = path, engine, cache, pools
+        self._process = ForkGuard()
+        self._session = self._generation = 0  # 0: none
+        # Guarded by _lock; _changed is notified when the thread may have something to do.
+        self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
+        self._changed = threading.Condition(self._lock)
+        self._connection: socket.socket | None = None
+        self._meeting: socket.socket | None = None  # on which the thread waits for the other half
+        self._open: set[int] = set()  # reservations; jobs use their pages
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
+
+    def __repr__(self) -> str:
+        state = "no server" if self._connection is None else "connected"
+        return f"{type(self).__name__}({self._path!r}, {state})"
+
+    def join(self) -> None:
+        """Connects to the server, and attaches the pools to its memory.
+
+        Raises:
+            OSError: no server answers there.
+            ValueError: the server refuses this cache, and says why.
+            RuntimeError: the memory cannot be pinned.
+        """
+        connection, generation = connect_to(self._path)
+        try:
+            if generation != self._generation and self._generation:
+                # First the old memory is freed: there may be no room for both.
+                self._await_jobs(connection)
+                self._session = self._generation = 0
+                self._pools.let_go()
+            hello = {**self._cache, "session": self._session, "engine": self._engine}
+            connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
+            (session,) = receive(connection, HEAD.size + 8)[0]
+            with contextlib.ExitStack() as received:
+                handles = []
+                for _ in self._pools.layouts:
+                    handles.append(PoolHandle.receive(connection))
+                    received.callback(handles[-1].close)
+                if generation != self._generation:
+                    self._pools.attach(handles)
+            connection.settimeout(None)
+            # The kernel's own timeouts cost no system call.
+            seconds = struct.pack("ll", int(DEADLINE), int(DEADLINE % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+        except BaseException:
+            connection.close()
+            raise
+        self._use(connection, session, generation)
+
+    def start(self) -> None:
+        """Lets a thread join the server again when it is lost."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leaves the server. Pages that jobs still use are the worker's, if there is one.
+
+        Idempotent. No job of a PrefixCache may be in flight.
+        """
+        if not self._process.is_current:  # the connection is that of the parent
+            return
+        with self._lock:
+            self._is_closing = True
+            self._exchange(pack(Op.LEAVE), has_answer=False)
+            left, self._connection = self._connection, None
+            for connection in (self._meeting, left):
+                if connection is not None:  # wakes the thread
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(DEADLINE)  # it may read from what is closed next
+        if left is not None:
+            left.close()
+
+    def _use(self, connection: socket.socket, session: int, generation: int) -> None:
+        with self._lock:
+            self._session, self._generation = session, generation
+            if self._is_closing:
+                connection.close()
+            else:
+                self._connection = connection
+
+    def _meet(self, connection: socket.socket, session: int, is_scheduler: bool) -> array[int]:
+        """The answer when the other process of the engine has come, for which it waits."""
+        said = {"engine": self._engine, "session": session, "is_scheduler": is_scheduler}
+        with self._lock:
+            if self._is_closing:
+                raise ConnectionError("it is closed")
+            self._meeting = connection
+        try:
+            connection.sendall(pack(Op.MEET, data=json.dumps(said).encode()))
+            if self._thread.is_alive():  # else the engine is being started, and both are there
+                connection.settimeout(None)
+            return receive(connection)[0]
+        finally:
+            connection.settimeout(JOINING)
+            self._meeting = None
+
+    def _await_jobs(self, connection: socket.socket) -> None:
+        """Waits until no job uses the memory of an earlier server."""
+
+    def _has_jobs(self) -> bool:
+        """Whether a job uses a page."""
+        return bool(self._open)
+
+    def _until_lost(self) -> None:
+        """Waits until the server is lost, and may be joined again."""
+        with self._lock:
+            self._changed.wait_for(
+                lambda: self._is_closing or (self._connection is None and not self._has_jobs())
+            )
+
+    def _run(self) -> None:
+        """The thread: joins the server again each time that it is lost."""
+        pause, joined, told = FIRST_PAUSE, time.monotonic(), ""
+        while True:
+            self._until_lost()
+            with self._lock:
+                if time.monotonic() - joined > LONGEST_PAUSE:
+                    pause = FIRST_PAUSE
+                if self._changed.wait_for(lambda: self._is_closing, pause):
+                    return
+            try:
+                self.join()
+                log.info("the server at %s is there again", self._path)
+                joined, told = time.monotonic(), ""
+            except (OSError, ValueError, RuntimeError) as error:
+                if str(error) != told and not self._is_closing:
+                    told = str(error)
+                    log.warning("the server at %s cannot be joined again: %s", self._path, told)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _ask(
+        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
+    ) -> array[int] | None:
+        """The numbers of the server's answer; None if there is no server."""
+        self._process.check("prefix cache")
+        message = pack_keys(op, numbers, keys)
+        with self._lock:
+            return self._exchange(message, op < Op.END)
+
+    def _exchange(self, message: bytes, has_answer: bool = True) -> array[int] | None:
+        """See _ask(). The caller holds the lock."""
+        if self._connection is None:
+            return None
+        try:
+            self._connection.sendall(message)
+            return receive(self._connection)[0] if has_answer else None
+        except ValueError:  # the server refuses what was asked
+            raise
+        except BlockingIOError:
+            self._lose(f"it did not answer within {DEADLINE:g} s")
+            return None
+        except OSError as error:
+            self._lose(str(error))
+            return None
+        except BaseException:  # what comes next might be half an answer
+            self._lose("a call was interrupted")
+            raise
+
+    def _lose(self, why: str) -> None:
+        """The caller holds the lock."""
+        if self._connection is None or self._is_closing:  # the thread reads until close() closes it
+            return
+        log.warning("the server at %s is lost, and its pages: %s", self._path, why)
+        self._connection.close()
+        self._connection = None
+        self._changed.notify_all()
+
+    def _job_ended(self) -> None:
+        """The caller holds the lock."""
+        if self._connection is None and not self._has_jobs():
+            self._changed.notify_all()
+
+
+class RemoteManager(Session):
     """The BlockManager of a server, with the same calls; other engines change it too.
 
-    A call asks the server, and waits DEADLINE for it at most. If it does not answer, the server is
-    given up: lookups find nothing, loads and stores get no pages, and reservations end here. A
-    thread tries to join it again when all reservations have ended, so that no job is in flight.
+    A call asks the server, and waits DEADLINE for it at most. Without a server lookups find
+    nothing, and loads and stores get no pages. Reservations end here when the server is lost.
 
     Any thread may call any method. In a forked child every call raises RuntimeError.
 
     Args:
-        path (str): the server's socket.
         groups (int | Sequence[BlockGroup]): as for a BlockManager; with a number, the server says
             how many pages there are.
-        cache: what the server compares, from describe().
-        pools (RemotePools): get the server's memory.
+        others: see Session.
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -96,34 +282,19 @@ class RemoteManager(NotCopyable):
         cache: dict[str, object],
         pools: RemotePools,
     ) -> None:
+        super().__init__(path, "", cache, pools)
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
         self._is_list = not isinstance(groups, int)
         of_one_page = [dataclasses.replace(group, num_pages=1) for group in self.groups]
         # For what depends on the groups only: it never has a block.
         self._of_one_page = BlockManager(of_one_page if self._is_list else 1)
-        self._path, self._cache, self._pools = path, cache, pools
-        self._process = ForkGuard()
-        self._session = self._generation = 0  # 0: none
-        self._engine = ""  # its name, if a scheduler and a worker are two sessions of it
-        # Guarded by _lock; _changed is notified when the thread may have something to do.
-        self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
-        self._changed = threading.Condition(self._lock)
-        self._connection: socket.socket | None = None
-        self._open: set[int] = set()  # reservations; jobs use their pages
         self._dropped = 0  # stores without a server
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
-
-    def __repr__(self) -> str:
-        state = "no server" if self._connection is None else "connected"
-        return f"RemoteManager({self._path!r}, {state})"
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
-        op = Op.LOOKUP_AGAIN if read_switch("again", again) else Op.LOOKUP
-        answer = self._ask(op, *pack_keys(self._read(keys)))
-        return _NOTHING if answer is None else Lookup(*LOOKUP.unpack(answer))
+        answer = self._ask(Op.LOOKUP, [read_switch("again", again)], self._read(keys))
+        return _NOTHING if answer is None else Lookup(*answer)
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
@@ -138,7 +309,7 @@ class RemoteManager(NotCopyable):
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
-        return self._reserve(Op.PREPARE_LOAD, keys, held, NUMBER.pack(number))
+        return self._reserve(Op.PREPARE_LOAD, keys, held, [number])
 
     def prepare_store(
         self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
@@ -162,22 +333,19 @@ class RemoteManager(NotCopyable):
 
     def is_pending(self, keys: Keys | Sequence[Keys]) -> bool:
         """See BlockManager.is_pending()."""
-        answer = self._ask(Op.IS_PENDING, *pack_keys(self._read(keys)))
-        return answer is not None and NUMBER.unpack(answer) != (0,)
+        return self._ask(Op.IS_PENDING, keys=self._read(keys)) == array("q", [True])
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
-        self._ask(Op.TOUCH, *pack_keys(self._read(keys)))
+        self._ask(Op.TOUCH, keys=self._read(keys))
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """See BlockManager.order()."""
-        op = Op.ORDER_RENEWED if read_switch("renew", renew) else Op.ORDER
-        self._ask(op, *pack_keys(self._read(keys)))
+        self._ask(Op.ORDER, [read_switch("renew", renew)], self._read(keys))
 
     def release(self, lease: int) -> bool:
         """See BlockManager.release()."""
-        answer = self._ask(Op.RELEASE, NUMBER.pack(read_int("lease", lease)))
-        return answer is not None and NUMBER.unpack(answer) != (0,)
+        return self._ask(Op.RELEASE, [read_int("lease", lease)]) == array("q", [True])
 
     def reset(self) -> None:
         """Forgets all blocks and leases, also those of other engines: see BlockManager.reset()."""
@@ -185,7 +353,8 @@ class RemoteManager(NotCopyable):
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""
-        self._ask(Op.DELETE, *(PAGE.pack(*page) for page in pages))
+        groups, keys = zip(*pages, strict=True)
+        self._ask(Op.DELETE, groups, keys)
 
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.
@@ -193,149 +362,26 @@ class RemoteManager(NotCopyable):
         `refused` also counts the stores of this engine that found no server.
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
-        answer = self._ask(Op.STATS, NUMBER.pack(group))
+        answer = self._ask(Op.STATS, [group])
         fields = len(dataclasses.fields(BlockStats))
-        stats = BlockStats(*([0] * fields if answer is None else array("Q", answer)))
+        stats = BlockStats(*([0] * fields if answer is None else answer))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
         """Does nothing: all pages are ready before the server is joined."""
 
-    # Connecting.
-
-    def join(self) -> None:
-        """Connects to the server, and attaches the pools to its memory.
-
-        Raises:
-            OSError: no server answers there.
-            ValueError: the server refuses this cache, and says why.
-            RuntimeError: the memory cannot be pinned.
-        """
-        connection, generation = connect_to(self._path)
-        try:
-            if generation != self._generation:
-                # First the old memory is freed: there may be no room for both.
-                self._await_jobs(connection)
-                self._session = self._generation = 0
-                self._pools.let_go()
-            session, handles = self._say_hello(connection)
-            with contextlib.ExitStack() as received:
-                for handle in handles:
-                    received.callback(handle.close)
-                if generation != self._generation:
-                    self._pools.attach(handles)
-            connection.settimeout(None)
-            # The kernel's own timeouts cost no system call.
-            seconds = struct.pack("ll", int(DEADLINE), int(DEADLINE % 1 * 1e6))
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, seconds)
-        except BaseException:
-            connection.close()
-            raise
-        with self._lock:
-            self._session, self._generation = session, generation
-            if self._is_closing:
-                connection.close()
-            else:
-                self._connection = connection
-
-    def start(self) -> None:
-        """Lets a thread join the server again when it is lost."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Leaves the server. No job may be in flight. Idempotent."""
-        if not self._process.is_current:  # the connection is that of the parent
-            return
-        with self._lock:
-            self._is_closing = True
-            self._exchange(pack(Op.LEAVE), has_answer=False)
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-            self._changed.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(DEADLINE)
-
-    def _say_hello(self, connection: socket.socket) -> tuple[int, list[PoolHandle]]:
-        hello = json.dumps({**self._cache, "session": self._session, "engine": self._engine})
-        connection.sendall(pack(Op.HELLO, hello.encode()))
-        (session,) = NUMBER.unpack(receive(connection, HEAD.size))
-        return session, [PoolHandle.receive(connection) for _ in self.groups]
-
-    def _await_jobs(self, connection: socket.socket) -> None:
-        """Waits until no job uses the memory of an earlier server."""
-
-    def _until_lost(self) -> None:
-        """Waits until the server is lost, and may be joined again."""
-        with self._lock:
-            self._changed.wait_for(
-                lambda: self._is_closing or (self._connection is None and not self._open)
-            )
-
-    def _run(self) -> None:
-        """The thread: joins the server again each time that it is lost."""
-        pause, joined, told = FIRST_PAUSE, time.monotonic(), ""
-        while True:
-            self._until_lost()
-            with self._lock:
-                if time.monotonic() - joined > LONGEST_PAUSE:
-                    pause = FIRST_PAUSE
-                if self._changed.wait_for(lambda: self._is_closing, pause):
-                    return
-            try:
-                self.join()
-                log.info("the server at %s is there again", self._path)
-                joined, told = time.monotonic(), ""
-            except (OSError, ValueError, RuntimeError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("the server at %s cannot be joined again: %s", self._path, told)
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _ask(self, op: Op, *parts: bytes) -> bytes | None:
-        """The server's answer; None if there is no server."""
-        self._process.check("prefix cache")
-        message = pack(op, *parts)
-        with self._lock:
-            return self._exchange(message, op < Op.END)
-
-    def _exchange(self, message: bytes, has_answer: bool = True) -> bytes | None:
-        """See _ask(). The caller holds the lock."""
-        if self._connection is None:
-            return None
-        try:
-            self._connection.sendall(message)
-            return receive(self._connection) if has_answer else b""
-        except ValueError:  # the server refuses what was asked
-            raise
-        except BlockingIOError:
-            self._lose(f"it did not answer within {DEADLINE:g} s")
-            return None
-        except OSError as error:
-            self._lose(str(error))
-            return None
-        except BaseException:  # what comes next might be half an answer
-            self._lose("a call was interrupted")
-            raise
-
-    def _lose(self, why: str) -> None:
-        """The caller holds the lock."""
-        if self._connection is None:
-            return
-        log.warning("the server at %s is lost, and its pages: %s", self._path, why)
-        self._connection.close()
-        self._connection = None
-        self._changed.notify_all()
-
     # Reservations.
 
     def _reserve(
-        self, op: Op, keys: Keys | Sequence[Keys], held: list[object] | None, *parts: bytes
+        self,
+        op: Op,
+        keys: Keys | Sequence[Keys],
+        held: list[object] | None,
+        numbers: Sequence[int] = (),
     ) -> RemoteReservation | None:
         """As _ask(). What the answer reserves is open from then on, and in `held`."""
         self._process.check("prefix cache")
-        message = pack(op, *parts, *pack_keys(self._read(keys)))
+        message = pack_keys(op, numbers, self._read(keys))
         held = [] if held is None else held
         number, has_answer = 0, False
         with self._lock:
@@ -345,29 +391,23 @@ class RemoteManager(NotCopyable):
                 if answer is None:
                     self._dropped += op != Op.PREPARE_LOAD
                     return None
-                reservation = self._unpack(answer)
-                if reservation is not None:
-                    number = reservation.id
-                    if number:
-                        self._open.add(number)
-                    held.append(reservation)
+                if not len(answer):
+                    return None
+                number, lease, *counts = answer[: 2 + len(self.groups)]
+                ends = list(accumulate(2 * counts, initial=2 + len(counts)))
+                parts = [np.asarray(answer[start:end]) for start, end in pairwise(ends)]
+                indices, pages = parts[: len(counts)], parts[len(counts) :]
+                of = RemoteReservation(number, self._join(indices), self._join(pages), lease)
+                if number:
+                    self._open.add(number)
+                held.append(of)
             except BaseException as error:
                 is_refused = isinstance(error, ValueError) and not has_answer
                 if not held and not is_refused:  # nobody would end what the server has reserved
                     self._open.discard(number)
                     self._lose("a call was interrupted")
                 raise
-        return reservation
-
-    def _unpack(self, answer: bytes) -> RemoteReservation | None:
-        number, lease = RESERVED.unpack_from(answer)
-        if number < 0:
-            return None
-        (counts,) = numbers_at(answer, RESERVED.size, [len(self.groups)])
-        at = RESERVED.size + counts.nbytes
-        several = numbers_at(answer, at, [*counts, *counts])
-        indices, pages = several[: len(counts)], several[len(counts) :]
-        return RemoteReservation(number, self._join(indices), self._join(pages), lease)
+        return of
 
     def _end(
         self, reservation: RemoteReservation, has_succeeded: bool, rejected: Sequence[int]
@@ -376,15 +416,14 @@ class RemoteManager(NotCopyable):
         number = reservation.id
         if number == 0:
             return
-        positions = array("q", rejected).tobytes()
+        message = pack(Op.END, [number, has_succeeded, *rejected])
         with self._lock:
             if number not in self._open:
                 raise ValueError(f"reservation {number} has ended before")
             # If Ctrl-C comes in between, poll() calls again: the server takes the first message.
-            self._exchange(pack(Op.END, END.pack(number, has_succeeded), positions), False)
+            self._exchange(message, False)
             self._open.remove(number)
-            if self._connection is None and not self._open:
-                self._changed.notify_all()
+            self._job_ended()
 
     def _read(self, keys: Any) -> list[bytes]:
         """The digests of each group."""
@@ -416,20 +455,18 @@ class RemotePools:
     def __init__(
         self, layouts: Sequence[PagedLayout], is_list: bool, options: dict[str, Any]
     ) -> None:
-        self._layouts, self._is_list, self._options = layouts, is_list, options
+        self.layouts, self._is_list, self._options = layouts, is_list, options
         self.pools: list[HostPool] = []
         self.handler: OffloadHandler | None = None
         self.changing = threading.Lock()
 
     def attach(self, handles: Sequence[PoolHandle]) -> None:
         """Maps and pins the server's memory, and uses it."""
-        layouts = self._layouts if self.handler is None else self.handler.layouts
-        self._use(list(map(HostPool.attach, layouts, handles)))
+        self._use(list(map(HostPool.attach, self.layouts, handles)))
 
     def let_go(self) -> None:
         """Frees the memory of a server that is gone. No job may be in flight."""
-        if self.handler is not None:
-            self._use([HostPool(layout, 1, **self._options) for layout in self.handler.layouts])
+        self._use([HostPool(layout, 1, **self._options) for layout in self.layouts])
 
     def close(self) -> None:
         """Frees the memory. The handler must be closed."""
@@ -522,15 +559,15 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
         connection.settimeout(JOINING)
         try:
             connection.connect(path)
-            welcome = receive(connection)
+            numbers, magic = receive(connection)
         except OSError as error:
             raise ConnectionError(
                 f"no server answers at {path}: {error}; start one with "
                 f"`python -m torch_kvswap serve --socket {path} --memory ...`"
             ) from error
-        if len(welcome) != WELCOME.size or not welcome.startswith(MAGIC):
+        if magic != MAGIC or len(numbers) != 2:
             raise ConnectionError(f"what answers at {path} is no server of this library")
-        _, version, generation = WELCOME.unpack(welcome)
+        version, generation = numbers
         if version != VERSION:
             raise ConnectionError(
                 f"the server at {path} has version {version} of the protocol, this library "
@@ -542,35 +579,19 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
     return connection, generation
 
 
-def receive(connection: socket.socket, at_once: int = _READ_BYTES) -> bytes:
-    """An answer. With at_once=HEAD.size it receives nothing of what is behind it.
+def receive(connection: socket.socket, at_once: int = READ_BYTES) -> tuple[array[int], bytes]:
+    """The numbers and other bytes of an answer.
 
-    Raises ValueError if the server refuses.
+    Receives nothing of what is behind an answer of `at_once` bytes. Raises ValueError if the server
+    refuses.
     """
-    received = connection.recv(at_once)
-    received += _receive_exactly(connection, HEAD.size - len(received))
-    length, status = HEAD.unpack_from(received)
-    received += _receive_exactly(connection, HEAD.size + length - len(received))
-    body = received[HEAD.size :]
-    if status == Status.REFUSED:
-        raise ValueError(body.decode())
-    return body
-
-
-def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    received = b""
-    while len(received) < nbytes:
-        more = connection.recv(min(nbytes - len(received), _READ_BYTES))
+    received = bytearray()
+    while (message := next_message(received)) is None:
+        more = connection.recv(at_once)
         if not more:
             raise ConnectionError("it has closed the connection")
         received += more
-    return received
-
-
-def numbers_at(answer: bytes, at: int, counts: Any) -> list[Any]:
-    """Arrays of so many int64 each, from this byte of an answer on."""
-    arrays = []
-    for count in counts:
-        arrays.append(np.frombuffer(answer, np.int64, count, at))
-        at += 8 * count
-    return arrays
+    status, numbers, data = message
+    if status == Status.REFUSED:
+        raise ValueError(data.decode())
+    return numbers, data

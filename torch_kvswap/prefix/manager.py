@@ -81,8 +81,8 @@ class BlockStats:
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
-        filling_pages (int): pages being stored. The remaining pages are held by loads, by preempted
-            requests and while they are written below.
+        filling_pages (int): pages being stored, or lent for that. The remaining pages are held by
+            loads, by preempted requests and while they are written below.
         promoted (int): blocks that were read from a store below.
         lost (int): evicted blocks that were due to be written below, and were not.
     """

@@ -1,65 +1,60 @@
 """The messages between the prefix cache of an engine and a server (docs/serve.md).
 
-A message is HEAD, with the bytes that follow and a number, and then these bytes. The number of a
-request is its Op, that of an answer its Status. Keys are the count of each group, int64, and then
-all digests in a row. All numbers are in the byte order of the machine.
+A message is HEAD, then numbers, int64, and then bytes, which are digests, JSON or text. What a
+request is its Op says, and what an answer is its Status. All numbers are in the byte order of the
+machine. Keys are the counts of the groups, the last numbers of a message, and all digests in a row.
 
 A PrefixCache says HELLO, and is one session. An engine whose scheduler and worker are two processes
 is two sessions: the worker says HELLO, and READY when it has pinned the memory; the scheduler says
-MEET and has all reservations. After a server was lost the worker says MEET too, before it frees the
-old memory: the scheduler comes when no job uses it any more.
+MEET, and has all reservations. After a server was lost the worker says MEET too, before it frees
+the old memory: the scheduler comes when no job uses it any more.
+
+A scheduler borrows pages for the blocks that it will store, publishes those that have their blocks,
+and gives back the others.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 2
-HEAD = struct.Struct("=IB")
+VERSION = 3
+HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
-NUMBER = struct.Struct("=q")
-END = struct.Struct("=q?")  # reservation, whether it has succeeded; then rejected positions
-WELCOME = struct.Struct("=8sIq")  # magic, version, generation of the server
-MAGIC = b"KVSWSERV"
-LOOKUP = struct.Struct("=4q")  # the fields of a Lookup
-PAGE = struct.Struct(f"=q{DIGEST_BYTES}s")  # group, digest
-RESERVED = struct.Struct("=qq")  # id, lease; then for each group the count, indices, pages
-# Of each list of HOLD: reservation or 0, pages, and how many keys in front are there, arrive, or
-# are being asked for below, or -1: all keys are held; then the pages, and if not all are held the
-# indices.
-HELD = struct.Struct("=3q")
-PUBLISH = struct.Struct("=qq")  # reservation, pages; then their positions and keys
-MET = struct.Struct("=qq")  # session, pages
+READ_BYTES = 1 << 16  # at once
+MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
 
 
 class Op(IntEnum):
-    """Requests. Those that are marked so get no answer."""
+    """Requests, with their numbers. Those that are marked so get no answer."""
 
-    HELLO = 1
-    LOOKUP = 2
-    LOOKUP_AGAIN = 3
-    PREPARE_LOAD = 4  # the prefix, or -1 for all keys; then the keys
-    PREPARE_STORE = 5
-    PREEMPT = 6
-    IS_PENDING = 7
-    RELEASE = 8
-    STATS = 9
-    RESET = 10  # the answer: how many there have been
-    MEET = 11  # answered when the other process of the engine is there
-    HOLD = 12  # how many lists of keys; then the keys of each. The answer: RESET's, HELD of each
-    LEASE = 13  # how many pages at most, for keys that PUBLISH will name
-    END = 14  # no answer
-    TOUCH = 15  # no answer
-    ORDER = 16  # no answer
-    ORDER_RENEWED = 17  # no answer
-    DELETE = 18  # no answer: pages that loads have found damaged, by PAGE
-    PUBLISH = 19  # no answer: pages of a LEASE have been filled
-    READY = 20  # no answer: the memory is pinned
-    LEAVE = 21  # no answer: no job is in flight
+    HELLO = 1  # JSON. The answer: session; behind it come the PoolHandles
+    LOOKUP = 2  # whether it is asked again, keys. The answer: a Lookup
+    PREPARE_LOAD = 3  # prefix, or -1 for all keys; keys. The answers of these three: reservation,
+    PREPARE_STORE = 4  # lease, of each group the number of pages, then of each the indices of the
+    PREEMPT = 5  # keys, then of each the pages; nothing if nothing is reserved
+    IS_PENDING = 6  # keys. The answer: 0 or 1
+    RELEASE = 7  # lease. The answer: 0 or 1
+    STATS = 8  # group. The answer: BlockStats
+    RESET = 9
+    MEET = 10  # JSON. The answer, when the other process has come: session, pages, resets so far
+    # Several lists of keys. The answer for each: reservation or 0; pages; how many keys in front
+    # are there, arrive, or are being asked for below, or -1: all are held; then the pages, and if
+    # not all are held the indices of their keys.
+    HOLD = 11
+    BORROW = 12  # how many pages at most. The answer: pages
+    END = 13  # no answer: reservation, whether it has succeeded, rejected positions
+    TOUCH = 14  # no answer: keys
+    ORDER = 15  # no answer: whether it is renewed, keys
+    DELETE = 16  # no answer: groups of pages that loads have found damaged, their keys one by one
+    PUBLISH = 17  # no answer: resets before the store began, borrowed pages; digests of each
+    GIVE_BACK = 18  # no answer: borrowed pages
+    READY = 19  # no answer: the memory is pinned
+    LEAVE = 20  # no answer: no job is in flight
 
 
 class Status(IntEnum):
@@ -67,48 +62,52 @@ class Status(IntEnum):
 
     DONE = 0
     REFUSED = 1  # the text of a ValueError
+    RESET = 2  # no answer: to schedulers, another engine has reset the server
 
 
-class ProtocolError(Exception):
+class ProtocolError(ConnectionError):
     """What came is no message of this protocol."""
 
 
-def pack(number: int, *parts: bytes) -> bytes:
+def pack(kind: int, numbers: Iterable[int] = (), data: bytes = b"") -> bytes:
     """A message."""
-    return b"".join((HEAD.pack(sum(map(len, parts)), number), *parts))
+    packed = array("q", numbers)
+    head = HEAD.pack(8 * len(packed) + len(data), kind, len(packed))
+    return b"".join((head, packed, data))
 
 
-def pack_keys(of_groups: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Digests of each group, as parts of a message."""
+def pack_keys(kind: int, numbers: Sequence[int], of_groups: Sequence[bytes]) -> bytes:
+    """A message that ends with the digests of each group."""
     counts = [len(digests) // DIGEST_BYTES for digests in of_groups]
-    return (struct.pack(f"={len(counts)}q", *counts), *of_groups)
+    return pack(kind, [*numbers, *counts], b"".join(of_groups))
 
 
-def unpack_keys(body: bytes, num_groups: int) -> list[bytes]:
-    """The digests of each group. Raises ProtocolError if these are no such keys."""
-    at = num_groups * NUMBER.size
-    if len(body) < at:
-        raise ProtocolError(f"{len(body)} bytes are no keys of {num_groups} groups")
-    counts = struct.unpack_from(f"={num_groups}q", body)
-    if min(counts) < 0 or sum(counts) * DIGEST_BYTES != len(body) - at:
-        raise ProtocolError(f"{len(body) - at} bytes are no {counts} digests")
-    of_groups = []
+def split_keys(counts: Sequence[int], digests: bytes) -> list[bytes]:
+    """The digests of each group. Raises ProtocolError if there are not as many."""
+    if min(counts, default=0) < 0 or sum(counts) * DIGEST_BYTES != len(digests):
+        raise ProtocolError(f"{len(digests)} bytes are no {counts} digests")
+    of_groups, at = [], 0
     for count in counts:
-        of_groups.append(body[at : at + count * DIGEST_BYTES])
+        of_groups.append(digests[at : at + count * DIGEST_BYTES])
         at += count * DIGEST_BYTES
     return of_groups
 
 
-def next_message(received: bytearray) -> tuple[int, bytes] | None:
-    """Takes the first message of what was received; None if it is not complete."""
+def next_message(received: bytearray) -> tuple[int, array[int], bytes] | None:
+    """Takes the first message of what was received: its kind, numbers and other bytes.
+
+    None if it is not complete.
+    """
     if len(received) < HEAD.size:
         return None
-    length, number = HEAD.unpack_from(received)
-    if length > MAX_BYTES:
-        raise ProtocolError(f"a message of {length} bytes; {MAX_BYTES} is the most")
+    length, kind, count = HEAD.unpack_from(received)
+    if length > MAX_BYTES or 8 * count > length:
+        raise ProtocolError(f"a message of {length} bytes with {count} numbers")
     end = HEAD.size + length
     if len(received) < end:
         return None
-    body = bytes(memoryview(received)[HEAD.size : end])
+    at = HEAD.size + 8 * count
+    numbers = array("q", bytes(received[HEAD.size : at]))
+    data = bytes(memoryview(received)[at:end])
     del received[:end]
-    return number, body
+    return kind, numbers, data

@@ -15,14 +15,14 @@ import stat
 import struct
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_kvswap._C import LoadReservation, StoreReservation
+from torch_kvswap._C import LoadReservation
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
@@ -32,68 +32,51 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
-from torch_kvswap.prefix.manager import BelowPolicy, BlockManager
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
 from torch_kvswap.prefix.protocol import (
-    END,
-    HELD,
-    LOOKUP,
     MAGIC,
-    MET,
-    NUMBER,
-    PAGE,
-    PUBLISH,
-    RESERVED,
+    READ_BYTES,
     VERSION,
-    WELCOME,
     Op,
     ProtocolError,
     Status,
     next_message,
     pack,
-    unpack_keys,
+    split_keys,
 )
 from torch_kvswap.prefix.tier import Tier
 
-_READ_BYTES = 1 << 16
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
-_LEASED_PART = 4  # of the pages, one in so many may be leased, shared by the schedulers
+_LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
+@dataclass(eq=False)
 class _Session:
     """An engine, or its scheduler or worker if these are two processes. It outlives its connection
     while it has pages and its process lives, and that of its worker.
-
-    Attributes:
-        number (int): names it when it connects again.
-        process (int): its file descriptor of the process, readable when that has ended.
-        connection (socket | None): None when it is lost.
-        received (bytearray): of a message that is not complete.
-        unsent (bytes): of an answer. Until it is sent, nothing is received.
-        is_member (bool): its cache fits to the pages.
-        engine (str): its name, if scheduler and worker are two sessions.
-        waits (bool): it has said MEET, and has no answer yet.
-        is_scheduler (bool): it is a scheduler.
-        is_ready (bool): it is a worker that has pinned the memory.
-        is_over (bool): it is a scheduler that has ended; its pages are its worker's.
-        reservations (dict[int, LoadReservation | StoreReservation]): by id, those that are open.
-        leases (set[int]): of preempt().
-        from_before_reset (set[int]): reservations that publish nothing.
-        published (Counter[int]): pages of leases that have their blocks, by reservation.
     """
 
-    def __init__(self, number: int, connection: socket.socket, process: int, pid: int) -> None:
-        self.number, self.process, self.pid = number, process, pid
-        self.connection: socket.socket | None = connection
-        self.received, self.unsent = bytearray(), b""
-        self.is_member = False
-        self.engine = ""
-        self.waits = self.is_scheduler = self.is_ready = self.is_over = False
-        self.reservations: dict[int, LoadReservation | StoreReservation] = {}
-        self.leases: set[int] = set()
-        self.from_before_reset: set[int] = set()
-        self.published: Counter[int] = Counter()
+    number: int  # names it when it connects again
+    connection: socket.socket | None  # None when it is lost
+    process: int  # a file descriptor, readable when the process has ended
+    pid: int
+    received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
+    unsent: bytes = b""  # what it has not taken; until then nothing is received from it
+    engine: str = ""  # its name, if scheduler and worker are two sessions
+    is_member: bool = False  # its cache fits to the pages
+    waits: bool = False  # it has said MEET, and has no answer yet
+    is_scheduler: bool = False
+    is_ready: bool = False  # a worker that has pinned the memory
+    is_over: bool = False  # a scheduler that has ended; its pages are its worker's
+    reservations: dict[int, Reservation] = field(default_factory=dict)  # those that are open
+    leases: set[int] = field(default_factory=set)  # of preempt()
+    lent: set[int] = field(default_factory=set)  # pages that it has borrowed
+
+    @property
+    def has_pages(self) -> bool:
+        return bool(self.reservations or self.leases or self.lent)
 
 
 class _Pages:
@@ -171,6 +154,15 @@ class _Pages:
     def split(self, of_groups: Any) -> Sequence[Any]:
         return of_groups if self.is_list else [of_groups]
 
+    def ask(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
+        """Asks the store below for what is not found; see Tier.ask()."""
+        return found if self.tier is None else self.tier.ask(found, of_groups)
+
+    def use_leases(self, of_groups: Sequence[bytes]) -> None:
+        """See Tier.use_leases()."""
+        if self.tier is not None:
+            self.tier.use_leases(of_groups)
+
 
 def _difference(theirs: Any, ours: Any, name: str = "") -> str | None:
     """Where the description of an engine's cache first differs from ours, in words."""
@@ -222,30 +214,10 @@ class PageServer:
         self._numbers = itertools.count(1)
         self._resets = 0
         self._sessions: dict[int, _Session] = {}
-        self._pages: _Pages | None = None
+        self._made: _Pages | None = None
         self._is_over, self._some_ended = False, False
-        self._handlers: dict[int, Callable[[_Session, bytes], None]] = {
-            Op.HELLO: self._hello,
-            Op.LOOKUP: lambda session, body: self._lookup(session, body, False),
-            Op.LOOKUP_AGAIN: lambda session, body: self._lookup(session, body, True),
-            Op.PREPARE_LOAD: self._prepare_load,
-            Op.PREPARE_STORE: self._prepare_store,
-            Op.PREEMPT: self._preempt,
-            Op.MEET: self._meet,
-            Op.HOLD: self._hold,
-            Op.LEASE: self._lease,
-            Op.PUBLISH: self._publish,
-            Op.READY: self._on_pinned,
-            Op.IS_PENDING: self._is_pending,
-            Op.RELEASE: self._release,
-            Op.STATS: self._stats,
-            Op.RESET: self._reset,
-            Op.END: self._end,
-            Op.TOUCH: lambda _, body: self._manager.touch(self._keys(body)),
-            Op.ORDER: lambda _, body: self._manager.order(self._keys(body)),
-            Op.ORDER_RENEWED: lambda _, body: self._manager.order(self._keys(body), renew=True),
-            Op.DELETE: self._delete,
-            Op.LEAVE: lambda session, _: self._end_session(session),
+        self._handlers: dict[int, Callable[[_Session, Any, bytes], None]] = {
+            op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
         with contextlib.ExitStack() as undo:
             self._store: PageStore | None = None
@@ -262,7 +234,7 @@ class PageServer:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
     def _listen(self) -> socket.socket:
         """The socket. What a killed server has left of its own is removed."""
@@ -289,7 +261,7 @@ class PageServer:
         """Serves until stop() is called, then closes everything. Engines go on without pages."""
         try:
             while not self._is_over:
-                tier = None if self._pages is None else self._pages.tier
+                tier = None if self._made is None else self._made.tier
                 for key, events in self._selector.select(None if tier is None else _TIER_SECONDS):
                     key.data(key.fileobj, events)
                 if tier is not None:
@@ -308,8 +280,8 @@ class PageServer:
             os.unlink(self._path)
         for session in list(self._sessions.values()):
             self._end_session(session)
-        if self._pages is not None and self._pages.tier is not None:
-            self._pages.tier.close()
+        if self._made is not None and self._made.tier is not None:
+            self._made.tier.close()
         elif self._store is not None:
             self._store.close()
         self._selector.close()
@@ -318,7 +290,7 @@ class PageServer:
 
     # Connections.
 
-    def _on_wake(self, *_: object) -> None:
+    def _woken(self, *_: object) -> None:
         os.eventfd_read(self._wake_fd)
 
     def _wake(self) -> None:
@@ -340,7 +312,7 @@ class PageServer:
         except OSError as error:
             log.warning("process %d is not served: %s", pid, error)
             with contextlib.suppress(OSError):
-                connection.send(pack(Status.REFUSED, str(error).encode()))
+                connection.send(pack(Status.REFUSED, data=str(error).encode()))
             connection.close()
             return
         session = _Session(next(self._numbers), connection, process, pid)
@@ -349,23 +321,20 @@ class PageServer:
             process, selectors.EVENT_READ, lambda *_: self._end_session(session)
         )
         self._selector.register(
-            connection, selectors.EVENT_READ, lambda _, events: self._on_ready(session, events)
+            connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
         )
-        try:
-            self._answer(session, WELCOME.pack(MAGIC, VERSION, self._generation))
-        except OSError:  # it has gone already
-            self._disconnect(session)
+        self._send(session, pack(Status.DONE, (VERSION, self._generation), MAGIC))
 
-    def _on_ready(self, session: _Session, events: int) -> None:
+    def _serve(self, session: _Session, events: int) -> None:
         """Receives, or sends the rest of an answer."""
         connection = session.connection
         if connection is None:  # lost since select() has returned
             return
         try:
             if events & selectors.EVENT_WRITE:
-                self._send(session, session.unsent)
+                self._send(session)
             else:
-                data = connection.recv(_READ_BYTES)
+                data = connection.recv(READ_BYTES)
                 if not data:
                     return self._disconnect(session)
                 session.received += data
@@ -379,31 +348,31 @@ class PageServer:
                 log.warning("the connection of process %d is closed: %s", session.pid, text)
                 self._disconnect(session)
 
-    def _handle(self, session: _Session, op: int, body: bytes) -> None:
+    def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
         if op not in self._handlers or session.is_member == (op in (Op.HELLO, Op.MEET)):
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
         try:
-            self._handlers[op](session, body)
+            self._handlers[op](session, numbers, data)
         except ValueError as error:
             if op < Op.END:
-                self._answer(session, str(error).encode(), status=Status.REFUSED)
+                self._send(session, pack(Status.REFUSED, data=str(error).encode()))
             if op >= Op.END or op == Op.HELLO:
                 raise
 
-    def _answer(self, session: _Session, *parts: bytes, status: Status = Status.DONE) -> None:
-        self._send(session, pack(status, *parts))
+    def _answer(self, session: _Session, numbers: Iterable[int] = ()) -> None:
+        self._send(session, pack(Status.DONE, numbers))
 
-    def _send(self, session: _Session, data: bytes) -> None:
+    def _send(self, session: _Session, data: bytes = b"") -> None:
         """Sends it, or keeps what the engine does not take, and then receives nothing from it."""
         assert session.connection is not None
-        sent = 0
+        had_some, data, sent = bool(session.unsent), session.unsent + data, 0
         try:
             sent = session.connection.send(data)
         except BlockingIOError:
             pass
-        except (BrokenPipeError, ConnectionResetError):  # it has gone: perhaps it has said LEAVE
+        except OSError:  # it has gone, and the next recv() says so: perhaps it has said LEAVE
             sent = len(data)
-        had_some, session.unsent = bool(session.unsent), data[sent:]
+        session.unsent = data[sent:]
         if had_some != bool(session.unsent):
             events = selectors.EVENT_WRITE if session.unsent else selectors.EVENT_READ
             key = self._selector.get_key(session.connection)
@@ -418,7 +387,7 @@ class PageServer:
             session.received.clear()
             session.waits = False
         is_worker = session.is_member and session.engine and not session.is_scheduler
-        if not session.reservations and not session.leases and not is_worker:
+        if not session.has_pages and not is_worker:
             self._end_session(session)
 
     def _end_session(self, session: _Session) -> None:
@@ -429,7 +398,7 @@ class PageServer:
         if session.number not in self._sessions:
             return
         others = self._of_engine(session)
-        is_in_use = bool(session.is_scheduler and (session.reservations or session.leases))
+        is_in_use = session.is_scheduler and session.has_pages
         if is_in_use and any(other.is_member for other in others):
             if not session.is_over:
                 session.is_over = True
@@ -458,11 +427,12 @@ class PageServer:
                 self._manager.complete(reservation)
             else:
                 self._manager.fail(reservation)
-        session.reservations.clear()
-        session.published.clear()
         for lease in session.leases:
             self._manager.release(lease)
-        session.leases.clear()
+        if session.lent:
+            self._manager.take_back(list(session.lent))
+        for held in (session.reservations, session.leases, session.lent):
+            held.clear()
         if not session.is_over:
             self._selector.unregister(session.process)
         os.close(session.process)
@@ -472,24 +442,27 @@ class PageServer:
     # Requests.
 
     @property
+    def _pages(self) -> _Pages:
+        assert self._made is not None
+        return self._made
+
+    @property
     def _manager(self) -> BlockManager:
-        assert self._pages is not None
         return self._pages.manager
 
-    def _keys(self, body: bytes) -> Any:
+    def _keys(self, counts: Sequence[int], digests: bytes) -> Any:
         """The keys as the block manager takes them."""
-        assert self._pages is not None
-        return self._pages.join(unpack_keys(body, len(self._pages.pools)))
+        if len(counts) != len(self._pages.pools):
+            raise ProtocolError(f"keys of {len(counts)} groups")
+        return self._pages.join(split_keys(counts, digests))
 
-    def _hello(self, session: _Session, body: bytes) -> None:
+    def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
-        cache = json.loads(body)
-        session.engine = cache.pop("engine")
-        self._replace(cache.pop("session"), session)
-        self._check_name(session)
-        if self._pages is None:
+        cache = json.loads(data)
+        self._enter(session, cache)
+        if self._made is None:
             try:
-                self._pages = _Pages(
+                self._made = _Pages(
                     cache, self._memory, self._store, self._below_policy, self._wake
                 )
             except (OSError, ImportError, RuntimeError) as error:
@@ -501,20 +474,20 @@ class PageServer:
             )
         assert session.connection is not None
         session.is_member = True
-        self._answer(session, NUMBER.pack(session.number))
+        self._answer(session, [session.number])
         for pool in self._pages.pools:
             handle = pool.share()
             handle.send(session.connection)
             handle.close()
 
-    def _replace(self, number: int, session: _Session) -> None:
-        """Ends the session that the same process has had before. No job of it is in flight."""
-        earlier = self._sessions.get(number)
+    def _enter(self, session: _Session, said: dict[str, Any]) -> None:
+        """Names a session, and ends the one that the same process has had before, of which no job
+        is in flight. Raises ValueError if another engine has this name.
+        """
+        session.engine = said.pop("engine")
+        earlier = self._sessions.get(said.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
-
-    def _check_name(self, session: _Session) -> None:
-        """Raises ValueError if another engine has this name."""
         for other in self._sessions.values():
             is_same = other.engine == session.engine and other.is_scheduler == session.is_scheduler
             if session.engine and is_same and other.is_member and not other.is_over:
@@ -523,159 +496,157 @@ class PageServer:
                     f"{self._path}; give each engine its own engine_id"
                 )
 
-    def _meet(self, session: _Session, body: bytes) -> None:
-        said = json.loads(body)
-        session.engine, session.is_scheduler = said["engine"], said["is_scheduler"]
-        self._replace(said["session"], session)
-        if session.is_scheduler:
-            self._check_name(session)
+    def _on_meet(self, session: _Session, _: array[int], data: bytes) -> None:
+        said = json.loads(data)
+        session.is_scheduler = said.pop("is_scheduler")
+        self._enter(session, said)
         session.waits = True
         self._introduce(session)
 
-    def _on_pinned(self, session: _Session, _: bytes) -> None:
+    def _on_ready(self, session: _Session, *_: object) -> None:
         session.is_ready = True
         self._introduce(session)
 
     def _introduce(self, session: _Session) -> None:
         """Answers the processes of this engine that wait for each other."""
         for one, other in itertools.permutations([session, *self._of_engine(session)], 2):
-            if not one.waits or one.is_scheduler == other.is_scheduler or other.is_over:
-                continue
-            if one.is_scheduler and not other.is_ready:
-                continue
-            pages = 0 if self._pages is None else self._pages.pools[0].num_pages
-            one.waits, one.is_member = False, one.is_scheduler
-            try:
-                self._answer(one, MET.pack(one.number, pages))
-            except OSError:  # it has gone
-                self._disconnect(one)
+            are_halves = one.is_scheduler != other.is_scheduler and not other.is_over
+            if one.waits and are_halves and (other.is_ready or not one.is_scheduler):
+                pages = 0 if self._made is None else self._made.pools[0].num_pages
+                one.waits, one.is_member = False, one.is_scheduler
+                self._answer(one, [one.number, pages, self._resets])
 
-    def _hold(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        (count,) = NUMBER.unpack_from(body)
-        parts = [NUMBER.pack(self._resets)]
-        for digests in unpack_keys(body[NUMBER.size :], count):
+    def _on_hold(self, session: _Session, counts: array[int], data: bytes) -> None:
+        answer = array("q")
+        for digests in split_keys(counts.tolist(), data):
             held, in_front = self._manager.hold(digests), -1
             if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
-                found = self._manager.lookup(digests, again=True)
-                if self._pages.tier is not None:
-                    found = self._pages.tier.ask(found, [digests])
+                found = self._pages.ask(self._manager.lookup(digests, again=True), [digests])
                 in_front = found.found + found.asking
             if held is None:
-                parts.append(HELD.pack(0, 0, in_front))
+                answer.extend((0, 0, in_front))
                 continue
             session.reservations[held.id] = held
-            if self._pages.tier is not None:
-                self._pages.tier.use_leases([digests])
-            parts += (HELD.pack(held.id, len(held.pages), in_front), held.pages.tobytes())
+            self._pages.use_leases([digests])
+            answer.extend((held.id, len(held.pages), in_front))
+            answer.frombytes(held.pages.tobytes())
             if in_front >= 0:
-                parts.append(held.key_indices.tobytes())
-        self._answer(session, *parts)
+                answer.frombytes(held.key_indices.tobytes())
+        self._answer(session, answer)
 
-    def _lease(self, session: _Session, body: bytes) -> None:
-        stats = self._manager.stats()
-        assert self._pages is not None
-        schedulers = sum(one.is_scheduler for one in self._sessions.values())
-        share = max(self._pages.pools[0].num_pages // (_LEASED_PART * max(schedulers, 1)), 1)
-        stores = (one for one in session.reservations.values() if isinstance(one, StoreReservation))
-        has = sum(len(one.pages) for one in stores) - session.published.total()
-        most = min(share - has, stats.free_pages + stats.idle_pages)
-        count = min(NUMBER.unpack(body)[0], max(most, 0))
-        # No block has such a key. That of its block is named when the page is filled.
-        leased = self._manager.prepare_store(os.urandom(count * DIGEST_BYTES)) if count else None
-        self._reserve(session, leased)
+    def _on_borrow(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session) + 1
+        share = max(self._pages.pools[0].num_pages // (_LENT_PART * lent_to), 1)
+        most = min(numbers[0], share - len(session.lent))
+        pages = self._manager.lend(max(most, 0)).tolist()
+        session.lent.update(pages)
+        self._answer(session, pages)
 
-    def _publish(self, session: _Session, body: bytes) -> None:
-        number, count = PUBLISH.unpack_from(body)
-        reservation, at = session.reservations.get(number), PUBLISH.size + 8 * count
-        if isinstance(reservation, StoreReservation) and number not in session.from_before_reset:
-            self._manager.publish(reservation, body[at:], array("q", body[PUBLISH.size : at]))
-            session.published[number] += count
+    def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        is_known = numbers[0] == self._resets
+        self._end_loan(session, numbers[1:], data if is_known else None)
 
-    def _lookup(self, session: _Session, body: bytes, again: bool) -> None:
-        assert self._pages is not None
-        keys = self._keys(body)
-        found = self._manager.lookup(keys, again=again)
-        if self._pages.tier is not None:
-            found = self._pages.tier.ask(found, self._pages.split(keys))
-        self._answer(session, LOOKUP.pack(*found))
+    def _on_give_back(self, session: _Session, pages: array[int], _: bytes) -> None:
+        self._end_loan(session, pages, None)
 
-    def _prepare_load(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        (prefix,) = NUMBER.unpack_from(body)
-        keys = self._keys(body[NUMBER.size :])
+    def _end_loan(self, session: _Session, pages: array[int], digests: bytes | None) -> None:
+        """Takes pages from an engine, with the blocks of these keys or without."""
+        if not session.lent.issuperset(pages):
+            raise ProtocolError("it names a page that it has not borrowed")
+        if digests is None:
+            self._manager.take_back(pages)
+        else:
+            self._manager.publish(pages, digests)
+        session.lent.difference_update(pages)
+        self._some_ended = True
+
+    def _on_lookup(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        again, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
+        found = self._manager.lookup(keys, again=bool(again))
+        self._answer(session, self._pages.ask(found, self._pages.split(keys)))
+
+    def _on_prepare_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        prefix, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
         load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
         self._reserve(session, load)
-        if load is not None and self._pages.tier is not None:
-            self._pages.tier.use_leases(self._pages.split(keys))
+        if load is not None:
+            self._pages.use_leases(self._pages.split(keys))
 
-    def _prepare_store(self, session: _Session, body: bytes) -> None:
-        self._reserve(session, self._manager.prepare_store(self._keys(body)))
+    def _on_prepare_store(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        self._reserve(session, self._manager.prepare_store(self._keys(numbers.tolist(), data)))
 
-    def _preempt(self, session: _Session, body: bytes) -> None:
-        self._reserve(session, self._manager.preempt(self._keys(body)))
+    def _on_preempt(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        self._reserve(session, self._manager.preempt(self._keys(numbers.tolist(), data)))
 
-    def _reserve(
-        self, session: _Session, reservation: LoadReservation | StoreReservation | None
-    ) -> None:
+    def _reserve(self, session: _Session, reservation: Reservation | None) -> None:
         """Answers with what a load or store reserves."""
-        assert self._pages is not None
         if reservation is None:
-            return self._answer(session, RESERVED.pack(-1, 0))
+            return self._answer(session)
         if reservation.id:
             session.reservations[reservation.id] = reservation
-        lease = reservation.lease if isinstance(reservation, StoreReservation) else 0
+        lease = 0 if isinstance(reservation, LoadReservation) else reservation.lease
         if lease:
             session.leases.add(lease)
             # An engine may still release() leases of an earlier server: none has the same number.
             lease += self._generation
         indices, pages = map(self._pages.split, (reservation.key_indices, reservation.pages))
-        counts = array("q", map(len, pages))
-        indices = [np.arange(of.start, of.stop) if isinstance(of, range) else of for of in indices]
-        parts = [numbers.tobytes() for numbers in (counts, *indices, *pages)]
-        self._answer(session, RESERVED.pack(reservation.id, lease), *parts)
+        answer = array("q", [reservation.id, lease, *map(len, pages)])
+        for numbers in (*indices, *pages):
+            answer.frombytes(np.asarray(numbers, np.int64).tobytes())
+        self._answer(session, answer)
 
-    def _is_pending(self, session: _Session, body: bytes) -> None:
-        self._answer(session, NUMBER.pack(self._manager.is_pending(self._keys(body))))
+    def _on_is_pending(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        self._answer(session, [self._manager.is_pending(self._keys(numbers.tolist(), data))])
 
-    def _release(self, session: _Session, body: bytes) -> None:
-        lease = NUMBER.unpack(body)[0] - self._generation
+    def _on_touch(self, _: _Session, numbers: array[int], data: bytes) -> None:
+        self._manager.touch(self._keys(numbers.tolist(), data))
+
+    def _on_order(self, _: _Session, numbers: array[int], data: bytes) -> None:
+        renew, *counts = numbers.tolist()
+        self._manager.order(self._keys(counts, data), renew=bool(renew))
+
+    def _on_release(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        lease = numbers[0] - self._generation
         is_own = lease in session.leases
         session.leases.discard(lease)
-        self._answer(session, NUMBER.pack(is_own and self._manager.release(lease)))
+        self._answer(session, [is_own and self._manager.release(lease)])
 
-    def _stats(self, session: _Session, body: bytes) -> None:
-        (group,) = NUMBER.unpack(body)
-        self._answer(session, array("Q", self._manager._stats(group)).tobytes())
+    def _on_stats(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        self._answer(session, self._manager._stats(numbers[0]))
 
-    def _reset(self, session: _Session, _: bytes) -> None:
+    def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
-        for other in self._sessions.values():
-            other.from_before_reset.update(other.reservations)
         self._resets += 1
-        self._answer(session, NUMBER.pack(self._resets))
+        self._answer(session)
+        for other in self._sessions.values():
+            is_told = other.is_scheduler and other.is_member and other.connection is not None
+            if is_told and other is not session:
+                self._send(other, pack(Status.RESET))
 
-    def _end(self, session: _Session, body: bytes) -> None:
-        number, has_succeeded = END.unpack_from(body)
+    def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        number, has_succeeded, *rejected = numbers.tolist()
         reservation = session.reservations.get(number)
         if reservation is None:  # an engine that was interrupted says it again
             return
         if has_succeeded:
-            self._manager.complete(reservation, array("q", body[END.size :]))
+            self._manager.complete(reservation, rejected)
         else:
             self._manager.fail(reservation)
         del session.reservations[number]
-        session.from_before_reset.discard(number)
-        session.published.pop(number, None)
         self._some_ended = True
 
-    def _delete(self, session: _Session, body: bytes) -> None:
-        assert self._pages is not None
-        pages = list(PAGE.iter_unpack(body))
-        if any(not 0 <= group < len(self._pages.pools) for group, _ in pages):
+    def _on_delete(self, _: _Session, numbers: array[int], data: bytes) -> None:
+        groups = numbers[: len(numbers) // 2].tolist()
+        keys = split_keys([1] * len(groups), data)
+        if not set(groups).issubset(range(len(self._pages.pools))):
             raise ProtocolError("there is no such group")
         if self._pages.tier is not None:
-            self._pages.tier.delete(pages)
+            self._pages.tier.delete(list(zip(groups, keys, strict=True)))
+
+    def _on_leave(self, session: _Session, *_: object) -> None:
+        self._end_session(session)
 
 
 def _process_of(connection: socket.socket, pid: int) -> int:

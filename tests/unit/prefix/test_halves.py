@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from patience import in_time
 from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
+from torch_kvswap.prefix import client, halves
 from torch_kvswap.prefix.client import RemotePools, describe
-from torch_kvswap.prefix.halves import Held, SchedulerSession, SplitStore, WorkerSession
+from torch_kvswap.prefix.halves import Held, SchedulerSession, WorkerSession
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.server import PageServer
 
@@ -49,25 +52,28 @@ class Scheduler(SchedulerSession):
         self.until(lambda: answers)
         return answers[0]
 
-    def take(self, count: int) -> SplitStore:
-        stores: list[SplitStore | None] = []
+    def take(self, count: int) -> list[int]:
+        """Pages of a store."""
+        taken: list[list[int]] = []
 
-        def taken() -> bool:
-            stores.append(self.begin_store(count))
+        def take() -> bool:
+            taken.extend([pages] if (pages := self.begin_store(count)) is not None else [])
             self.end_step()
-            return stores[-1] is not None
+            return bool(taken)
 
-        self.until(taken)
-        store = stores[-1]
-        assert store is not None
-        return store
+        self.until(take)
+        return taken[0]
+
+    def end(self, pages: Sequence[int], names: Sequence[object]) -> None:
+        """Ends a store; None stands for a block that was not stored."""
+        stored = [page for page, name in zip(pages, names, strict=True) if name is not None]
+        self.end_store(pages, stored, self.digests([name for name in names if name is not None]))
 
     def store(self, names: Sequence[object]) -> list[int]:
         """Publishes these keys. Their pages."""
-        store = self.take(len(names))
-        assert len(store.pages) == len(names)
-        self.end_store(store, self.digests(names), range(len(names)))
-        return list(map(int, store.pages))
+        pages = self.take(len(names))
+        self.end(pages, names)
+        return pages
 
     def indices(self, names: Sequence[object]) -> list[int]:
         """Which of these keys are there."""
@@ -119,31 +125,29 @@ def test_held_pages_are_not_evicted(path: str) -> None:
 def test_a_key_that_two_engines_have_stored_keeps_one_page(path: str) -> None:
     with serving(path) as server:
         with split(path, "a") as a, split(path, "b") as b:
-            store, other = a.take(2), b.take(2)
-            a.end_store(store, a.digests("xy"), [0, 1])
+            pages, others = a.take(2), b.take(2)
+            a.end(pages, "xy")
             a.until(lambda: stats(server).stored == 2)
-            b.end_store(other, b.digests("xz"), [0, 1])
+            b.end(others, "xz")
             b.until(lambda: stats(server).stored == 3)
-            assert b.find("xz").pages == [int(store.pages[0]), int(other.pages[1])]
+            assert b.find("xz").pages == [pages[0], others[1]]
         assert in_time(lambda: (stats(server).idle_pages, stats(server).free_pages) == (3, 29))
 
 
 def test_pages_that_were_not_filled_are_used_again_and_no_key_is_on_them(path: str) -> None:
     with serving(path), split(path, "a") as a:
-        store = a.take(3)
-        a.end_store(store, a.digests("xz"), [0, 2])
+        pages = a.take(3)
+        a.end(pages, ["x", None, "z"])
         assert a.indices("xyz") == [0, 2]
-        pages = {int(page) for page in store.pages}
-        again = a.take(8)
-        assert int(store.pages[1]) in again.pages
-        assert pages.intersection(map(int, again.pages)) == {int(store.pages[1])}
+        assert set(pages).intersection(a.take(8)) == {pages[1]}
 
 
 def test_a_failed_load_makes_its_pages_unknown_to_all(path: str) -> None:
     with serving(path), split(path, "a") as a, split(path, "b") as b:
         pages = a.store("abc")
-        load = b.begin_load([b.find("abc")])
-        b.end_load(load, {pages[1]})
+        held = [b.find("abc")]
+        b.begin_load(held)
+        b.end_load(held, {pages[1]})
         assert b.indices("abc") == [0, 2]
         assert a.indices("abc") == [0, 2]
 
@@ -152,15 +156,16 @@ def test_after_a_reset_nothing_is_found_that_was_reserved_before(path: str) -> N
     with serving(path, 128) as server:
         with split(path, "a") as a, split(path, "b") as b:
             a.store("abc")
-            held, store, other = b.find("ab"), a.take(2), b.take(2)
+            held, pages, others = b.find("ab"), a.take(2), b.take(2)
             assert held.pages
             a.reset()
-            a.until(lambda: a.resets == 1)
-            a.end_store(store, a.digests("xy"), [0, 1])
-            b.end_store(other, b.digests("uv"), [0, 1])
+            a.until(lambda: server._resets == 1)
+            a.end(pages, "xy")
+            b.end(others, "uv")  # before it knows
             assert b.indices("abcxyuv") == []
+            b.until(lambda: b.resets == 1)
             b.end_hold([held])
-            for one, names in ((a, "mn"), (b, "op")):  # not on pages of leases from before
+            for one, names in ((a, "mn"), (b, "op")):
                 one.store(names)
                 assert one.indices(names) == [0, 1]
         assert in_time(lambda: stats(server).free_pages == 124)
@@ -230,14 +235,14 @@ def test_a_worker_keeps_the_old_memory_until_its_scheduler_has_come(path: str) -
         worker = worker_of(path, "a")
         scheduler = Scheduler(path, "a")
         (pool,) = worker._pools.pools
-        load = scheduler.begin_load([])
+        pages = scheduler.take(1)
         server.kill()
         with serving(path) as fresh:
             assert in_time(lambda: any(of.waits for of in fresh._sessions.values()))
             scheduler.poll()
             assert not scheduler.is_joined
             assert worker._pools.pools == [pool]
-            scheduler.end_load(load)
+            scheduler.end(pages, [None])
             scheduler.until(lambda: scheduler.is_joined)
             assert worker._pools.pools != [pool]
             scheduler.store("ab")
@@ -250,41 +255,55 @@ def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:
     with server_process(path) as server:
         worker = worker_of(path, "a")
         scheduler = Scheduler(path, "a")
-        load = scheduler.begin_load([])
+        pages = scheduler.take(1)
         server.kill()
         with serving(path) as fresh:
             assert in_time(lambda: any(of.waits for of in fresh._sessions.values()))
             worker.close()  # it waits for the scheduler
             assert not worker._thread.is_alive()
             scheduler.poll()
-            scheduler.end_load(load)
+            scheduler.end(pages, [None])
             assert in_time(lambda: any(of.is_scheduler for of in fresh._sessions.values()))
             scheduler.close()  # it waits for the worker
             assert not scheduler._thread.is_alive()
             assert in_time(lambda: not fresh._sessions)
 
 
-def test_an_idle_engine_gives_most_of_its_pages_back(path: str) -> None:
+def test_pages_that_steps_do_not_need_any_more_come_back(path: str) -> None:
+    """Also those of a loan of which the others were used."""
     with serving(path, 4096) as server, split(path, "a") as a:
-        a.store(range(200))
-        a.take(200)  # there are as many for the next step
-        a.until(lambda: a.end_step() or stats(server).filling_pages >= 400)
-        a.until(lambda: a.end_step() or stats(server).filling_pages <= 200 + 128)
+        pages = a.take(1000)
+        a.end(pages, [None if place % 2 else place for place in range(1000)])
+        a.until(lambda: stats(server).stored == 500)
+        assert stats(server).filling_pages >= 500
+        a.until(lambda: a.end_step() or stats(server).filling_pages <= 128)
+        assert len(a.take(64)) == 64
 
 
-def test_idle_engines_leave_pages_to_the_others(path: str) -> None:
+def test_the_pages_of_an_idle_engine_serve_another(path: str) -> None:
+    with serving(path, 64) as server, split(path, "a") as a, split(path, "b") as b:
+        a.end(a.take(40), range(16))
+        pages = a.take(16)
+        assert len(b.take(40)) == 8
+        a.end(pages, [None] * 16)
+        a.until(lambda: a.end_step(is_idle=True) or not (a.is_asking or a.has_free_pages))
+        a.until(lambda: stats(server).filling_pages == 8)
+        b.until(lambda: b.end_step() or stats(server).filling_pages == 16)
+
+
+def test_engines_that_have_pages_leave_some_to_the_others(path: str) -> None:
     with serving(path, 64) as server, contextlib.ExitStack() as stack:
         for name in range(6):
-            idle = stack.enter_context(split(path, str(name)))
-            idle.end_step()
-            idle.until(lambda idle=idle: not idle.is_asking)
+            one = stack.enter_context(split(path, str(name)))
+            one.end_step()
+            one.until(lambda one=one: not one.is_asking)
         assert stats(server).filling_pages == 16 + 8 + 5 + 4 + 3 + 2
-        assert len(stack.enter_context(split(path, "a")).take(2).pages) == 2
+        assert len(stack.enter_context(split(path, "a")).take(2)) == 2
 
 
 def test_a_store_takes_what_there_is_if_the_server_gives_no_more(path: str) -> None:
     with serving(path, 64), split(path, "a") as a:
-        assert len(a.take(40).pages) == 16
+        assert len(a.take(40)) == 16
 
 
 def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
@@ -293,7 +312,7 @@ def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
         a.until(lambda: stats(server).stored == 10)
         a.until(lambda: a.end_step() or stats(server).filling_pages == 16)
         a.until(lambda: not a.is_asking)
-        assert len(a.take(16).pages) == 16
+        assert len(a.take(16)) == 16
 
 
 def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) -> None:
@@ -321,6 +340,33 @@ def test_a_scheduler_that_leaves_before_its_answers_come_keeps_no_page(path: str
         watch.until(are_all_idle)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_server_has_a_deadline_from_when_it_has_got_the_question(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(halves, "time", SimpleNamespace(monotonic=lambda: now * client.DEADLINE))
+    ours, server = socket.socketpair()
+    ours.setblocking(False)
+    with server:
+        a = SchedulerSession("", "a")
+        a._connection = ours
+        while is_full and not a._outbox:
+            a.touch(bytes(1 << 16))
+        a.hold([key_of("x")], lambda _: None)
+        now = 0.9
+        a.touch(key_of("x"))  # needs no answer
+        while a._outbox:
+            server.recv(1 << 16)
+            a.poll()
+        now = 1.8 if is_full else 0.95
+        a.poll()
+        assert a.is_joined
+        now = 2.0 if is_full else 1.1
+        a.poll()
+        assert not a.is_joined
+
+
 def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier_one(
     path: str,
 ) -> None:
@@ -332,7 +378,7 @@ def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier
             a.until(lambda: a.losses == 1 and a.is_joined)
             a.store("x")  # there are pages for the next store
             b.reset()
-            b.until(lambda: b.resets == 1)
+            b.until(lambda: not b.is_asking)
             a.indices("x")
             a.store("y")
             assert a.indices("y") == [0]

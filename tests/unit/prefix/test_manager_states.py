@@ -40,6 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
         self.leases: dict[StoreReservation, list[int]] = {}
+        self.lent: list[int] = []
 
     @rule(ready=st.integers(0, PAGES))
     def grow(self, ready: int) -> None:
@@ -126,6 +127,39 @@ class Machine(RuleBasedStateMachine):
         assert self.manager.release(lease)
         assert not self.manager.release(lease)
 
+    @rule(count=st.integers(0, 4))
+    def lend(self, count: int) -> None:
+        pages = self.manager.lend(count).tolist()
+        assert len(pages) == min(count, self.model.free + len(self.model.idle))
+        keys = list(range(KEYS, KEYS + len(pages)))
+        self.model.place(keys, pages, [])
+        for key in keys:
+            self.model.forget(key)
+        self.model.hold(pages)
+        self.lent += pages
+
+    @precondition(lambda self: self.lent)
+    @rule(keys=lists)
+    def publish(self, keys: list[int]) -> None:
+        pages, self.lent = self.lent[: len(keys)], self.lent[len(keys) :]
+        keys = keys[: len(pages)]
+        self.manager.publish(pages, keys)
+        for key, page in reversed(list(zip(keys, pages, strict=True))):
+            self.model.page_of.setdefault(key, page)
+            self.model.fill(key, page)
+            self.model.release([page])
+        with pytest.raises(ValueError, match=f"page {min(pages)} is not lent"):
+            self.manager.publish(pages, keys)
+
+    @precondition(lambda self: self.lent)
+    @rule(count=st.integers(1, 4))
+    def take_back(self, count: int) -> None:
+        pages, self.lent = self.lent[:count], self.lent[count:]
+        with pytest.raises(ValueError, match=f"page {pages[0]} is named twice"):
+            self.manager.take_back([*pages, pages[0]])
+        self.manager.take_back(pages)
+        self.model.release(pages)
+
     @rule(pick=picks)
     def reset(self, pick: int) -> None:
         if pick % 8:
@@ -144,7 +178,7 @@ class Machine(RuleBasedStateMachine):
         stats = self.manager.stats()
         filling = [key for key in self.model.page_of if key not in self.model.ready]
         assert (stats.free_pages, stats.idle_pages) == (self.model.free, len(self.model.idle))
-        assert stats.filling_pages == len(filling)
+        assert stats.filling_pages == len(filling) + len(self.lent)
         assert stats.pages == self.model.num_pages
 
     @invariant()

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import signal
 import socket
-import struct
 import threading
 import time
 from collections import defaultdict
@@ -34,7 +33,7 @@ from torch_kvswap.cli import serve
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import END, HEAD, LOOKUP, PAGE, Op, pack, pack_keys
+from torch_kvswap.prefix.protocol import HEAD, Op, pack, pack_keys
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -51,8 +50,8 @@ DYING = {
     "between messages": "",
     "inside a message": "engine.prefixes.manager._connection.sendall(b'1234567')",
     "with an answer unread": """
-from torch_kvswap.prefix.protocol import Op, pack, pack_keys
-engine.prefixes.manager._connection.sendall(pack(Op.PREPARE_STORE, *pack_keys([key_of("z")])))
+from torch_kvswap.prefix.protocol import Op, pack_keys
+engine.prefixes.manager._connection.sendall(pack_keys(Op.PREPARE_STORE, (), [key_of("z")]))
 """,
     "after it has lost the connection": "engine.prefixes.manager._connection.close()",
 }
@@ -206,7 +205,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
             assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
-@pytest.mark.parametrize("within", ["receive", "numbers_at"])
+@pytest.mark.parametrize("within", ["receive", "RemoteReservation"])
 def test_an_interrupted_call_reserves_nothing_and_the_next_gets_its_own_answer(
     within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,18 +275,22 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Any) -> None:
 
 NONSENSE = {
     "bytes": b"GET / HTTP/1.1\r\n\r\n" * 100,
-    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.LOOKUP),
+    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.LOOKUP, 0),
+    "more numbers than bytes": HEAD.pack(8, Op.LOOKUP, 2) + bytes(8),
     "an unknown request": pack(99),
     "no request": pack(0),
-    "a second hello": pack(Op.HELLO, b"{}"),
-    "keys that are too short": pack(Op.LOOKUP, b"1"),
-    "more keys than there are": pack(Op.LOOKUP, struct.pack("=q", 1 << 40)),
-    "a negative number of keys": pack(Op.TOUCH, struct.pack("=q", -1)),
-    "half a key": pack(Op.PREPARE_STORE, struct.pack("=q", 1), b"1234"),
+    "a second hello": pack(Op.HELLO, data=b"{}"),
+    "keys without a number": pack(Op.TOUCH, (), b"1"),
+    "more keys than there are": pack(Op.PREPARE_STORE, [1 << 40]),
+    "a negative number of keys": pack(Op.TOUCH, [-1]),
+    "half a key": pack(Op.PREPARE_STORE, [1], b"1234"),
+    "keys of two groups": pack_keys(Op.IS_PENDING, (), [KEYS[0], KEYS[1]]),
     "no reservation": pack(Op.END),
-    "no lease": pack(Op.RELEASE, b"123"),
-    "a group that is not there": pack(Op.STATS, struct.pack("=q", 7)),
-    "a page of no group": pack(Op.DELETE, PAGE.pack(1, b"")),
+    "no lease": pack(Op.RELEASE),
+    "a group that is not there": pack(Op.STATS, [7]),
+    "a page of no group": pack_keys(Op.DELETE, [1], [KEYS[0]]),
+    "a page that was not borrowed": pack(Op.PUBLISH, [0, 3], KEYS[0]),
+    "no page to give back": pack(Op.GIVE_BACK, [1 << 40]),
 }
 
 
@@ -363,7 +366,7 @@ def test_an_engine_cannot_end_what_another_has_reserved(path: str) -> None:
         engine.hold("abcd")
         (number,) = engine.prefixes.manager._open  # type: ignore[union-attr]
         for number_of in (number - 1, number, number + 1):
-            message = pack(Op.END, END.pack(number_of, True))
+            message = pack(Op.END, [number_of, True])
             other.prefixes.manager._connection.sendall(message)  # type: ignore[union-attr]
         assert other.prefixes.lookup(KEYS[:4]) == Lookup(4, 0, 4)
         engine.prefixes.poll()
@@ -396,7 +399,7 @@ def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
         for hello in (b"", b"{", b"[]", b"{}", b'{"session": 0, "groups": [{}]}'):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(path)
-                connection.sendall(pack(Op.HELLO, hello))
+                connection.sendall(pack(Op.HELLO, data=hello))
                 wait_until_closed(connection)
         with ServedEngine(path) as engine:
             engine.compute("a")
@@ -405,7 +408,7 @@ def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
-    message = pack(Op.LOOKUP, *pack_keys([b"".join(KEYS)]))
+    message = pack_keys(Op.LOOKUP, [False], [b"".join(KEYS)])
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
         (its,) = (of for of in server._sessions.values() if of.number == 2)
         connection: Any = slow.prefixes.manager._connection  # type: ignore[union-attr]
@@ -429,14 +432,14 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
         assert len(its.received) < 1 << 17
         assert sent < len(requests)
         # When it reads, all that it has sent is answered.
-        answers = sent // len(message) * (HEAD.size + LOOKUP.size)
+        answers = sent // len(message) * (HEAD.size + 4 * 8)
         connection.settimeout(PATIENCE)
         while answers > 0:
             answers -= len(connection.recv(1 << 16))
         assert answers == 0
         connection.settimeout(None)
         connection.sendall(requests[sent:][: -sent % len(message)])
-        assert len(connection.recv(100)) == HEAD.size + LOOKUP.size
+        assert len(connection.recv(100)) == HEAD.size + 4 * 8
 
 
 def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> None:

@@ -51,7 +51,47 @@ class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
         return load
 
 
-class KVSwapManager(base.OffloadingManager):
+class HostManager(base.OffloadingManager):
+    """What a manager says to vLLM, whoever has the host pages.
+
+    Args:
+        info (Mapping[str, Any] | None): what config_info() reports.
+    """
+
+    def __init__(self, info: Mapping[str, Any] | None) -> None:
+        self._info = info or {}
+        self._cache = object()  # replaced when all chunks are forgotten
+        self._failed: set[int] = set()  # pages of jobs that have not ended
+        self._sizes: list[int] = []  # chunks per store since get_stats()
+
+    def fail_pages(self, pages: Iterable[int]) -> None:
+        """Names pages that an open store has not written, or that an open load has not read. When
+        it ends, their chunks are forgotten."""
+        self._failed.update(pages)
+
+    def take_events(self) -> Iterable[Any]:
+        """The events since the last call."""
+        return ()
+
+    def config_info(self) -> list[Mapping[str, Any]]:
+        """The labels of vLLM's metric vllm:kv_offload_config_info."""
+        return [self._info]
+
+    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
+        return load_source()
+
+    def _stats_with(self, usage: Mapping[str, float]) -> OffloadingConnectorStats:
+        """Statistics under the names of vLLM's own manager, so that dashboards keep working."""
+        stats = OffloadingConnectorStats()
+        for name, value in usage.items():
+            stats.set_gauge(name, value)
+        for size in self._sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        self._sizes.clear()
+        return stats
+
+
+class KVSwapManager(HostManager):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
     A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
@@ -79,6 +119,7 @@ class KVSwapManager(base.OffloadingManager):
         events: bool,
         info: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(info)
         threshold = max(store_threshold, 1)
         self._blocks = BlockManager(num_pages, eviction_policy=policy, store_threshold=threshold)
         self._counts_offers = threshold > 1
@@ -89,15 +130,11 @@ class KVSwapManager(base.OffloadingManager):
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
         self._stores: dict[StoreReservation, list[Key]] = {}
         self._loads: OpenLoads[LoadReservation] = OpenLoads()
-        self._failed: set[int] = set()  # pages of reservations that have not ended
         self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
-        self._cache = object()  # replaced by a reset
         self._was_reset = False
         self._events: list[Any] | None = [] if events else None
-        self._sizes: list[int] = []  # chunks per store since get_stats()
         self._skipped = 0
         self._usage: dict[str, float] | None = None  # None if it must be measured again
-        self._info = info or {}
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._access(req_context)
@@ -263,11 +300,6 @@ class KVSwapManager(base.OffloadingManager):
         if lost and hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
             self._record_event(lost, removed=True, metadata_only=True)
 
-    def fail_pages(self, pages: Iterable[int]) -> None:
-        """Names pages that an open store has not written, or that an open load has not read. When
-        it ends, their chunks are forgotten."""
-        self._failed.update(pages)
-
     def _end(self, reservation: Reservation) -> list[Key]:
         """Ends a store or a load, and returns the keys of its failed pages, which are forgotten.
 
@@ -318,29 +350,15 @@ class KVSwapManager(base.OffloadingManager):
         self._usage = None
 
     def take_events(self) -> Iterable[Any]:
-        """The events since the last call."""
         taken, self._events = self._events or [], None if self._events is None else []
         for event in taken:
             if getattr(event, "metadata_only", False):  # a key may be stored again by now
                 event.keys = [key for key in event.keys if key not in self._states]
         return [event for event in taken if event.keys]
 
-    def config_info(self) -> list[Mapping[str, Any]]:
-        """The labels of vLLM's metric vllm:kv_offload_config_info."""
-        return [self._info]
-
-    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        return load_source()
-
     def get_stats(self) -> OffloadingConnectorStats:
-        """Statistics under the names of vLLM's own manager, so that dashboards keep working."""
-        stats = OffloadingConnectorStats()
         self._usage = self._usage or usage_of(self._blocks.stats())  # vLLM asks in every step
-        for name, value in self._usage.items():
-            stats.set_gauge(name, value)
-        for size in self._sizes:
-            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
-        self._sizes.clear()
+        stats = self._stats_with(self._usage)
         if self._counts_offers:
             skipped = self._blocks.stats().skipped
             stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped - self._skipped)

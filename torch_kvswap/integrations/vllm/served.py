@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
@@ -71,14 +70,6 @@ class ServedPool(RemotePools):
         """Lets a thread join the server when it is lost, and give the handler its pages."""
         self.handler = handler
         self._session.start()
-
-    def attach(self, handles: Sequence[PoolHandle]) -> None:
-        """See RemotePools."""
-        self._use([HostPool.attach(self._layouts[0], handles[0])])
-
-    def let_go(self) -> None:
-        """See RemotePools."""
-        self._use([HostPool(self._layouts[0], 1, **self._options)])
 
     def close(self) -> None:
         """Leaves the server. The handler must be closed."""

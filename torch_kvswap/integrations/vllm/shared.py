@@ -4,19 +4,19 @@ server, which engines share (docs/serve.md)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.integrations.vllm.scheduler_side import Key, OpenLoads, load_source, usage_of
-from torch_kvswap.prefix.halves import Held, SchedulerSession, SplitLoad, SplitStore
-from torch_kvswap.prefix.manager import BlockStats
+from torch_kvswap.integrations.vllm.scheduler_side import HostManager, Key, OpenLoads, usage_of
+from torch_kvswap.prefix.halves import Held, SchedulerSession
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
@@ -59,7 +59,7 @@ class _Asked(Access):
         return held
 
 
-class SharedManager(base.OffloadingManager):
+class SharedManager(HostManager):
     """vLLM's OffloadingManager on the pages of a server.
 
     lookup() never waits. It says RETRY for a key that it does not know, and vLLM looks on; at the
@@ -67,8 +67,9 @@ class SharedManager(base.OffloadingManager):
     the server has found it holds for this engine, until the request has loaded it, or has not
     looked for it in a step.
 
-    Stores get pages that are reserved before it is known for which keys. When a copy has ended, its
-    keys are published. Another engine may have stored them meanwhile: then its page stays.
+    Stores get pages that are borrowed before it is known for which keys. When a copy has ended, its
+    keys are published. Another engine may have stored them meanwhile: then its page stays. An
+    engine without requests gives its pages back.
 
     Without a server nothing is found and nothing is stored. Only the scheduler's thread calls the
     methods.
@@ -79,25 +80,25 @@ class SharedManager(base.OffloadingManager):
     """
 
     def __init__(self, session: SchedulerSession, info: Mapping[str, Any] | None = None) -> None:
-        self._session, self._info = session, info or {}
+        super().__init__(info)
+        self._session = session
+        self._requests: set[str] = set()
+        self._is_idle = False  # there were no requests at the end of the last step
         self._active: set[_Asked] = set()  # requests that hold or ask for something
         self._is_asking = False
         # Keys that the server has, as far as is known. Others evict them, so they are asked for
         # again when they are offered.
         self._known: dict[Key, None] = {}
-        self._storing: dict[Key, SplitStore] = {}
-        self._stores: dict[SplitStore, tuple[Key, ...]] = {}
-        self._loads: OpenLoads[SplitLoad] = OpenLoads()
-        self._failed: set[int] = set()  # pages of jobs that have not ended
-        self._flushed: list[SplitLoad | SplitStore] = []  # open at a reset, until they have ended
-        self._cache = object()  # replaced by a reset, and when the server is lost
+        self._storing: dict[Key, int] = {}  # their pages
+        self._loads: OpenLoads[list[Held]] = OpenLoads()
+        self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
         self._losses = self._resets = 0
         self._step, self._reset_step, self._is_new_step = 1, 0, True
-        self._sizes: list[int] = []  # chunks per store since get_stats()
         self._usage: dict[str, float] = {}
         self._usage_asked = -_STATS_SECONDS
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        self._requests.add(req_context.req_id)
         self._access(req_context)
         return base.RequestOffloadingContext()
 
@@ -143,8 +144,9 @@ class SharedManager(base.OffloadingManager):
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
                 "held; vLLM loads only what lookup() has just found"
             )
-        load = self._session.begin_load(asked.take_held())
-        self._loads.add(req_context, keys, load)
+        held = asked.take_held()
+        self._session.begin_load(held)
+        self._loads.add(req_context, keys, held)
         asked.see(req_context, keys)
         self._session.touch(fold_keys(asked.sort(keys)))
         spec = CPULoadStoreSpec(pages)
@@ -155,10 +157,10 @@ class SharedManager(base.OffloadingManager):
         """Ends one load of exactly these keys by this request."""
         if not keys:
             return
-        load = self._loads.take(req_context, keys)
-        self._session.end_load(load, self._failed)
+        held = self._loads.take(req_context, keys)
+        self._session.end_load(held, self._failed)
         if self._failed:
-            pages = {page for one in load.held for page in one.pages}
+            pages = {page for one in held for page in one.pages}
             if not self._failed.isdisjoint(pages):
                 for key in keys:
                     self._known.pop(key, None)
@@ -171,6 +173,7 @@ class SharedManager(base.OffloadingManager):
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
+        self._requests.discard(req_context.req_id)
         asked = _Asked.of(req_context, self, self._cache)
         if asked.cache is not self._cache:  # the next server has the numbers of its pages, too
             return
@@ -200,44 +203,30 @@ class SharedManager(base.OffloadingManager):
         new = [key for key in keys if key not in self._known and key not in self._storing]
         if not new:
             return nothing
-        store = self._session.begin_store(len(new))
+        pages = self._session.begin_store(len(new))
         self._sizes.append(len(new))
-        if store is None:
+        if pages is None:
             return None
-        del new[len(store.places) :]
-        if not new:
-            self._session.end_store(store, b"", ())
-            return nothing
-        self._storing.update(dict.fromkeys(new, store))
-        self._stores[store] = tuple(new)
-        return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), [])
+        page_of = dict(zip(new, pages, strict=False))
+        self._storing.update(page_of)
+        return base.PrepareStoreOutput(list(page_of), CPULoadStoreSpec(pages), [])
 
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Publishes the stores of these keys. vLLM names all keys of a store at once."""
-        for key in keys:
-            store = self._storing.get(key)
-            if store is None:
-                continue
-            stored = self._stores.pop(store)
-            pages = store.pages.tolist()
-            good = [at for at, page in enumerate(pages) if success and page not in self._failed]
-            self._failed.difference_update(pages)
-            for one in stored:
-                del self._storing[one]
-            published = [stored[at] for at in good]
-            self._session.end_store(store, fold_keys(published), good)
-            asked = _Asked.of(req_context, self, self._cache)
-            if published and asked.cache is self._cache:
-                self._know(published)
-                # Directly behind the chunk in front of them: a prompt is evicted from its end.
-                self._session.order(fold_keys(asked.behind_known(published, self._known)))
-
-    def fail_pages(self, pages: Iterable[int]) -> None:
-        """Names pages that an open store has not written, or that an open load has not read. When
-        it ends, their chunks are forgotten."""
-        self._failed.update(pages)
+        page_of = {key: self._storing.pop(key) for key in keys if key in self._storing}
+        if not page_of:
+            return
+        pages = list(page_of.values())
+        stored = [key for key, page in page_of.items() if success and page not in self._failed]
+        self._failed.difference_update(pages)
+        self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored))
+        asked = _Asked.of(req_context, self, self._cache)
+        if stored and asked.cache is self._cache:
+            self._know(stored)
+            # Directly behind the chunk in front of them: a prompt is evicted from its end.
+            self._session.order(fold_keys(asked.behind_known(stored, self._known)))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """Asks for what the step has looked up and does not know, and lets go of what it has not
@@ -246,9 +235,11 @@ class SharedManager(base.OffloadingManager):
             self._poll()
         for asked in [one for one in self._active if one.step != self._step]:
             self._drop(asked)
-        if not self._is_asking:
+        was_idle, self._is_idle = self._is_idle, not self._requests
+        # vLLM 0.26 offers the last chunks of a request after the step in which it says the end.
+        self._session.end_step(was_idle and self._is_idle)
+        if not self._is_asking:  # behind end_step(): a request that has its answer has pages, too
             self._ask()
-        self._session.end_step()
         # vLLM 0.26 does not say when the worker has ended the jobs of a reset. It waits for them in
         # the first step after it, whose end is reported before the third is scheduled.
         if not _IS_033 and self._step >= self._reset_step + 2:
@@ -258,7 +249,8 @@ class SharedManager(base.OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Whether steps without requests must go on: something is held, or will be."""
-        return bool(self._active) or self._is_asking
+        can_give_back = self._session.has_free_pages and not self._requests
+        return bool(self._active) or self._session.is_asking or can_give_back
 
     def reset_cache(self) -> None:
         """Forgets all chunks of the server, also those of other engines.
@@ -269,9 +261,10 @@ class SharedManager(base.OffloadingManager):
         for asked in self._active:
             self._session.end_hold(asked.take_held())
         for loads in self._loads.values():
-            self._flushed += loads
-        self._flushed += self._stores
-        for known in (self._loads, self._stores, self._storing, self._failed):
+            self._flushed += (partial(self._session.end_load, held) for held in loads)
+        pages = list(self._storing.values())
+        self._flushed.append(partial(self._session.end_store, pages, [], b""))
+        for known in (self._loads, self._storing, self._failed):
             known.clear()
         self._session.reset()
         self._forget()
@@ -280,40 +273,15 @@ class SharedManager(base.OffloadingManager):
     def on_reset_flushed(self) -> None:
         """Frees the pages that were reserved at a reset."""
         while self._flushed:
-            job = self._flushed.pop()
-            if isinstance(job, SplitLoad):
-                self._session.end_load(job)
-            else:
-                self._session.end_store(job, b"", ())
-
-    def take_events(self) -> Iterable[Any]:
-        """None: an engine does not hear what others store and evict."""
-        return ()
-
-    def config_info(self) -> list[Mapping[str, Any]]:
-        """The labels of vLLM's metric vllm:kv_offload_config_info."""
-        return [self._info]
-
-    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        """See KVSwapManager."""
-        return load_source()
+            self._flushed.pop()()
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """Statistics under the names of vLLM's own manager. The usage is that of the server."""
+        """The usage is that of the server."""
         now = time.monotonic()
         if now - self._usage_asked > _STATS_SECONDS:
             self._usage_asked = now
-            self._session.ask_stats(self._measure_usage)
-        stats = OffloadingConnectorStats()
-        for name, value in self._usage.items():
-            stats.set_gauge(name, value)
-        for size in self._sizes:
-            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
-        self._sizes.clear()
-        return stats
-
-    def _measure_usage(self, stats: BlockStats) -> None:
-        self._usage = usage_of(stats)
+            self._session.ask_stats(lambda stats: self._usage.update(usage_of(stats)))
+        return self._stats_with(self._usage)
 
     def shutdown(self) -> None:
         """Leaves the server."""
@@ -336,9 +304,6 @@ class SharedManager(base.OffloadingManager):
     def _take(self, requests: Sequence[tuple[_Asked, list[Key]]], helds: Sequence[Held]) -> None:
         """Takes the server's answer."""
         self._is_asking = False
-        if self._session.resets != self._resets:
-            self._resets = self._session.resets
-            self._known.clear()
         for (asked, keys), held in zip(requests, helds, strict=True):
             if asked.cache is not self._cache:
                 self._session.end_hold([held])
@@ -370,14 +335,18 @@ class SharedManager(base.OffloadingManager):
         self._session.poll()
         if self._session.losses != self._losses:
             self._losses, self._is_asking = self._session.losses, False
-            self._resets = self._session.resets
             self._forget()
+        elif self._session.resets != self._resets:  # what was found before is asked for again
+            self._resets = self._session.resets
+            self._known.clear()
+            for asked in list(self._active):
+                self._drop(asked)
 
     def _forget(self) -> None:
         """Forgets all chunks, but not the jobs."""
         self._active.clear()
         self._known.clear()
-        self._cache = object()
+        self._cache, self._resets = object(), self._session.resets
 
     def _access(self, req_context: base.ReqContext) -> _Asked:
         """What a request has asked for; nothing if the cache was reset since."""
