@@ -453,9 +453,12 @@ class Replica:
     """A worker and a manager, without vLLM's scheduler."""
 
     def __init__(self, name: str, path: str, cache: Any, **how: Any) -> None:
+        from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
         settings = replace(config(host_server=f"unix:{path}", **how), engine_id=name)
         self.spec = KVSwapOffloadingSpec(settings, repeats=False)
-        self.worker = self.spec.get_worker(cache)
+        with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+            self.worker = self.spec.get_worker(cache)  # asks it for the KV layout
         self.manager: Any = self.spec.get_manager()
         self.context = base.ReqContext(name)
         self.manager.on_new_request(self.context)
