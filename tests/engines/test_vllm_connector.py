@@ -457,3 +457,20 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
     engine.run()
     engine.serve({"again": one + prompt(2, 50)})
     check(engine, {"again": one + prompt(2, 50)})
+
+
+@SCHEDULERS
+def test_a_chunk_with_a_token_that_no_step_has_computed_is_not_stored(folder, is_async):
+    one, two = prompt(1, 33), prompt(2, 140)
+    how: dict[str, Any] = {"transfer": RECOMPUTE, "extra": {"offload_prompt_only": False}}
+    with serving(folder, is_async=is_async, batched=64, **how) as engine:
+        engine.serve({"ends with a chunk": one}, count=15)
+        engine.add("fills the step", prompt(3, 9))
+        engine.add("aborted in a chunk", two)
+        engine.step()
+        engine.abort("aborted in a chunk")
+        engine.run()
+        engine.forget_gpu()
+        longer = {"one": one + expected_tokens(one, 15) + prompt(4, 20), "two": two}
+        engine.serve(longer)
+        check(engine, longer)

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.integrations.vllm.scheduler_side import load_source
@@ -378,15 +379,23 @@ class SchedulerPart(OffloadingConnectorScheduler):
                 state.block_ids.clear()
 
     def request_finished(self, request: Any) -> Any:
-        """As vLLM's. 0.26 would offer chunks of a request that was aborted while it loaded,
-        although it has not told their blocks, and end the engine."""
+        """As vLLM's. 0.26 would offer all chunks of the request's tokens: also the one that ends
+        with the last token, which no step has computed, and those of an aborted request that were
+        not computed, or not loaded. 0.33 counts as this does."""
         finished = super().request_finished(request)
         self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
-        for state in status.group_states if status is not None and not _IS_033 else ():
+        if _IS_033 or status is None:
+            return finished
+        computed = request.num_computed_tokens
+        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            computed = max(request.num_prompt_tokens, request.num_tokens - 1)
+        blocks = self.config.blocks_per_chunk
+        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
             if status.transfer_jobs & self._in_step:
                 state.block_ids.clear()
-            del state.offload_keys[len(state.block_ids) // self.config.blocks_per_chunk :]
+            chunks = min(computed // group.tokens_per_chunk, len(state.block_ids) // blocks)
+            del state.offload_keys[chunks:], state.block_ids[chunks * blocks :]
         return finished
 
 
