@@ -175,7 +175,7 @@ class Session(NotCopyable):
             connection.sendall(pack(Op.MEET, data=json.dumps(said).encode()))
             if self._thread.is_alive():  # else the engine is being started, and both are there
                 connection.settimeout(None)
-            return receive(connection)[0]
+            return receive(connection, HEAD.size + 24)[0]  # a reset may be right behind it
         finally:
             connection.settimeout(JOINING)
             self._meeting = None

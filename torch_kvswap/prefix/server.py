@@ -488,9 +488,13 @@ class PageServer:
         earlier = self._sessions.get(said.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
-        for other in self._sessions.values():
+        for other in list(self._sessions.values()):
             is_same = other.engine == session.engine and other.is_scheduler == session.is_scheduler
-            if session.engine and is_same and other.is_member and not other.is_over:
+            if not (session.engine and is_same and other.is_member and not other.is_over):
+                continue
+            if other.connection is None and other.pid == session.pid:
+                self._drop(other)  # it has not heard that it had joined
+            else:
                 raise ValueError(
                     f"another engine, process {other.pid}, has the name {session.engine!r} at "
                     f"{self._path}; give each engine its own engine_id"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -382,6 +384,52 @@ def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier
             a.indices("x")
             a.store("y")
             assert a.indices("y") == [0]
+
+
+def test_a_reset_that_comes_right_behind_the_answer_of_joining_is_noticed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(path) as server, split(path, "a") as a, contextlib.closing(worker_of(path, "b")):
+        receive, calls = client.receive, itertools.count()
+
+        def late(*arguments: Any) -> Any:
+            if next(calls) == 1:  # behind the greeting
+                sessions = server._sessions.values
+                assert in_time(lambda: sum(one.is_scheduler for one in sessions()) == 2)
+                a.reset()
+                a.until(lambda: not a.is_asking)
+            return receive(*arguments)
+
+        monkeypatch.setattr(client, "receive", late)
+        with contextlib.closing(Scheduler(path, "b")) as b:
+            b.store("x")
+            assert b.indices("x") == [0]
+
+
+def test_a_worker_that_could_not_pin_the_memory_joins_later(path: str) -> None:
+    class Pools(RemotePools):
+        can_pin = False
+
+        def attach(self, handles: Any) -> None:
+            if not self.can_pin:
+                raise RuntimeError("not pinned")
+            super().attach(handles)
+
+    layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
+    cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={})
+    pools = Pools([layout], False, {})
+    with serving(path), contextlib.closing(WorkerSession(path, "w", cache, pools)) as worker:
+        with pytest.raises(RuntimeError, match="not pinned"):
+            worker.join()
+        pools.can_pin = True
+        assert in_time(lambda: _joins(worker))
+
+
+def _joins(worker: WorkerSession) -> bool:
+    with contextlib.suppress(ValueError):  # the server has not seen yet that it has left
+        worker.join()
+        return True
+    return False
 
 
 def test_two_engines_of_one_name_are_refused(path: str) -> None:
