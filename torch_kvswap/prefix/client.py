@@ -89,6 +89,7 @@ class Session(NotCopyable):
         self._connection: socket.socket | None = None
         self._meeting: socket.socket | None = None  # on which the thread waits for the other half
         self._open: set[int] = set()  # reservations; jobs use their pages
+        self._unheard_resets = 0  # that the server of this generation has not answered
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
 
@@ -126,6 +127,10 @@ class Session(NotCopyable):
             seconds = struct.pack("ll", int(DEADLINE), int(DEADLINE % 1 * 1e6))
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+            if self._unheard_resets and generation == self._generation:
+                connection.sendall(pack_keys(Op.RESET, (), ()))
+                receive(connection)
+            self._unheard_resets = 0
         except BaseException:
             connection.close()
             raise
@@ -348,8 +353,13 @@ class RemoteManager(Session):
         return self._ask(Op.RELEASE, [read_int("lease", lease)]) == array("q", [True])
 
     def reset(self) -> None:
-        """Forgets all blocks and leases, also those of other engines: see BlockManager.reset()."""
-        self._ask(Op.RESET)
+        """Forgets all blocks and leases, also those of other engines: see BlockManager.reset().
+
+        If the server does not answer, it forgets them when it is joined again.
+        """
+        self._unheard_resets = 1
+        if self._ask(Op.RESET) is not None:
+            self._unheard_resets = 0
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""

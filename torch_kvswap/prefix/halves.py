@@ -132,6 +132,13 @@ class SchedulerSession(Session):
         except BaseException:
             connection.close()
             raise
+        if generation != self._generation:
+            self._unheard_resets = 0
+        if self._unheard_resets:  # in front of all that is sent from here on
+            self._unheard_resets, self.resets = 1, self.resets + 1
+            self._awaited.append(self._heard_reset)
+            self._outbox += pack(Op.RESET)
+            self._moved = time.monotonic()
         self._use(connection, session, generation)
 
     def poll(self) -> None:
@@ -294,10 +301,17 @@ class SchedulerSession(Session):
         self._send(pack_keys(Op.ORDER, [renew], [digests]))
 
     def reset(self) -> None:
-        """Forgets all blocks, also those of other engines, and of stores that have not ended."""
+        """Forgets all blocks, also those of other engines, and of stores that have not ended.
+
+        If the server does not answer, it forgets them when it is joined again.
+        """
+        self._unheard_resets += 1
         if self.is_joined:
             self.resets += 1
-            self._send(pack(Op.RESET), lambda _: None)
+            self._send(pack(Op.RESET), self._heard_reset)
+
+    def _heard_reset(self, _: array[int]) -> None:
+        self._unheard_resets -= 1
 
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""

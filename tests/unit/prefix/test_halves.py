@@ -406,6 +406,29 @@ def test_a_reset_that_comes_right_behind_the_answer_of_joining_is_noticed(
             assert b.indices("x") == [0]
 
 
+@pytest.mark.parametrize("when", ["it is lost", "it hangs"])
+def test_a_reset_that_a_server_has_not_heard_is_told_when_it_is_joined_again(
+    path: str, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with server_process(path) as server, split(path, "a") as a:
+        a.store("abc")
+        assert a.indices("abc") == [0, 1, 2]
+        server.send(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "DEADLINE", 0.1)
+            if when == "it hangs":
+                a.reset()
+            a.hold([a.digests("a")], lambda _: None)
+            a.until(lambda: not a.is_joined)
+        if when == "it is lost":
+            a.reset()
+        server.send(signal.SIGCONT)
+        a.until(lambda: a.is_joined)
+        assert a.indices("abc") == []
+        a.store("abc")
+        assert a.indices("abc") == [0, 1, 2]
+
+
 def test_a_worker_that_could_not_pin_the_memory_joins_later(path: str) -> None:
     class Pools(RemotePools):
         can_pin = False

@@ -175,8 +175,9 @@ def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
             assert engine.load("stuvwxyz") == 8
 
 
-def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
-    path: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again_unless_reset(
+    path: str, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
     with server_process(path) as server:
         monkeypatch.setattr(client, "DEADLINE", 0.1)
@@ -194,14 +195,17 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again(
             for _ in range(100):
                 assert engine.prefixes.lookup(KEYS) == NOTHING
             assert time.monotonic() - before < 100 * 0.1
+            if is_reset:
+                engine.prefixes.manager.reset()
             server.send(signal.SIGCONT)
             for _ in range(100):
                 assert not engine.is_served  # its store was not reported
             engine.prefixes.poll()
             engine.until(lambda: engine.is_served)
-            assert engine.load("abcd") == 4
-            assert engine.prefixes.lookup(KEYS) == Lookup(4, 4, 0)
-            assert counts(engine) == (28, 4, 0, 0)
+            found = 0 if is_reset else 4
+            assert engine.load("abcd") == found
+            assert engine.prefixes.lookup(KEYS) == Lookup(found, found, 0)
+            assert counts(engine) == (32 - found, found, 0, 0)
             assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
