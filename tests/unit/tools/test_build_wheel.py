@@ -64,7 +64,7 @@ def test_the_wheel_is_small_installs_anywhere_and_works_without_the_sources(
     python = "cp{}{}".format(*sys.version_info)
     tags = "cp312-abi3" if sys.version_info >= (3, 12) else f"{python}-{python}"
     assert wheel.name == f"torch_kvswap-{kvs.__version__}-{tags}-{tool.PLATFORM}.whl"
-    assert wheel.stat().st_size < 1.2e6
+    assert wheel.stat().st_size < 1.6e6
 
     installed, folder = tmp_path / "installed", tmp_path / "tests"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
