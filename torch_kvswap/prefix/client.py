@@ -127,14 +127,13 @@ class Session(NotCopyable):
             seconds = struct.pack("ll", int(DEADLINE), int(DEADLINE % 1 * 1e6))
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 connection.setsockopt(socket.SOL_SOCKET, option, seconds)
-            if self._unheard_resets and generation == self._generation:
-                connection.sendall(pack_keys(Op.RESET, (), ()))
-                receive(connection)
-            self._unheard_resets = 0
         except BaseException:
             connection.close()
             raise
-        self._use(connection, session, generation)
+        with self._lock:  # no call comes in between
+            self._use(connection, session, generation)
+            if self._unheard_resets and self._ask(Op.RESET) is not None:
+                self._unheard_resets = 0
 
     def start(self) -> None:
         """Lets a thread join the server again when it is lost."""
@@ -163,6 +162,8 @@ class Session(NotCopyable):
 
     def _use(self, connection: socket.socket, session: int, generation: int) -> None:
         with self._lock:
+            if generation != self._generation:
+                self._unheard_resets = 0
             self._session, self._generation = session, generation
             if self._is_closing:
                 connection.close()
@@ -357,9 +358,10 @@ class RemoteManager(Session):
 
         If the server does not answer, it forgets them when it is joined again.
         """
-        self._unheard_resets = 1
-        if self._ask(Op.RESET) is not None:
-            self._unheard_resets = 0
+        with self._lock:
+            self._unheard_resets = 1
+            if self._ask(Op.RESET) is not None:
+                self._unheard_resets = 0
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""

@@ -132,14 +132,11 @@ class SchedulerSession(Session):
         except BaseException:
             connection.close()
             raise
-        if generation != self._generation:
-            self._unheard_resets = 0
-        if self._unheard_resets:  # in front of all that is sent from here on
-            self._unheard_resets, self.resets = 1, self.resets + 1
-            self._awaited.append(self._heard_reset)
-            self._outbox += pack(Op.RESET)
-            self._moved = time.monotonic()
-        self._use(connection, session, generation)
+        with self._lock:  # no call comes in between
+            self._use(connection, session, generation)
+            if self._unheard_resets:
+                self._unheard_resets = 0
+                self.reset()
 
     def poll(self) -> None:
         """Takes the answers that have come."""
@@ -305,10 +302,11 @@ class SchedulerSession(Session):
 
         If the server does not answer, it forgets them when it is joined again.
         """
-        self._unheard_resets += 1
-        if self.is_joined:
-            self.resets += 1
-            self._send(pack(Op.RESET), self._heard_reset)
+        with self._lock:
+            self._unheard_resets += 1
+            if self.is_joined:
+                self.resets += 1
+                self._send(pack(Op.RESET), self._heard_reset)
 
     def _heard_reset(self, _: array[int]) -> None:
         self._unheard_resets -= 1

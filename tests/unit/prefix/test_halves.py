@@ -24,11 +24,15 @@ from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.server import PageServer
 
 
-def worker_of(path: str, name: str) -> WorkerSession:
-    """A worker that has joined."""
+def new_worker(path: str, name: str, kind: type[RemotePools] = RemotePools) -> WorkerSession:
     layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
     cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={})
-    worker = WorkerSession(path, name, cache, RemotePools([layout], False, {}))
+    return WorkerSession(path, name, cache, kind([layout], False, {}))
+
+
+def worker_of(path: str, name: str) -> WorkerSession:
+    """A worker that has joined."""
+    worker = new_worker(path, name)
     worker.join()
     worker.start()
     return worker
@@ -438,13 +442,10 @@ def test_a_worker_that_could_not_pin_the_memory_joins_later(path: str) -> None:
                 raise RuntimeError("not pinned")
             super().attach(handles)
 
-    layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
-    cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={})
-    pools = Pools([layout], False, {})
-    with serving(path), contextlib.closing(WorkerSession(path, "w", cache, pools)) as worker:
+    with serving(path), contextlib.closing(new_worker(path, "w", Pools)) as worker:
         with pytest.raises(RuntimeError, match="not pinned"):
             worker.join()
-        pools.can_pin = True
+        Pools.can_pin = True
         assert in_time(lambda: _joins(worker))
 
 
