@@ -57,8 +57,7 @@ uint64_t digest_of_tile(const uint8_t* bytes, uint64_t size, uint32_t tile) {
 std::vector<uint32_t> first_digest_tiles(const std::vector<uint64_t>& sizes) {
   std::vector<uint32_t> first{0};
   for (const uint64_t size : sizes) {
-    const uint64_t count = (size + kDigestTileBytes - 1) / kDigestTileBytes;
-    first.push_back(first.back() + static_cast<uint32_t>(count));
+    first.push_back(first.back() + digest_tiles(size));
   }
   return first;
 }

@@ -62,22 +62,18 @@ class DigestTable {
   // The slot was filled with all bytes of a slot of another pool, whose row came with its block:
   // binds the row to this slot. If it was damaged, its block does not match. No job may use it.
   void adopt(int64_t slot) const;
-  // Fills in which blocks and slots of a copy a launch works on, and the numbers of their stores.
-  // Gives stores their numbers, from block `first_new` of the copy on; those before had a launch.
+  // Fills in where the digests of blocks [first, first + arguments.block_count) of a copy are, and
+  // the numbers of their stores. Gives stores their numbers, from block `first_new` of the copy on;
+  // those before had a launch.
   template <typename Arguments>
-  void set_blocks(Arguments& arguments, const PagedCopy& copy, size_t first, uint32_t count,
-                  size_t first_new) const {
+  void set_rows(Arguments& arguments, const PagedCopy& copy, size_t first, size_t first_new) const {
+    const uint32_t count = arguments.block_count;
     uint64_t number = first_new < first + count ? take_stores(count) : 0;
     for (uint32_t i = 0; i < count; ++i) {
-      const int64_t slot = copy.slots[first + i];
-      SlotDigests& row = at(slot);
+      SlotDigests& row = at(copy.slots[first + i]);
       if (first + i >= first_new) write_number(row.store, number++);
-      arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
-      arguments.slots[i] = static_cast<int32_t>(slot);
       arguments.stores[i] = row.store;
     }
-    arguments.block_count = count;
-    arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
     arguments.rows = rows_;
     arguments.row_stride = row_stride_;
   }

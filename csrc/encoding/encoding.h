@@ -59,6 +59,17 @@ class Encoding : public Packing {
                                                 void* stream) const = 0;
 };
 
+// Fills in which blocks and slots of a copy a launch works on.
+template <typename Arguments>
+void set_blocks(Arguments& arguments, const PagedCopy& copy, size_t first, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
+    arguments.slots[i] = static_cast<int32_t>(copy.slots[first + i]);
+  }
+  arguments.block_count = count;
+  arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
+}
+
 // Whether the block is not what was stored, or is to be stored.
 inline bool is_corruption(SlotState state) {
   return state == SlotState::kCorrupted || state == SlotState::kOverwritten;

@@ -95,15 +95,9 @@ class TileTable : public PackTable {
                   unsigned max_warps, cuda::Stream stream) const {
     for (; first < last; first += arguments.block_count) {
       const auto count = static_cast<uint32_t>(std::min<size_t>(last - first, kCodecBlocks));
+      set_blocks(arguments, copy, first, count);
       if (copy.digests != nullptr) {
-        copy.digests->set_blocks(arguments, copy, first, count, copy.to_host ? first : copy.count);
-      } else {
-        arguments.block_count = count;
-        for (uint32_t i = 0; i < count; ++i) {
-          arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
-          arguments.slots[i] = static_cast<int32_t>(copy.slots[first + i]);
-        }
-        arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
+        copy.digests->set_rows(arguments, copy, first, copy.to_host ? first : copy.count);
       }
       launch(arguments, copy.to_host, max_warps, stream);
       if (arguments.by_slot == 0) arguments.packed += count * arguments.packed_stride;

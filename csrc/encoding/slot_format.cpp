@@ -77,7 +77,7 @@ std::vector<SlotTile> tiles_in(const Slabs& slabs, const std::vector<SlotFormat:
   for (const SlotFormat::Tile& tile : tiles) {
     found.push_back({slabs.bases[tile.slab] + tile.offset_in_slab, slabs.strides[tile.slab],
                      tile.bytes, tile.offset, digest});
-    digest += (tile.bytes + kDigestTileBytes - 1) / kDigestTileBytes;
+    digest += digest_tiles(tile.bytes);
   }
   return found;
 }

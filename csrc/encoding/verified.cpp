@@ -62,7 +62,8 @@ class Digests {
     const size_t first_new = task == DigestTask::kWrite ? first : copy.count;
     for (; first < last; first += arguments.block_count) {
       const auto count = static_cast<uint32_t>(std::min<size_t>(last - first, kDigestBlocks));
-      table_.set_blocks(arguments, copy, first, count, first_new);
+      set_blocks(arguments, copy, first, count);
+      table_.set_rows(arguments, copy, first, first_new);
       run(arguments);
     }
   }
@@ -193,8 +194,8 @@ class VerifiedTable : public PackTable {
     const size_t first_new = copy.to_host ? (begin + size - 1) / size : copy.count;
     for (size_t first = begin / size; first * size < end; first += arguments.block_count) {
       const size_t last = std::min<size_t>((end + size - 1) / size, first + kDigestBlocks);
-      digests_.table().set_blocks(arguments, copy, first, static_cast<uint32_t>(last - first),
-                                  first_new);
+      set_blocks(arguments, copy, first, static_cast<uint32_t>(last - first));
+      digests_.table().set_rows(arguments, copy, first, first_new);
       arguments.begin = std::max(begin, first * size) - first * size;
       arguments.end = std::min(end, last * size) - first * size;
       if (arguments.by_slot == 0) arguments.packed = packed + first * size - begin;

@@ -12,6 +12,10 @@ namespace kvswap {
 // A slab's part of a block is cut into tiles, each with a digest. All are this large but its last
 // one.
 constexpr uint32_t kDigestTileBytes = 8 << 10;
+// Tiles of so many bytes of a slab.
+KVSWAP_HOST_DEVICE constexpr uint32_t digest_tiles(uint64_t bytes) {
+  return static_cast<uint32_t>((bytes + kDigestTileBytes - 1) / kDigestTileBytes);
+}
 // A tile is read in units, the last one as if zeros followed. Word i of a unit's first half is
 // multiplied by word i of its second half.
 constexpr uint32_t kDigestUnitBytes = 1 << 10;
