@@ -276,7 +276,7 @@ def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:
 
 
 def test_pages_that_steps_do_not_need_any_more_come_back(path: str) -> None:
-    """Also those of a loan of which the others were used."""
+    """Also if other pages of the same loan were used."""
     with serving(path, 4096) as server, split(path, "a") as a:
         pages = a.take(1000)
         a.end(pages, [None if place % 2 else place for place in range(1000)])

@@ -321,7 +321,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         for name in preempted:
             request = self._req_status[name].req
-            # It counts outputs of steps, of which one can be on its way. A placeholder is a token.
+            # vLLM discards the outputs of so many steps. At most one step is on its way, with a
+            # placeholder for each of its tokens.
             request.async_tokens_to_discard = int(request.num_output_placeholders > 0)
             request.num_output_placeholders = 0
 

@@ -114,8 +114,8 @@ def group_layouts(
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
-        heads (int): of which a block has one after another. Each is a slab of its own: those of all
-            layers for the first head, then for the next one.
+        heads (int): how many KV heads a block has, one after another. Each becomes a slab of its
+            own: first head 0 of all layers, then head 1.
     """
     layouts: list[PagedLayout | None] = []
     for refs in kv_caches.group_data_refs:

@@ -52,7 +52,7 @@ class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
 
 
 class HostManager(base.OffloadingManager):
-    """What a manager says to vLLM, whoever has the host pages.
+    """What the managers of host memory and of a server share.
 
     Args:
         info (Mapping[str, Any] | None): what config_info() reports.
