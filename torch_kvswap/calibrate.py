@@ -77,7 +77,7 @@ def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -
         Costs: by direction, then by copy method.
 
     Raises:
-        RuntimeError: submitting transfers seems to take no time.
+        RuntimeError: transfers, or submitting them, seem to take no time.
     """
     kinds = [(direction, method) for direction in DIRECTIONS for method in COPY_METHODS[direction]]
     copying: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
@@ -96,11 +96,13 @@ def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -
     costs: Costs = {direction: {} for direction in DIRECTIONS}
     for direction, copy_method in kinds:
         link = min(_seconds_per_byte(copying[direction, of]) for of in COPY_METHODS[direction])
+        own = _seconds_per_byte(copying[direction, copy_method])
         start, block, fragment = _fit(copying[direction, copy_method], link)
         submit_start, submit_copy = _fit_submission(submitting[direction, copy_method], copy_method)
-        if submit_start == submit_copy == 0:
+        if own == 0 or submit_start == submit_copy == 0:
+            what = "" if own == 0 else "submitting "
             raise RuntimeError(
-                f"submitting a {direction} by copy_method={copy_method!r} seemed to take no time; "
+                f"{what}a {direction} by copy_method={copy_method!r} seemed to take no time; "
                 "nothing was kept. Calibrate again while the machine is idle"
             )
         costs[direction][copy_method] = CopyMethodCosts(
