@@ -42,38 +42,75 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
 @RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("new_tokens", [0, 40], ids=["before the step", "in the step"])
-def test_prompts_come_back_from_the_host_as_they_were(folder, runner, is_async, new_tokens, drafts):
+@pytest.mark.parametrize(
+    ("policy", "new_tokens", "loads"),
+    [("recompute", 0, 6), ("fail", 0, 1), ("fail", 40, 1)],
+    ids=["before the step", "in the step", "in the step with new tokens"],
+)
+def test_prompts_come_back_from_the_host_as_they_were(
+    folder, runner, is_async, drafts, policy, new_tokens, loads
+):
     prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
     again = {
         f"again {name}": one + prompt(n, new_tokens)
         for n, (name, one) in enumerate(prompts.items())
     }
-    with serving(folder, runner=runner, is_async=is_async, drafts=drafts) as engine:
+    how = {"drafts": drafts, "transfer": {"kv_load_failure_policy": policy}}
+    with serving(folder, runner=runner, is_async=is_async, **how) as engine:
         engine.serve(prompts, 40)
         engine.forget_gpu()
-        loads = Faults(engine, never)
+        seen = Faults(engine, never).seen
         engine.serve(again)
         check(engine, prompts, 40)
         check(engine, again)
-        assert loads.seen["load"] == (1 if new_tokens else len(again))
+        assert seen["load"] == loads
+
+
+@RUNNERS
+@SCHEDULERS
+def test_a_step_that_decodes_loads_no_more_than_it_hides(folder, runner, is_async):
+    """One that decodes for nobody loads as much as vLLM's largest step hides."""
+    prompts = {f"{n}": prompt(n, 257) for n in range(3)}
+    longer = {name: one + prompt(9, 20) for name, one in prompts.items()}
+    with serving(folder, runner=runner, is_async=is_async, batched=32) as engine:
+        engine.serve(prompts)
+        submit, in_step = engine.worker.submit_step_loads, []
+
+        def submit_counted(loads: Any, layer_groups: int) -> Any:
+            in_step.extend(loads)
+            return submit(loads, layer_groups)
+
+        engine.worker.submit_step_loads = submit_counted
+        for name, more, is_decoding, requests in (
+            ("idle", prompts, False, 2),  # of 256 tokens each
+            ("decoding", prompts, True, 0),
+            ("longer", longer, True, 3),
+        ):
+            engine.forget_gpu()
+            if is_decoding:
+                engine.start_decoding()
+            in_step.clear()
+            again = {f"{name} {n}": one for n, one in more.items()}
+            engine.serve(again)
+            check(engine, again)
+            assert (name, len(in_step)) == (name, requests)
 
 
 @RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("how", [{"cache": "fp8"}, {"cache": "mla"}, {"workers": 2}])
-def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how):
+@pytest.mark.parametrize(("policy", "loads"), [("recompute", 4), ("fail", 1)])
+def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how, policy, loads):
     prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(4)}
-    again = {f"again {name}": one for name, one in prompts.items()}
     longer = {f"longer {name}": one + prompt(9, 40) for name, one in prompts.items()}
+    how = {**how, "transfer": {"kv_load_failure_policy": policy}}
     with serving(folder, runner=runner, is_async=is_async, **how) as engine:
         engine.serve(prompts)
-        for more, loads in ((again, 4), (longer, 5)):
-            engine.forget_gpu()
-            seen = [Faults(engine, never, rank) for rank in range(len(engine.workers))]
-            engine.serve(more)
-            assert {one.seen["load"] for one in seen} == {loads - 4 or 4}
-        check(engine, {**prompts, **again, **longer})
+        engine.forget_gpu()
+        seen = [Faults(engine, never, rank) for rank in range(len(engine.workers))]
+        engine.serve(longer)
+        assert {one.seen["load"] for one in seen} == {loads}
+        check(engine, {**prompts, **longer})
 
 
 @pytest.mark.skipif(not IS_033, reason="0.26 counts no sources")
@@ -227,6 +264,8 @@ def test_with_the_policy_fail_only_the_requests_of_the_load_fail(
         )
         more = {"first": prompt(3, new), "second": prompt(4, new)}
         again = {f"{name} again": one + more[name] for name, one in prompts.items()}
+        if not new:
+            engine.start_decoding()
         engine.serve(again)
         assert faults.seen["load"] == (1 if new else 2)
         for name in prompts:

@@ -183,6 +183,8 @@ def test_with_the_policy_fail_a_damaged_row_fails_its_request_once(folder, new):
     damage(max(files(folder)))
     with serving(folder, extra=tier(folder, verify="load")) as engine:
         again = {name: [*one["a"], *[7] * new] for name in ("first", "second")}
+        if not new:
+            engine.start_decoding()
         engine.serve({"first": again["first"]})
         assert (engine.ends["first"], engine.tokens["first"]) == ("error", [])
         engine.forget_gpu()

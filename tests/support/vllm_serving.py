@@ -416,6 +416,12 @@ class Serving:
         self.run()
         return {name: self.tokens[name] for name in prompts}
 
+    def start_decoding(self) -> None:
+        """Starts a request that decodes for long. Beside it a prompt is loaded before its step, if it
+        has few tokens to compute."""
+        self.add("decoding", prompt(99, 20), 60)
+        self.step()
+
     def forget_gpu(self) -> None:
         """Drops the prefix cache of the GPU, so that all comes from the host."""
         assert self.scheduler.reset_prefix_cache()

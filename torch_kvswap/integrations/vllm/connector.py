@@ -48,8 +48,9 @@ from torch_kvswap.results import TransferError
 _MODULE = "torch_kvswap.integrations.vllm"
 # Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
 _IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
-# A request is loaded in its step if it has at most so many tokens to load for each one to compute.
-# Then the load takes about as long as the computation behind which it is hidden.
+# So many tokens are loaded about as fast as one is computed. A step that decodes for others loads no
+# more than it can hide behind the tokens that it computes. One that delays nobody may take as long
+# as the largest step of vLLM's.
 _LOADED_PER_COMPUTED = 16
 _LAYER_GROUPS = 16  # of an in-step load, at most
 
@@ -238,6 +239,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
         self._in_step: set[int] = set()  # jobs that the workers have not reported
+        self._running: set[str] = set()  # requests of the last step that have not ended
+        self._most_loaded = _LOADED_PER_COMPUTED * vllm_config.scheduler_config.max_num_batched_tokens
+        self._can_load = self._most_loaded  # tokens in this step, if no request is running
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
@@ -251,7 +255,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **options: Any
     ) -> tuple[int | None, bool]:
-        """As vLLM's. Loads in the step if the request has enough tokens to compute.
+        """As vLLM's. Loads in the step if no other request is running, or if this one has enough
+        tokens to compute.
 
         A request whose load has failed is computed, until it is preempted. vLLM still reserves the
         blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
@@ -269,8 +274,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         tokens_per_chunk = self.config.kv_group_configs[0].tokens_per_chunk
         if num_computed_tokens % tokens_per_chunk or end % tokens_per_chunk:
             return hit, is_async
-        if hit > _LOADED_PER_COMPUTED * (request.num_tokens - end):
+        computed = request.num_tokens - end
+        can_load = 0 if self._running else self._can_load
+        if computed == 0 or hit > max(can_load, _LOADED_PER_COMPUTED * computed):
             return hit, is_async
+        self._can_load -= hit
         self._current_batch_sync_loads.add(name)
         return hit, False
 
@@ -312,6 +320,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         for jobs, number in hidden:
             jobs.add(number)
         self._current_batch_sync_loads = set()
+        self._running = set(scheduler_output.num_scheduled_tokens)
+        self._can_load = self._most_loaded
         return meta
 
     def _discard_tokens(self, preempted: Iterable[str]) -> None:
@@ -384,6 +394,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         with the last token, which no step has computed, and those of an aborted request that were
         not computed, or not loaded. 0.33 counts as this does."""
         finished = super().request_finished(request)
+        self._running.discard(request.request_id)
         self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
         if _IS_033 or status is None:
