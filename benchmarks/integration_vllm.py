@@ -1,5 +1,6 @@
 """vLLM without offloading, with its own CPU offloading, with ours under its connector, and with our
-connector, each of ours with raw and encoded pages, side by side on one GPU.
+connector, each of ours with raw and encoded pages, side by side on one GPU, or on as many as an
+engine has tensor-parallel ranks.
 
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
@@ -9,7 +10,12 @@ with other tokens at the end, which are computed; "long", as continued, with a l
 the overhead is the time to first token less that of plain. The model has random weights and few KV
 heads, as a rank of a tensor-parallel server has. Two more engines, with a small host cache of raw
 and of encoded pages, say how many tokens they found there, prompt by prompt, and a model of the
-cache says how many they should have.
+cache says how many they should have. With several ranks, or with tiers, these two are left out, and
+our spec under vLLM's connector.
+
+With --tier vLLM's `fs` tier is below the host memory, that of vLLM and ours, and there are no long
+prompts. At the end all engines but plain start again and serve all prompts one after the other:
+"restarted". They have to find every full block. Plain's GPU cache should have room for all turns.
 
 Needs vLLM 0.26 or later and a GPU. Ends with 1 when hits differ from the model's, else with 0.
 """
@@ -47,21 +53,25 @@ SHAPE = ("layers", "heads", "kv_heads", "head_size", "hidden", "intermediate", "
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.tier) as folder:
         logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
         write_model(Path(folder) / "model", {name: getattr(options, name) for name in SHAPE})
         model = str(Path(folder) / "model")
-        servers = _start(engine_settings(options, model), logs)
-        small = _start(hits_settings(options, model), logs, "hits, ")
+        settings = engine_settings(options, model, Path(folder) / "rows")
+        of_hits = hits_settings(options, model)
+        servers, small = _start(settings, logs), _start(of_hits, logs, "hits, ")
         try:
             about = {server.name: server.ready() for server in servers + small}
             print(*(f"{name}: {said}" for name, said in about.items()), sep="\n")
             hits = {
                 encoding: _check_hits(options, server, BITS_PER_VALUE[encoding])
-                for encoding, server in zip(BITS_PER_VALUE, small, strict=True)
+                for encoding, server in zip(of_hits, small, strict=True)
             }
             rounds = _measure(options, servers)
+            if options.tier:
+                turns, logs = rounds[-1].turn + 1, logs / "restarted"
+                again, hits = _measure_restarted(options, servers, settings, logs, turns)
+                rounds += again
         finally:
             for server in servers + small:
                 server.stop()
@@ -72,7 +82,7 @@ def main(arguments: list[str]) -> int:
         "settings": {
             name: value
             for name, value in vars(options).items()
-            if name not in ("json", "logs", "preload", "device")
+            if name not in ("json", "logs", "preload", "device", "tier")
         },
         "engines": about,
         "rounds": [each.to_json() for each in rounds],
@@ -85,6 +95,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(settings: Mapping[str, Any], logs: Path, prefix: str = "") -> list[Server]:
+    logs.mkdir(parents=True, exist_ok=True)
     return [
         Server(prefix + name, each, logs / f"{prefix}{name}.log") for name, each in settings.items()
     ]
@@ -97,7 +108,7 @@ def _parser() -> ArgumentParser:
     numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 8}
     numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 4}
     numbers |= {"running": 4, "batched": 8192, "hits_prompts": 24, "new": 512}
-    numbers |= {"long_tokens": 32768, "long_new": 2048}
+    numbers |= {"long_tokens": 32768, "long_new": 2048, "tensor_parallel": 1}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
     add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
@@ -105,6 +116,7 @@ def _parser() -> ArgumentParser:
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
     add("--dtype", default="bfloat16")
     add("--backend", default="FLASH_ATTN", help="of attention")
+    add("--tier", type=Path, help="a folder for the files of tiers, which are removed at the end")
     add("--eager", action="store_true", help="no CUDA graphs: launches take most of the time then")
     add("--logs", type=Path, help="where vLLM's words go; by default nowhere")
     add("--preload", help="a file that each engine runs first")
@@ -119,27 +131,62 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
         if turn > 0 and time.monotonic() - began > options.seconds:
             break
         for server in in_turn(servers, turn):
-            order: dict[str, Any] = {
-                "seed": 100 + turn,
-                "prompts": options.prompts,
-                "lengths": (options.tokens - 50, options.tokens),
-                "output": options.output,
-                "prefixes": 2,
-                "prefix": options.prefix,
-            }
+            order = _order_of(options, turn)
             drops = server.name != "plain"
             again = [number % options.prompts for number in range(options.alone)]
             alone = {"order": again, "alone": True, "drop": drops}
             kinds: dict[str, dict[str, Any]] = {"cold": {}, "warm": {"drop": drops}, "alone": alone}
             kinds["continued"] = {**alone, "new": options.new}
             long = {"prompts": 1, "lengths": (options.long_tokens - 50, options.long_tokens)}
-            kinds["long, new"] = long
-            kinds["long"] = {**long, "alone": True, "drop": drops, "new": options.long_new}
+            if not options.tier:
+                kinds["long, new"] = long
+                kinds["long"] = {**long, "alone": True, "drop": drops, "new": options.long_new}
             for kind, more in kinds.items():
                 answer = server.serve(**order | more)
                 if turn >= 0 and kind in KINDS:
                     rounds.append(Round(server.name, turn, kind, **answer))
     return rounds
+
+
+def _measure_restarted(
+    options: Namespace, servers: list[Server], settings: Mapping[str, Any], logs: Path, turns: int
+) -> tuple[list[Round], dict[str, list[tuple[int, int]]]]:
+    """Starts all engines but plain again. Also returns, for each of them and each prompt: blocks
+    found, and full blocks."""
+    rounds: list[Round] = []
+    hits: dict[str, list[tuple[int, int]]] = {server.name: [] for server in servers[1:]}
+    for server in servers[1:]:
+        server.end()
+    servers[1:] = _start({name: settings[name] for name in hits}, logs)
+    for server in servers[1:]:
+        server.ready()
+    for turn in range(turns):
+        order, size = _order_of(options, turn), options.block_tokens
+        how = {name: order[name] for name in ("seed", "lengths", "prefixes", "prefix")}
+        made = make_prompts(**how, count=options.prompts, vocabulary=options.vocabulary)
+        for server in in_turn(servers, turn):
+            answer = server.serve(**order, alone=True, drop=server.name in hits)
+            rounds.append(Round(server.name, turn, "restarted", **answer))
+            if server.name in hits:
+                pairs = zip(answer["cached"], map(len, made), strict=True)
+                hits[server.name] += [(cached // size, tokens // size) for cached, tokens in pairs]
+    for server in servers[1:]:
+        server.end()
+    for name, of_engine in hits.items():
+        print(f"{name}, found after a restart: {hits_to_json(of_engine)}")
+    return rounds, hits
+
+
+def _order_of(options: Namespace, turn: int) -> dict[str, Any]:
+    """The prompts of a turn."""
+    return {
+        "seed": 100 + turn,
+        "prompts": options.prompts,
+        "lengths": (options.tokens - 50, options.tokens),
+        "output": options.output,
+        "prefixes": 2,
+        "prefix": options.prefix,
+    }
 
 
 def _check_hits(options: Namespace, server: Server, bits_per_value: float) -> list[tuple[int, int]]:

@@ -19,6 +19,9 @@ SPEEDUP = 1.15  # in throughput; or
 SHARE = 0.5  # of the overhead in time to first token
 LOSSLESS_SHARE = 0.88  # of the overhead of raw pages, prompts one after another
 CONTINUED = {"continued": 0.35, "long": 0.15}  # share of the overhead of our spec, of the connector
+# Of our connector with several ranks or tiers, over vLLM's own.
+THROUGHPUT = {"cold": 1.3, "warm": 1.05}
+OVERHEAD = {"alone": 0.65, "restarted": 1.0}
 KINDS = (*SPEC_KINDS, *CONTINUED)
 
 
@@ -81,6 +84,8 @@ def overheads_ms(rounds: Sequence[Round], engine: str, kind: str) -> list[float]
 
 
 def judge(rounds: Sequence[Round]) -> list[Verdict]:
+    if not _of(rounds, OURS, "cold"):
+        return _judge_connectors(rounds)
     verdicts = [
         Verdict(
             f"{kind}, throughput over vLLM's own offloading",
@@ -95,9 +100,8 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
     verdicts.append(Verdict(name, LOSSLESS_SHARE, lossless / raw if raw > 0 else None))
     engines = ((CONNECTOR, OURS), (CONNECTOR_LOSSLESS, LOSSLESS))
     for (kind, most), (engine, spec) in product(CONTINUED.items(), engines):
-        ours, its = (overheads_ms(rounds, each, kind)[1] for each in (engine, spec))
         name = f"{kind}, {engine}, share of the overhead of the spec"
-        verdicts.append(Verdict(name, most, ours / its if its > 0 else None))
+        verdicts.append(Verdict(name, most, _share(rounds, engine, spec, kind)))
     gain = max(speedup(rounds, OURS, kind) for kind in ("cold", "warm"))
     share, kind = min(overhead_shares(rounds), default=(math.inf, ""))
     if gain < SPEEDUP and share <= SHARE:  # one of the two is asked for
@@ -107,12 +111,30 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
     return [*verdicts, Verdict(name, SPEEDUP, gain, at_least=True)]
 
 
+def _judge_connectors(rounds: Sequence[Round]) -> list[Verdict]:
+    verdicts = []
+    for engine in (CONNECTOR, CONNECTOR_LOSSLESS):
+        for kind, least in THROUGHPUT.items():
+            name = f"{kind}, {engine}, throughput over vLLM's own offloading"
+            verdicts.append(Verdict(name, least, speedup(rounds, engine, kind), at_least=True))
+        for kind, most in OVERHEAD.items():
+            if _of(rounds, engine, kind):
+                name = f"{kind}, {engine}, share of the overhead of vLLM's own"
+                verdicts.append(Verdict(name, most, _share(rounds, engine, THEIRS, kind)))
+    return verdicts
+
+
+def _share(rounds: Sequence[Round], engine: str, other: str, kind: str) -> float | None:
+    """The overhead over that of the other engine, if that has one."""
+    ours, its = (overheads_ms(rounds, each, kind)[1] for each in (engine, other))
+    return ours / its if its > 0 else None
+
+
 def overhead_shares(rounds: Sequence[Round]) -> Iterator[tuple[float, str]]:
     """Our overhead over that of vLLM's own, for each kind of rounds in which theirs has one."""
     for kind in SPEC_KINDS:
-        [_, theirs, _], [_, ours, _] = (overheads_ms(rounds, of, kind) for of in (THEIRS, OURS))
-        if theirs > 0:
-            yield ours / theirs, kind
+        if (share := _share(rounds, OURS, THEIRS, kind)) is not None:
+            yield share, kind
 
 
 def rounds_table(rounds: Sequence[Round]) -> str:
@@ -134,8 +156,9 @@ def rounds_table(rounds: Sequence[Round]) -> str:
             lambda row: sum(sum(each.cached) for each in _of(rounds, row[1], row[0])),
         ),
     ]
+    kinds = dict.fromkeys(each.kind for each in rounds)
     engines = dict.fromkeys(each.engine for each in rounds)
-    return table_of(columns, list(product(KINDS, engines)))
+    return table_of(columns, list(product(kinds, engines)))
 
 
 def differences(rounds: Sequence[Round]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 SPEC = {
@@ -18,17 +19,22 @@ OURS = {
 BITS_PER_VALUE = {"raw": 16, "lossless": 12.125}  # of encodings
 
 
-def engine_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
-    """Of each engine that serves the rounds."""
+def engine_settings(options: Namespace, model: str, rows: Path) -> dict[str, dict[str, Any]]:
+    """Of each engine that serves the rounds. rows: the folder of their tiers, if they have some."""
     host = int(options.cpu_gib * 2**30)
+    tiers: Any = {"secondary_tiers": [{"type": "fs", "root_dir": str(rows)}]}
+    own = {"spec_name": "TieringOffloadingSpec", **tiers} if options.tier else {}
+    ours = {**SPEC, "spec_name": "KVSwapTieringOffloadingSpec", **tiers} if options.tier else {}
     engines: dict[str, dict[str, Any]] = {
         "plain": {},
-        "vLLM's own": connector(host),
+        "vLLM's own": connector(host, **own),
         "ours": connector(host, THEIRS, **SPEC),
         "ours, lossless": connector(host, THEIRS, **SPEC, encoding="lossless"),
-        "our connector": connector(host, OURS),
-        "our connector, lossless": connector(host, OURS, encoding="lossless"),
+        "our connector": connector(host, OURS, **ours),
+        "our connector, lossless": connector(host, OURS, **ours, encoding="lossless"),
     }
+    if connectors_only(options):
+        del engines["ours"], engines["ours, lossless"]
     small = {"num_gpu_blocks_override": _least_blocks(options)}
     common = _common(options, model)
     return {
@@ -37,8 +43,15 @@ def engine_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]
     }
 
 
+def connectors_only(options: Namespace) -> bool:
+    """With several ranks or tiers: each engine takes memory, and time to start."""
+    return options.tensor_parallel > 1 or options.tier is not None
+
+
 def hits_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
     """Of the engines with the same small host cache, by encoding."""
+    if connectors_only(options):
+        return {}
     host = hits_pages(options) * block_bytes(options)
     common = _common(options, model) | {"num_gpu_blocks_override": _least_blocks(options)}
     return {
@@ -75,6 +88,8 @@ def _common(options: Namespace, model: str) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "attention_config": {"backend": options.backend},
+        "tensor_parallel_size": options.tensor_parallel,
+        "disable_custom_all_reduce": True,  # all by NCCL, whether GPUs reach each other or not
         "preload": options.preload,
     }
 

@@ -1,7 +1,8 @@
 """A vLLM engine in a process of its own, that serves rounds of prompts when it is told to.
 
 Started by integration_vllm.py: `vllm_server.py FD`, settings and orders as lines of JSON on stdin,
-answers as lines of JSON on the file descriptor, vLLM's own words on stdout.
+answers as lines of JSON on the file descriptor, vLLM's own words on stdout. The last answer, behind
+the last order, says that the engine has ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> int:
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(engine.serve(**order)), file=answers)
+    engine.end()
+    print(json.dumps({}), file=answers)
     return 0
 
 
@@ -75,6 +78,13 @@ class Engine:
             "cached": [request.num_cached_tokens or 0 for request in requests],
             "tokens": [list(request.outputs[0].token_ids) for request in requests],
         }
+
+    def end(self) -> None:
+        """Waits for all stores, also to tiers."""
+        self._generate([[5, 6, 7]], 8)  # until what was stored is known to be, as in serve()
+        if not self._llm.reset_prefix_cache(reset_connector=True):  # waits for the tiers
+            raise RuntimeError("vLLM did not drop its caches")
+        self._llm.llm_engine.engine_core.shutdown()
 
     def _generate(self, prompts: list[list[int]], output: int) -> list[Any]:
         from vllm import SamplingParams
@@ -145,7 +155,8 @@ def randomize(model: Any) -> None:
                 weight.fill_(1.0 if "norm" in name else 0.0)
                 continue
             if weight.device not in generators:
-                generators[weight.device] = torch.Generator(weight.device).manual_seed(1)
+                seed = 1 + torch.distributed.get_rank()  # the ranks have parts of each weight
+                generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
             scale = 1.0 if "embed" in name else 2.0 / weight.shape[1] ** 0.5
             noise = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
             noise.normal_(0.0, scale, generator=generators[weight.device])

@@ -1,4 +1,4 @@
-"""Several vLLM engines on one GPU at once, each in a process, of which one works at a time."""
+"""Several vLLM engines at once on the same GPUs, each in a process; one works at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import IO, Any
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are set by a function, and no process more
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # that function is sent to the ranks
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork cannot use CUDA if its parent has
+    "PYTHONHASHSEED": "0",  # without it a restarted vLLM 0.26 names the same blocks differently
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -45,6 +48,13 @@ class Server:
         """`Engine.serve`."""
         self._say(order)
         return self._hear()
+
+    def end(self) -> None:
+        """As stop(), when all that it stored is in its tiers. Leaves no file in /dev/shm."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._hear()
+        self.stop()
 
     def stop(self) -> None:
         self._process.kill()  # it holds nothing that matters

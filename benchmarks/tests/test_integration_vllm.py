@@ -18,6 +18,7 @@ class Server:
     """Serves at once, with the hits that the model says, plus `more`."""
 
     more = 0
+    tiers: dict[str, PrefixCacheModel] = {}  # noqa: RUF012  # by engine, also of a restarted one
     served: list[tuple[str, Any]] = []  # noqa: RUF012
 
     def __init__(self, name: str, settings: dict[str, Any], log: Path) -> None:
@@ -27,6 +28,8 @@ class Server:
             raw = 2 * 8 * 64 * 2 * 16 * 2  # bytes of a block
             page = raw * 12.125 / 16 if extra.get("encoding") == "lossless" else raw
             self.model = PrefixCacheModel(int(extra["cpu_bytes_to_use"] / page))
+            if "secondary_tiers" in extra:
+                self.model = Server.tiers.setdefault(name, self.model)
 
     def ready(self) -> dict[str, Any]:
         return {}
@@ -37,11 +40,14 @@ class Server:
         made = make_prompts(order["seed"], order["prompts"], order["lengths"], **how, vocabulary=99)
         chosen = [made[number] for number in order.get("order", range(len(made)))]
         cached = [0] * len(chosen)
-        if self.name.startswith("hits"):
+        if self.name.startswith("hits") or self.name in Server.tiers:
             cached = [16 * self.model.serve(block_keys(prompt, 16)) for prompt in chosen]
             cached[-1] += 16 * self.more
         tokens = [[1, 2] for _ in chosen]
         return {"seconds": 1.0, "ttft": [0.1] * len(chosen), "cached": cached, "tokens": tokens}
+
+    def end(self) -> None:
+        Server.served.append((self.name, "end"))
 
     def stop(self) -> None:
         pass
@@ -52,13 +58,18 @@ ARGUMENTS += ["--tokens", "256", "--prefix", "64", "--turns", "3", "--prompts", 
 ARGUMENTS += ["--long-tokens", "512", "--long-new", "64"]
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
-    more, monkeypatch, tmp_path, capsys
-):
+@pytest.fixture(params=[0, 1])
+def more(request, monkeypatch):
+    """Blocks that a Server, in place of a vLLM engine, finds too many."""
     monkeypatch.setattr(integration_vllm, "Server", Server)
-    monkeypatch.setattr(Server, "more", more)
-    monkeypatch.setattr(Server, "served", [])
+    for name, value in {"more": request.param, "served": [], "tiers": {}}.items():
+        monkeypatch.setattr(Server, name, value)
+    return request.param
+
+
+def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
+    more, tmp_path, capsys
+):
     file = tmp_path / "figures.json"
     assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", "--json", str(file)]) == more
     written = json.loads(file.read_text())
@@ -74,6 +85,20 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     assert len(set(firsts)) == 4
     seeds = [order["seed"] for _, order in Server.served[2:]]
     assert seeds == sorted(seeds)
+
+
+def test_it_fails_when_a_restarted_engine_does_not_find_what_its_tier_has(more, tmp_path):
+    (tmp_path / "tier").mkdir()
+    files = ["--tier", str(tmp_path / "tier"), "--json", str(tmp_path / "figures.json")]
+    assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", *files]) == more
+    written = json.loads((tmp_path / "figures.json").read_text())
+    kinds = [one["kind"] for one in written["rounds"]]
+    assert kinds.count("restarted") == kinds.count("cold") == 4 * 3
+    assert [of_engine["prompts"] for of_engine in written["hits"].values()] == 3 * [4 * 3]
+    assert all(bool(of_engine["wrong"]) == bool(more) for of_engine in written["hits"].values())
+    ends = [name for name, order in Server.served if order == "end"]
+    assert ends == 2 * list(written["hits"])
+    assert not list((tmp_path / "tier").iterdir())
 
 
 def test_continued_prompts_have_other_tokens_at_their_ends_only():

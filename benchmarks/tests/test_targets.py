@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,24 @@ met          alone, the best, share of the overhead of vLLM's own in time to fir
     rounds[-1].tokens = [[1, 3]]
     assert integration_vllm_report.differences(rounds) == (
         "answers of 10 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
+    )
+
+
+def test_integration_vllm_compares_connectors_alone_with_vllms_own_offloading() -> None:
+    both = {"connector": (8.0, 0.15), "both": (7.0, 0.21)}
+    rounds = rounds_of(plain=(9.0, 0.1), theirs=(10.0, 0.2), **both)
+    rounds += [replace(each, kind="restarted") for each in rounds if each.kind == "alone"]
+    assert_expected_inline(
+        said(integration_vllm_report.judge(rounds)),
+        """\
+MISSED       cold, our connector, throughput over vLLM's own offloading: 1.25, at least 1.30
+met          warm, our connector, throughput over vLLM's own offloading: 1.25, at least 1.05
+met          alone, our connector, share of the overhead of vLLM's own: 0.50, at most 0.65
+met          restarted, our connector, share of the overhead of vLLM's own: 0.50, at most 1
+met          cold, our connector, lossless, throughput over vLLM's own offloading: 1.43, at least 1.30
+met          warm, our connector, lossless, throughput over vLLM's own offloading: 1.43, at least 1.05
+MISSED       alone, our connector, lossless, share of the overhead of vLLM's own: 1.10, at most 0.65
+MISSED       restarted, our connector, lossless, share of the overhead of vLLM's own: 1.10, at most 1""",
     )
 
 
