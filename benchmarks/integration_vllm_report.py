@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import mean, median
@@ -15,11 +14,9 @@ from timing import quartiles, summary
 PLAIN, THEIRS, OURS, LOSSLESS = "plain", "vLLM's own", "ours", "ours, lossless"
 CONNECTOR, CONNECTOR_LOSSLESS = "our connector", "our connector, lossless"
 SPEC_KINDS = ("cold", "warm", "alone")  # with the targets of our spec
-SPEEDUP = 1.15  # in throughput; or
-SHARE = 0.5  # of the overhead in time to first token
 LOSSLESS_SHARE = 0.88  # of the overhead of raw pages, prompts one after another
 CONTINUED = {"continued": 0.35, "long": 0.15}  # share of the overhead of our spec, of the connector
-# Of our connector with several ranks or tiers, over vLLM's own.
+# Of our connector, over vLLM's own.
 THROUGHPUT = {"cold": 1.3, "warm": 1.05}
 OVERHEAD = {"alone": 0.65, "restarted": 1.0}
 KINDS = (*SPEC_KINDS, *CONTINUED)
@@ -84,57 +81,35 @@ def overheads_ms(rounds: Sequence[Round], engine: str, kind: str) -> list[float]
 
 
 def judge(rounds: Sequence[Round]) -> list[Verdict]:
-    if not _of(rounds, OURS, "cold"):
-        return _judge_connectors(rounds)
-    verdicts = [
-        Verdict(
-            f"{kind}, throughput over vLLM's own offloading",
-            1.0,
-            speedup(rounds, OURS, kind),
-            at_least=True,
-        )
-        for kind in SPEC_KINDS
-    ]
-    raw, lossless = (overheads_ms(rounds, engine, "alone")[1] for engine in (OURS, LOSSLESS))
-    name = "alone, overhead of lossless over that of raw pages"
-    verdicts.append(Verdict(name, LOSSLESS_SHARE, lossless / raw if raw > 0 else None))
-    engines = ((CONNECTOR, OURS), (CONNECTOR_LOSSLESS, LOSSLESS))
-    for (kind, most), (engine, spec) in product(CONTINUED.items(), engines):
-        name = f"{kind}, {engine}, share of the overhead of the spec"
-        verdicts.append(Verdict(name, most, _share(rounds, engine, spec, kind)))
-    gain = max(speedup(rounds, OURS, kind) for kind in ("cold", "warm"))
-    share, kind = min(overhead_shares(rounds), default=(math.inf, ""))
-    if gain < SPEEDUP and share <= SHARE:  # one of the two is asked for
-        name = f"{kind}, the best, share of the overhead of vLLM's own in time to first token"
-        return [*verdicts, Verdict(name, SHARE, share)]
-    name = "the better of cold and warm, throughput over vLLM's own offloading"
-    return [*verdicts, Verdict(name, SPEEDUP, gain, at_least=True)]
-
-
-def _judge_connectors(rounds: Sequence[Round]) -> list[Verdict]:
     verdicts = []
     for engine in (CONNECTOR, CONNECTOR_LOSSLESS):
         for kind, least in THROUGHPUT.items():
-            name = f"{kind}, {engine}, throughput over vLLM's own offloading"
-            verdicts.append(Verdict(name, least, speedup(rounds, engine, kind), at_least=True))
+            verdicts.append(_judge_throughput(rounds, engine, kind, least))
         for kind, most in OVERHEAD.items():
             if _of(rounds, engine, kind):
                 name = f"{kind}, {engine}, share of the overhead of vLLM's own"
                 verdicts.append(Verdict(name, most, _share(rounds, engine, THEIRS, kind)))
+    if not _of(rounds, OURS, "cold"):
+        return verdicts
+    verdicts += [_judge_throughput(rounds, OURS, kind, 1.0) for kind in SPEC_KINDS]
+    name = "alone, overhead of lossless over that of raw pages"
+    verdicts.append(Verdict(name, LOSSLESS_SHARE, _share(rounds, LOSSLESS, OURS, "alone")))
+    engines = ((CONNECTOR, OURS), (CONNECTOR_LOSSLESS, LOSSLESS))
+    for (kind, most), (engine, spec) in product(CONTINUED.items(), engines):
+        name = f"{kind}, {engine}, share of the overhead of the spec"
+        verdicts.append(Verdict(name, most, _share(rounds, engine, spec, kind)))
     return verdicts
+
+
+def _judge_throughput(rounds: Sequence[Round], engine: str, kind: str, least: float) -> Verdict:
+    name = f"{kind}, {engine}, throughput over vLLM's own offloading"
+    return Verdict(name, least, speedup(rounds, engine, kind), at_least=True)
 
 
 def _share(rounds: Sequence[Round], engine: str, other: str, kind: str) -> float | None:
     """The overhead over that of the other engine, if that has one."""
     ours, its = (overheads_ms(rounds, each, kind)[1] for each in (engine, other))
     return ours / its if its > 0 else None
-
-
-def overhead_shares(rounds: Sequence[Round]) -> Iterator[tuple[float, str]]:
-    """Our overhead over that of vLLM's own, for each kind of rounds in which theirs has one."""
-    for kind in SPEC_KINDS:
-        if (share := _share(rounds, OURS, THEIRS, kind)) is not None:
-            yield share, kind
 
 
 def rounds_table(rounds: Sequence[Round]) -> str:

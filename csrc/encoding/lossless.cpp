@@ -19,6 +19,9 @@ constexpr uint64_t kAddressAlignment = 16;
 constexpr unsigned kMinWarps = 4;  // of a CTA
 // The most warps of a launch: of one between GPU memory and GPU memory, or pinned host memory.
 constexpr unsigned kOnDevice = 128 * kMinWarps, kOverLink = 32 * kMinWarps;
+// A team works on one tile and waits for others: about kBytesOverLink are on their way if all teams
+// together work on so many bytes.
+constexpr uint32_t kRawBytesOverLink = 240 << 10;
 
 // Warps for the largest tile of a block.
 uint32_t team_warps(const SlotFormat& format) {
@@ -67,7 +70,10 @@ class TileTable : public PackTable {
     arguments.packed = copy.host->bases[0];
     arguments.packed_stride = copy.host->strides[0];
     arguments.by_slot = 1;
-    launch_all(arguments, copy, 0, copy.count, kOverLink, stream);
+    const uint32_t tile = format_.largest_tile();
+    const unsigned teams = (kRawBytesOverLink + tile - 1) / tile;
+    const unsigned warps = std::min(kOverLink, teams * arguments.team_warps);
+    launch_all(arguments, copy, 0, copy.count, warps, stream);
   }
 
   bool makes_digests() const override { return true; }

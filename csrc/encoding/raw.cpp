@@ -19,9 +19,22 @@ struct PackLaunch {
 
 // Many CTAs for a short time disturb the compute beside them less than few for long: with 128 a
 // decode GEMM loses 1.1 ms for each GB stored and 1.8 for each loaded, with 64 it loses 1.4 and 2.0
-// (H200). Over the link a few have enough in flight.
-constexpr PackLaunch kOnDevice{128, 16, 2048}, kOverLink{8, 16, 4096};
+// (H200).
+constexpr PackLaunch kOnDevice{128, 16, 2048};
+constexpr unsigned kMaxCtasOverLink = 32, kMaxThreads = 32;
+constexpr uint32_t kMaxChunk = 4096, kSharedBytes = 64 << 10;
 constexpr unsigned kWarpsPerCta = 8;  // of the kernel without bulk copies
+
+// As few CTAs as have kBytesOverLink on their way: larger kernels find no room beside one. longest:
+// bytes of the longest fragment.
+PackLaunch over_link(uint64_t longest) {
+  constexpr uint64_t kChunkAlignment = 128;
+  const uint64_t fragment = (longest + kChunkAlignment - 1) / kChunkAlignment * kChunkAlignment;
+  const auto chunk = static_cast<uint32_t>(std::min<uint64_t>(fragment, kMaxChunk));
+  const unsigned threads = std::min(kMaxThreads, kSharedBytes / chunk);
+  const unsigned bytes = threads * chunk;
+  return {std::min(kMaxCtasOverLink, (kBytesOverLink + bytes - 1) / bytes), threads, chunk};
+}
 
 uint32_t common_alignment(const Slabs& gpu, const Slabs& host) {
   uint64_t bits = 16;
@@ -99,7 +112,8 @@ class SlabTable : public PackTable {
   }
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
-    PackArguments arguments = arguments_of(copy, kOverLink);
+    const PackLaunch shape = over_link(longest_);
+    PackArguments arguments = arguments_of(copy, shape);
     arguments.packed = copy.host->bases[copy.slabs.begin];
     arguments.packed_stride = copy.host->strides[copy.slabs.begin];
     arguments.end = ~uint64_t{0};
@@ -110,7 +124,7 @@ class SlabTable : public PackTable {
         arguments.blocks[i - first] = static_cast<int32_t>(copy.blocks[i]);
         arguments.slots[i - first] = static_cast<int32_t>(copy.slots[i]);
       }
-      launch(arguments, kOverLink, kernels_, stream);
+      launch(arguments, shape, kernels_, stream);
     }
   }
 

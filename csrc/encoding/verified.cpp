@@ -14,9 +14,6 @@ namespace {
 
 constexpr unsigned kMaxCtas = 128;  // of tiles in a launch: see kOnDevice of raw.cpp
 
-// Of a launch that copies over the link: bytes that are on their way at once.
-constexpr unsigned kBytesOverLink = 512 << 10;
-
 // The largest power of two, up to 16, that divides all addresses and sizes.
 uint32_t alignment_of(const Slabs& slabs) {
   uint64_t bits = 16;
