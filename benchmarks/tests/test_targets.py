@@ -81,10 +81,6 @@ MISSED       continued, our connector, lossless, share of the overhead of the sp
 MISSED       long, our connector, share of the overhead of the spec: 0.20, at most 0.15
 MISSED       long, our connector, lossless, share of the overhead of the spec: 0.50, at most 0.15""",
     )
-    found = integration_vllm_report.judge(rounds_of(**slow, ours=(8.0, 0.15)))
-    assert str(found[-1]) == (
-        "met          the better of cold and warm, throughput over vLLM's own offloading: 1.25, at least 1.15"
-    )
     rounds = rounds_of(**slow, ours=(8.0, 0.15))
     rounds[-1].tokens = [[1, 3]]
     assert integration_vllm_report.differences(rounds) == (
