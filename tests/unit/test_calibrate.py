@@ -77,7 +77,7 @@ def test_a_machine_so_busy_that_more_blocks_take_less_time_is_refused() -> None:
         noise = 1e-5 / max(blocks, 0.5)
         return Seconds(noise, 1e-4 - noise)
 
-    with pytest.raises(RuntimeError, match="^a store by copy_method='strided' seemed to take no"):
+    with pytest.raises(RuntimeError, match=r"^a store by copy_method='strided' seemed to take no"):
         calibrate(measure)
 
 

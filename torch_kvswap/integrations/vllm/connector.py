@@ -48,9 +48,9 @@ from torch_kvswap.results import TransferError
 _MODULE = "torch_kvswap.integrations.vllm"
 # Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
 _IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
-# So many tokens are loaded about as fast as one is computed. A step that decodes for others loads no
-# more than it can hide behind the tokens that it computes. One that delays nobody may take as long
-# as the largest step of vLLM's.
+# So many tokens are loaded about as fast as one is computed. A step in which other requests run
+# loads no more than it hides behind the tokens that it computes. One that delays no other may take
+# as long as the largest step of vLLM's.
 _LOADED_PER_COMPUTED = 16
 _LAYER_GROUPS = 16  # of an in-step load, at most
 
@@ -240,7 +240,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._running: set[str] = set()  # requests of the last step that have not ended
-        self._most_loaded = _LOADED_PER_COMPUTED * vllm_config.scheduler_config.max_num_batched_tokens
+        most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._can_load = self._most_loaded  # tokens in this step, if no request is running
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
