@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from patience import in_time
+from vllm_contract import submit
 from vllm_engine import SPEC, base, config
 
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
@@ -61,10 +62,8 @@ class Ranks:
 
     def copy(self, direction: str, blocks: list[int], spec: Any) -> None:
         self.number += 1
-        gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
         for worker in self.workers:
-            pair = (gpu, spec) if direction == "store" else (spec, gpu)
-            getattr(worker, f"submit_{direction}")(self.number, *pair)
+            submit(worker, self.number, direction, blocks, spec)
             worker.wait({self.number})
             assert [one.success for one in worker.get_finished()] == [True]
 
@@ -105,7 +104,3 @@ class Ranks:
         self.manager.shutdown()
         for worker in self.workers:
             worker.shutdown()
-
-
-def bytes_of(cache: Any, block: int) -> bytes:
-    return b"".join(one.tensor[block].numpy().tobytes() for one in cache.tensors)
