@@ -132,23 +132,6 @@ def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
         assert tensor[7:10, 0].tolist() == [1, 2, 9]
 
 
-def test_a_refused_call_leaves_nothing_behind():
-    prefixes, _ = make()
-    with prefixes:
-        prefixes.store(["a"], [1])
-        prefixes.poll()
-        with pytest.raises(IndexError):
-            prefixes.store(["b", "c"], [2, 99])
-        with pytest.raises(IndexError):
-            prefixes.preempt(["b", "c"], [2, 99])
-        with pytest.raises(IndexError):
-            prefixes.load(["a"], [99])
-        stats = prefixes.manager.stats()
-        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
-        assert prefixes.lookup(["a"]).ready == 1
-        assert prefixes.lookup(["b"]).found == 0
-
-
 def test_a_preemption_that_cannot_be_submitted_holds_nothing():
     prefixes, tensor = make()
     with prefixes:
@@ -240,6 +223,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
     with prefixes:
         prefixes.preempt(["a", "b"], [0, 1])
         prefixes.poll()
+        before = prefixes.manager.stats()
         for call in (prefixes.store, prefixes.preempt):
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
                 call(keys, [0, 999])
@@ -251,7 +235,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
             prefixes.load(keys, [0])
         with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 16; there are 16 GPU"):
             prefixes.load(keys, [0, 16])
-        assert prefixes.manager.stats().filling_pages == 0
+        assert prefixes.manager.stats() == before, "nothing is left behind"
 
 
 def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
@@ -667,37 +651,45 @@ def test_no_call_of_a_prefix_cache_works_in_a_forked_child(policy: str) -> None:
 
 def test_errors_say_what_was_wrong():
     prefixes, _ = make(per_page=2)
+    lazy, _ = make(per_page=2, store_policy="lazy")
     layout = PagedLayout([torch.zeros(4, 4)])
     pool = HostPool(layout, 4)
     several = PrefixCache([layout], [pool], [BlockGroup(4)])
-    with prefixes, several:
+    with prefixes, lazy, several:
         errors = [
+            error_text(PrefixCache, None, pool),
             error_text(PrefixCache, [layout], [pool]),
             error_text(PrefixCache, layout, pool, [BlockGroup(PAGES)]),
             error_text(PrefixCache, [layout], [pool], [BlockGroup(3)]),
+            error_text(PrefixCache, [layout], [pool], [4]),
+            error_text(PrefixCache, layout, pool, store_policy="never"),
+            error_text(prefixes.lookup, {"a": 1}),
+            error_text(prefixes.store, ["a"], None),
             error_text(prefixes.store, ["a"], [1, 2, 3]),
             error_text(several.store, [["a"]], [[1], [2]]),
             error_text(several.store, [["a"]], None),
             error_text(several.evict, [1, 2]),
             error_text(prefixes.evict, [1, BLOCKS]),
             error_text(prefixes.evict, [-2]),
-            error_text(PrefixCache, None, pool),
-            error_text(PrefixCache, layout, pool, store_policy="never"),
-            error_text(PrefixCache, [layout], [pool], [4]),
-            error_text(prefixes.store, ["a"], None),
-            error_text(prefixes.store, None, [1]),
-            error_text(prefixes.lookup, {"a": 1}),
             error_text(prefixes.release, 5),
-            error_text(make(per_page=2, store_policy="lazy")[0].store, ["a"], [1, BLOCKS]),
+            error_text(lazy.store, ["a"], [1, BLOCKS]),
+            error_text(lazy.store, ["a"], [1, 2], after=()),
+            error_text(lazy.store, ["a", "a"], [1, 2, 3, 4]),
             error_text(copy.copy, prefixes),
         ]
     assert_expected_inline(
         "\n".join(errors),
         """\
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; got None instead of a PagedLayout
 ValueError: groups is None, but gpu is a list of 1 layouts; pass a BlockGroup for each
 ValueError: groups is for a list of layouts; leave it out, or pass a list of one layout
 and a list of one pool
 ValueError: the groups have [3] pages, their pools [4]; make num_pages that of the pool
+TypeError: groups[0] is an int; pass a BlockGroup
+ValueError: store_policy is 'never'; it can be eager or lazy
+TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
+TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
 ValueError: gpu_block_ids has 3 ids for 1 key of 2 blocks each; pass one for each block
 of all keys, -1 for a block that is not on the GPU
 ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
@@ -707,16 +699,11 @@ IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is 
 that is not on the GPU
 IndexError: gpu_block_ids[0] is -2; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU
-TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
-each; got None instead of a PagedLayout
-ValueError: store_policy is 'never'; it can be eager or lazy
-TypeError: groups[0] is an int; pass a BlockGroup
-TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
-TypeError: keys is None; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
 TypeError: preempted is an int; pass what preempt() returned
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU
+TypeError: with store_policy="lazy", pass after and copy_method to evict()
+ValueError: keys[1] is the same key as keys[0]; name a block once
 TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
 it by reference, or make another one""",
     )
