@@ -13,13 +13,8 @@ from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-from torch_kvswap.integrations.transformers import swap as swap_module
 from torch_kvswap.integrations.transformers.cache import Cache
-from torch_kvswap.integrations.transformers.swap import (
-    Swap,
-    SwapOptions,
-)
+from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
 
@@ -67,18 +62,6 @@ def test_a_load_of_a_page_that_was_damaged_has_failed():
     assert [load.ok for load in loads] == [True, False]
     assert torch.equal(blocks[10], blocks[3])
     assert len(warnings) == 1
-
-
-def test_the_handler_has_the_options():
-    made = mock.Mock(wraps=OffloadHandler)
-    options = SwapOptions("copy_engines", 3 << 20)
-    with mock.patch.object(swap_module, "OffloadHandler", made):
-        Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, options)
-        Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, SwapOptions())
-    assert [call.kwargs for call in made.mock_calls] == [
-        {"copy_method": "copy_engines", "staging_bytes": 3 << 20, "submit_thread": True},
-        {"copy_method": None, "staging_bytes": DEFAULT_STAGING_BYTES, "submit_thread": True},
-    ]
 
 
 def test_groups_are_loaded_as_far_as_both_sides_go():
