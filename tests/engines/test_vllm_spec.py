@@ -74,18 +74,30 @@ def config_of_stage(stage: int, layers: int, nbytes: int) -> Any:
     return replace(settings, parallel=replace(settings.parallel, pp_size=2, tp_size=1))
 
 
-STAGE = """
-    from test_vllm_spec import KVSwapOffloadingSpec, caches, config_of_stage
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
+# A process of two, with its rank and a store as arguments.
+BEGIN = """
+import sys
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from test_vllm_spec import *
 
-    stage = int(sys.argv[1])
+rank = int(sys.argv[1])
+
+def begin(*sizes):
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        parallel_state.init_distributed_environment(2, stage, sys.argv[2], stage, "gloo")
-        parallel_state.initialize_model_parallel(1, 2, backend="gloo")
+        parallel_state.init_distributed_environment(2, rank, sys.argv[2], rank, "gloo")
+        parallel_state.initialize_model_parallel(*sizes, backend="gloo")
+"""
+# gloo ends a process that exits with its threads still there.
+END = """
+parallel_state.destroy_model_parallel()
+parallel_state.destroy_distributed_environment()
+"""
+STAGE = """
+    begin(1, 2)
     for layers, nbytes in (((2, 3), 1536), ((2, 1), 1536), ((2, 3), 767), ((2, 1), 511)):
-        spec = KVSwapOffloadingSpec(config_of_stage(stage, layers[stage], nbytes))
-        canonical = caches([[(0, layers[stage] * 64)]], [layers[stage] * 64], "cpu")
+        spec = KVSwapOffloadingSpec(config_of_stage(rank, layers[rank], nbytes))
+        canonical = caches([[(0, layers[rank] * 64)]], [layers[rank] * 64], "cpu")
         try:
             worker = spec.get_worker(canonical)
         except ValueError as error:
@@ -96,21 +108,14 @@ STAGE = """
 """
 
 
-# gloo ends a process that exits with its threads still there.
-END = """
-parallel_state.destroy_model_parallel()
-parallel_state.destroy_distributed_environment()
-"""
-
-
 def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
-    """What two processes print behind "said ". They run at once, given their rank and a store."""
+    """What two processes print behind "said ". They run at once."""
 
     def run(rank: int) -> list[str]:
         # Not run_script(), which runs one script after the other: these wait for each other.
         done = subprocess.run(
             [
-                *(sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}{END}"),
+                *(sys.executable, "-c", f"{BEGIN}{textwrap.dedent(script)}{END}"),
                 *(str(rank), f"file://{tmp_path}/store"),
             ],
             cwd=Path(__file__).parent,
@@ -192,15 +197,7 @@ def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
 
 
 WORKER = """
-    from test_vllm_spec import KVSwapOffloadingSpec, caches, config
-    from torch_kvswap.integrations.vllm import spec as spec_module
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    rank = int(sys.argv[1])
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        parallel_state.init_distributed_environment(2, rank, sys.argv[2], rank, "gloo")
-        parallel_state.initialize_model_parallel(2, 1, backend="gloo")
+    begin(2, 1)
     for engine, name in (("one host", "here"), ("two hosts", ["here", "there"][rank])):
         spec_module.this_host = lambda: spec_module.Host(name, "", 3)
         settings = config(2, 1, 64, rank=rank, replicated=True, cpu_bytes_to_use=640)

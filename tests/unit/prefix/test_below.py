@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ def works_again(engine: Engine) -> None:
     below._reads.end()
     below._writes.end()
     below._thread.wake()
+
+
+NameOf = Callable[[MemoryStore, object], str]
 
 
 def data_of(store: MemoryStore, name: object) -> str:
@@ -429,41 +432,27 @@ def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> N
         assert engine.load(PROMPT) == len(PROMPT)
 
 
-def damage_bit(store: MemoryStore) -> None:
-    page = bytearray(store.objects[data_of(store, "d")])
-    page[1234] ^= 1
-    store.objects[data_of(store, "d")] = bytes(page)
+def flip(store: MemoryStore, name_of: NameOf, at: int, bits: int) -> None:
+    """In the page of d, or in its trailer."""
+    content = bytearray(store.objects[name_of(store, "d")])
+    content[at] ^= bits
+    store.objects[name_of(store, "d")] = bytes(content)
 
 
-def damage_trailer(store: MemoryStore) -> None:
-    trailer = bytearray(store.objects[trailer_of(store, "d")])
-    trailer[4000] ^= 1
-    store.objects[trailer_of(store, "d")] = bytes(trailer)
-
-
-def swap_pages(store: MemoryStore) -> None:
-    store.objects[data_of(store, "d")] = store.objects[data_of(store, "e")]
-
-
-def swap_whole_pages(store: MemoryStore) -> None:
-    for of in (data_of, trailer_of):
-        store.objects[of(store, "d")] = store.objects[of(store, "e")]
-
-
-def of_other_version(store: MemoryStore) -> None:
-    trailer = bytearray(store.objects[trailer_of(store, "d")])
-    trailer[8] += 1
-    store.objects[trailer_of(store, "d")] = bytes(trailer)
+def replace(store: MemoryStore, *names_of: NameOf) -> None:
+    """By what there is of e."""
+    for name_of in names_of:
+        store.objects[name_of(store, "d")] = store.objects[name_of(store, "e")]
 
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (damage_bit, "its digest is "),
-        (damage_trailer, "its trailer is damaged"),
-        (swap_pages, "its digest is "),
-        (swap_whole_pages, "its key is "),
-        (of_other_version, "its version is 2, not 1"),
+        (lambda store: flip(store, data_of, 1234, 1), "its digest is "),
+        (lambda store: flip(store, trailer_of, 4000, 1), "its trailer is damaged"),
+        (lambda store: flip(store, trailer_of, 8, 3), "its version is 2, not 1"),
+        (lambda store: replace(store, data_of), "its digest is "),
+        (lambda store: replace(store, data_of, trailer_of), "its key is "),
     ],
 )
 def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(

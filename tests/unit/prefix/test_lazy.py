@@ -36,13 +36,9 @@ def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
         Chain(keys_of(2), [5, 6, 9, 10]),
     ]
     assert evicting(storing, [77]) == []
-
-
-def test_blocks_that_leave_together_are_one_chain():
-    storing = LazyStorePolicy()
-    storing.record(keys_of(1), [5, 6, 7, 8])
-    assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
-    assert evicting(storing, [8, 7]) == []
+    storing.record(keys_of(3), [15, 16, 17, 18])
+    assert evicting(storing, [18, 17, 16]) == [Chain(keys_of(3), [15, 16, 17, 18])]
+    assert evicting(storing, [18, 17]) == []
 
 
 def test_naming_all_blocks_of_a_prompt_takes_little_more_memory_than_naming_its_last():

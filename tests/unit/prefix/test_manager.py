@@ -95,37 +95,6 @@ def test_each_group_has_its_own_number_of_pages_that_are_ready():
     assert [manager.stats(group).pages for group in range(2)] == [1, 2]
 
 
-def test_rejected_positions_count_through_the_pages_of_all_groups():
-    manager = BlockManager([BlockGroup(4), BlockGroup(4)])
-    manager.complete(manager.prepare_store([["a"], []]))
-    store = manager.prepare_store([["a", "b", "c"], ["a", "b"]])
-    manager.complete(store, rejected=[1, 2])
-    assert manager.lookup([["a", "b"], ["x", "b"]]).found == 0
-    assert [manager.stats(group).failed for group in range(2)] == [1, 1]
-    assert manager.lookup([["a"], ["b"]]).ready == 1
-    assert manager.prepare_store([["b", "c"], ["a", "b"]]).key_indices[0].tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("rejected", "said"),
-    [
-        ([2], "rejected[0] is 2; the reservation has 2 pages, and positions must ascend"),
-        ([-1], "rejected[0] is -1; the reservation has 2 pages, and positions must ascend"),
-        ([1, 0], "rejected[1] is 0; the reservation has 2 pages, and positions must ascend"),
-        ([0, 0], "rejected[1] is 0; the reservation has 2 pages, and positions must ascend"),
-    ],
-)
-def test_positions_that_the_reservation_does_not_have_change_nothing(rejected, said):
-    manager = BlockManager(6)
-    manager.complete(manager.prepare_store(["a"]))
-    store = manager.prepare_store(["a", "b", "c"])
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        manager.complete(store, rejected)
-    assert manager.stats().filling_pages == 2
-    manager.complete(store)
-    assert manager.lookup(["a", "b", "c"]).ready == 3
-
-
 def test_blocks_are_stored_when_they_were_asked_for_often_enough():
     manager = BlockManager(8, store_threshold=2)
     manager.lookup(["a", "b"])
@@ -336,9 +305,10 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
 
 def test_errors_say_what_was_wrong():
     manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
-    store = manager.prepare_store(["a"])
-    wrong_rejected = error_text(manager.complete, store, 1)
+    store = manager.prepare_store(["a", "b"])
+    of_rejected = [error_text(manager.complete, store, some) for some in (1, [2], [-1], [0, 0])]
     manager.complete(store)
+    assert manager.lookup(["a", "b"]).ready == 2
     held, load = manager.preempt(["a"]), two.prepare_store([["a"], []])
     errors = [
         error_text(BlockManager, "4"),
@@ -363,7 +333,7 @@ def test_errors_say_what_was_wrong():
         error_text(two.prepare_store, [["a"], ["a", "b", "a"]]),
         error_text(manager.prepare_load, ["a"], 2),
         error_text(manager.prepare_load, ["a"], 2**64),
-        wrong_rejected,
+        *of_rejected,
         error_text(manager.complete, None),
         error_text(manager.complete, store),
         error_text(manager.fail, load),
@@ -402,6 +372,9 @@ ValueError: the prefix needs 2 blocks, but keys has 1 key; pass what lookup() fo
 the same keys
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
 TypeError: rejected is an int; pass a list, numpy array or CPU tensor
+ValueError: rejected[0] is 2; the reservation has 2 pages, and positions must ascend
+ValueError: rejected[0] is -1; the reservation has 2 pages, and positions must ascend
+ValueError: rejected[1] is 0; the reservation has 2 pages, and positions must ascend
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
 ValueError: reservation ~ has ended before, or is another manager's
 ValueError: reservation ~ has ended before, or is another manager's

@@ -238,23 +238,6 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
         assert prefixes.manager.stats() == before, "nothing is left behind"
 
 
-def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
-    layouts = [PagedLayout([torch.zeros(4, 4)]), PagedLayout([torch.zeros(8, 4)])]
-    with PrefixCache(
-        layouts, [HostPool(layout, 4) for layout in layouts], [BlockGroup(4), BlockGroup(4)]
-    ) as prefixes:
-        keys = [["a", "b"], ["a", "b"]]
-        prefixes.store(keys, [[0, 1], [0, 7]])
-        prefixes.poll()
-        for call in (prefixes.store, prefixes.preempt):
-            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\]\[1\] is 7; there are 4 GPU"):
-                call(keys, [[0, 7], [0, 1]])
-            with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
-                call(keys, [[0, 1], [0, 1, 2]])
-            with pytest.raises(TypeError, match=r"^keys\[1\] is None; pass keys of"):
-                call([["a"], None], [[0], [0]])
-
-
 @simulated
 def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
     steps = PinningSteps()
