@@ -16,7 +16,7 @@ import torch
 from vllm_contract import bytes_of
 from vllm_engine import base, keys
 from vllm_serving import DOORS, IS_033, PROMPTS, RUNNERS, again, check, serving
-from vllm_tiers import Ranks, files, tier
+from vllm_tiers import Ranks, files, on_one_host, tier
 
 if not IS_033:
     pytest.skip("vLLM 0.26 has no canonical layout", allow_module_level=True)
@@ -34,11 +34,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
-from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm import tiering as tiering_module
 from torch_kvswap.integrations.vllm import worker as worker_module
 from torch_kvswap.integrations.vllm.canonical import Share, kv_heads
-from torch_kvswap.integrations.vllm.pool import Replicas, this_host
+from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.layout import PagedLayout
 
 BLOCKS, LAYERS, TOKENS = 12, ("first", "second", "third"), 16
@@ -264,8 +263,7 @@ class Together:
     """Workers that share a pool and are made one after another, in one thread."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
-        patch.setattr(spec_module, "_hosts_of_workers", hosts)
+        on_one_host(patch)
         patch.setattr(worker_module, "replicated_pool", self)
 
     def __call__(

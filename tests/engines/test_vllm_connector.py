@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,18 @@ from vllm_serving import (
 )
 
 from torch_kvswap.results import DeviceLostError
+
+OLD = prompt(1, 96)
+NEW = [*OLD, *prompt(2, 64)]
+
+
+@contextlib.contextmanager
+def with_old(folder: Path, runner: str, **how: Any) -> Iterator[Serving]:
+    """An engine that has OLD on the host, and not on the GPU."""
+    with serving(folder, runner=runner, **how) as engine:
+        engine.serve({"old": OLD})
+        engine.forget_gpu()
+        yield engine
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -295,11 +308,8 @@ def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
 def test_nothing_that_was_computed_from_a_failed_load_is_stored(tmp_path, runner, is_async):
     """Neither by the step of the load nor by the next one, which is scheduled already if scheduling
     is asynchronous."""
-    old = prompt(1, 96)
-    new = old + prompt(2, 128)
-    with serving(tmp_path, runner=runner, is_async=is_async, batched=64) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
+    new = [*OLD, *prompt(2, 128)]
+    with with_old(tmp_path, runner, is_async=is_async, batched=64) as engine:
         faults = Faults(engine, only("load"))
         engine.serve({"failed": new})
         assert engine.ends["failed"] == "error"
@@ -313,19 +323,15 @@ def test_nothing_that_was_computed_from_a_failed_load_is_stored(tmp_path, runner
 
 @RUNNERS
 def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(tmp_path, runner):
-    old = prompt(1, 96)
-    new = old + prompt(2, 64)
-    with serving(tmp_path, runner=runner, is_async=True) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
+    with with_old(tmp_path, runner, is_async=True) as engine:
         Faults(engine, only("load"))
-        engine.add("aborted", new)
+        engine.add("aborted", NEW)
         engine.step()
         assert engine.steps, "it is not reported yet"
         engine.abort("aborted")
         engine.run()
-        engine.serve({"new": new})
-        check(engine, {"new": new})
+        engine.serve({"new": NEW})
+        check(engine, {"new": NEW})
 
 
 @RUNNERS
@@ -335,16 +341,12 @@ def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_i
     tmp_path, runner, drafts
 ):
     """And lose no other token."""
-    old = prompt(1, 96)
-    new = old + prompt(2, 64)
-    with serving(tmp_path, runner=runner, is_async=True, drafts=drafts) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
+    with with_old(tmp_path, runner, is_async=True, drafts=drafts) as engine:
         faults = Faults(engine, only("load"))
         engine.add("other", prompt(3, 40), 30)
         for _ in range(3):
             engine.step()
-        engine.add("new", new)
+        engine.add("new", NEW)
         engine.step()
         assert engine.steps, "it is not reported yet"
         blocks = engine.scheduler.kv_cache_manager
@@ -358,24 +360,20 @@ def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_i
         engine.run()
         assert [one.num_preemptions for one in engine.requests.values()] == [0, 1, 1]
         assert faults.count["load"] == 1
-        check(engine, {"new": new})
+        check(engine, {"new": NEW})
         check(engine, {"other": prompt(3, 40)}, 30)
 
 
 @RUNNERS
 def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(tmp_path, runner):
-    old = prompt(1, 96)
-    new = old + prompt(2, 64)
-    with serving(tmp_path, runner=runner, is_async=True) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
-        engine.add("new", new)
+    with with_old(tmp_path, runner, is_async=True) as engine:
+        engine.add("new", NEW)
         engine.step()
         assert engine.steps, "it is not reported yet"
         engine.scheduler.connector.reset_cache()
         engine.run()
-        engine.serve({"again": new})
-        check(engine, {"new": new, "again": new})
+        engine.serve({"again": NEW})
+        check(engine, {"new": NEW, "again": NEW})
 
 
 @SCHEDULERS

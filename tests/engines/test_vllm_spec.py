@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import textwrap
@@ -30,10 +29,9 @@ from vllm_engine import (
     config,
     keys,
 )
+from vllm_tiers import on_one_host
 
 from torch_kvswap.integrations.vllm import patch_ops
-from torch_kvswap.integrations.vllm import spec as spec_module
-from torch_kvswap.integrations.vllm.pool import this_host
 from torch_kvswap.ops import swap_blocks_batch
 
 ROOT = Path(__file__).parents[2]
@@ -141,14 +139,6 @@ def test_all_stages_of_a_pipeline_have_the_pages_that_the_scheduler_knows(tmp_pa
     assert said[1] == ["3", "3", "1", "the first stage of the pipeline has no room for a chunk"]
 
 
-def test_the_scheduler_of_a_pipeline_refuses_too_few_bytes():
-    assert KVSwapOffloadingSpec(config_of_stage(0, 2, 512)).get_manager() is not None
-    with pytest.raises(
-        ValueError, match="cpu_bytes_to_use is 511, but one chunk of 2 blocks takes"
-    ):
-        KVSwapOffloadingSpec(config_of_stage(0, 2, 511)).get_manager()
-
-
 def test_a_worker_without_layers_says_so():
     with pytest.raises(ValueError, match="no layer of this worker has a KV cache to offload"):
         KVSwapOffloadingSpec(config(cpu_bytes_to_use=5000)).get_worker(caches([[]], [64], "cpu"))
@@ -169,8 +159,7 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
-    # The ranks are threads here, without vLLM's groups of processes.
-    monkeypatch.setattr(spec_module, "_hosts_of_workers", lambda replicas: [this_host()] * 3)
+    on_one_host(monkeypatch)
 
     def worker_of(rank: int) -> Any:
         # The caches of the ranks differ, so that a load is seen.
@@ -197,6 +186,8 @@ def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
 
 
 WORKER = """
+    from torch_kvswap.integrations.vllm import spec as spec_module
+
     begin(2, 1)
     for engine, name in (("one host", "here"), ("two hosts", ["here", "there"][rank])):
         spec_module.this_host = lambda: spec_module.Host(name, "", 3)
@@ -224,12 +215,12 @@ def test_workers_of_several_hosts_that_would_share_a_pool_are_refused_at_once(tm
 
 
 def test_too_few_bytes_for_a_chunk_are_refused():
-    said = (
-        "cpu_bytes_to_use is 7999, but one chunk of 4 blocks takes 8000 bytes in all workers "
-        "together"
-    )
-    with pytest.raises(ValueError, match=re.escape(said)):
+    said = "^cpu_bytes_to_use is {}, but one chunk of {} blocks takes {} bytes in all workers together$"
+    with pytest.raises(ValueError, match=said.format(7999, 4, 8000)):
         KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999))
+    of_pipeline = KVSwapOffloadingSpec(config_of_stage(0, 2, 511))  # the first worker decides
+    with pytest.raises(ValueError, match=said.format(511, 2, 512)):
+        of_pipeline.get_manager()
 
 
 @pytest.mark.parametrize(("width", "pages"), [(None, 13), (12.125, 13), (12.5, 12)])

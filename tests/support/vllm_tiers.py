@@ -28,6 +28,12 @@ def files(folder: Path) -> dict[Path, int]:
     return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
 
 
+def on_one_host(patch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads of this process, without vLLM's groups of processes."""
+    hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
+    patch.setattr(spec_module, "_hosts_of_workers", hosts)
+
+
 class Ranks:
     """The workers of an engine as threads, and its manager, without vLLM's scheduler.
 
@@ -41,9 +47,8 @@ class Ranks:
             spec = KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
             return spec.get_worker(caches[rank])
 
-        hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(caches)) as threads:
-            patch.setattr(spec_module, "_hosts_of_workers", hosts)  # vLLM's groups of processes
+            on_one_host(patch)
             self.workers = list(threads.map(worker, range(len(caches))))
         self.manager: Any = KVSwapTieringOffloadingSpec(
             self.config(folder, len(caches), 0, **how)

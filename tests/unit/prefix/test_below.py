@@ -78,13 +78,6 @@ def is_trailer(name: str) -> bool:
 # What is shared
 
 
-def stores() -> list[Any]:
-    return [
-        pytest.param(lambda path: f"file:{path}", id="file"),
-        pytest.param(new_lmcache_fs, id="lmcache_fs"),
-    ]
-
-
 def new_lmcache_fs(path: Path) -> Any:
     native = pytest.importorskip("lmcache.lmcache_fs")
     path.mkdir(exist_ok=True)
@@ -100,7 +93,9 @@ def new_lmcache_fs(path: Path) -> Any:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("new_store", stores())
+@pytest.mark.parametrize(
+    "new_store", ["file:{}".format, new_lmcache_fs], ids=["file", "lmcache_fs"]
+)
 def test_an_engine_loads_what_another_one_has_computed(
     new_store: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:

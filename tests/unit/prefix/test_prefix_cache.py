@@ -105,9 +105,8 @@ def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
         assert prefixes.manager.stats().idle_pages == 1
     closed = "RuntimeError: the handler is closed; make a new one"
     assert error_text(prefixes.lookup, ["a"]) == closed
-    assert error_text(prefixes.load, ["x"], [1]) == closed
-    assert error_text(prefixes.store, ["a"], [1]) == closed
-    assert error_text(prefixes.preempt, ["a"], [1]) == closed
+    for call in (prefixes.load, prefixes.store, prefixes.preempt):
+        assert error_text(call, ["a"], [1]) == closed
     of_after = (
         "TypeError: after= is an object, but transfers of a cache on the CPU run inside the call "
         "and cannot wait for a stream; wait on the host first, and pass None or ()"
@@ -344,8 +343,7 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
 @simulated
 def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
     driver.set_mode("manual")
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
+    with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a", "b"], [1, 3])
         driver.run()
         assert [result.state for result in prefixes.poll()] == ["done"]
