@@ -87,7 +87,7 @@ def evicted_one_by_one(of: Any, count: int) -> list[bytes]:
 def test_it_agrees_with_a_model_through_random_calls(policy):
     """The model knows only what the contract says: what has been stored and not evicted, and where.
     Keys of two groups have the same hashes."""
-    ours, random_ = manager(12, policy), random.Random(5)
+    ours, random_, asks = manager(12, policy), random.Random(5), request("asks")
     state: dict[bytes, Any] = {}
     page_of: dict[bytes, int] = {}
     held: set[int] = set()  # by jobs at a reset
@@ -135,7 +135,7 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
         else:
             ours.touch(some, request())
         for one in some:
-            assert ours.lookup(one, request()) is state.get(one, MISS)
+            assert ours.lookup(one, asks) is state.get(one, MISS)
         assert ours._states.keys() == state.keys()
         if IS_REAL:
             usage = manager_module.usage_of(ours._blocks.stats())
