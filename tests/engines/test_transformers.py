@@ -4,8 +4,10 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from types import SimpleNamespace as Record
@@ -52,23 +54,23 @@ def test_tokens_are_the_same_without_offloading_with_theirs_and_with_ours(kind):
 
 
 @needs_transformers
-def test_requests_that_share_a_prefix_are_restored():
-    net, inputs = model("full"), prompts(8, shared=24)
-    want = tokens(net, inputs, config(500, gib=0.0))
+@pytest.mark.parametrize(
+    ("inputs", "blocks", "how", "options"),
+    [
+        (prompts(8, shared=24), 26, {}, {}),
+        (prompts(3), 22, {}, {"num_return_sequences": 3}),
+        (prompts(), 20, {"scheduler_type": "fifo"}, {}),
+        (prompts(), 20, {"scheduler_type": "prefill_first"}, {}),
+    ],
+    ids=["a common prefix", "forks", "fifo", "prefill_first"],
+)
+def test_requests_that_were_preempted_are_restored(inputs, blocks, how, options):
+    net = model("full")
+    want = tokens(net, inputs, config(500, gib=0.0), **options)
     with ours() as seen:
-        assert tokens(net, inputs, config(26)) == want
+        assert tokens(net, inputs, config(blocks, **how), **options) == want
     assert seen.parked == seen.back > 0
     assert seen.is_empty
-
-
-@needs_transformers
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
-def test_each_scheduler_brings_them_back(scheduler):
-    net, inputs = model("full"), prompts()
-    want = tokens(net, inputs, config(500, gib=0.0))
-    with ours() as seen:
-        assert tokens(net, inputs, config(20, scheduler_type=scheduler)) == want
-    assert seen.parked == seen.back > 0
 
 
 @needs_transformers
@@ -107,17 +109,6 @@ def test_a_parked_request_takes_no_block_that_the_running_ones_need():
 
 def blocks_held(view: Any) -> int:
     return sum(len(blocks) for group in view.groups for blocks in group.block_table.values())
-
-
-@needs_transformers
-def test_forks_of_a_request_are_preempted_and_restored():
-    net, inputs = model("full"), prompts(3)
-    want = tokens(net, inputs, config(500, gib=0.0), num_return_sequences=3)
-    with ours() as seen:
-        got = tokens(net, inputs, config(22), num_return_sequences=3)
-    assert got == want
-    assert seen.back > 0
-    assert seen.is_empty
 
 
 @needs_transformers
@@ -192,31 +183,31 @@ def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
     assert seen.is_empty
 
 
-def test_an_encoding_that_there_is_not_is_refused_when_it_is_enabled():
-    with pytest.raises(ValueError, match="encoding is 'zstd'; it can be raw or lossless"):
-        integration.enable(encoding="zstd")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="verify is 'on'; it can be off, load or order"):
-        integration.enable(verify="on")  # type: ignore[arg-type]
-    for options, named in (
-        ({"encoding": "lossless"}, "encoding='lossless' with verify='off'"),
-        ({"verify": "order"}, "encoding='raw' with verify='order'"),
-    ):
-        said = (
-            f"copy_method='copy_engines' uses no kernels, but {named} needs them; leave out either"
-        )
-        with pytest.raises(ValueError, match=said):
-            integration.enable(copy_method="copy_engines", **options)  # type: ignore[arg-type]
-
-
-def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():
-    with pytest.raises(TypeError, match=r"^staging_bytes is a str; it must be an integer$"):
-        integration.enable(staging_bytes="1")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^staging_bytes is -1; it must be 0 to "):
-        integration.enable(staging_bytes=-1)
-    with pytest.raises(
-        ValueError, match=r"^copy_method='stage'; expected one of auto, copy_engines, batch"
-    ):
-        integration.enable(copy_method="stage")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"encoding": "zstd"}, "encoding is 'zstd'; it can be raw or lossless"),
+        ({"verify": "on"}, "verify is 'on'; it can be off, load or order"),
+        ({"staging_bytes": -1}, "staging_bytes is -1; it must be 0 to "),
+        (
+            {"copy_method": "stage"},
+            "copy_method='stage'; expected one of auto, copy_engines, batch",
+        ),
+        (
+            {"copy_method": "copy_engines", "encoding": "lossless"},
+            "copy_method='copy_engines' uses no kernels, but encoding='lossless' with verify='off' "
+            "needs them; leave out either",
+        ),
+        (
+            {"copy_method": "copy_engines", "verify": "order"},
+            "copy_method='copy_engines' uses no kernels, but encoding='raw' with verify='order' "
+            "needs them; leave out either",
+        ),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name_when_it_is_enabled(options, said):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        integration.enable(**options)
 
 
 @needs_transformers
@@ -308,17 +299,24 @@ def test_after_the_end_transformers_has_its_own_manager_again():
     assert continuous_api.OffloadingManager is theirs
 
 
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.23.1.dev0", "SectorCache")],
-)
-def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
+@contextlib.contextmanager
+def installed(version: str) -> Iterator[None]:
+    """As if this version of transformers was."""
     module = ModuleType("transformers")
     module.__version__ = version  # type: ignore[attr-defined]
     with (
         mock.patch.dict(sys.modules, transformers=module),
         mock.patch("importlib.util.find_spec", return_value=object()),
     ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.23.1.dev0", "SectorCache")],
+)
+def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
+    with installed(version):
         assert integration.view().__name__ == name
 
 
@@ -326,15 +324,8 @@ def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
     "version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6", "strange"]
 )
 def test_a_version_that_is_not_known_is_refused_by_name(version):
-    module = ModuleType("transformers")
-    module.__version__ = version  # type: ignore[attr-defined]
-    with (
-        mock.patch.dict(sys.modules, transformers=module),
-        mock.patch("importlib.util.find_spec", return_value=object()),
-        pytest.raises(
-            ImportError, match=rf"transformers {version} may .* install transformers 5.17 to 5.23"
-        ),
-    ):
+    said = rf"transformers {version} may .* install transformers 5.17 to 5.23"
+    with installed(version), pytest.raises(ImportError, match=said):
         integration.enable()
 
 

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]:
-    """Ours, enabled, on the simulated driver. The model computes at once, on the host: a batch waits
-    for a copy by having it done. guarded: without it no batch waits for anything."""
+def late(driver: Driver, kind: str = "full", guarded: bool = True) -> Iterator[tuple[Seen, Steps]]:
+    """Ours, enabled, on the simulated driver, and a batching of prompts. The model computes at once,
+    on the host: a batch waits for a copy by having it done. guarded: without it no batch waits for
+    anything."""
     from simulated_cache import run_until
 
     from torch_kvswap.integrations.transformers import cache as transformers_cache
@@ -61,12 +62,14 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
         mock.patch.object(transformers_swap, "HostPool", pinned),
         mock.patch.object(swap, "_make_stream_wait", finish if guarded else lambda self, job: None),
         mock.patch.object(swap, "wait", lambda self, load: finish(self, load.job)),
-        ours(**options) as seen,
+        ours() as seen,
     ):
+        steps = Steps(model(kind), prompts(), config(small(kind)))
         try:
-            yield seen
+            yield seen, steps
         finally:
             driver.set_mode("immediate")
+            driver.run()
 
 
 def run_to_the_end(steps: Steps, driver: Driver, every: int = 4) -> list[list[int]]:
@@ -95,8 +98,7 @@ def parked_of(seen: Seen) -> Any:
 @simulated
 def test_copies_that_come_late_spoil_no_block(driver, kind):
     want = alone(kind, prompts())
-    with first_parts_of(5000), late(driver) as seen:
-        steps = Steps(model(kind), prompts(), config(small(kind)))
+    with first_parts_of(5000), late(driver, kind) as (seen, steps):
         assert run_to_the_end(steps, driver) == want
     assert seen.parked == seen.back > 0
     assert seen.wrong == 0
@@ -109,8 +111,7 @@ def test_copies_that_come_late_spoil_no_block(driver, kind):
 def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
     """The control of the test above."""
     want = alone("full", prompts())
-    with late(driver, guarded=False) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver, guarded=False) as (seen, steps):
         assert run_to_the_end(steps, driver, every=40) != want
     assert seen.wrong > 0
 
@@ -120,8 +121,7 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
 def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
     from torch_kvswap.integrations.transformers.swap import Swap
 
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         steps.until(lambda: seen.parked > 0)
         [parked] = parked_of(seen).requests.values()
         store = parked.stored.stores[0]
@@ -133,8 +133,6 @@ def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
         with mock.patch.object(Swap, "_make_stream_wait") as waited:
             seen.swap.guard(None)
         waited.assert_called_once_with(store)
-        driver.set_mode("immediate")
-        driver.run()
 
 
 @needs_transformers
@@ -143,8 +141,7 @@ def test_a_batch_with_a_fork_waits_for_all_copies(driver):
     """Forks copy into free blocks after their batch."""
     from torch_kvswap.integrations.transformers.swap import Swap
 
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         steps.until(lambda: seen.parked > 0)
         [parked] = parked_of(seen).requests.values()
         [manager] = seen.managers
@@ -156,8 +153,6 @@ def test_a_batch_with_a_fork_waits_for_all_copies(driver):
             manager.restore_scheduled_requests([])
         waited.assert_called_once_with(parked.stored.stores[0])
         forks.clear()
-        driver.set_mode("immediate")
-        driver.run()
 
 
 def waiting_for_its_store(steps: Steps, seen: Seen, driver: Driver) -> str:
@@ -208,8 +203,7 @@ STATES = {state.__name__: state for state in (waiting_for_its_store, stored, loa
 @simulated
 def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
     want = alone(kind, prompts())
-    with late(driver) as seen:
-        steps = Steps(model(kind), prompts(), config(small(kind)))
+    with late(driver, kind) as (seen, steps):
         name = STATES[state](steps, seen, driver)
         held = seen.swap.pool.num_pages - seen.swap.num_free
         steps.cancel(name)
@@ -229,12 +223,9 @@ def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
 @pytest.mark.parametrize("state", STATES)
 @simulated
 def test_when_all_requests_fail_nothing_is_left(driver, state):
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         STATES[state](steps, seen, driver)
         steps.processor.fail_all_requests(RuntimeError("the model has failed"))
-        driver.set_mode("immediate")
-        driver.run()
     assert seen.is_empty
     assert steps.free_blocks == 1
     assert not steps.scheduler.has_pending_requests()
@@ -245,8 +236,7 @@ def test_when_all_requests_fail_nothing_is_left(driver, state):
 @simulated
 def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
     want = alone("full", prompts())
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         if direction == "store":
             steps.until(lambda: steps.scheduler.starved_requests or seen.parked > 0)
         else:
@@ -291,8 +281,7 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
 def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
     from torch_kvswap.offload.handler import OffloadHandler
 
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         refused = mock.Mock(side_effect=RuntimeError("the device is lost"))
         with (
             mock.patch.object(OffloadHandler, "store", refused),
@@ -308,8 +297,7 @@ def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
 @simulated
 def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
     want = alone("full", prompts())
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         name = loading(steps, seen, driver)
         manager = seen.managers[0]
         before = seen.swap.num_free
@@ -327,8 +315,7 @@ def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
 @simulated
 def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
     want = alone("full", prompts())
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         del steps.scheduler._get_waiting_candidates
         driver.set_mode("immediate")
         assert run_to_the_end(steps, driver) == want
@@ -340,8 +327,7 @@ def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
 @needs_transformers
 @simulated
 def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         name = loading(steps, seen, driver)
         helper = mock.Mock()
         parked_of(seen)._helper = helper
@@ -354,16 +340,13 @@ def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
             assert (name in parked_of(seen).requests) == is_parked
             assert (steps.state(name) is not state) == computed_again
         steps.processor.fail_all_requests(RuntimeError("enough"))
-        driver.set_mode("immediate")
-        driver.run()
     assert seen.is_empty
 
 
 @needs_transformers
 @simulated
 def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
-    with late(driver) as seen:
-        steps = Steps(model("full"), prompts(), config(small("full")))
+    with late(driver) as (seen, steps):
         steps.until(lambda: len(parked_of(seen).requests) > 1 if seen.managers else False)
         parked = parked_of(seen)
         [first, second] = list(parked.requests.values())[:2]
@@ -382,6 +365,4 @@ def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
             assert second.load is load.return_value
             second.load = None
         steps.processor.fail_all_requests(RuntimeError("enough"))
-        driver.set_mode("immediate")
-        driver.run()
     assert seen.is_empty

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from vllm_contract import bytes_of
 from vllm_engine import base, keys
-from vllm_serving import IS_033, PROMPTS, check, serving
-from vllm_tiers import Ranks, bytes_of, files, tier
+from vllm_serving import DOORS, IS_033, PROMPTS, RUNNERS, again, check, serving
+from vllm_tiers import Ranks, files, on_one_host, tier
 
 if not IS_033:
     pytest.skip("vLLM 0.26 has no canonical layout", allow_module_level=True)
@@ -33,11 +34,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
-from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm import tiering as tiering_module
 from torch_kvswap.integrations.vllm import worker as worker_module
 from torch_kvswap.integrations.vllm.canonical import Share, kv_heads
-from torch_kvswap.integrations.vllm.pool import Replicas, this_host
+from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.layout import PagedLayout
 
 BLOCKS, LAYERS, TOKENS = 12, ("first", "second", "third"), 16
@@ -263,8 +263,7 @@ class Together:
     """Workers that share a pool and are made one after another, in one thread."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
-        patch.setattr(spec_module, "_hosts_of_workers", hosts)
+        on_one_host(patch)
         patch.setattr(worker_module, "replicated_pool", self)
 
     def __call__(
@@ -277,26 +276,23 @@ class Together:
         return pool
 
 
-THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
-
-
-@pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@DOORS
+@RUNNERS
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2)])
 def test_an_engine_finds_what_one_with_another_number_of_workers_has_left(
     tmp_path, monkeypatch, door, runner, old, new
 ):
     """With our connector it loads in the step."""
     Together(monkeypatch)
-    again = {name: [*one, *one[:20]] for name, one in PROMPTS.items()}
+    longer = again("again", PROMPTS, PROMPTS["0"][:20])
     how = {"extra": tier(tmp_path, canonical_layout=True), "transfer": door, "heads": 2}
     with serving(tmp_path, **how, runner=runner, workers=old) as engine:
         engine.serve(PROMPTS)
         check(engine, PROMPTS)
     stored = files(tmp_path)
     with serving(tmp_path, **how, runner=runner, workers=new) as engine:
-        engine.serve(again)
-        check(engine, again)
+        engine.serve(longer)
+        check(engine, longer)
         assert engine.agree
         for worker in engine.workers:
             metrics = worker._handler.metrics()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_engine import SPEC, KVSwapManager, KVSwapOffloadingSpec, KVSwapWorker
 from vllm_serving import (
     IS_033,
+    PROMPTS,
+    RECOMPUTE,
+    RUNNERS,
+    SCHEDULERS,
+    THEIRS,
     Faults,
     RandomRequests,
     Serving,
+    again,
     check,
     expected_tokens,
     never,
@@ -23,19 +31,22 @@ from vllm_serving import (
 
 from torch_kvswap.results import DeviceLostError
 
-RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
-SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+OLD = prompt(1, 96)
+NEW = [*OLD, *prompt(2, 64)]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
+@contextlib.contextmanager
+def with_old(folder: Path, runner: str, **how: Any) -> Iterator[Serving]:
+    """An engine that has OLD on the host, and not on the GPU."""
+    with serving(folder, runner=runner, **how) as engine:
+        engine.serve({"old": OLD})
+        engine.forget_gpu()
+        yield engine
 
 
 @pytest.fixture(params=["sync", "async"])
-def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
-    with serving(folder, is_async=request.param == "async", transfer=RECOMPUTE) as engine:
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serving]:
+    with serving(tmp_path, is_async=request.param == "async", transfer=RECOMPUTE) as engine:
         yield engine
 
 
@@ -44,35 +55,31 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Serving]:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(
     ("policy", "new_tokens", "loads"),
-    [("recompute", 0, 6), ("fail", 0, 1), ("fail", 40, 1)],
+    [("recompute", 0, 5), ("fail", 0, 1), ("fail", 40, 1)],
     ids=["before the step", "in the step", "in the step with new tokens"],
 )
 def test_prompts_come_back_from_the_host_as_they_were(
-    folder, runner, is_async, drafts, policy, new_tokens, loads
+    tmp_path, runner, is_async, drafts, policy, new_tokens, loads
 ):
-    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
-    again = {
-        f"again {name}": one + prompt(n, new_tokens)
-        for n, (name, one) in enumerate(prompts.items())
-    }
+    new = again("again", PROMPTS, prompt(9, new_tokens))
     how = {"drafts": drafts, "transfer": {"kv_load_failure_policy": policy}}
-    with serving(folder, runner=runner, is_async=is_async, **how) as engine:
-        engine.serve(prompts, 40)
+    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
+        engine.serve(PROMPTS, 40)
         engine.forget_gpu()
         seen = Faults(engine, never).seen
-        engine.serve(again)
-        check(engine, prompts, 40)
-        check(engine, again)
+        engine.serve(new)
+        check(engine, PROMPTS, 40)
+        check(engine, new)
         assert seen["load"] == loads
 
 
 @RUNNERS
 @SCHEDULERS
-def test_a_step_that_decodes_loads_no_more_than_it_hides(folder, runner, is_async):
+def test_a_step_that_decodes_loads_no_more_than_it_hides(tmp_path, runner, is_async):
     """One that decodes for nobody loads as much as vLLM's largest step hides."""
     prompts = {f"{n}": prompt(n, 257) for n in range(3)}
-    longer = {name: one + prompt(9, 20) for name, one in prompts.items()}
-    with serving(folder, runner=runner, is_async=is_async, batched=32) as engine:
+    longer = again("longer", prompts, prompt(9, 20))
+    with serving(tmp_path, runner=runner, is_async=is_async, batched=32) as engine:
         engine.serve(prompts)
         submit, in_step = engine.worker.submit_step_loads, []
 
@@ -90,36 +97,44 @@ def test_a_step_that_decodes_loads_no_more_than_it_hides(folder, runner, is_asyn
             if is_decoding:
                 engine.start_decoding()
             in_step.clear()
-            again = {f"{name} {n}": one for n, one in more.items()}
-            engine.serve(again)
-            check(engine, again)
+            engine.serve(again(name, more))
+            check(engine, again(name, more))
             assert (name, len(in_step)) == (name, requests)
 
 
 @RUNNERS
 @SCHEDULERS
-@pytest.mark.parametrize("how", [{"cache": "fp8"}, {"cache": "mla"}, {"workers": 2}])
-@pytest.mark.parametrize(("policy", "loads"), [("recompute", 4), ("fail", 1)])
-def test_other_caches_and_several_ranks_come_back(folder, runner, is_async, how, policy, loads):
-    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(4)}
-    longer = {f"longer {name}": one + prompt(9, 40) for name, one in prompts.items()}
-    how = {**how, "transfer": {"kv_load_failure_policy": policy}}
-    with serving(folder, runner=runner, is_async=is_async, **how) as engine:
-        engine.serve(prompts)
+@pytest.mark.parametrize(
+    ("how", "loads"),
+    [
+        ({"cache": "fp8"}, 1),
+        ({"cache": "fp8", "transfer": RECOMPUTE}, 5),
+        ({"cache": "mla"}, 1),
+        ({"cache": "mla", "transfer": RECOMPUTE}, 5),
+        ({"workers": 2}, 1),
+        ({"workers": 2, "transfer": RECOMPUTE}, 5),
+        ({"transfer": THEIRS, "extra": SPEC}, 5),
+    ],
+)
+def test_other_caches_several_ranks_and_under_the_connector_of_vllm(
+    tmp_path, runner, is_async, how, loads
+):
+    longer = again("longer", PROMPTS, prompt(9, 40))
+    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
+        engine.serve(PROMPTS)
         engine.forget_gpu()
         seen = [Faults(engine, never, rank) for rank in range(len(engine.workers))]
         engine.serve(longer)
         assert {one.seen["load"] for one in seen} == {loads}
-        check(engine, {**prompts, **longer})
+        check(engine, {**PROMPTS, **longer})
 
 
 @pytest.mark.skipif(not IS_033, reason="0.26 counts no sources")
 @pytest.mark.parametrize("new_tokens", [0, 40])
 @pytest.mark.parametrize("how", [{}, {"window": 40}, {"extra": {"blocks_per_chunk": 2}}])
-def test_tokens_from_the_host_are_counted_as_vllm_counts_them(folder, new_tokens, how):
-    prompts = {f"{n}": prompt(n, 33 + 16 * n) for n in range(6)}
-    with serving(folder, **how) as engine:
-        engine.serve(prompts)
+def test_tokens_from_the_host_are_counted_as_vllm_counts_them(tmp_path, new_tokens, how):
+    with serving(tmp_path, **how) as engine:
+        engine.serve(PROMPTS)
         engine.forget_gpu()
         part = engine.scheduler.connector.connector_scheduler
         ours, counted = part.get_external_cache_hit_sources, []
@@ -130,18 +145,16 @@ def test_tokens_from_the_host_are_counted_as_vllm_counts_them(folder, new_tokens
             return counted[-1]
 
         part.get_external_cache_hit_sources = count
-        engine.serve(
-            {f"again {name}": one + prompt(9, new_tokens) for name, one in prompts.items()}
-        )
-        assert len(counted) == len(prompts)
+        engine.serve(again("again", PROMPTS, prompt(9, new_tokens)))
+        assert len(counted) == len(PROMPTS)
 
 
 @RUNNERS
-def test_loads_that_begin_inside_a_chunk_are_not_joined(folder, runner):
+def test_loads_that_begin_inside_a_chunk_are_not_joined(tmp_path, runner):
     """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
     old = {f"{n}": prompt(n, 129) for n in range(3)}
-    new = {f"new {name}": one + prompt(9, 20) for name, one in old.items()}
-    with serving(folder, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
+    new = again("new", old, prompt(9, 20))
+    with serving(tmp_path, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
         engine.serve(old)
         engine.forget_gpu()
         engine.serve({f"begin {n}": old[f"{n}"][:49] for n in range(2)})
@@ -156,11 +169,15 @@ def test_loads_that_begin_inside_a_chunk_are_not_joined(folder, runner):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [True, "rejected"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_what_one_rank_could_not_copy_is_lost_for_all(folder, runner, is_async, rank, how, policy):
+def test_what_one_rank_could_not_copy_is_lost_for_all(
+    tmp_path, runner, is_async, rank, how, policy
+):
     old = {f"{n}": prompt(n, 97 + 16 * n) for n in range(2)}
-    new = {f"new {name}": one + prompt(9, 40) for name, one in old.items()}
+    new = again("new", old, prompt(9, 40))
     transfer = {"kv_load_failure_policy": policy}
-    with serving(folder, runner=runner, is_async=is_async, transfer=transfer, workers=2) as engine:
+    with serving(
+        tmp_path, runner=runner, is_async=is_async, transfer=transfer, workers=2
+    ) as engine:
         engine.serve(old)
         engine.forget_gpu()
         faults = Faults(engine, only("load", how), rank)
@@ -176,47 +193,35 @@ def test_what_one_rank_could_not_copy_is_lost_for_all(folder, runner, is_async, 
         engine.serve(other)
         faults.chooses = never
         engine.forget_gpu()
-        third = {f"third {name}": one for name, one in {**new, **other}.items()}
+        third = again("third", {**new, **other})
         engine.serve(third)
         check(engine, {**other, **third})
 
 
-def test_the_connector_makes_the_spec_also_in_the_front_end(folder):
+def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
+    from prometheus_client import Counter, Gauge, Histogram
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
-    from vllm_engine import KVSwapManager, KVSwapWorker
 
-    with serving(folder) as engine:
-        assert type(engine.scheduler.connector.connector_scheduler.manager) is KVSwapManager
+    with serving(tmp_path) as engine:
+        assert type(engine.manager) is KVSwapManager
         assert type(engine.worker) is KVSwapWorker
         # In another process, with a configuration that nobody has completed.
         transfer = engine.config.kv_transfer_config
         transfer.kv_connector_extra_config = {"cpu_bytes_to_use": 1}
-        assert KVConnectorProm is not None
+        types = {kind: kind for kind in (Counter, Gauge, Histogram)}
         made = KVConnectorFactory.get_connector_class(transfer).build_prom_metrics(
-            engine.config, _metric_types(), ["model"], {0: ["m"]}
+            engine.config, types, ["model"], {0: ["m"]}
         )
-        assert made._offloading_metric_metadata.keys() >= _metrics_of_our_spec()
+        ours = set(KVSwapOffloadingSpec.build_metric_definitions({}))
+        assert made._offloading_metric_metadata.keys() >= ours
 
 
-def _metric_types() -> dict[Any, Any]:
-    from prometheus_client import Counter, Gauge, Histogram
-
-    return {kind: kind for kind in (Counter, Gauge, Histogram)}
-
-
-def _metrics_of_our_spec() -> set[str]:
-    from vllm_engine import KVSwapOffloadingSpec
-
-    return set(KVSwapOffloadingSpec.build_metric_definitions({}))
-
-
-def test_another_spec_is_refused(folder):
+def test_another_spec_is_refused(tmp_path):
     with (
         pytest.raises(
             ValueError, match="but KVSwapConnector makes KVSwapOffloadingSpec or KVSwapTieringOff"
         ),
-        serving(folder, extra={"spec_name": "CPUOffloadingSpec"}),
+        serving(tmp_path, extra={"spec_name": "CPUOffloadingSpec"}),
     ):
         pass
 
@@ -224,21 +229,20 @@ def test_another_spec_is_refused(folder):
 @RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("how", [True, "rejected"])
-def test_what_could_not_be_loaded_is_computed_again(folder, runner, is_async, how):
+def test_what_could_not_be_loaded_is_computed_again(tmp_path, runner, is_async, how):
     prompts = {f"{n}": prompt(n, 90 + 16 * n) for n in range(3)}
-    again = {f"again {name}": one for name, one in prompts.items()}
-    third = {f"third {name}": one for name, one in prompts.items()}
-    with serving(folder, runner=runner, is_async=is_async, transfer=RECOMPUTE) as engine:
+    second, third = again("again", prompts), again("third", prompts)
+    with serving(tmp_path, runner=runner, is_async=is_async, transfer=RECOMPUTE) as engine:
         engine.serve(prompts)
         engine.forget_gpu()
         faults = Faults(engine, only("load", how))
-        engine.serve(again)
+        engine.serve(second)
         assert faults.count == {"store": 0, "load": 3}, "what failed is not found again"
         faults.chooses = never
         engine.forget_gpu()
         engine.serve(third)
         assert faults.seen["load"] == 6, "it was stored again"
-        check(engine, {**prompts, **again, **third})
+        check(engine, {**prompts, **second, **third})
 
 
 @RUNNERS
@@ -246,38 +250,35 @@ def test_what_could_not_be_loaded_is_computed_again(folder, runner, is_async, ho
 @pytest.mark.parametrize(
     ("new", "how", "fails"),
     [
-        (0, True, ["first"]),
-        (50, "rejected", ["second"]),  # its last block is that of the step's load
-        (50, True, ["first", "second"]),  # both are in the load that failed
+        (0, True, ["again first"]),
+        (50, "rejected", ["again second"]),  # its last block is that of the step's load
+        (50, True, ["again first", "again second"]),  # both are in the load that failed
     ],
     ids=["asynchronous", "a block in the step", "in the step"],
 )
 def test_with_the_policy_fail_only_the_requests_of_the_load_fail(
-    folder, runner, is_async, new, how, fails
+    tmp_path, runner, is_async, new, how, fails
 ):
     prompts = {"first": prompt(1, 100), "second": prompt(2, 84)}
-    with serving(folder, runner=runner, is_async=is_async) as engine:
+    with serving(tmp_path, runner=runner, is_async=is_async) as engine:
         engine.serve(prompts)
         engine.forget_gpu()
         faults = Faults(
             engine, lambda direction, blocks: direction == "load" and blocks > 5 and how
         )
-        more = {"first": prompt(3, new), "second": prompt(4, new)}
-        again = {f"{name} again": one + more[name] for name, one in prompts.items()}
+        longer = again("again", prompts, prompt(3, new))
         if not new:
             engine.start_decoding()
-        engine.serve(again)
+        engine.serve(longer)
         assert faults.seen["load"] == (1 if new else 2)
-        for name in prompts:
+        for name, one in longer.items():
             if name in fails:
-                assert engine.ends[f"{name} again"] == "error"
-                assert engine.tokens[f"{name} again"] == []
+                assert (engine.ends[name], engine.tokens[name]) == ("error", [])
             else:
-                check(engine, {f"{name} again": again[f"{name} again"]})
+                check(engine, {name: one})
         faults.chooses = never
-        third = {f"third {name}": one for name, one in again.items()}
-        engine.serve(third)
-        check(engine, third)
+        engine.serve(again("third", longer))
+        check(engine, again("third", longer))
 
 
 def test_what_could_not_be_stored_is_not_found(engine):
@@ -299,8 +300,7 @@ def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     faults.chooses = never
     engine.serve({"again": one}, count=1)
     check(engine, {"first": one, "again": one}, count=1)
-    manager = engine.scheduler.connector.connector_scheduler.manager
-    assert manager._blocks.stats().loaded == 5
+    assert engine.manager._blocks.stats().loaded == 5
 
 
 @pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("the pool is closed")])
@@ -332,11 +332,11 @@ def test_a_lost_device_ends_the_engine(engine):
         engine.serve({"first": prompt(1, 100)})
 
 
-def test_behind_a_window_all_is_computed_again_or_loaded_again(folder):
+def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
     """The blocks in front of the first one that failed may be gone. vLLM 0.33 starts over; 0.26 is
     told nothing, and the blocks are copied a second time."""
     one, window = prompt(1, 200), 40
-    with serving(folder, transfer=RECOMPUTE, window=window) as engine:
+    with serving(tmp_path, transfer=RECOMPUTE, window=window) as engine:
         engine.serve({"first": one})
         engine.forget_gpu()
         faults = Faults(engine, only("load"))
@@ -347,29 +347,13 @@ def test_behind_a_window_all_is_computed_again_or_loaded_again(folder):
         assert engine.worker._repeats == (not IS_033)
 
 
-def test_failures_of_several_workers_are_those_of_the_job():
-    from torch_kvswap.integrations.vllm.connector import KVSwapWorkerMetadata
-
-    of_workers = [
-        KVSwapWorkerMetadata({1: 1, 2: 1}, failed_pages={1: {7}}),
-        KVSwapWorkerMetadata({1: 1, 3: 1}, failed_pages={1: {8}, 3: {9}}),
-    ]
-    both = of_workers[0].aggregate(of_workers[1])
-    assert both.completed_jobs == {1: 2, 2: 1, 3: 1}
-    assert both.failed_pages == {1: {7, 8}, 3: {9}}
-    assert of_workers[0].failed_pages == {1: {7}}
-
-
 @RUNNERS
 @SCHEDULERS
-def test_nothing_that_was_computed_from_a_failed_load_is_stored(folder, runner, is_async):
+def test_nothing_that_was_computed_from_a_failed_load_is_stored(tmp_path, runner, is_async):
     """Neither by the step of the load nor by the next one, which is scheduled already if scheduling
     is asynchronous."""
-    old = prompt(1, 96)
-    new = old + prompt(2, 128)
-    with serving(folder, runner=runner, is_async=is_async, batched=64) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
+    new = [*OLD, *prompt(2, 128)]
+    with with_old(tmp_path, runner, is_async=is_async, batched=64) as engine:
         faults = Faults(engine, only("load"))
         engine.serve({"failed": new})
         assert engine.ends["failed"] == "error"
@@ -382,39 +366,31 @@ def test_nothing_that_was_computed_from_a_failed_load_is_stored(folder, runner, 
 
 
 @RUNNERS
-def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(folder, runner):
-    old = prompt(1, 96)
-    new = old + prompt(2, 64)
-    with serving(folder, runner=runner, is_async=True) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
+def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(tmp_path, runner):
+    with with_old(tmp_path, runner, is_async=True) as engine:
         Faults(engine, only("load"))
-        engine.add("aborted", new)
+        engine.add("aborted", NEW)
         engine.step()
         assert engine.steps, "it is not reported yet"
         engine.abort("aborted")
         engine.run()
-        engine.serve({"new": new})
-        check(engine, {"new": new})
+        engine.serve({"new": NEW})
+        check(engine, {"new": NEW})
 
 
 @RUNNERS
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
 def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_it(
-    folder, runner, drafts
+    tmp_path, runner, drafts
 ):
     """And lose no other token."""
-    old = prompt(1, 96)
-    new = old + prompt(2, 64)
-    with serving(folder, runner=runner, is_async=True, drafts=drafts) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
+    with with_old(tmp_path, runner, is_async=True, drafts=drafts) as engine:
         faults = Faults(engine, only("load"))
         engine.add("other", prompt(3, 40), 30)
         for _ in range(3):
             engine.step()
-        engine.add("new", new)
+        engine.add("new", NEW)
         engine.step()
         assert engine.steps, "it is not reported yet"
         blocks = engine.scheduler.kv_cache_manager
@@ -428,31 +404,27 @@ def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_i
         engine.run()
         assert [one.num_preemptions for one in engine.requests.values()] == [0, 1, 1]
         assert faults.count["load"] == 1
-        check(engine, {"new": new})
+        check(engine, {"new": NEW})
         check(engine, {"other": prompt(3, 40)}, 30)
 
 
 @RUNNERS
-def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(folder, runner):
-    old = prompt(1, 96)
-    new = old + prompt(2, 64)
-    with serving(folder, runner=runner, is_async=True) as engine:
-        engine.serve({"old": old})
-        engine.forget_gpu()
-        engine.add("new", new)
+def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(tmp_path, runner):
+    with with_old(tmp_path, runner, is_async=True) as engine:
+        engine.add("new", NEW)
         engine.step()
         assert engine.steps, "it is not reported yet"
         engine.scheduler.connector.reset_cache()
         engine.run()
-        engine.serve({"again": new})
-        check(engine, {"new": new, "again": new})
+        engine.serve({"again": NEW})
+        check(engine, {"new": NEW, "again": NEW})
 
 
 @SCHEDULERS
 @pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_an_engine_survives_a_thousand_failures_with_right_tokens(
-    folder, is_async, runner, drafts, policy
+    tmp_path, is_async, runner, drafts, policy
 ):
     """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
     aborted; with the policy "fail" most loads are in-step loads."""
@@ -463,7 +435,7 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(
 
     how: dict[str, Any] = {"runner": runner, "is_async": is_async, "drafts": drafts}
     how["transfer"] = {"kv_load_failure_policy": policy}
-    with serving(folder, **how, blocks=28, pages=64, batched=64) as engine:
+    with serving(tmp_path, **how, blocks=28, pages=64, batched=64) as engine:
         faults = Faults(engine, chooses)
         requests = RandomRequests(engine, chosen)
         while sum(faults.count.values()) < 150:
@@ -499,10 +471,10 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
 
 
 @SCHEDULERS
-def test_a_chunk_with_a_token_that_no_step_has_computed_is_not_stored(folder, is_async):
+def test_a_chunk_with_a_token_that_no_step_has_computed_is_not_stored(tmp_path, is_async):
     one, two = prompt(1, 33), prompt(2, 140)
     how: dict[str, Any] = {"transfer": RECOMPUTE, "extra": {"offload_prompt_only": False}}
-    with serving(folder, is_async=is_async, batched=64, **how) as engine:
+    with serving(tmp_path, is_async=is_async, batched=64, **how) as engine:
         engine.serve({"ends with a chunk": one}, count=15)
         engine.add("fills the step", prompt(3, 9))
         engine.add("aborted in a chunk", two)

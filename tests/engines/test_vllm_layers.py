@@ -91,7 +91,8 @@ def test_without_the_waits_a_step_reads_old_bytes(graph):
     assert said == ["groups 4", "right False False False", *WAITS[graph]]
 
 
-ORDER = """
+# Page i is full of i + 1, and its load goes to block 9 + i.
+LOADS = """
     import sys
 
     import torch
@@ -111,6 +112,8 @@ ORDER = """
         page: TransferJob(f"{page}", CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0]))
         for page in range(3)
     }
+"""
+ORDER = """
     steps = [loads] if sys.argv[1] == "joined" else [{page: one} for page, one in loads.items()]
     stream = torch.Stream("fakeaccel:0")
     with accelerator.hold_copies():
@@ -137,37 +140,23 @@ ORDER = """
     ],
 )
 def test_a_layer_of_all_loads_of_a_step_lands_before_the_next_layer_of_any(how, first_layer, sizes):
-    *layers, ended = run_on_device(ORDER, how).splitlines()[-5:]
+    *layers, ended = run_on_device(LOADS + ORDER, how).splitlines()[-5:]
     assert layers == [first_layer, "layer 0 0 0", "layer 1 2 3", "layer 1 2 3"]
     assert ended == f"ended {[(number, True, size) for number, size in enumerate(sizes)]}"
 
 
 HEADS = """
-    import sys
-
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-    from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches
-
-    from torch_kvswap.integrations.vllm.options import SpecOptions
-
-    cache = caches([[(0, 64), (1, 64)]], [64, 64], "fakeaccel:0")
-    worker = KVSwapWorker(cache, 1, 1, SpecOptions(1))
     worker._heads = int(sys.argv[1])
-    worker._pool.pages[0] = 1
-    for layer in cache.tensors:
-        layer.tensor.zero_()
-    load = TransferJob("r", CPULoadStoreSpec([0]), base.GPULoadStoreSpec([9], [1], [0]))
     stream = torch.Stream("fakeaccel:0")
     with stream, accelerator.hold_copies():
-        job = worker.submit_step_loads({1: load}, 2)
+        job = worker.submit_step_loads({0: loads[0]}, 2)
         print("waits by layer:", job is not None)
-        seen = [layer.tensor[9].clone() for layer in cache.tensors]
+        seen = [layer[9].clone() for layer in layers]
         if job is not None:
             stream.synchronize()  # before the copies
     stream.synchronize()
     print("seen", *(int(one.sum()) for one in seen))
-    worker.wait({1})
+    worker.wait({0})
     print("ended", [one.success for one in worker.get_finished()])
     worker.shutdown()
 """
@@ -181,4 +170,4 @@ HEADS = """
     ],
 )
 def test_with_several_heads_in_canonical_rows_the_step_waits_for_its_whole_loads(heads, said):
-    assert run_on_device(HEADS, heads).splitlines()[-3:] == [*said, "ended [True]"]
+    assert run_on_device(LOADS + HEADS, heads).splitlines()[-3:] == [*said, "ended [True]"]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from patience import PATIENCE
+from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import pool as vllm_pool
@@ -44,19 +42,6 @@ def make(rank: int, world: int, engine: str, timeout: float = PATIENCE) -> HostP
     return replicated_pool(layout(), 6, 2, Replicas(rank, world, engine), timeout)
 
 
-def test_all_workers_can_use_all_pages_of_one_memory(engine):
-    with ThreadPoolExecutor(3) as threads:
-        pools = list(threads.map(lambda rank: make(rank, 3, engine), range(3)))
-    for number, pool in enumerate(pools):
-        assert pool.num_ready_pages == 6
-        pool.pages[number].fill_(number + 1)
-    for pool in pools:
-        assert [int(page[0, 0]) for page in pool.pages[:3]] == [1, 2, 3]
-        assert pool.nbytes == 6 * 2 * 64
-    for pool in pools:
-        pool.close()
-
-
 def test_a_worker_loads_what_another_one_has_stored_with_digests_and_notices_damage(engine):
     gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([one]) for one in gpu]
@@ -79,21 +64,21 @@ def test_a_worker_loads_what_another_one_has_stored_with_digests_and_notices_dam
 
 
 def test_workers_are_processes_and_come_in_any_order(engine):
-    code = (
-        "import sys, torch\n"
-        "from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool\n"
-        "from torch_kvswap.layout import PagedLayout\n"
-        "layout = PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)])\n"
-        "pool = replicated_pool(layout, 6, 2, Replicas(1, 2, sys.argv[1]))\n"
-        "pool.pages[4].fill_(9)\n"
-    )
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root}
-    other = subprocess.Popen([sys.executable, "-c", code, engine], env=environment)
-    with make(0, 2, engine, timeout=PATIENCE) as pool:
-        assert other.wait(timeout=PATIENCE) == 0
-        assert bool((pool.pages[4] == 9).all())
-        assert not pool.pages[5].any()
+    code = """
+    import torch
+    from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
+    from torch_kvswap.layout import PagedLayout
+
+    layout = PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)])
+    pool = replicated_pool(layout, 6, 2, Replicas(1, 2, sys.argv[1]))
+    pool.pages[4].fill_(9)
+    """
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(run_script, code, engine)
+        with make(0, 2, engine) as pool:
+            other.result()
+            assert bool((pool.pages[4] == 9).all())
+            assert not pool.pages[5].any()
 
 
 def test_two_engines_do_not_share(engine):
@@ -102,6 +87,7 @@ def test_two_engines_do_not_share(engine):
         pools = list(threads.map(lambda worker: make(*worker), names))
     pools[0].pages.fill_(1)
     assert pools[1].pages.all()
+    assert pools[1].num_ready_pages == 6
     assert not pools[2].pages.any()
     for pool in pools:
         pool.close()
@@ -129,9 +115,7 @@ def test_workers_share_memory_on_one_host_only(other):
 
 def test_processes_of_one_machine_have_one_host():
     code = "from torch_kvswap.integrations.vllm.pool import this_host; print(this_host())"
-    root = str(Path(__file__).parents[2])
-    other = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert other.stdout.strip() == str(this_host())
+    assert run_script(code).strip() == str(this_host())
 
 
 def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):

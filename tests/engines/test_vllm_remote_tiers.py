@@ -14,17 +14,14 @@ from typing import Any
 
 import pytest
 from patience import in_time
-from vllm_engine import SPEC
-from vllm_serving import BLOCK, IS_033, Serving, check, prompt, serving
+from vllm_serving import CHUNKS, IS_033, PROMPTS, Serving, check, serving
+from vllm_tiers import TIERS
 
 pytest.importorskip("nixl")
-PROMPTS = {f"{n}": prompt(n, 33 + 16 * n) for n in range(4)}
-CHUNKS = sum(len(one) // BLOCK for one in PROMPTS.values())
 
 
 def extra(verify: str, **tier: Any) -> dict[str, Any]:
-    spec = {**SPEC, "spec_name": "KVSwapTieringOffloadingSpec"}
-    return {**spec, "secondary_tiers": [tier], "verify": verify}
+    return {**TIERS, "secondary_tiers": [tier], "verify": verify}
 
 
 def free_port() -> int:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from patience import PATIENCE, in_time
+from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import rows as vllm_rows
@@ -54,16 +52,13 @@ def test_the_scheduler_reads_and_writes_the_pages(engine):
 
 
 def test_the_scheduler_may_be_another_process(engine):
-    code = (
-        "import sys\n"
-        "from torch_kvswap.integrations.vllm.rows import Rows\n"
-        "Rows(sys.argv[1]).memory[2, 3] = 5\n"
-    )
-    root = str(Path(__file__).parents[2])
+    code = """
+    from torch_kvswap.integrations.vllm.rows import Rows
+    Rows(sys.argv[1]).memory[2, 3] = 5
+    """
     with pool_of() as pool:
         server = RowsServer(engine, pool.share(), "")
-        command = [sys.executable, "-c", code, engine]
-        assert subprocess.run(command, env=os.environ | {"PYTHONPATH": root}).returncode == 0
+        run_script(code, engine)
         server.close()
         assert pool.pages[2, 0, 3] == 5
 

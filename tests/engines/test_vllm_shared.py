@@ -19,9 +19,12 @@ from vllm_engine import SPEC, KVSwapOffloadingSpec, base, caches, config, keys
 from vllm_serving import (
     BLOCK,
     CHUNKS,
+    DOORS,
     IS_033,
     PROMPTS,
+    SCHEDULERS,
     Serving,
+    again,
     check,
     expected_tokens,
     prompt,
@@ -33,11 +36,6 @@ from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
 from torch_kvswap.prefix.protocol import Op
-
-OURS: dict[str, Any] = {}
-THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
-DOORS = pytest.mark.parametrize("door", [OURS, THEIRS], ids=["ours", "theirs"])
-SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
 @pytest.fixture
@@ -52,20 +50,14 @@ def path(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def engine(folder: Path, name: str, door: dict[str, Any] = OURS, **how: Any) -> Iterator[Serving]:
+def engine(
+    folder: Path, name: str, door: dict[str, Any] | None = None, **how: Any
+) -> Iterator[Serving]:
     extra = {"host_server": f"unix:{folder}/pages", "cpu_bytes_to_use": None}
     extra |= how.pop("extra", {}) | (SPEC if door else {})
     recompute = {"engine_id": name, "kv_load_failure_policy": "recompute"}
-    with serving(folder, transfer=recompute | door, extra=extra, **how) as made:
+    with serving(folder, transfer=recompute | (door or {}), extra=extra, **how) as made:
         yield made
-
-
-def manager_of(engine: Serving) -> Any:
-    return engine.scheduler.connector.connector_scheduler.manager
-
-
-def again(turn: object, prompts: dict[str, list[int]] = PROMPTS) -> dict[str, list[int]]:
-    return {f"{turn} {name}": one for name, one in prompts.items()}
 
 
 def loaded(engine: Serving) -> int:
@@ -74,7 +66,7 @@ def loaded(engine: Serving) -> int:
 
 
 def is_joined(engine: Serving) -> bool:
-    return bool(manager_of(engine)._session.is_joined)
+    return bool(engine.manager._session.is_joined)
 
 
 def stats(server: Any) -> Any:
@@ -147,7 +139,7 @@ def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> 
     for _ in range(100):
         scheduled = engine.scheduler.schedule()
         of = scheduled.kv_connector_metadata
-        if moment == "lookup" and manager_of(engine)._is_asking and not jobs._jobs:
+        if moment == "lookup" and engine.manager._is_asking and not jobs._jobs:
             return scheduled
         if (moment == "load" and of.load_jobs) or (moment == "store" and of.store_jobs):
             return scheduled

@@ -15,30 +15,34 @@ from typing import Any
 import pytest
 import torch
 from patience import PATIENCE, in_time
+from vllm_contract import bytes_of, submit
 from vllm_engine import base, caches, keys
 from vllm_serving import (
     BLOCK,
     CHUNKS,
+    DOORS,
     IS_033,
     PROMPTS,
+    RECOMPUTE,
+    RUNNERS,
+    SCHEDULERS,
+    THEIRS,
     Faults,
     RandomRequests,
     Serving,
+    again,
     check,
     expected_tokens,
     only,
     prompt,
     serving,
 )
-from vllm_tiers import Ranks, bytes_of, files, tier
+from vllm_tiers import Ranks, files, tier
 
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import rows as rows_module
 from torch_kvswap.integrations.vllm import tiering as tiering_module
 from torch_kvswap.integrations.vllm import worker as worker_module
-
-THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
-DOORS = pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
 
 
 @pytest.fixture
@@ -55,12 +59,8 @@ def damage(row: Path) -> None:
     row.write_bytes(content)
 
 
-def manager_of(engine: Serving) -> Any:
-    return engine.scheduler.connector.connector_scheduler.manager
-
-
 def of_tier(engine: Serving) -> Any:
-    return manager_of(engine).secondary_tiers[0]
+    return engine.manager.secondary_tiers[0]
 
 
 class Promoted:
@@ -76,12 +76,12 @@ class Promoted:
 
 
 def nothing_is_held(engine: Serving) -> bool:
-    stats = manager_of(engine).primary_tier._blocks.stats()
+    stats = engine.manager.primary_tier._blocks.stats()
     return bool(stats.free_pages + stats.idle_pages == stats.pages)
 
 
 @DOORS
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULERS
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_new_engine_finds_all_chunks_that_an_old_one_left(folder, door, is_async, chunk):
     how = {"extra": tier(folder, blocks_per_chunk=chunk), "transfer": door, "is_async": is_async}
@@ -100,12 +100,12 @@ def test_a_new_engine_finds_all_chunks_that_an_old_one_left(folder, door, is_asy
         assert nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULERS
 def test_a_request_whose_load_failed_is_computed_although_the_tier_has_it(folder, is_async):
     """vLLM would reserve blocks for a second load beside those of the first one, and wait for more than
     the GPU has, with all requests behind this one."""
     one = prompt(1, 250)
-    how = {"extra": tier(folder), "transfer": {"kv_load_failure_policy": "recompute"}}
+    how = {"extra": tier(folder), "transfer": RECOMPUTE}
     with serving(folder, **how, is_async=is_async, blocks=28) as engine:
         engine.serve({"first": one})
         assert in_time(lambda: len(files(folder)) == len(one) // BLOCK)
@@ -123,13 +123,12 @@ def test_what_host_memory_has_evicted_comes_from_the_tier(folder):
     with serving(folder, extra=tier(folder), pages=CHUNKS // 2 - 2) as engine:
         promoted = Promoted(engine)
         for turn in range(3):
-            prompts = {f"{turn} {name}": one for name, one in PROMPTS.items()}
-            for name, one in prompts.items():
+            for name, one in again(turn).items():
                 engine.serve({name: one})
-            check(engine, prompts)
+            check(engine, again(turn))
             engine.forget_gpu()
         assert promoted.count > 0
-        assert manager_of(engine).primary_tier._blocks.stats().evicted > promoted.count
+        assert engine.manager.primary_tier._blocks.stats().evicted > promoted.count
         assert nothing_is_held(engine)
 
 
@@ -148,11 +147,11 @@ def test_a_short_row_is_computed_again_and_stored_again(folder, door):
     assert {row: row.stat().st_size for row in rows} == dict.fromkeys(rows, 4096)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@RUNNERS
+@SCHEDULERS
 def test_a_damaged_row_is_computed_again_and_not_read_again(folder, runner, is_async):
     how = {"extra": tier(folder, verify="load"), "runner": runner, "is_async": is_async}
-    how["transfer"] = {"kv_load_failure_policy": "recompute"}
+    how["transfer"] = RECOMPUTE
     one = prompt(1, 100)
     with serving(folder, **how) as engine:
         engine.serve({"a": one})
@@ -182,14 +181,14 @@ def test_with_the_policy_fail_a_damaged_row_fails_its_request_once(folder, new):
         engine.serve(one)
     damage(max(files(folder)))
     with serving(folder, extra=tier(folder, verify="load")) as engine:
-        again = {name: [*one["a"], *[7] * new] for name in ("first", "second")}
+        first, second = again("first", one, [7] * new), again("second", one, [7] * new)
         if not new:
             engine.start_decoding()
-        engine.serve({"first": again["first"]})
-        assert (engine.ends["first"], engine.tokens["first"]) == ("error", [])
+        engine.serve(first)
+        assert (engine.ends["first a"], engine.tokens["first a"]) == ("error", [])
         engine.forget_gpu()
-        engine.serve({"second": again["second"]})
-        check(engine, {"second": again["second"]})
+        engine.serve(second)
+        check(engine, second)
 
 
 def test_under_the_connector_of_vllm_a_damaged_row_ends_the_engine(folder):
@@ -261,15 +260,14 @@ def test_while_a_tier_hangs_requests_are_served_and_stores_are_dropped(folder, d
                 engine.add(name, one)
             assert in_time(lambda: engine.step() or engine.ends.keys() == PROMPTS.keys())
             check(engine, PROMPTS)
-            stats = manager_of(engine).primary_tier._blocks.stats()
+            stats = engine.manager.primary_tier._blocks.stats()
             assert stats.refused > 0, "all pages are held for the tier"
             assert stores.count > 0
         finally:
             goes_on.set()
         engine.run()
-        again = {f"again {name}": one for name, one in PROMPTS.items()}
-        engine.serve(again)
-        check(engine, again)
+        engine.serve(again("again"))
+        check(engine, again("again"))
         assert nothing_is_held(engine)
     assert len(files(folder)) > 0
 
@@ -280,10 +278,9 @@ def test_a_full_disk_drops_rows_and_nothing_else(folder, monkeypatch):
 
     stores = Stores(monkeypatch, full)
     with serving(folder, extra=tier(folder), pages=8) as engine:
-        for name in "ab":
-            prompts = {f"{name} {key}": one for key, one in PROMPTS.items()}
-            engine.serve(prompts)
-            check(engine, prompts)
+        for turn in range(2):
+            engine.serve(again(turn))
+            check(engine, again(turn))
         assert stores.count > 0
         assert nothing_is_held(engine)
     assert files(folder) == {}
@@ -293,18 +290,17 @@ def serve_with_resets(engine: Serving, resets: int) -> None:
     """Each reset finds jobs that have not ended."""
     jobs = engine.scheduler.connector.connector_scheduler
     for turn in range(resets):
-        prompts = {f"{turn} {name}": one for name, one in PROMPTS.items()}
-        for name, one in prompts.items():
+        for name, one in again(turn).items():
             engine.add(name, one)
         assert in_time(lambda: engine.step() or jobs._jobs)
         engine.scheduler.connector.reset_cache()
         engine.run()
-        check(engine, prompts)
+        check(engine, again(turn))
         engine.forget_gpu()
 
 
 @DOORS
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULERS
 def test_resets_lose_no_pages(folder, door, is_async):
     how = {"extra": tier(folder), "transfer": door, "is_async": is_async}
     with serving(folder, pages=64, **how) as engine:
@@ -323,7 +319,7 @@ def test_pages_are_lost_if_the_end_of_a_reset_is_not_told(folder, monkeypatch):
 
 
 @DOORS
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULERS
 def test_an_engine_that_has_slept_finds_its_rows(folder, door, is_async):
     with serving(folder, extra=tier(folder), transfer=door, is_async=is_async) as engine:
         engine.serve(PROMPTS)
@@ -335,9 +331,8 @@ def test_an_engine_that_has_slept_finds_its_rows(folder, door, is_async):
             engine.sleep_and_wake()
             promoted = Promoted(engine)
             engine.serve({f"before {turn}": prompt(50 + turn, 33)})  # until then 0.26 reads nothing
-            again = {f"{turn} {name}": one for name, one in PROMPTS.items()}
-            engine.serve(again)
-            check(engine, again)
+            engine.serve(again(turn))
+            check(engine, again(turn))
             assert promoted.count == CHUNKS
         assert nothing_is_held(engine)
 
@@ -347,14 +342,13 @@ def test_an_engine_that_has_slept_finds_its_rows(folder, door, is_async):
     [({}, False), (THEIRS, False), ({}, True)],
     ids=["ours", "theirs", "ours damaged"],
 )
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULERS
 def test_random_requests_are_served_right_from_all_tiers(folder, door, damages, is_async):
     """Prompts with common beginnings, prefilled in pieces, preempted and aborted, with little host
     memory. Rows may be damaged meanwhile."""
     chosen = random.Random(11)
     extra = tier(folder, verify="load" if damages else "off")
-    transfer = {**door, "kv_load_failure_policy": "recompute"}
-    how = {"extra": extra, "transfer": transfer, "is_async": is_async}
+    how = {"extra": extra, "transfer": {**door, **RECOMPUTE}, "is_async": is_async}
     with serving(folder, **how, blocks=28, pages=24, batched=64) as engine:
         promoted = Promoted(engine)
         requests = RandomRequests(engine, chosen)
@@ -410,17 +404,6 @@ def test_a_row_has_the_blocks_of_all_ranks_also_after_a_restart(folder, encoding
         assert [bytes_of(one, block) for block in range(11, 5, -1)] == right
 
 
-def test_engines_of_other_ranks_find_nothing(folder):
-    for world in (1, 2):
-        engine = Ranks(folder, bf16_caches(*["plain"] * world), block_bytes=4096)
-        request = engine.request("new")
-        assert engine.found(request, keys(1)) == ["MISS"]
-        engine.store(request, keys(1), [1])
-        engine.end(request)
-        engine.shutdown()
-    assert len(files(folder)) == 2
-
-
 @pytest.mark.parametrize("kinds", [("wide",), ("plain", "wide")])
 def test_a_chunk_of_which_a_block_does_not_fit_is_in_no_tier(folder, kinds):
     engine = Ranks(folder, bf16_caches(*kinds), block_bytes=4096, encoding="lossless")
@@ -454,7 +437,7 @@ def test_a_page_that_a_tier_has_filled_is_not_what_the_worker_had_kept_of_it(
     spec = engine.manager.prepare_load(keys(1), request)
     assert spec.written == {0}
     worker._pool.pages[0, 0, :16] = 0
-    worker.submit_load(9, spec, base.GPULoadStoreSpec([5], [1], [0]))
+    submit(worker, 9, "load", [5], spec)
     worker.wait({9})
     assert [one.success for one in worker.get_finished()] == [not is_told]
     assert (bytes_of(cache, 5) == bytes_of(cache, 0)) == (not is_told)
@@ -512,8 +495,6 @@ def test_nothing_is_promoted_after_a_reset_until_all_workers_have_ended_their_jo
     [
         ({"store_threshold": 2}, "store_threshold is 2, which is not possible with spec_name"),
         ({"secondary_tiers": "fs"}, "secondary_tiers is 'str'; it must be a list of tiers"),
-        ({"secondary_tiers": [{}]}, 'a dictionary with a "type" like "fs"'),
-        ({"cache_policy_module_path": "a.b"}, "cache_policy_module_path is for vLLM's own specs"),
         pytest.param(
             {"canonical_layout": True},
             "canonical_layout is set, but vLLM 0.26 does not have it; leave it out",
@@ -529,18 +510,14 @@ def test_options_that_tiers_cannot_have_are_refused_by_every_process(folder, wro
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"type": "nvme"}, "secondary_tiers[0] of type 'nvme' cannot be made: Unknown secondary"),
-        ({"type": "fs"}, "secondary_tiers[0] of type 'fs' cannot be made: "),
-        (
-            {"type": "fs", "root_dir": "/proc/none"},
-            "of type 'fs' cannot be made: [Errno 2] No such",
-        ),
+        ({"type": "nvme"}, "type 'nvme' cannot be made: Unknown secondary"),
+        ({"type": "fs", "root_dir": "/proc/none"}, "type 'fs' cannot be made: [Errno 2] No such"),
     ],
 )
 def test_a_tier_that_cannot_be_made_ends_the_start(folder, wrong, said):
     settings = Ranks.config(folder, 1, 0, secondary_tiers=[wrong])
     worker = KVSwapTieringOffloadingSpec(settings).get_worker(caches([[(0, 64)]], [64], "cpu"))
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(f"secondary_tiers[0] of {said}")):
         KVSwapTieringOffloadingSpec(settings).get_manager()
     worker.shutdown()
 
@@ -552,12 +529,6 @@ def test_pipelines_are_refused(folder):
         KVSwapTieringOffloadingSpec(replace(settings, parallel=parallel))
 
 
-def test_without_a_worker_the_scheduler_says_so_at_once(folder):
-    settings = Ranks.config(folder, 1, 0)
-    with pytest.raises(RuntimeError, match=r"scheduler of engine '.*' found no host memory"):
-        KVSwapTieringOffloadingSpec(settings).get_manager()
-
-
 def test_metrics_are_those_of_vllm_and_of_the_tiers(folder):
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -566,6 +537,6 @@ def test_metrics_are_those_of_vllm_and_of_the_tiers(folder):
     if IS_033:
         labels = KVSwapTieringOffloadingSpec.config_info_keys(tier(folder))
         with serving(folder, extra=tier(folder)) as engine:
-            infos = manager_of(engine).config_info()
+            infos = engine.manager.config_info()
         assert [one["tier"] for one in infos] == ["0:primary", "1:fs"]
         assert set().union(*infos) == set(labels)

@@ -1,12 +1,11 @@
-"""Our worker meets vLLM's contract: blocks go where the specs say, and every job ends once."""
+"""Our worker meets vLLM's contract: blocks go where the specs say, and every job ends once. vLLM need
+not be installed."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import random
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from gpu_cache import Hold, keep_busy
-from patience import PATIENCE
+from patience import in_time
 from torch import Tensor
-from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
+from vllm_contract import KVSwapWorker, base, caches, common, worker_module
 
 from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.options import SpecOptions
@@ -62,7 +61,9 @@ class CheckedWorker:
         self.pages = self.worker._pool.pages.clone()
         self.number = 0
 
-    def submit(self, direction: str, moves: list[tuple[list[int], list[int], int]]) -> int:
+    def submit(
+        self, direction: str, moves: list[tuple[list[int], list[int], int]], **options: Any
+    ) -> int:
         """moves: of each group the blocks, the pages, and the first block's place in the request."""
         self.number += 1
         gpu = base.GPULoadStoreSpec(
@@ -70,11 +71,11 @@ class CheckedWorker:
             group_sizes=[len(blocks) for blocks, _, _ in moves],
             block_indices=[index for _, _, index in moves],
         )
-        host = CPULoadStoreSpec([page for _, pages, _ in moves for page in pages])
+        host = common.CPULoadStoreSpec([page for _, pages, _ in moves for page in pages])
         if direction == "store":
-            assert self.worker.submit_store(self.number, gpu, host)
+            assert self.worker.submit_store(self.number, gpu, host, **options)
         else:
-            assert self.worker.submit_load(self.number, host, gpu)
+            assert self.worker.submit_load(self.number, host, gpu, **options)
         for layers, (blocks, pages, index) in zip(self.groups, moves, strict=True):
             for place, block in enumerate(blocks, index % self.chunk):
                 self._move(direction, layers, block, pages[place // self.chunk], place % self.chunk)
@@ -102,10 +103,7 @@ class CheckedWorker:
     def finished(self, count: int) -> list[Any]:
         """Polls until so many have ended."""
         results: list[Any] = []
-        deadline = time.monotonic() + PATIENCE
-        while len(results) < count:
-            assert time.monotonic() < deadline
-            results += self.worker.get_finished()
+        assert in_time(lambda: results.extend(self.worker.get_finished()) or len(results) >= count)
         return results
 
     def is_right(self) -> bool:
@@ -180,18 +178,16 @@ def test_a_transfer_of_nothing_ends_well(checked):
 
 
 def test_an_expedited_load_is_a_load(checked):
-    gpu = base.GPULoadStoreSpec([5], group_sizes=[1], block_indices=[0])
-    assert checked.worker.submit_load(1, CPULoadStoreSpec([3]), gpu, expedited=True)
-    checked.worker.wait({1})
+    checked.worker.wait({checked.submit("load", [([5], [3], 0)], expedited=True)})
     assert checked.finished(1)[0].success
-    checked._move("load", checked.groups[0], 5, 3, 0)
     assert checked.is_right()
+    assert checked.worker._handler.metrics().expedited.done == 1
 
 
 def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(checked):
     gpu = base.GPULoadStoreSpec([24], group_sizes=[1], block_indices=[0])
     with pytest.raises(IndexError, match="24"):
-        checked.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
+        checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec([0]))
     assert checked.worker.get_finished() == []
     assert checked.is_right()
 
@@ -200,7 +196,7 @@ def test_a_store_of_a_part_of_a_chunk_is_refused_before_anything_moves(device):
     checked = CheckedWorker(GROUPS["padded rows"], device, chunk=3)
     gpu = base.GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[1])
     with pytest.raises(ValueError, match="group 0 of a store has 2 blocks for 1 chunks of 3, from"):
-        checked.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
+        checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec([0]))
     assert checked.worker.get_finished() == []
     assert checked.is_right()
     checked.worker.shutdown()
@@ -223,8 +219,8 @@ def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None
         results = finished()
         for result in results:
             if result.direction == "load":
-                for one in checked.caches.tensors:
-                    one.tensor[[3, 9]] = 0
+                for tensor in handler.layouts[0].tensors:
+                    tensor[[3, 9]] = 0
             else:
                 checked.worker._pool.pages[[2, 5]] = 0
         error = TransferError("error 700")
@@ -236,20 +232,25 @@ def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_copy_that_failed_is_done_again_and_said_to_be_well(
-    checked, direction, waits, monkeypatch, caplog
+    device, chunk, direction, waits, monkeypatch, caplog
 ):
+    checked = CheckedWorker(GROUPS["padded rows"], device, chunk)
     fail_copies(checked, monkeypatch)
-    number = checked.submit(direction, [([3, 9], [5, 2], 0)])
+    moves = [([3, 9, 4, 8, 1, 2][: 2 * chunk], [5, 2], 0)]
+    if direction == "load" and chunk > 1:
+        moves = [([3, 9, 4], [5, 2], 1)]  # from the middle of a chunk on
+    number = checked.submit(direction, moves)
     if waits:
         checked.worker.wait({number})
         assert checked.is_right()
     (result,) = checked.finished(1)
     assert (result.job_id, result.success) == (number, True)
-    assert result.transfer_size == 2 * 3 * 512
+    assert result.transfer_size == checked.nbytes(moves)
     assert result.transfer_time > 0
     assert checked.is_right()
     assert "failed: error 700; retrying with plain copies" in caplog.text
     assert checked.worker.get_finished() == []
+    checked.worker.shutdown()
 
 
 def test_wait_does_not_raise_for_a_copy_that_failed(checked, monkeypatch):
@@ -269,7 +270,6 @@ def test_wait_does_not_raise_for_a_copy_that_failed(checked, monkeypatch):
 def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is done again moves bytes only when somebody waits for it, so that a wait that
     is left out is seen."""
-    from torch_kvswap.integrations.vllm.retry import Retry
 
     class Late:
         def __init__(self, copy: Any) -> None:
@@ -285,28 +285,22 @@ def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_late(retry: Any, places: Any, has_run: bool) -> None:
         retry._end = Late(lambda: retry._copy(places))
 
-    monkeypatch.setattr(Retry, "_start", start_late)
+    monkeypatch.setattr(worker_module.Retry, "_start", start_late)
 
 
-def test_wait_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
+@pytest.mark.parametrize("is_end", [False, True])
+def test_wait_and_shutdown_wait_for_a_copy_that_is_done_again(checked, monkeypatch, is_end):
     copy_again_late(monkeypatch)
     fail_copies(checked, monkeypatch)
     number = checked.submit("store", [([3, 9], [5, 2], 0)])
     checked.worker._handler.synchronize()
     assert checked.worker.get_finished() == [], "it has not been copied yet"
-    checked.worker.wait({number})
-    assert checked.is_right()
-    assert checked.finished(1)[0].success
-
-
-def test_shutdown_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
-    copy_again_late(monkeypatch)
-    fail_copies(checked, monkeypatch)
-    checked.submit("store", [([3, 9], [5, 2], 0)])
-    checked.worker._handler.synchronize()
-    assert checked.worker.get_finished() == [], "it has not been copied yet"
     pages = checked.worker._pool.pages
-    checked.worker.shutdown()
+    if is_end:
+        checked.worker.shutdown()
+    else:
+        checked.worker.wait({number})
+        assert checked.finished(1)[0].success
     assert torch.equal(pages, checked.pages)
 
 
@@ -329,45 +323,19 @@ def test_blocks_of_pages_with_digests_are_copied_again_beside_them_or_not_at_all
     checked.worker.shutdown()
 
 
-def test_digests_without_kernels_are_refused(device):
-    said = "copy_method='copy_engines' cannot make the digests of host pages with verify='load'"
-    with pytest.raises(ValueError, match=said):
-        CheckedWorker(GROUPS["padded rows"], device, verify="load", copy_method="copy_engines")
-
-
-def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: object) -> None:
-        raise RuntimeError("error 719")
-
-    monkeypatch.setattr("torch_kvswap.integrations.vllm.retry.Retry._copy", cannot)
-
-
 def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(
     checked, monkeypatch, caplog
 ):
+    def cannot(*_: object) -> None:
+        raise RuntimeError("error 719")
+
     fail_copies(checked, monkeypatch)
-    fail_again(monkeypatch)
+    monkeypatch.setattr(worker_module.Retry, "_copy", cannot)
     number = checked.submit("load", [([3], [5], 0)])
     (result,) = checked.finished(1)
     assert (result.job_id, result.success) == (number, False)
     assert "failed: error 700" in caplog.text
     assert f"plain copies of load {number} failed, too: error 719" in caplog.text
-
-
-def test_the_engine_ends_with_the_error_logged_before(checked, monkeypatch, caplog):
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-        OffloadingConnectorWorker,
-    )
-
-    connector: Any = object.__new__(OffloadingConnectorWorker)
-    connector.worker, connector._load_jobs = checked.worker, {}
-    fail_copies(checked, monkeypatch)
-    fail_again(monkeypatch)
-    checked.submit("store", [([3], [5], 0)])
-    checked.worker.wait({checked.number})
-    with caplog.at_level(logging.ERROR), pytest.raises(AssertionError):
-        connector.get_finished(set())
-    assert "vLLM ends the engine" in caplog.text
 
 
 @pytest.mark.gpu
@@ -391,7 +359,7 @@ def test_a_load_lands_behind_the_zeroing_of_its_own_step(waits, expedited):
         one.tensor[3].zero_()
     gpu = base.GPULoadStoreSpec([3], group_sizes=[1], block_indices=[0])
     more = {"expedited": True} if expedited else {}
-    assert checked.worker.submit_load(100, CPULoadStoreSpec([5]), gpu, **more)
+    assert checked.worker.submit_load(100, common.CPULoadStoreSpec([5]), gpu, **more)
     if waits:
         hold.release()
     checked.worker.wait({100})  # the control ends while the stream is held
@@ -415,141 +383,3 @@ def test_a_store_reads_what_kernels_before_it_write():
     checked.worker.wait({checked.submit("store", [([3], [5], 0)])})
     assert checked.is_right()
     checked.worker.shutdown()
-
-
-def test_the_spec_makes_a_worker_for_the_chunks_of_the_configuration(device):
-    from vllm_engine import KVSwapOffloadingSpec
-
-    layers = GROUPS["a tensor for each layer"]
-    canonical = caches(*layers, device)
-    settings = config(chunk=2, block_bytes=3 * 512, cpu_bytes_to_use=5 * 2 * 3 * 512)
-    spec = KVSwapOffloadingSpec(settings)
-    worker = spec.get_worker(canonical)
-    assert worker is spec.get_worker(canonical)
-    assert list(worker._pool.pages.shape) == [5, 2, 3 * 512]
-    worker.shutdown()
-
-
-def connector_of(checked: CheckedWorker) -> Any:
-    """vLLM's side of the worker, without a model around it."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingWorkerMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-        OffloadingConnectorWorker,
-    )
-
-    connector: Any = object.__new__(OffloadingConnectorWorker)
-    connector.worker, connector._load_jobs, connector._unsubmitted_store_jobs = (
-        checked.worker,
-        {},
-        [],
-    )
-    connector._is_store_writer = True  # of 0.33
-    connector._connector_worker_meta = OffloadingWorkerMetadata()
-    return connector
-
-
-def metadata(
-    stores: dict[int, Any] | None = None,
-    loads: dict[int, Any] | None = None,
-    flush: set[int] | None = None,
-    sync: bool = False,
-) -> Any:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
-
-    def jobs(moves: dict[int, Any] | None, is_store: bool) -> dict[int, Any]:
-        made = {}
-        for number, (blocks, pages) in (moves or {}).items():
-            gpu, host = base.GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(pages)
-            specs = (gpu, host) if is_store else (host, gpu)
-            named = dict(zip(("src_spec", "dst_spec"), specs, strict=True))
-            more = {"sync": True} if sync else {}
-            made[number] = common.TransferJob(req_id=str(number), **named, **more)
-        return made
-
-    return common.OffloadingConnectorMetadata(
-        load_jobs=jobs(loads, False), store_jobs=jobs(stores, True), jobs_to_flush=flush or set()
-    )
-
-
-def steps_until(connector: Any, checked: CheckedWorker, numbers: set[int]) -> set[str]:
-    """Empty steps until the jobs are reported: the requests whose loads have ended."""
-    received: set[str] = set()
-    reported: dict[int, int] = {}
-    deadline = time.monotonic() + PATIENCE
-    while set(reported) < numbers:
-        assert time.monotonic() < deadline
-        received |= connector.get_finished(set())[1]
-        meta = connector.build_connector_worker_meta()
-        for number, count in meta.completed_jobs.items() if meta else ():
-            reported[number] = reported.get(number, 0) + count
-    assert reported == dict.fromkeys(numbers, 1)
-    return received
-
-
-def test_a_store_goes_out_one_step_later_and_its_load_brings_it_back(checked):
-    connector = connector_of(checked)
-    first = metadata(stores={1: ([3, 4], [7, 8])})
-    connector.handle_preemptions(first)
-    connector.start_kv_transfers(first)
-    connector.prepare_store_kv(first)
-    assert connector.get_finished(set()) == (set(), set())
-    assert checked.worker._open == {}, "not yet submitted"
-    connector.handle_preemptions(metadata())
-    assert steps_until(connector, checked, {1}) == set()
-    stored = [one.tensor[[3, 4]].clone() for one in checked.caches.tensors]
-    second = metadata(loads={2: ([10, 11], [7, 8])})
-    connector.handle_preemptions(second)
-    connector.start_kv_transfers(second)
-    assert steps_until(connector, checked, {2}) == {"2"}
-    assert all(
-        torch.equal(one.tensor[[10, 11]], bytes_)
-        for one, bytes_ in zip(checked.caches.tensors, stored, strict=True)
-    )
-
-
-def test_a_flush_submits_and_waits_for_stores_before_their_blocks_are_overwritten(checked):
-    connector = connector_of(checked)
-    connector.prepare_store_kv(metadata(stores={1: ([3], [7])}))
-    kept = [one.tensor[[3, 4]].clone() for one in checked.caches.tensors]
-    connector.handle_preemptions(metadata(stores={2: ([4], [8])}, flush={1, 2, 99}))
-    for one in checked.caches.tensors:
-        one.tensor[[3, 4]] = 0
-    assert steps_until(connector, checked, {1, 2}) == set()
-    for page, row in ((7, 0), (8, 1)):
-        expected = torch.cat([one[row] for one in kept]).view(torch.uint8).cpu()
-        assert torch.equal(checked.worker._pool.pages[page, 0], expected)
-
-
-@pytest.mark.skipif(not hasattr(base, "Medium"), reason="0.26 has no synchronous loads")
-def test_a_synchronous_load_is_expedited_and_there_when_the_step_begins(checked):
-    connector, loads = connector_of(checked), []
-    load = checked.worker._handler.load
-
-    def noted(*ids: Any, **options: Any) -> Any:
-        loads.append(options["expedited"])
-        return load(*ids, **options)
-
-    checked.worker._handler.load = noted
-    connector.start_kv_transfers(metadata(loads={5: ([3], [7])}, sync=True))
-    checked._move("load", checked.groups[0], 3, 7, 0)
-    assert checked.is_right()
-    assert steps_until(connector, checked, {5}) == set()
-    assert loads == [True]
-
-
-def test_loads_start_behind_the_stream_that_the_model_runs_on(checked, monkeypatch):
-    """No moment before is named, so that what the step has launched by now is waited for."""
-    load, named = checked.worker._handler.load, []
-
-    def noted(*ids: Any, **options: Any) -> Any:
-        named.append(options.get("after"))
-        return load(*ids, **options)
-
-    monkeypatch.setattr(checked.worker._handler, "load", noted)
-    checked.submit("load", [([3], [5], 0)])
-    checked.worker.get_finished()
-    gpu = base.GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
-    assert checked.worker.submit_load(9, CPULoadStoreSpec([6]), gpu, expedited=True)
-    assert named == [None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below import thread
 from torch_kvswap.encoding.slot import VerifyName
 from torch_kvswap.prefix import BelowStats, Lookup
+from torch_kvswap.prefix.tier import Tier
 
 thread.DEADLINE = PATIENCE  # no test depends on speed; those of deadlines set their own
 BLOCK_BYTES = 5000  # no multiple of 4,096
@@ -26,6 +28,20 @@ def key_of(name: object) -> bytes:
 def bytes_of(key: bytes) -> Tensor:
     repeated = key * (BLOCK_BYTES // len(key) + 1)
     return torch.frombuffer(bytearray(repeated[:BLOCK_BYTES]), dtype=torch.uint8)
+
+
+def cache_at(folder: Path, *of: Any) -> PrefixCache:
+    """A prefix cache that writes all its pages to a folder."""
+    return PrefixCache(*of, below=f"file:{folder}", below_model="m", below_policy="all")
+
+
+def find(prefixes: PrefixCache, keys: Any) -> Lookup:
+    """What a lookup finds when the store has answered."""
+    found = prefixes.lookup(keys)
+    while found.asking or found.pending:
+        prefixes.poll(timeout=PATIENCE)
+        found = prefixes.lookup(keys, again=True)
+    return found
 
 
 class Engine:
@@ -56,6 +72,11 @@ class Engine:
     def stats(self) -> BelowStats:
         return self.prefixes.below_stats()
 
+    @property
+    def tier(self) -> Tier:
+        assert self.prefixes._below is not None
+        return self.prefixes._below
+
     def compute(self, names: Sequence[object]) -> None:
         """Computes these blocks and stores them in host memory."""
         keys = list(map(key_of, names))
@@ -76,13 +97,7 @@ class Engine:
         assert in_time(condition), self.stats
 
     def find(self, names: Sequence[object]) -> Lookup:
-        """What a lookup finds when the store has answered."""
-        keys = list(map(key_of, names))
-        found = self.prefixes.lookup(keys)
-        while found.asking or found.pending:
-            self.prefixes.poll(timeout=PATIENCE)
-            found = self.prefixes.lookup(keys, again=True)
-        return found
+        return find(self.prefixes, list(map(key_of, names)))
 
     def load(self, names: Sequence[object]) -> int:
         """Finds and loads these blocks. Returns how many have come, and checks their bytes."""

@@ -9,11 +9,13 @@ import os
 import sys
 import types
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import numpy as np
+import torch
 
 IS_REAL = bool(os.environ.get("KVSWAP_TEST_VLLM"))
 _OURS = "torch_kvswap.integrations.vllm."
@@ -72,6 +74,24 @@ class TransferResult:
     transfer_time: float
 
 
+@dataclass
+class CanonicalKVCacheTensor:
+    tensor: torch.Tensor
+    page_size_bytes: int
+
+
+@dataclass
+class CanonicalKVCacheRef:
+    tensor_idx: int
+    page_size_bytes: int
+
+
+@dataclass
+class CanonicalKVCaches:
+    tensors: list[CanonicalKVCacheTensor]
+    group_data_refs: list[list[CanonicalKVCacheRef]]
+
+
 class BlockIDs:
     def __init__(self, block_ids: list[int]) -> None:
         self.block_ids = np.array(block_ids, np.int32)
@@ -95,6 +115,8 @@ def _contract() -> dict[str, types.ModuleType]:
     base = {name: type(name, (), {}) for name in plain}
     base["OffloadingManager"].on_reset_flushed = lambda self: None
     for one in (LookupResult, Medium, ReqContext, PrepareStoreOutput, OffloadingEvent):
+        base[one.__name__] = one
+    for one in (CanonicalKVCacheTensor, CanonicalKVCacheRef, CanonicalKVCaches):
         base[one.__name__] = one
     base |= {"TransferResult": TransferResult, "GPULoadStoreSpec": GPULoadStoreSpec}
     connector = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
@@ -142,3 +164,37 @@ base, common, manager_module, worker_module = _load(
     _OURS + "worker",
 )
 KVSwapManager, KVSwapWorker = manager_module.KVSwapManager, worker_module.KVSwapWorker
+
+
+def caches(
+    groups: Sequence[Sequence[tuple[int, int]]], rows: Sequence[int], device: str, blocks: int = 24
+) -> Any:
+    """Random bytes. groups: (tensor, bytes used of its rows) of each layer. rows: bytes of a row of
+    each tensor."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randint(-128, 128, (blocks, row), dtype=torch.int8, generator=generator).to(device)
+        for row in rows
+    ]
+    return base.CanonicalKVCaches(
+        tensors=[
+            base.CanonicalKVCacheTensor(tensor, row)
+            for tensor, row in zip(tensors, rows, strict=True)
+        ],
+        group_data_refs=[
+            [base.CanonicalKVCacheRef(tensor, used) for tensor, used in layers] for layers in groups
+        ],
+    )
+
+
+def submit(
+    worker: Any, number: int, direction: str, blocks: list[int], spec: Any, first: int = 0
+) -> None:
+    """Starts a transfer of one group. first: the place of the first block in its request."""
+    gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [first])
+    pair = (gpu, spec) if direction == "store" else (spec, gpu)
+    assert getattr(worker, f"submit_{direction}")(number, *pair)
+
+
+def bytes_of(cache: Any, block: int) -> bytes:
+    return b"".join(one.tensor[block].cpu().numpy().tobytes() for one in cache.tensors)

@@ -1,4 +1,4 @@
-"""Configurations and caches of the real vLLM, for tests that `make test-vllm` runs."""
+"""Configurations of the real vLLM, for tests that `make test-vllm` runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 if not os.environ.get("KVSWAP_TEST_VLLM"):
     pytest.skip("`make test-vllm` runs these", allow_module_level=True)
@@ -19,12 +18,18 @@ with warnings.catch_warnings():  # vLLM's own are not ours to mend
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload import config as offload_config
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+    from vllm_contract import KVSwapManager, KVSwapWorker, caches
 
     from torch_kvswap.integrations.vllm import KVSwapOffloadingSpec
-    from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
-    from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 
-__all__ = ["CPULoadStoreSpec", "KVSwapManager", "KVSwapOffloadingSpec", "KVSwapWorker", "base"]
+__all__ = [
+    "CPULoadStoreSpec",
+    "KVSwapManager",
+    "KVSwapOffloadingSpec",
+    "KVSwapWorker",
+    "base",
+    "caches",
+]
 
 SPEC = {
     "spec_name": "KVSwapOffloadingSpec",
@@ -80,25 +85,4 @@ def config(
         cache=offload_config.OffloadingCacheConfig(16, chunk),
         parallel=offload_config.OffloadingParallelConfig(**parallel),
         **more,
-    )
-
-
-def caches(
-    groups: Sequence[Sequence[tuple[int, int]]], rows: Sequence[int], device: str, blocks: int = 24
-) -> Any:
-    """Random bytes. groups: (tensor, bytes used of its rows) of each layer. rows: bytes of a row of
-    each tensor."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randint(-128, 128, (blocks, row), dtype=torch.int8, generator=generator).to(device)
-        for row in rows
-    ]
-    return base.CanonicalKVCaches(
-        tensors=[
-            base.CanonicalKVCacheTensor(tensor, row)
-            for tensor, row in zip(tensors, rows, strict=True)
-        ],
-        group_data_refs=[
-            [base.CanonicalKVCacheRef(tensor, used) for tensor, used in layers] for layers in groups
-        ],
     )

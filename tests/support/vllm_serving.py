@@ -70,6 +70,11 @@ CONNECTOR = {
     "kv_connector": "KVSwapConnector",
     "kv_connector_module_path": "torch_kvswap.integrations.vllm",
 }
+THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+DOORS = pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
+RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
+SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
 def expected_tokens(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
@@ -445,6 +450,10 @@ class Serving:
     def worker(self) -> Any:
         return self.workers[0]
 
+    @property
+    def manager(self) -> Any:
+        return self.scheduler.connector.connector_scheduler.manager
+
 
 def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=length)
@@ -452,6 +461,13 @@ def prompt(seed: int, length: int) -> list[int]:
 
 PROMPTS = {f"{n}": prompt(n, 33 + 16 * n) for n in range(5)}
 CHUNKS = sum(len(one) // BLOCK for one in PROMPTS.values())
+
+
+def again(
+    turn: object, prompts: dict[str, list[int]] = PROMPTS, more: Sequence[int] = ()
+) -> dict[str, list[int]]:
+    """The same prompts as other requests, with more tokens at their ends."""
+    return {f"{turn} {name}": [*one, *more] for name, one in prompts.items()}
 
 
 def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:

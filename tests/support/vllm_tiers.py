@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from patience import in_time
+from vllm_contract import submit
 from vllm_engine import SPEC, base, config
 
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
@@ -27,6 +28,12 @@ def files(folder: Path) -> dict[Path, int]:
     return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
 
 
+def on_one_host(patch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads of this process, without vLLM's groups of processes."""
+    hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
+    patch.setattr(spec_module, "_hosts_of_workers", hosts)
+
+
 class Ranks:
     """The workers of an engine as threads, and its manager, without vLLM's scheduler.
 
@@ -40,9 +47,8 @@ class Ranks:
             spec = KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
             return spec.get_worker(caches[rank])
 
-        hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(caches)) as threads:
-            patch.setattr(spec_module, "_hosts_of_workers", hosts)  # vLLM's groups of processes
+            on_one_host(patch)
             self.workers = list(threads.map(worker, range(len(caches))))
         self.manager: Any = KVSwapTieringOffloadingSpec(
             self.config(folder, len(caches), 0, **how)
@@ -61,10 +67,8 @@ class Ranks:
 
     def copy(self, direction: str, blocks: list[int], spec: Any) -> None:
         self.number += 1
-        gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
         for worker in self.workers:
-            pair = (gpu, spec) if direction == "store" else (spec, gpu)
-            getattr(worker, f"submit_{direction}")(self.number, *pair)
+            submit(worker, self.number, direction, blocks, spec)
             worker.wait({self.number})
             assert [one.success for one in worker.get_finished()] == [True]
 
@@ -105,7 +109,3 @@ class Ranks:
         self.manager.shutdown()
         for worker in self.workers:
             worker.shutdown()
-
-
-def bytes_of(cache: Any, block: int) -> bytes:
-    return b"".join(one.tensor[block].numpy().tobytes() for one in cache.tensors)

@@ -14,8 +14,9 @@ STEP_CHUNKS = 8  # that are computed of a prompt in a step
 RUNNING = 4  # requests
 
 
-def key(document: int, place: int) -> bytes:
-    return document.to_bytes(28, "big") + place.to_bytes(4, "big") + bytes(4)
+def key(document: int, place: int, group: int = 0) -> bytes:
+    """As long as those of vLLM: a SHA-256 and a group."""
+    return document.to_bytes(28, "big") + place.to_bytes(4, "big") + group.to_bytes(4, "big")
 
 
 @dataclass(eq=False)

@@ -6,13 +6,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from below_engine import BLOCK_BYTES, Engine, bytes_of, key_of
+from below_engine import BLOCK_BYTES, Engine, bytes_of, cache_at, find, key_of
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
@@ -53,12 +53,14 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def works_again(engine: Engine) -> None:
     """The store has time from now on, and nobody remembers that it had not."""
     thread.DEADLINE = PATIENCE
-    below = engine.prefixes._below
-    assert below is not None
+    below = engine.tier
     below._absent.clear()
     below._reads.end()
     below._writes.end()
     below._thread.wake()
+
+
+NameOf = Callable[[MemoryStore, object], str]
 
 
 def data_of(store: MemoryStore, name: object) -> str:
@@ -76,13 +78,6 @@ def is_trailer(name: str) -> bool:
 # What is shared
 
 
-def stores() -> list[Any]:
-    return [
-        pytest.param(lambda path: f"file:{path}", id="file"),
-        pytest.param(new_lmcache_fs, id="lmcache_fs"),
-    ]
-
-
 def new_lmcache_fs(path: Path) -> Any:
     native = pytest.importorskip("lmcache.lmcache_fs")
     path.mkdir(exist_ok=True)
@@ -98,7 +93,9 @@ def new_lmcache_fs(path: Path) -> Any:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("new_store", stores())
+@pytest.mark.parametrize(
+    "new_store", ["file:{}".format, new_lmcache_fs], ids=["file", "lmcache_fs"]
+)
 def test_an_engine_loads_what_another_one_has_computed(
     new_store: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -108,14 +105,6 @@ def test_an_engine_loads_what_another_one_has_computed(
         assert two.load([*PROMPT, "x"]) == len(PROMPT)
         assert (two.stats.promoted, two.stats.damaged) == (len(PROMPT), 0)
         assert two.stats.written == 0, "it is below already"
-
-
-def test_an_engine_that_starts_again_finds_what_it_had(tmp_path: Path) -> None:
-    for expected in (0, len(PROMPT)):
-        with Engine(f"file:{tmp_path}") as engine:
-            assert engine.load(PROMPT) == expected
-            if not expected:
-                engine.share(PROMPT)
 
 
 def test_two_engines_may_write_the_same_pages_at_once(tmp_path: Path) -> None:
@@ -143,7 +132,7 @@ def test_a_lookup_asks_once_and_tells_it_until_a_poll_has_the_answer(
     assert reader.prefixes.lookup(keys) == (8, 0, 8, 0), "they have pages, and wait for their bytes"
     assert reader.prefixes.load(keys, list(range(8))) is None
     store.release()
-    assert in_time(lambda: bool(reader.prefixes._below._answered))  # type: ignore[union-attr]
+    assert in_time(lambda: bool(reader.tier._answered))
     assert reader.prefixes.lookup(keys).ready == 0, "only poll() changes what a lookup finds"
     reader.prefixes.poll()
     assert reader.prefixes.lookup(keys) == (8, 8, 0, 0)
@@ -163,8 +152,7 @@ def test_a_lookup_keeps_the_gil_also_when_it_wakes_the_thread(
 
     waiting = threading.Thread(target=wait)
     with Engine(store) as engine:
-        below, key = engine.prefixes._below, [key_of("a")]
-        assert below is not None
+        below, key = engine.tier, [key_of("a")]
         engine.share("a")  # then the thread has nothing to do
         calls: dict[str, Any] = {
             "lookup": lambda: engine.prefixes.lookup(key),
@@ -221,7 +209,7 @@ def test_a_page_that_was_read_stays_until_it_is_loaded_or_its_lease_ends(
     assert reader.load(PROMPT) == 8
     assert manager.stats().idle_pages == 8
     manager.reset()
-    reader.prefixes._below._absent.clear()  # type: ignore[union-attr]
+    reader.tier._absent.clear()
     assert reader.find(PROMPT).ready == 8
     now = time.monotonic
     monkeypatch.setattr(tier.time, "monotonic", lambda: now() + tier.LEASE)
@@ -237,9 +225,7 @@ def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path
         layouts = [PagedLayout([tensor]) for tensor in tensors]
         pools = [HostPool(layout, 32) for layout in layouts]
         groups = [BlockGroup(32, 4), BlockGroup(32, 4, window_tokens=9)]
-        return tensors, PrefixCache(
-            layouts, pools, groups, below=f"file:{tmp_path}", below_model="m", below_policy="all"
-        )
+        return tensors, cache_at(tmp_path, layouts, pools, groups)
 
     keys = [[key_of((group, place)) for place in range(8)] for group in range(2)]
     tensors, writer = engine()
@@ -256,11 +242,7 @@ def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path
     missing.unlink()
     tensors, reader = engine()
     with reader:
-        found = reader.lookup(keys)
-        while found.asking or found.pending:
-            reader.poll(timeout=1.0)
-            found = reader.lookup(keys, again=True)
-        assert (found.found, found.ready) == (6, 6)
+        assert find(reader, keys) == (6, 6, 0, 0)
         assert reader.below_stats().promoted == 6 + 2
         blocks = [list(range(20, 26)), [-1] * 4 + [24, 25]]
         job = reader.load([of[:6] for of in keys], blocks, 6)
@@ -279,9 +261,7 @@ def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path
         layout = PagedLayout([tensor])
         pool = HostPool(layout, 12, 2, page_alignment=4096, **encoding)
         assert pool.page_bytes % 4096 == 0
-        return tensor, PrefixCache(
-            layout, pool, below=f"file:{tmp_path}", below_model="m", below_policy="all"
-        )
+        return tensor, cache_at(tmp_path, layout, pool)
 
     keys = [key_of(place) for place in range(4)]
     one, writer = engine()
@@ -292,8 +272,7 @@ def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path
         assert in_time(lambda: writer.below_stats().written == 4)
     two, reader = engine()
     with reader:
-        while reader.lookup(keys).ready < 4:
-            reader.poll(timeout=1.0)
+        assert find(reader, keys).ready == 4
         job = reader.load(keys, list(range(8, 16)))
         assert job is not None
         job.synchronize()
@@ -343,14 +322,9 @@ def stored_in(engine: Engine, page: int, name: object) -> bool:
 def test_a_trailer_has_room_for_the_digests_of_large_blocks(tmp_path: Path) -> None:
     slabs = [torch.zeros(4, 5 << 20, dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([slab]) for slab in slabs]
-    caches = []
-    for layout in layouts:
-        pool = HostPool(layout, 2, 2, verify="load")
-        caches.append(
-            PrefixCache(layout, pool, below=f"file:{tmp_path}", below_model="m", below_policy="all")
-        )
     slabs[0].random_(256)
-    with caches[0] as one, caches[1] as two:
+    one, two = (cache_at(tmp_path, of, HostPool(of, 2, 2, verify="load")) for of in layouts)
+    with one, two:
         one.store([key_of("a")], [1, 2])
         one.poll()
         assert in_time(lambda: one.below_stats().written == 1)
@@ -358,8 +332,7 @@ def test_a_trailer_has_room_for_the_digests_of_large_blocks(tmp_path: Path) -> N
             10 << 20,
             12 << 10,
         }
-        while two.lookup([key_of("a")]).ready == 0:
-            two.poll(timeout=1.0)
+        assert find(two, [key_of("a")]).ready == 1
         job = two.load([key_of("a")], [2, 3])
         assert job is not None
         job.synchronize()
@@ -454,41 +427,27 @@ def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> N
         assert engine.load(PROMPT) == len(PROMPT)
 
 
-def damage_bit(store: MemoryStore) -> None:
-    page = bytearray(store.objects[data_of(store, "d")])
-    page[1234] ^= 1
-    store.objects[data_of(store, "d")] = bytes(page)
+def flip(store: MemoryStore, name_of: NameOf, at: int, bits: int) -> None:
+    """In the page of d, or in its trailer."""
+    content = bytearray(store.objects[name_of(store, "d")])
+    content[at] ^= bits
+    store.objects[name_of(store, "d")] = bytes(content)
 
 
-def damage_trailer(store: MemoryStore) -> None:
-    trailer = bytearray(store.objects[trailer_of(store, "d")])
-    trailer[4000] ^= 1
-    store.objects[trailer_of(store, "d")] = bytes(trailer)
-
-
-def swap_pages(store: MemoryStore) -> None:
-    store.objects[data_of(store, "d")] = store.objects[data_of(store, "e")]
-
-
-def swap_whole_pages(store: MemoryStore) -> None:
-    for of in (data_of, trailer_of):
-        store.objects[of(store, "d")] = store.objects[of(store, "e")]
-
-
-def of_other_version(store: MemoryStore) -> None:
-    trailer = bytearray(store.objects[trailer_of(store, "d")])
-    trailer[8] += 1
-    store.objects[trailer_of(store, "d")] = bytes(trailer)
+def replace(store: MemoryStore, *names_of: NameOf) -> None:
+    """By what there is of e."""
+    for name_of in names_of:
+        store.objects[name_of(store, "d")] = store.objects[name_of(store, "e")]
 
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (damage_bit, "its digest is "),
-        (damage_trailer, "its trailer is damaged"),
-        (swap_pages, "its digest is "),
-        (swap_whole_pages, "its key is "),
-        (of_other_version, "its version is 2, not 1"),
+        (lambda store: flip(store, data_of, 1234, 1), "its digest is "),
+        (lambda store: flip(store, trailer_of, 4000, 1), "its trailer is damaged"),
+        (lambda store: flip(store, trailer_of, 8, 3), "its version is 2, not 1"),
+        (lambda store: replace(store, data_of), "its digest is "),
+        (lambda store: replace(store, data_of, trailer_of), "its key is "),
     ],
 )
 def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(
@@ -544,9 +503,9 @@ def test_a_page_of_an_answer_that_is_late_and_incomplete_is_not_deleted(
     reader.prefixes.lookup(list(map(key_of, PROMPT)))
     assert in_time(lambda: len(store.waiting) == 1)
     trailer = store.objects.pop(trailer_of(store, "d"))
-    reader.until(lambda: reader.prefixes._below._reads.is_on)  # type: ignore[union-attr]
+    reader.until(lambda: reader.tier._reads.is_on)
     store.release()
-    assert in_time(lambda: not reader.prefixes._below._thread._calls)  # type: ignore[union-attr]
+    assert in_time(lambda: not reader.tier._thread._calls)
     store.objects[trailer_of(store, "d")] = trailer
     reader.prefixes.poll()
     works_again(reader)
@@ -672,12 +631,12 @@ def test_an_answer_that_comes_too_late_ends_no_pause(
 ) -> None:
     hurry(monkeypatch)
     store.held = {"exists"}
-    reader.prefixes._below._reads._seconds = 1000.0  # type: ignore[union-attr]
+    reader.tier._reads._seconds = 1000.0
     reader.prefixes.lookup([key_of("a")])
-    assert in_time(lambda: reader.prefixes._below._reads.is_on)  # type: ignore[union-attr]
+    assert in_time(lambda: reader.tier._reads.is_on)
     store.release()
-    assert in_time(lambda: not reader.prefixes._below._thread._calls)  # type: ignore[union-attr]
-    assert reader.prefixes._below._reads.is_on  # type: ignore[union-attr]
+    assert in_time(lambda: not reader.tier._thread._calls)
+    assert reader.tier._reads.is_on
 
 
 @pytest.mark.parametrize("operation", ["exists", "set"])
@@ -724,8 +683,7 @@ def test_a_slow_store_that_ends_one_call_after_another_is_not_late(
     now, added = time.monotonic, [0.0]
     monkeypatch.setattr(thread.time, "monotonic", lambda: now() + added[0])
     with Engine(store, below_bytes=4 * 8192) as engine, logged() as messages:  # four at a time
-        below = engine.prefixes._below
-        assert below is not None
+        below = engine.tier
         store.held = {operation}
         if operation == "get":
             engine.prefixes.lookup(list(map(key_of, PROMPT)))
@@ -752,8 +710,7 @@ def test_only_answers_to_earlier_calls_give_a_call_more_time(
 ) -> None:
     now, added = time.monotonic, [0.0]
     monkeypatch.setattr(thread.time, "monotonic", lambda: now() + added[0])
-    below = reader.prefixes._below
-    assert below is not None
+    below = reader.tier
     store.held = {"exists"}
     for asked in range(3):
         assert reader.prefixes.lookup([key_of(asked)]).asking == 1
@@ -776,9 +733,9 @@ def test_after_a_hang_one_lookup_tries_and_the_others_do_not_wait(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread, "FIRST_PAUSE", 0.0)
-    reader.prefixes._below._reads = thread.Pause("reading from")  # type: ignore[union-attr]
+    reader.tier._reads = thread.Pause("reading from")
     store.held = {"exists"}
-    reader.prefixes._below._reads.begin("a test")  # type: ignore[union-attr]
+    reader.tier._reads.begin("a test")
     assert reader.prefixes.lookup([key_of("a")]).asking == 1
     assert reader.prefixes.lookup([key_of("x")]).asking == 0
     store.release()

@@ -23,8 +23,7 @@ def begin(engine: Engine, store: MemoryStore) -> None:
 
 def have_answer(engine: Engine, store: MemoryStore) -> None:
     """The pages have been read, and a poll is to enter them."""
-    below = engine.prefixes._below
-    assert below is not None
+    below = engine.tier
     engine.prefixes.lookup(KEYS)
     assert in_time(lambda: len(below._answered) == 2)
 
@@ -36,8 +35,7 @@ def have_pages(engine: Engine, store: MemoryStore) -> None:
 
 def be_late(engine: Engine, store: MemoryStore) -> None:
     """The store does not answer, and the next poll gives up."""
-    below = engine.prefixes._below
-    assert below is not None
+    below = engine.tier
     store.held = {"get"}
     engine.prefixes.lookup(KEYS)
     assert in_time(lambda: len(store.waiting) == 1)
@@ -47,8 +45,7 @@ def be_late(engine: Engine, store: MemoryStore) -> None:
 
 def works_again(engine: Engine) -> None:
     """The store answers in time from now on, and what was asked for has ended."""
-    below = engine.prefixes._below
-    assert below is not None
+    below = engine.tier
     engine.until(lambda: not engine.prefixes.poll() and not below._asking)
     thread.DEADLINE = PATIENCE
     below._absent.clear()
@@ -68,7 +65,7 @@ CALLS: dict[str, tuple[Callable[[Engine, MemoryStore], None], Callable[[Engine],
     # Of a load, which may hold pages that nobody knows when it is interrupted.
     "end of leases": (
         have_pages,
-        lambda engine: engine.prefixes._below.use_leases([b"".join(KEYS)]),  # type: ignore[union-attr]
+        lambda engine: engine.tier.use_leases([b"".join(KEYS)]),
     ),
 }
 
@@ -80,7 +77,7 @@ def test_a_store_below_works_after_any_interrupted_call(
     prepare, do = CALLS[call]
     with Engine(MemoryStore()) as writer:
         writer.share(PROMPT)
-        objects = writer.prefixes._below._thread._store.objects  # type: ignore[union-attr]
+        objects = writer.tier._thread._store.objects
     interrupter = Interrupter()
     for at in count(1):
         monkeypatch.setattr(thread, "DEADLINE", PATIENCE)
@@ -90,7 +87,7 @@ def test_a_store_below_works_after_any_interrupted_call(
             is_interrupted = interrupter.stops(at, lambda engine=engine: do(engine))
             store.release()
             if call == "poll without one":
-                engine.until(lambda engine=engine: not engine.prefixes._below._thread._calls)
+                engine.until(lambda engine=engine: not engine.tier._thread._calls)
             works_again(engine)
             engine.until(lambda engine=engine: finds_all(engine))
             assert engine.load(PROMPT) == len(PROMPT)

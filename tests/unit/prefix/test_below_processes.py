@@ -87,7 +87,7 @@ def test_a_forked_child_leaves_the_store_to_its_parent(tmp_path: Path) -> None:
             try:
                 engine.prefixes.lookup(["a"])
             except RuntimeError as error:
-                engine.prefixes._below.close()  # type: ignore[union-attr]
+                engine.tier.close()
                 return "forked" in str(error)
             return False
 

@@ -1,4 +1,5 @@
-"""Eviction policies: LRU, and ARC against a plain implementation of the published algorithm."""
+"""Eviction policies: ARC against a plain implementation of the published algorithm, and what both
+policies have in common. A model has LRU (test_manager_states.py)."""
 
 from __future__ import annotations
 
@@ -64,19 +65,6 @@ class PlainArc:
                 self.replace(False)
             self.t1[x] = None
         return False
-
-
-class PlainLru:
-    def __init__(self, c: int) -> None:
-        self.c, self.keys = c, OrderedDict[int, None]()
-
-    def request(self, x: int) -> bool:
-        hit = x in self.keys
-        self.keys[x] = None
-        self.keys.move_to_end(x)
-        if len(self.keys) > self.c:
-            self.keys.popitem(last=False)
-        return hit
 
 
 def hits(policy: str, trace: Sequence[int], manager: BlockManager | None = None) -> list[bool]:
@@ -152,43 +140,9 @@ def test_after_a_reset_arc_knows_nothing_of_what_was_there():
     assert hits("arc", trace, manager) == hits("arc", trace)
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_lru_hits_when_a_plain_lru_does(name):
-    reference = PlainLru(CAPACITY)
-    assert hits("lru", TRACES[name]) == [reference.request(x) for x in TRACES[name]]
-
-
 def test_arc_keeps_what_is_asked_for_again_through_scans_that_empty_an_lru():
     trace = TRACES["zipf with scans"]
     assert sum(hits("arc", trace)) > 1.1 * sum(hits("lru", trace))
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_the_end_of_a_prompt_is_evicted_before_its_beginning(policy):
-    manager = BlockManager(4, eviction_policy=policy)
-    manager.complete(manager.prepare_store([1, 2, 3, 4]))
-    manager.complete(manager.prepare_store([5, 6]))
-    assert manager.lookup([1, 2, 3, 4]).ready == 2
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_new_tail_is_evicted_before_the_prefix_that_was_there(policy):
-    manager = BlockManager(4, eviction_policy=policy)
-    manager.complete(manager.prepare_store([1, 2]))
-    manager.complete(manager.prepare_store([1, 2, 3, 4]))
-    manager.complete(manager.prepare_store([5, 6]))
-    assert manager.lookup([1, 2, 3, 4]).ready == 2
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_held_pages_stay_although_it_was_their_turn(policy):
-    manager = BlockManager(4, eviction_policy=policy)
-    manager.complete(manager.prepare_store([1, 2]))
-    load = manager.prepare_load([1, 2])
-    for key in range(10, 20):
-        manager.complete(manager.prepare_store([key]))
-    assert manager.lookup([1, 2]).ready == 2
-    manager.complete(load)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

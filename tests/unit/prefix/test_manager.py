@@ -62,19 +62,6 @@ def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_key
     assert manager.lookup([digests[0].hex()[:32], "x" * 32]).found == 0  # as long as digests
 
 
-def test_a_load_gets_the_pages_that_its_blocks_were_stored_to():
-    manager = BlockManager(8)
-    page_of = stored(manager, ["a", "b", "c"])
-    load = manager.prepare_load(["c", "a"])
-    assert load.pages.tolist() == [page_of["c"], page_of["a"]]
-    assert load.pages.dtype == np.int64
-    assert load.key_indices == range(2)
-    assert manager.prepare_load(list("abc"), prefix=2).pages.tolist() == [
-        page_of["a"],
-        page_of["b"],
-    ]
-
-
 # What is stored
 
 
@@ -98,37 +85,6 @@ def test_pages_of_an_evicted_prompt_are_neighbours_again():
     assert store.pages.tolist() == list(range(16))
 
 
-def test_without_room_a_store_gets_nothing_and_nothing_is_evicted():
-    manager = BlockManager(4)
-    stored(manager, ["a", "b"])
-    running = manager.prepare_store(["c"])
-    before = manager.stats()
-    assert (
-        manager.prepare_store(list("abxyz")) is None
-    )  # only a page is free, and a and b must stay
-    assert manager.prepare_store(list("vwxyz")) is None
-    assert vars(manager.stats()) == {**vars(before), "refused": before.refused + 2}
-    assert manager.lookup(["a", "b", "c"], again=True) == (3, 2, 1, 0)
-    manager.complete(running)
-
-
-def test_pages_that_are_not_ready_are_given_to_nobody():
-    manager = BlockManager(6, num_ready_pages=2)
-    assert manager.prepare_store(["a", "b", "c"]) is None
-    assert stored(manager, ["a", "b"]) == {"a": 0, "b": 1}
-    assert stored(manager, ["c"]) == {"c": 1}  # the end of the prompt goes for it
-    assert (manager.stats().pages, manager.stats().free_pages) == (2, 0)
-    manager.grow(5)
-    manager.grow(3)  # has happened before
-    manager.reset()
-    assert manager.prepare_store(list("defghi")) is None
-    assert sorted(stored(manager, list("defgh")).values()) == [0, 1, 2, 3, 4]
-    manager.grow()
-    assert stored(manager, ["i"]) == {"i": 5}
-    assert manager.lookup(list("defghi")).ready == 6
-    assert manager.stats().pages == 6
-
-
 def test_each_group_has_its_own_number_of_pages_that_are_ready():
     manager = BlockManager([BlockGroup(4), BlockGroup(4)], num_ready_pages=[0, 2])
     assert manager.prepare_store([["a"], ["a"]]) is None
@@ -137,48 +93,6 @@ def test_each_group_has_its_own_number_of_pages_that_are_ready():
     manager.complete(manager.prepare_store([["a"], ["a"]]))
     assert manager.lookup([["a"], ["a"]]).ready == 1
     assert [manager.stats(group).pages for group in range(2)] == [1, 2]
-
-
-def test_rejected_positions_count_through_the_pages_of_all_groups():
-    manager = BlockManager([BlockGroup(4), BlockGroup(4)])
-    manager.complete(manager.prepare_store([["a"], []]))
-    store = manager.prepare_store([["a", "b", "c"], ["a", "b"]])
-    manager.complete(store, rejected=[1, 2])
-    assert manager.lookup([["a", "b"], ["x", "b"]]).found == 0
-    assert [manager.stats(group).failed for group in range(2)] == [1, 1]
-    assert manager.lookup([["a"], ["b"]]).ready == 1
-    assert manager.prepare_store([["b", "c"], ["a", "b"]]).key_indices[0].tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("rejected", "said"),
-    [
-        ([2], "rejected[0] is 2; the reservation has 2 pages, and positions must ascend"),
-        ([-1], "rejected[0] is -1; the reservation has 2 pages, and positions must ascend"),
-        ([1, 0], "rejected[1] is 0; the reservation has 2 pages, and positions must ascend"),
-        ([0, 0], "rejected[1] is 0; the reservation has 2 pages, and positions must ascend"),
-    ],
-)
-def test_positions_that_the_reservation_does_not_have_change_nothing(rejected, said):
-    manager = BlockManager(6)
-    manager.complete(manager.prepare_store(["a"]))
-    store = manager.prepare_store(["a", "b", "c"])
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        manager.complete(store, rejected)
-    assert manager.stats().filling_pages == 2
-    manager.complete(store)
-    assert manager.lookup(["a", "b", "c"]).ready == 3
-
-
-@pytest.mark.parametrize("rejected", [1, None, "1"])
-def test_positions_that_are_no_list_are_refused_by_name(rejected):
-    manager = BlockManager(6)
-    store = manager.prepare_store(["a", "b"])
-    with pytest.raises(
-        TypeError, match=r"^rejected is .*; pass a list, numpy array or CPU tensor$"
-    ):
-        manager.complete(store, rejected)
-    manager.complete(store)
 
 
 def test_blocks_are_stored_when_they_were_asked_for_often_enough():
@@ -386,122 +300,84 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
     assert [pages.tolist() for pages in store.pages] == [[0, 1], [0]]
 
 
-def test_the_same_key_in_two_groups_is_two_blocks():
-    manager = BlockManager([BlockGroup(2), BlockGroup(2, is_state=True)])
-    manager.complete(manager.prepare_store([["a"], []]))
-    assert manager.lookup([["a"], ["a"]]).found == 0
-    manager.complete(manager.prepare_store([[], ["a"]]))
-    assert manager.lookup([["a"], ["a"]]).found == 1
-
-
 # Errors, threads, processes
 
 
 def test_errors_say_what_was_wrong():
     manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
-    store = manager.prepare_store(["a"])
+    store = manager.prepare_store(["a", "b"])
+    of_rejected = [error_text(manager.complete, store, some) for some in (1, [2], [-1], [0, 0])]
     manager.complete(store)
-    load = two.prepare_store([["a"], []])
+    assert manager.lookup(["a", "b"]).ready == 2
+    held, load = manager.preempt(["a"]), two.prepare_store([["a"], []])
     errors = [
+        error_text(BlockManager, "4"),
         error_text(BlockManager, 0),
+        error_text(BlockManager, 2**65),
         error_text(BlockManager, []),
-        error_text(BlockManager, 1 << 40),
+        error_text(BlockManager, [4]),
+        error_text(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
         error_text(BlockManager, 1, eviction_policy="lfu"),
-        error_text(BlockManager, 1, store_threshold=0),
+        error_text(BlockManager, 4, store_threshold=2**32),
         error_text(BlockManager, 4, num_ready_pages=5),
+        error_text(BlockManager, 4, num_ready_pages="4"),
         error_text(two.grow, 4),
         error_text(two.grow, [4, -1]),
         error_text(manager.lookup, b"123"),
         error_text(manager.lookup, "abc"),
-        error_text(manager.lookup, [object()]),
+        error_text(manager.lookup, [array("q", range(32))]),
+        error_text(two.lookup, None),
+        error_text(two.lookup, ["a"]),
+        error_text(two.lookup, [["a"], b"x"]),
         error_text(manager.prepare_store, ["a", "b", "a"]),
         error_text(two.prepare_store, [["a"], ["a", "b", "a"]]),
         error_text(manager.prepare_load, ["a"], 2),
-        error_text(manager.prepare_load, ["a"], -1),
+        error_text(manager.prepare_load, ["a"], 2**64),
+        *of_rejected,
+        error_text(manager.complete, None),
         error_text(manager.complete, store),
         error_text(manager.fail, load),
-        error_text(two.lookup, ["a"]),
-        error_text(two.lookup, [["a"], b"x"]),
+        error_text(manager.release, -1),
     ]
-    numbered = re.sub(r"reservation \d+", "reservation ~", "\n".join(errors))
     assert_expected_inline(
-        numbered,
+        re.sub(r"reservation \d+", "reservation ~", "\n".join(errors)),
         """\
+TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
+group of layers
 ValueError: groups is 0; it must be 1 to 536870912
+ValueError: groups is 36893488147419103232; it must be 1 to 536870912
 ValueError: groups is empty; pass at least one BlockGroup
-ValueError: groups is 1099511627776; it must be 1 to 536870912
+TypeError: groups[0] is an int; pass a BlockGroup
+ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
+together only every 10633823916761725492519750755069984780 tokens; give the groups
+block_tokens that divide each other
 ValueError: eviction_policy is 'lfu'; it can be lru or arc
-ValueError: store_threshold is 0; it must be 1 to 4294967295
+ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
 ValueError: num_ready_pages of group 0 is 5; it must be 0 to 4
+TypeError: num_ready_pages is a str; pass a number for each group
 ValueError: num_ready_pages is 4; the groups have [4, 4] pages
 ValueError: num_ready_pages of group 1 is -1; it must be 0 to 4
 ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
 list of keys
 TypeError: keys is a str; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys: a key, or a part of one, is of type object; make it of None, bool, int,
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
 float, str, bytes and tuples of them
+TypeError: keys is None; pass a list with the keys of each group
+ValueError: keys has 1 item for 2 groups; pass one for each group
+ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
+a list of keys
 ValueError: keys[2] is the same key as keys[0]; name a block once
 ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
 ValueError: the prefix needs 2 blocks, but keys has 1 key; pass what lookup() found for
 the same keys
-ValueError: prefix is -1; it must be 0 to 9223372036854775807
-ValueError: reservation ~ has ended before, or is another manager's
-ValueError: reservation ~ has ended before, or is another manager's
-ValueError: keys has 1 item for 2 groups; pass one for each group
-ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
-a list of keys""",
-    )
-
-
-def test_arguments_of_a_wrong_type_or_range_are_named():
-    manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
-    manager.complete(manager.prepare_store(["a"]))
-    held = manager.preempt(["a"])
-    words = array("q", range(32))
-    errors = [
-        error_text(BlockManager, "4"),
-        error_text(BlockManager, [4]),
-        error_text(BlockManager, 2**65),
-        error_text(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
-        error_text(BlockManager, 4, num_ready_pages="4"),
-        error_text(BlockManager, 4, store_threshold=2**32),
-        error_text(two.grow, [4, "x"]),
-        error_text(manager.lookup, None),
-        error_text(manager.lookup, {"a": 1}),
-        error_text(manager.lookup, bytearray(64)),
-        error_text(manager.lookup, [words]),
-        error_text(two.lookup, None),
-        error_text(two.lookup, [["a"], None]),
-        error_text(manager.prepare_load, ["a"], 1.5),
-        error_text(manager.prepare_load, ["a"], 2**64),
-        error_text(manager.complete, None),
-        error_text(manager.release, "x"),
-        error_text(manager.release, -1),
-    ]
-    assert_expected_inline(
-        "\n".join(errors).replace(str(held.lease + 2**64), "~"),
-        """\
-TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
-group of layers
-TypeError: groups[0] is an int; pass a BlockGroup
-ValueError: groups is 36893488147419103232; it must be 1 to 536870912
-ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
-together only every 10633823916761725492519750755069984780 tokens; give the groups
-block_tokens that divide each other
-TypeError: num_ready_pages is a str; pass a number for each group
-ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
-TypeError: num_ready_pages of group 1 is a str; it must be an integer
-TypeError: keys is None; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys is a bytearray; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
-float, str, bytes and tuples of them
-TypeError: keys is None; pass a list with the keys of each group
-TypeError: keys[1] is None; pass keys of a PrefixHasher, or a list of keys
-TypeError: prefix is a float; it must be an integer
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
+TypeError: rejected is an int; pass a list, numpy array or CPU tensor
+ValueError: rejected[0] is 2; the reservation has 2 pages, and positions must ascend
+ValueError: rejected[0] is -1; the reservation has 2 pages, and positions must ascend
+ValueError: rejected[1] is 0; the reservation has 2 pages, and positions must ascend
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
-TypeError: lease is a str; it must be an integer
+ValueError: reservation ~ has ended before, or is another manager's
+ValueError: reservation ~ has ended before, or is another manager's
 ValueError: lease is -1; it must be 0 to 9223372036854775807""",
     )
     assert manager.release(held.lease)

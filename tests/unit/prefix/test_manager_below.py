@@ -174,9 +174,10 @@ def test_an_abandoned_promotion_is_forgotten_and_holds_its_pages_until_it_ends()
 
 def test_wrong_arguments_are_refused() -> None:
     manager = BlockManager(4, below_policy="all")
-    for arguments in ((0,), (-1,), (1, 1), (1, -1)):
-        with pytest.raises(ValueError, match=r"count is|group is"):
-            manager.hold_due(*arguments)
+    with pytest.raises(ValueError, match="count is 0"):
+        manager.hold_due(0)
+    with pytest.raises(ValueError, match="group is 1"):
+        manager.hold_due(1, 1)
     with pytest.raises(TypeError, match="reservation is None"):
         manager.abandon(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="below_policy is 'some'; it can be reused or all"):

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import pytest
-
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.manager import BlockManager
 
@@ -175,27 +173,3 @@ def share_of_a_reset_in_one_lookup(manager: BlockManager, key: bytes) -> float:
     over.set()
     thread.join()
     return max(after - before for before, after in pairwise(times)) / seconds[0]
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_pages_that_jobs_held_at_a_reset_are_free_again_when_these_have_ended(policy: str) -> None:
-    manager = BlockManager(8, num_ready_pages=6, eviction_policy=policy)
-    store = manager.prepare_store(list("abcd"))  # pages 0 to 3
-    manager.complete(store)
-    first, second = manager.prepare_load(["b", "d"]), manager.prepare_load(["d"])
-    filling = manager.prepare_store(["e"])
-    manager.reset()
-    assert manager.stats().free_pages == 6 - 3
-    manager.complete(first)  # before any page was given away: page 1 is free, page 3 is not
-    assert manager.stats().free_pages == 4
-    assert manager.prepare_store(list("vwxyz")) is None
-    again = manager.prepare_store(list("wxyz"))
-    held = {*second.pages.tolist(), *filling.pages.tolist()}
-    assert held.isdisjoint(again.pages.tolist())
-    manager.complete(second)
-    manager.complete(filling)
-    assert manager.lookup(["e"]).found == 0
-    assert manager.stats().free_pages == 2
-    manager.grow()
-    rest = manager.prepare_store(list("1234"))
-    assert sorted([*rest.pages.tolist(), *again.pages.tolist()]) == list(range(8))

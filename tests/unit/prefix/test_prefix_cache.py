@@ -105,9 +105,8 @@ def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
         assert prefixes.manager.stats().idle_pages == 1
     closed = "RuntimeError: the handler is closed; make a new one"
     assert error_text(prefixes.lookup, ["a"]) == closed
-    assert error_text(prefixes.load, ["x"], [1]) == closed
-    assert error_text(prefixes.store, ["a"], [1]) == closed
-    assert error_text(prefixes.preempt, ["a"], [1]) == closed
+    for call in (prefixes.load, prefixes.store, prefixes.preempt):
+        assert error_text(call, ["a"], [1]) == closed
     of_after = (
         "TypeError: after= is an object, but transfers of a cache on the CPU run inside the call "
         "and cannot wait for a stream; wait on the host first, and pass None or ()"
@@ -130,23 +129,6 @@ def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
             prefixes.load(["a", "b", "c"], [7, 8], prefix=2)
         prefixes.load(["a", "b", "c"], [7, 8, 9], prefix=2)
         assert tensor[7:10, 0].tolist() == [1, 2, 9]
-
-
-def test_a_refused_call_leaves_nothing_behind():
-    prefixes, _ = make()
-    with prefixes:
-        prefixes.store(["a"], [1])
-        prefixes.poll()
-        with pytest.raises(IndexError):
-            prefixes.store(["b", "c"], [2, 99])
-        with pytest.raises(IndexError):
-            prefixes.preempt(["b", "c"], [2, 99])
-        with pytest.raises(IndexError):
-            prefixes.load(["a"], [99])
-        stats = prefixes.manager.stats()
-        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
-        assert prefixes.lookup(["a"]).ready == 1
-        assert prefixes.lookup(["b"]).found == 0
 
 
 def test_a_preemption_that_cannot_be_submitted_holds_nothing():
@@ -240,6 +222,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
     with prefixes:
         prefixes.preempt(["a", "b"], [0, 1])
         prefixes.poll()
+        before = prefixes.manager.stats()
         for call in (prefixes.store, prefixes.preempt):
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
                 call(keys, [0, 999])
@@ -251,24 +234,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
             prefixes.load(keys, [0])
         with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 16; there are 16 GPU"):
             prefixes.load(keys, [0, 16])
-        assert prefixes.manager.stats().filling_pages == 0
-
-
-def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
-    layouts = [PagedLayout([torch.zeros(4, 4)]), PagedLayout([torch.zeros(8, 4)])]
-    with PrefixCache(
-        layouts, [HostPool(layout, 4) for layout in layouts], [BlockGroup(4), BlockGroup(4)]
-    ) as prefixes:
-        keys = [["a", "b"], ["a", "b"]]
-        prefixes.store(keys, [[0, 1], [0, 7]])
-        prefixes.poll()
-        for call in (prefixes.store, prefixes.preempt):
-            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\]\[1\] is 7; there are 4 GPU"):
-                call(keys, [[0, 7], [0, 1]])
-            with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
-                call(keys, [[0, 1], [0, 1, 2]])
-            with pytest.raises(TypeError, match=r"^keys\[1\] is None; pass keys of"):
-                call([["a"], None], [[0], [0]])
+        assert prefixes.manager.stats() == before, "nothing is left behind"
 
 
 @simulated
@@ -377,8 +343,7 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
 @simulated
 def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
     driver.set_mode("manual")
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
+    with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a", "b"], [1, 3])
         driver.run()
         assert [result.state for result in prefixes.poll()] == ["done"]
@@ -667,37 +632,45 @@ def test_no_call_of_a_prefix_cache_works_in_a_forked_child(policy: str) -> None:
 
 def test_errors_say_what_was_wrong():
     prefixes, _ = make(per_page=2)
+    lazy, _ = make(per_page=2, store_policy="lazy")
     layout = PagedLayout([torch.zeros(4, 4)])
     pool = HostPool(layout, 4)
     several = PrefixCache([layout], [pool], [BlockGroup(4)])
-    with prefixes, several:
+    with prefixes, lazy, several:
         errors = [
+            error_text(PrefixCache, None, pool),
             error_text(PrefixCache, [layout], [pool]),
             error_text(PrefixCache, layout, pool, [BlockGroup(PAGES)]),
             error_text(PrefixCache, [layout], [pool], [BlockGroup(3)]),
+            error_text(PrefixCache, [layout], [pool], [4]),
+            error_text(PrefixCache, layout, pool, store_policy="never"),
+            error_text(prefixes.lookup, {"a": 1}),
+            error_text(prefixes.store, ["a"], None),
             error_text(prefixes.store, ["a"], [1, 2, 3]),
             error_text(several.store, [["a"]], [[1], [2]]),
             error_text(several.store, [["a"]], None),
             error_text(several.evict, [1, 2]),
             error_text(prefixes.evict, [1, BLOCKS]),
             error_text(prefixes.evict, [-2]),
-            error_text(PrefixCache, None, pool),
-            error_text(PrefixCache, layout, pool, store_policy="never"),
-            error_text(PrefixCache, [layout], [pool], [4]),
-            error_text(prefixes.store, ["a"], None),
-            error_text(prefixes.store, None, [1]),
-            error_text(prefixes.lookup, {"a": 1}),
             error_text(prefixes.release, 5),
-            error_text(make(per_page=2, store_policy="lazy")[0].store, ["a"], [1, BLOCKS]),
+            error_text(lazy.store, ["a"], [1, BLOCKS]),
+            error_text(lazy.store, ["a"], [1, 2], after=()),
+            error_text(lazy.store, ["a", "a"], [1, 2, 3, 4]),
             error_text(copy.copy, prefixes),
         ]
     assert_expected_inline(
         "\n".join(errors),
         """\
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; got None instead of a PagedLayout
 ValueError: groups is None, but gpu is a list of 1 layouts; pass a BlockGroup for each
 ValueError: groups is for a list of layouts; leave it out, or pass a list of one layout
 and a list of one pool
 ValueError: the groups have [3] pages, their pools [4]; make num_pages that of the pool
+TypeError: groups[0] is an int; pass a BlockGroup
+ValueError: store_policy is 'never'; it can be eager or lazy
+TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
+TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
 ValueError: gpu_block_ids has 3 ids for 1 key of 2 blocks each; pass one for each block
 of all keys, -1 for a block that is not on the GPU
 ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
@@ -707,16 +680,11 @@ IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is 
 that is not on the GPU
 IndexError: gpu_block_ids[0] is -2; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU
-TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
-each; got None instead of a PagedLayout
-ValueError: store_policy is 'never'; it can be eager or lazy
-TypeError: groups[0] is an int; pass a BlockGroup
-TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
-TypeError: keys is None; pass keys of a PrefixHasher, or a list of keys
-TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
 TypeError: preempted is an int; pass what preempt() returned
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU
+TypeError: with store_policy="lazy", pass after and copy_method to evict()
+ValueError: keys[1] is the same key as keys[0]; name a block once
 TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
 it by reference, or make another one""",
     )

@@ -41,8 +41,7 @@ def test_blocks_that_are_reused_wait_for_all_stores_that_read_them(
 @simulated
 def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driver: Driver) -> None:
     driver.set_mode("manual")
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
+    with PrefixCache(*cache(driver)) as prefixes:
         store = prefixes.store(["a", "b"], [1, 2])
         held = prefixes.preempt(["a", "b"], [1, 2])
         assert held is not None
@@ -55,8 +54,7 @@ def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driv
 
 @simulated
 def test_blocks_that_are_reused_wait_for_a_load_that_still_writes_them(driver: Driver) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
+    with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a", "b"], [1, 2])
         prefixes.synchronize()
         prefixes.poll()
@@ -88,8 +86,9 @@ def test_a_cache_that_has_moved_and_grown_has_blocks_that_nothing_reads() -> Non
 def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
     driver: Driver, policy: str, ending: str
 ) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host, store_policy="lazy" if policy == "lazy" else "eager") as prefixes:
+    with PrefixCache(
+        *cache(driver), store_policy="lazy" if policy == "lazy" else "eager"
+    ) as prefixes:
         prefixes.preempt(["a", "b"], [1, 2])
         prefixes.poll()
         driver.set_mode("manual")
@@ -124,8 +123,7 @@ def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
 def test_a_store_is_reported_behind_the_load_that_it_was_computed_from_and_fails_with_it(
     driver: Driver, overtakes: bool
 ) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
+    with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a"], [1])
         prefixes.poll()
         driver.set_mode("manual")
@@ -153,8 +151,7 @@ def test_a_store_is_reported_behind_the_load_that_it_was_computed_from_and_fails
 
 @simulated
 def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: Driver) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host, store_policy="lazy") as prefixes:
+    with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
         prefixes.preempt(["a", "b"], [1, 2])
         prefixes.poll()
         driver.fail("cuMemcpyBatchAsync")
@@ -173,8 +170,7 @@ def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: D
 def test_blocks_that_leave_one_by_one_behind_a_load_that_failed_are_not_found(
     driver: Driver,
 ) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host, store_policy="lazy") as prefixes:
+    with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
         prefixes.preempt(["a", "kept"], [1, 2])
         prefixes.poll()
         driver.fail("cuMemcpyBatchAsync")
@@ -192,8 +188,7 @@ def test_blocks_that_leave_one_by_one_behind_a_load_that_failed_are_not_found(
 
 @simulated
 def test_blocks_that_a_later_load_has_filled_are_found(driver: Driver) -> None:
-    gpu, host = cache(driver)
-    with PrefixCache(gpu, host) as prefixes:
+    with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a"], [1])
         prefixes.store(["b"], [2])
         prefixes.poll()
