@@ -449,6 +449,23 @@ def test_what_the_server_has_evicted_comes_from_the_store_below(folder, path, be
         assert stats(server).evicted > 0
 
 
+@pytest.mark.parametrize(("seed", "found"), [("0", "HIT"), ("1", "MISS")])
+def test_pages_below_are_those_of_equal_engines(folder, path, seed, found, monkeypatch):
+    pytest.importorskip("xxhash")
+    below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
+    cache = caches([[(0, 1000)]], [1000], "cpu")
+    with page_server(path, 64, **below) as server:
+        a = Replica("a", path, cache)
+        a.store(keys(1))
+        assert in_time(lambda: server._pages.tier.stats().written == 1)
+        a.close()
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    with page_server(path, 64, **below):
+        a = Replica("a", path, cache)
+        assert in_time(lambda: a.find(keys(1)) == [found])
+        a.close()
+
+
 class Replica:
     """A worker and a manager, without vLLM's scheduler."""
 

@@ -133,8 +133,9 @@ class _Pages:
         )
         self.tier: Tier | None = None
         if store is not None:
+            of_part = cache["rank"], cache["world"], cache["bytes_of"]
             formats = [
-                PageFormat(*of_group, cache["model"], number, cache["rank"], cache["world"])
+                PageFormat(*of_group, cache["model"], number, *of_part)
                 for number, of_group in enumerate(zip(layouts, self.pools, strict=True))
             ]
             self.tier = Tier(
