@@ -89,6 +89,7 @@ class PageFormat:
             "digests": pool.verify != "off",
             "group": group,
             "rank": [rank, world],
+            "parts": pool.num_parts,
             "bytes_of": dict(bytes_of),
         }
         self.namespace = sha256(json.dumps(fields, sort_keys=True).encode()).digest()
