@@ -509,6 +509,10 @@ def test_nothing_is_promoted_after_a_reset_until_all_workers_have_ended_their_jo
     ("wrong", "said"),
     [
         ({"store_threshold": 2}, "store_threshold is 2, which is not possible with spec_name"),
+        (
+            {"host_server": "unix:/s", "cpu_bytes_to_use": None},
+            "host_server is 'unix:/s', which is not possible with spec_name",
+        ),
         ({"secondary_tiers": "fs"}, "secondary_tiers is 'str'; it must be a list of tiers"),
         ({"secondary_tiers": [{}]}, 'a dictionary with a "type" like "fs"'),
         ({"cache_policy_module_path": "a.b"}, "cache_policy_module_path is for vLLM's own specs"),
