@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from patience import PATIENCE, in_time
 from served_engine import server_process
 from served_engine import serving as page_server
-from vllm_engine import SPEC, KVSwapOffloadingSpec, base, caches, config, keys
+from vllm_engine import HAS_REPLICAS, SPEC, KVSwapOffloadingSpec, base, caches, config, keys
 from vllm_serving import (
     BLOCK,
     CHUNKS,
@@ -23,19 +25,25 @@ from vllm_serving import (
     IS_033,
     PROMPTS,
     SCHEDULERS,
+    THEIRS,
+    Faults,
     Serving,
     again,
     check,
     expected_tokens,
+    only,
     prompt,
     serving,
 )
 
 from torch_kvswap._C import fold_keys
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
 from torch_kvswap.prefix.protocol import Op
+
+TWO: dict[str, Any] = {"workers": 2, "heads": 2}  # each rank has other bytes
 
 
 @pytest.fixture
@@ -61,8 +69,9 @@ def engine(
 
 
 def loaded(engine: Serving) -> int:
-    """Blocks that came from the host."""
-    return int(engine.worker._handler.metrics().loads.blocks)
+    """Blocks that came from the host, in each rank."""
+    (blocks,) = {int(one._handler.metrics().loads.blocks) for one in engine.workers}
+    return blocks
 
 
 def is_joined(engine: Serving) -> bool:
@@ -80,9 +89,9 @@ def nothing_is_held(server: Any) -> bool:
 
 @DOORS
 @SCHEDULERS
-@pytest.mark.parametrize("chunk", [1, 2])
-def test_an_engine_finds_what_another_has_stored(folder, path, door, is_async, chunk):
-    how: dict[str, Any] = {"is_async": is_async, "extra": {"blocks_per_chunk": chunk}}
+@pytest.mark.parametrize(("ranks", "chunk"), [({}, 1), (TWO, 2)], ids=["one rank", "two ranks"])
+def test_an_engine_finds_what_another_has_stored(folder, path, door, is_async, ranks, chunk):
+    how: dict[str, Any] = {"is_async": is_async, "extra": {"blocks_per_chunk": chunk}, **ranks}
     with page_server(path, 128) as server:
         with engine(folder, "a", door, **how) as a, engine(folder, "b", door, **how) as b:
             a.serve(PROMPTS)
@@ -93,17 +102,21 @@ def test_an_engine_finds_what_another_has_stored(folder, path, door, is_async, c
             check(b, PROMPTS)
             assert (loaded(a), loaded(b)) == (0, chunks * chunk)
             assert stats(server).stored == chunks, "nothing is stored twice"
+            assert a.agree
+            assert b.agree
         assert in_time(lambda: nothing_is_held(server))
 
 
 @DOORS
-@pytest.mark.parametrize("pages", [12, 32])
-def test_tokens_are_right_while_two_engines_evict_each_others_pages(folder, path, door, pages):
+@pytest.mark.parametrize(("ranks", "pages"), [({}, 12), (TWO, 12), ({}, 32)])
+def test_tokens_are_right_while_two_engines_evict_each_others_pages(
+    folder, path, door, ranks, pages
+):
     """Steps of both take turns. Requests are aborted, and the GPU forgets."""
     chance = random.Random(pages)
     documents = [prompt(100 + n, 120) for n in range(12)]
-    with page_server(path, pages) as server:
-        how: dict[str, Any] = {"blocks": 32, "batched": 64}
+    with page_server(path, pages * ranks.get("workers", 1)) as server:
+        how: dict[str, Any] = {"blocks": 32, "batched": 64, **ranks}
         with engine(folder, "a", door, **how) as a, engine(folder, "b", door, **how) as b:
             asked: dict[tuple[int, str], list[int]] = {}
             for turn in range(120):
@@ -123,12 +136,106 @@ def test_tokens_are_right_while_two_engines_evict_each_others_pages(folder, path
             b.run()
             for (which, name), tokens in asked.items():
                 assert (a, b)[which].tokens[name] == expected_tokens(tokens, 2)
+            assert a.agree
+            assert b.agree
             assert stats(server).evicted > pages
             assert loaded(a) > 0
             assert loaded(b) > 0
             held = stats(server)
             assert held.free_pages + held.idle_pages + held.filling_pages == held.pages
         assert in_time(lambda: nothing_is_held(server))
+
+
+@contextlib.contextmanager
+def two_of_two(folder: Path) -> Iterator[tuple[Any, Serving, Serving]]:
+    """A server, and two engines of two ranks each."""
+    with (
+        page_server(f"{folder}/pages", 128) as server,
+        engine(folder, "a", **TWO) as a,
+        engine(folder, "b", **TWO) as b,
+    ):
+        yield server, a, b
+
+
+def test_ranks_that_use_one_part_of_a_page_read_bytes_of_another(folder, monkeypatch):
+    """The control of the tests with two ranks."""
+    attach = HostPool.attach
+    monkeypatch.setattr(HostPool, "attach", lambda layout, handle, rank: attach(layout, handle))
+    with two_of_two(folder) as (server, a, b):
+        a.serve(PROMPTS)
+        assert in_time(lambda: stats(server).stored == CHUNKS)
+        b.serve(PROMPTS)
+        assert loaded(b) == CHUNKS
+        assert not b.agree
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_has_not_stored_nobody_finds(folder, rank):
+    with two_of_two(folder) as (server, a, b):
+        faults = Faults(a, only("store"), rank)
+        a.serve(PROMPTS)
+        check(a, PROMPTS)
+        assert faults.count["store"] > 0
+        assert in_time(lambda: nothing_is_held(server))
+        b.serve(PROMPTS)
+        check(b, PROMPTS)
+        assert loaded(b) == 0
+        assert in_time(lambda: stats(server).stored == CHUNKS)
+
+
+def test_a_rank_that_has_lost_its_connection_stores_its_part(folder):
+    with two_of_two(folder) as (server, a, b):
+        sessions = server._sessions.values()
+        (one,) = [of for of in sessions if (of.engine, of.worker, of.workers) == ("a", 1, 0)]
+        one.connection.shutdown(socket.SHUT_RDWR)
+        a.serve(PROMPTS)
+        assert in_time(lambda: stats(server).stored == CHUNKS)
+        b.serve(PROMPTS)
+        check(b, PROMPTS)
+        assert b.agree
+        assert loaded(b) == CHUNKS
+        assert in_time(lambda: one not in [*server._sessions.values()])
+
+
+def serve_late(engine: Serving) -> Callable[[], None]:
+    """Serves, but the last rank begins its stores when what is returned is called."""
+    late, worker = list[Any](), engine.workers[-1]
+    submit = worker.submit_store
+    worker.submit_store = lambda *job: late.append(job) or True
+    for name, one in PROMPTS.items():
+        engine.add(name, one)
+    stored = engine.worker._handler.metrics
+    assert in_time(lambda: engine.step() or stored().stores.blocks == CHUNKS)
+
+    def begin() -> None:
+        for job in late:
+            submit(*job)
+
+    return begin
+
+
+def test_a_chunk_is_not_found_before_all_ranks_have_stored_it(folder):
+    with two_of_two(folder) as (server, a, b):
+        begin = serve_late(a)
+        b.serve(PROMPTS)
+        check(b, PROMPTS)
+        assert loaded(b) == 0
+        begin()
+        a.run()
+        check(a, PROMPTS)
+        assert in_time(lambda: nothing_is_held(server))
+
+
+def test_a_chunk_that_one_rank_has_stored_has_wrong_bytes(folder):
+    """The control of the test above: jobs end with the first rank."""
+    with two_of_two(folder) as (server, a, b):
+        jobs = a.scheduler.connector.connector_scheduler
+        jobs.config = jobs.config._replace(num_workers=1)
+        serve_late(a)
+        assert in_time(lambda: a.step() or stats(server).stored == CHUNKS)
+        b.serve(PROMPTS)
+        assert loaded(b) == CHUNKS
+        assert any(b.tokens[name] != expected_tokens(one, 4) for name, one in PROMPTS.items())
 
 
 def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> Any:
@@ -143,19 +250,19 @@ def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> 
             return scheduled
         if (moment == "load" and of.load_jobs) or (moment == "store" and of.store_jobs):
             return scheduled
-        engine._report(scheduled, engine.runner.execute(scheduled))
+        engine._report(scheduled, engine.execute(scheduled))
     raise AssertionError(moment)
 
 
-@DOORS
+@pytest.mark.parametrize(("door", "ranks"), [(OURS, {}), (THEIRS, {}), (OURS, TWO)])
 @pytest.mark.parametrize("moment", ["lookup", "load", "store"])
 def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next(
-    folder, path, door, moment
+    folder, path, door, ranks, moment
 ):
     with (
         server_process(path, 128) as server,
-        engine(folder, "a", door) as a,
-        engine(folder, "b", door) as b,
+        engine(folder, "a", door, **ranks) as a,
+        engine(folder, "b", door, **ranks) as b,
     ):
         assert is_joined(a)
         a.serve(PROMPTS)
@@ -165,7 +272,7 @@ def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next
         with page_server(path, 128) as fresh:
             # The worker of the other engine has come, so that of this one could have.
             assert in_time(lambda: a.step() or is_joined(a))
-            b._report(scheduled, b.runner.execute(scheduled))
+            b._report(scheduled, b.execute(scheduled))
             b.run()
             check(b, found)
             assert in_time(lambda: b.step() or is_joined(b))
@@ -193,12 +300,60 @@ def test_a_load_reads_the_next_servers_pages_if_its_worker_does_not_wait(folder,
         server.kill()
         with page_server(path, 128):
             assert in_time(lambda: b.worker._pool is not pool and b.worker._pool.num_pages > 1)
-            b._report(scheduled, b.runner.execute(scheduled))
+            b._report(scheduled, b.execute(scheduled))
             b.run()
             assert any(
                 b.tokens[f"again {name}"] != expected_tokens(one, 4)
                 for name, one in PROMPTS.items()
             )
+
+
+def may_pin(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is cleared, the last rank waits before it pins the memory of a server."""
+    may, attach = threading.Event(), HostPool.attach
+
+    def late(layout: Any, handle: Any, rank: int) -> HostPool:
+        assert rank == 0 or may.wait(PATIENCE)
+        return attach(layout, handle, rank=rank)
+
+    monkeypatch.setattr(HostPool, "attach", late)
+    may.set()
+    return may
+
+
+def test_an_engine_uses_the_next_server_when_all_ranks_have_its_memory(folder, path, monkeypatch):
+    may = may_pin(monkeypatch)
+    with server_process(path, 128) as server, engine(folder, "b", **TWO) as b:
+        may.clear()
+        server.kill()
+        with page_server(path, 128) as fresh:
+            assert in_time(lambda: b.step() or fresh._made is not None)
+            b.serve(PROMPTS)
+            check(b, PROMPTS)
+            may.set()
+            assert in_time(lambda: b.step() or is_joined(b))
+            for turn in range(2):
+                b.forget_gpu()
+                b.serve(again(turn))
+                check(b, again(turn))
+            assert b.agree
+            assert loaded(b) == CHUNKS
+
+
+def test_a_rank_gets_pages_that_it_does_not_have_if_its_scheduler_does_not_wait_for_it(
+    folder, path, monkeypatch
+):
+    """The control of the test above."""
+    may = may_pin(monkeypatch)
+    with server_process(path, 128) as server, engine(folder, "b", **TWO) as b:
+        b.manager._session._names["workers"] = 1
+        may.clear()
+        server.kill()
+        with page_server(path, 128):
+            assert in_time(lambda: b.step() or is_joined(b))
+            with pytest.raises(IndexError, match="there is 1 host page"):
+                b.serve(PROMPTS)
+            may.set()
 
 
 @SCHEDULERS
@@ -442,28 +597,35 @@ def test_what_the_server_has_evicted_comes_from_the_store_below(folder, path, be
 
 
 class Replica:
-    """A worker and a manager, without vLLM's scheduler."""
+    """Workers, with a cache each, and a manager, without vLLM's scheduler."""
 
-    def __init__(self, name: str, path: str, cache: Any, **how: Any) -> None:
+    def __init__(self, name: str, path: str, *of_ranks: Any, **how: Any) -> None:
         from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
-        settings = replace(config(host_server=f"unix:{path}", **how), engine_id=name)
-        self.spec = KVSwapOffloadingSpec(settings, repeats=False)
+        def spec(rank: int) -> KVSwapOffloadingSpec:
+            settings = config(len(of_ranks), rank=rank, host_server=f"unix:{path}", **how)
+            return KVSwapOffloadingSpec(replace(settings, engine_id=name), repeats=False)
+
+        self.caches, self.is_replicated = of_ranks, how.get("replicated", False)
         with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-            self.worker = self.spec.get_worker(cache)  # asks it for the KV layout
-        self.manager: Any = self.spec.get_manager()
+            # They ask it for the KV layout.
+            self.workers = [spec(rank).get_worker(one) for rank, one in enumerate(of_ranks)]
+        self.manager: Any = spec(0).get_manager()
         self.context = base.ReqContext(name)
         self.manager.on_new_request(self.context)
 
     def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
+        """The pages that some rank has not copied."""
+        failed = set[int]()
         gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
-        pair = (gpu, spec) if direction == "store" else (spec, gpu)
-        getattr(self.worker, f"submit_{direction}")(1, *pair)
-        self.worker.wait({1})
-        (one,) = self.worker.get_finished()
-        assert one.success
-        failures = self.worker.take_failures()
-        return failures[1].pages if failures else set()
+        is_store = direction == "store"
+        for worker in self.workers[: 1 if is_store and self.is_replicated else None]:
+            getattr(worker, f"submit_{direction}")(1, *((gpu, spec) if is_store else (spec, gpu)))
+            worker.wait({1})
+            (one,) = worker.get_finished()
+            assert one.success
+            failed.update(*(failure.pages for failure in worker.take_failures().values()))
+        return failed
 
     def step(self) -> None:
         self.manager.on_schedule_end(base.ScheduleEndContext([], []))
@@ -480,10 +642,27 @@ class Replica:
         assert in_time(is_reserved)
         return outputs[-1]
 
-    def store(self, named: list[bytes]) -> None:
+    def store(self, named: list[bytes], blocks: list[int] | None = None) -> None:
+        """Of these blocks, if they matter."""
         context = base.ReqContext("stores")
-        self.reserve(named, context)
+        output = self.reserve(named, context)
+        assert output.keys_to_store == named
+        if blocks is not None:
+            self.manager.fail_pages(self.copy("store", blocks, output.store_spec))
         self.manager.complete_store(named, context)
+
+    def load(self, named: list[bytes], blocks: list[int]) -> Any:
+        """Loads what find() has found. The pages, and which of them were not loaded."""
+        spec = self.manager.prepare_load(named, self.context)
+        failed = self.copy("load", blocks, spec)
+        self.manager.fail_pages(failed)
+        self.manager.complete_load(named, self.context)
+        return spec.block_ids.tolist(), failed
+
+    def bytes_of(self, block: int) -> list[bytes]:
+        """Of each rank."""
+        tensors = [[one.tensor[block] for one in cache.tensors] for cache in self.caches]
+        return [torch.cat(of_rank).numpy().tobytes() for of_rank in tensors]
 
     def find(self, named: list[bytes]) -> list[str]:
         results: list[str] = []
@@ -499,32 +678,101 @@ class Replica:
 
     def close(self) -> None:
         self.manager.shutdown()
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
 
-def test_encoded_blocks_that_do_not_fit_are_not_found(folder, path):
-    layout = ([[(0, 2048), (1, 2048)]], [2048, 2048], "cpu", 12)
-    how = {"block_bytes": 4096, "encoding": "lossless"}
-    with page_server(path, 64):
-        cache, empty = caches(*layout), caches(*layout)
-        for one in cache.tensors:
-            values = (1 + torch.rand(12, 1024)).bfloat16()
-            values[2] = torch.exp2(torch.arange(1024) % 60).bfloat16()  # does not fit
-            one.tensor.copy_(values.view(torch.int8))
-        a, b = Replica("a", path, cache, **how), Replica("b", path, empty, **how)
-        named = keys(1, 2, 3)
-        output = a.reserve(named, a.context)
-        assert output.keys_to_store == named
-        a.manager.fail_pages(a.copy("store", [1, 2, 3], output.store_spec))
-        a.manager.complete_store(set(named), a.context)
-        assert b.find(named) == ["HIT", "MISS", "HIT"]
-        ready = [named[0], named[2]]
-        assert b.copy("load", [5, 6], b.manager.prepare_load(ready, b.context)) == set()
-        b.manager.complete_load(set(ready), b.context)
-        for one, its in zip(cache.tensors, empty.tensors, strict=True):
-            assert torch.equal(one.tensor[[1, 3]], its.tensor[[5, 6]])
+def values(seed: int, blocks: int = 12) -> Any:
+    """A cache of bfloat16 values, of which block 2 does not fit into its slot if seed is odd."""
+    cache = caches([[(0, 2048), (1, 2048)]], [2048, 2048], "cpu", blocks)
+    generator = torch.Generator().manual_seed(seed)
+    for one in cache.tensors:
+        made = (1 + torch.rand(blocks, 1024, generator=generator)).bfloat16()
+        if seed % 2:
+            made[2] = torch.exp2(torch.arange(1024) % 60).bfloat16()
+        one.tensor.copy_(made.view(torch.int8))
+    return cache
+
+
+@pytest.mark.parametrize("verify", ["off", "load"])
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+@pytest.mark.parametrize("seeds", [[1], [0, 1]], ids=["one rank", "two ranks"])
+def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, seeds, encoding, verify):
+    """And is not, if one of them did not fit, or was damaged."""
+    how: dict[str, Any] = {"block_bytes": 4096, "encoding": encoding, "verify": verify}
+    named, fits = keys(1, 2, 3), encoding == "raw"
+    with page_server(path, 128):
+        a = Replica("a", path, *map(values, seeds), **how)
+        b = Replica("b", path, *(values(seed + 2) for seed in seeds), **how)
+        a.store(named, [1, 2, 3])
+        assert b.find(named) == ["HIT", "HIT" if fits else "MISS", "HIT"]
+        pages, failed = b.load(named if fits else named[::2], [5, 6, 7] if fits else [5, 7])
+        assert failed == set()
+        for block in (1, 2, 3) if fits else (1, 3):
+            assert a.bytes_of(block) == b.bytes_of(block + 4)
+        if verify == "load":
+            b.workers[-1]._pool.pages[pages[0], 0, 1000] ^= 4
+            assert b.find(named[:1]) == ["HIT"]
+            assert b.load(named[:1], [8])[1] == {pages[0]}
+            assert a.find(named[::2]) == ["MISS", "HIT"]
         a.close()
         b.close()
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
+def test_ranks_with_equal_caches_share_one_copy_also_with_an_engine_of_one_rank(folder, path):
+    how: dict[str, Any] = {"block_bytes": 4096}
+    with page_server(path, 64):
+        a = Replica("a", path, values(0), values(0), replicated=True, **how)
+        b = Replica("b", path, values(2), values(4), replicated=True, **how)
+        c = Replica("c", path, values(6), **how)
+        a.store(keys(1), [1])
+        for one in (b, c):
+            assert one.find(keys(1)) == ["HIT"]
+            assert one.load(keys(1), [5])[1] == set()
+            assert set(one.bytes_of(5)) == set(a.bytes_of(1))
+            one.close()
+        a.close()
+
+
+@pytest.mark.parametrize("verify", ["off", "load"])
+def test_pages_of_two_ranks_come_back_from_the_store_below(folder, path, verify):
+    pytest.importorskip("xxhash")
+    below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
+    how: dict[str, Any] = {"block_bytes": 4096, "verify": verify}
+    with page_server(path, 24, **below) as server:
+        a = Replica("a", path, values(0, 40), values(2, 40), **how)
+        tier, (pool,) = server._pages.tier, server._pages.pools
+        assert pool.nbytes <= server._memory, "digests are in the pages"
+        for number in range(20):
+            a.store(keys(number), [number])
+            assert in_time(lambda number=number: tier.stats().written == number + 1)
+        for number in range(20):
+            assert in_time(lambda number=number: a.find(keys(number)) == ["HIT"])
+            assert a.load(keys(number), [30])[1] == set()
+            assert a.bytes_of(30) == a.bytes_of(number)
+        assert stats(server).promoted > 0
+        a.close()
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks", "found"), [("0", 1, "HIT"), ("1", 1, "MISS"), ("0", 2, "MISS")]
+)
+def test_pages_below_are_those_of_equal_engines(folder, path, seed, ranks, found, monkeypatch):
+    """Pages of one and of two ranks have as many bytes."""
+    pytest.importorskip("xxhash")
+    below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
+    cache = caches([[(0, 1000)]], [1000], "cpu")
+    with page_server(path, 64, **below) as server:
+        a = Replica("a", path, cache)
+        a.store(keys(1), [1])
+        assert in_time(lambda: server._pages.tier.stats().written == 1)
+        a.close()
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    with page_server(path, 64, **below):
+        a = Replica("a", path, *[cache] * ranks)
+        assert in_time(lambda: a.find(keys(1)) == [found])
+        a.close()
 
 
 def refused(**how: Any) -> str:
@@ -535,7 +783,11 @@ def refused(**how: Any) -> str:
 
 
 def test_what_engines_cannot_share_is_refused(folder, monkeypatch):
-    assert "the 2 workers of this engine would need a part of each page" in refused(world=2)
+    for name in ("pp_size", "pcp_size", "dcp_size"):
+        settings = config(2, host_server="unix:/s")
+        settings = replace(settings, parallel=replace(settings.parallel, **{name: 2}))
+        with pytest.raises(ValueError, match="which must be 1 there; set cpu_bytes_to_use"):
+            KVSwapOffloadingSpec(settings)
     for option in ({"encoding": "lossless", "block_bytes": 4096}, {"verify": "load"}):
         assert "leave these out, or use KVSwapConnector" in refused(**option, repeats=True)
     assert refused(cpu_bytes_to_use=10) == (
@@ -555,6 +807,7 @@ def test_what_engines_cannot_share_is_refused(folder, monkeypatch):
         ({"block_bytes": 2000}, "have groups[0].slab_sizes[0] 1000, and this engine has 2000"),
         ({"verify": "load"}, "have groups[0].verify 'off', and this engine has 'load'"),
         ({"chunk": 2}, "have groups[0].blocks_per_page 1, and this engine has 2"),
+        ({"world": 2}, "have parts 1, and this engine has 2"),
         ({"seed": "1"}, "have bytes_of.PYTHONHASHSEED '0', and this engine has '1'"),
     ],
 )
@@ -565,8 +818,8 @@ def test_a_server_refuses_an_engine_with_other_pages(folder, path, how, said, mo
     with page_server(path, 64):
         first = Replica("a", path, cache(1000), block_bytes=1000)
         monkeypatch.setenv("PYTHONHASHSEED", how.pop("seed", "0"))
-        nbytes = how.get("block_bytes", 1000)
+        of_ranks = [cache(how.setdefault("block_bytes", 1000))] * how.pop("world", 1)
         with pytest.raises(ValueError, match="the pages at") as error:
-            Replica("b", path, cache(nbytes), **{"block_bytes": 1000, **how})
+            Replica("b", path, *of_ranks, **how)
         assert str(error.value) == (f"the pages at {path} {said}; start a server of its own for it")
         first.close()

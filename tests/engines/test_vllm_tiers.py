@@ -494,6 +494,10 @@ def test_nothing_is_promoted_after_a_reset_until_all_workers_have_ended_their_jo
     ("wrong", "said"),
     [
         ({"store_threshold": 2}, "store_threshold is 2, which is not possible with spec_name"),
+        (
+            {"host_server": "unix:/s", "cpu_bytes_to_use": None},
+            "host_server is 'unix:/s', which is not possible with spec_name",
+        ),
         ({"secondary_tiers": "fs"}, "secondary_tiers is 'str'; it must be a list of tiers"),
         pytest.param(
             {"canonical_layout": True},

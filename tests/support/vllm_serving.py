@@ -383,18 +383,20 @@ class Serving:
         """As EngineCore does: with asynchronous scheduling a step is reported after the next one was
         scheduled and launched."""
         scheduled = self.scheduler.schedule()
-        output: Any
-        if len(self.runners) == 1:
-            output = self.runner.execute(scheduled)
-        else:  # copies, as to and from other processes
-            outputs = [copy.deepcopy(one.execute(copy.deepcopy(scheduled))) for one in self.runners]
-            tokens, *others = [one.sampled_token_ids for one in outputs]
-            self.agree &= all(one == tokens for one in others)
-            output = self._aggregator.aggregate(outputs, len(outputs) - 1)
-        self.steps.append((scheduled, output))
+        self.steps.append((scheduled, self.execute(scheduled)))
         waits = self.is_async and scheduled.total_num_scheduled_tokens > 0
         while len(self.steps) > int(waits):
             self._report(*self.steps.popleft())
+
+    def execute(self, scheduled: Any) -> Any:
+        """The output of a step of all workers."""
+        if len(self.runners) == 1:
+            return self.runner.execute(scheduled)
+        # Copies, as to and from other processes.
+        outputs = [copy.deepcopy(one.execute(copy.deepcopy(scheduled))) for one in self.runners]
+        tokens, *others = [one.sampled_token_ids for one in outputs]
+        self.agree &= all(one == tokens for one in others)
+        return self._aggregator.aggregate(outputs, len(outputs) - 1)
 
     def _report(self, scheduled: Any, output: Any) -> None:
         for outputs in self.scheduler.update_from_output(scheduled, output).values():

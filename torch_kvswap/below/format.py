@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 
 from torch_kvswap._native.log import log
@@ -58,6 +58,7 @@ class PageFormat:
         model (str): the model, with its revision.
         group (int): the position of the pool among those of the cache.
         rank (int), world (int): which part of the model this process has, of how many.
+        bytes_of (Mapping[str, str]): what else the bytes of a block depend on.
 
     Attributes:
         namespace (bytes): SHA-256 of everything that must be equal for a page to be of use.
@@ -68,7 +69,14 @@ class PageFormat:
     """
 
     def __init__(
-        self, layout: PagedLayout, pool: HostPool, model: str, group: int, rank: int, world: int
+        self,
+        layout: PagedLayout,
+        pool: HostPool,
+        model: str,
+        group: int,
+        rank: int,
+        world: int,
+        bytes_of: Mapping[str, str],
     ) -> None:
         fields = {
             "format": FORMAT_VERSION,
@@ -81,6 +89,8 @@ class PageFormat:
             "digests": pool.verify != "off",
             "group": group,
             "rank": [rank, world],
+            "parts": pool.num_parts,
+            "bytes_of": dict(bytes_of),
         }
         self.namespace = sha256(json.dumps(fields, sort_keys=True).encode()).digest()
         self._prefix = f"{self.namespace.hex()}@{rank:x}"

@@ -286,12 +286,15 @@ class HostPool(NotCopyable):
         *,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
+        verify: VerifyName = "off",
         page_alignment: int = 1,
+        part: tuple[int, int] | None = None,
     ) -> int:
         """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
 
         Args:
-            layout, blocks_per_page, encoding, bits_per_value, page_alignment: see HostPool.
+            layout, blocks_per_page, encoding, bits_per_value, verify, page_alignment, part: see
+                HostPool.
 
         Returns:
             int: bytes per page.
@@ -299,8 +302,9 @@ class HostPool(NotCopyable):
         Raises:
             TypeError, ValueError: see HostPool.
         """
-        kept = read_encoding(encoding, bits_per_value)
-        shape = PoolShape(layout, 1, blocks_per_page, kept, page_alignment=page_alignment)
+        kept, part = read_encoding(encoding, bits_per_value), read_part(part)
+        verify = read_verify(verify)
+        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, page_alignment, part)
         return shape.page_bytes
 
     def _open(
@@ -537,20 +541,28 @@ class HostPool(NotCopyable):
         return native.verified_encoding(encoding, sizes, self._digests, self.verify == "order")
 
     def _read_digests(self, page: int) -> bytes:
-        """The digests of a page's blocks in any slots; nothing if the pool has no digests.
+        """The digests of a page's blocks in any slots; nothing if the pool has no digests, or if
+        they are in the page, with those of other ranks.
 
         The page has none if a store into it has not been reported.
         """
-        if self.verify == "off":
+        if self.verify == "off" or self.num_parts > 1:
             return b""
         first = page * self.blocks_per_page
         return self._digests.read(self.layout.sizes, first, self.blocks_per_page)
 
     def _write_digests(self, page: int, digests: bytes) -> None:
         """The page has the blocks of another page of such a pool, with these _read_digests()."""
-        if self.verify != "off":
-            first = page * self.blocks_per_page
+        if self.verify == "off":
+            return
+        first = page * self.blocks_per_page
+        if self.num_parts == 1:
             self._digests.write(first, self.blocks_per_page, digests)
+            return
+        for rank in range(self.num_parts):
+            table = self._shape.digests(self._memory.mapping.address, rank)
+            for slot in range(first, first + self.blocks_per_page):
+                table.adopt(slot)
 
     def _forget_block(self, page: int, slot: int) -> None:
         """Marks an encoded slot, or one with digests, as one without a block. No job uses it."""
@@ -577,6 +589,11 @@ class HostPool(NotCopyable):
         if memory.pinning is not None:
             return not memory.pinning.registration.is_empty
         return isinstance(memory.mapping, TorchMemory)
+
+    def _all_bytes(self) -> Tensor:
+        """The memory, uint8 [bytes of all pages], of all ranks."""
+        self._memory.check_open()
+        return self._memory.mapping.tensor[: self.nbytes]
 
     def _slots(self) -> Tensor:
         """The memory, uint8 [slots of all pages, bytes of a slot]."""

@@ -157,11 +157,13 @@ class PoolShape:
         slots = memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
         return slots[..., self.part_begin : self.part_begin + self.part_bytes]
 
-    def digests(self, memory: int) -> native.DigestTable:
-        """The digests of all slots in the memory that begins at this address."""
+    def digests(self, memory: int, rank: int | None = None) -> native.DigestTable:
+        """The digests of all slots in the memory that begins at this address; of another rank's
+        part of them, if it is given."""
         counter = memory + self.table_begin
         if self._part is not None:
-            return self._part.table(memory + self.part_begin, self.slot_bytes, counter)
+            begin = self.part_begin if rank is None else rank * self.part_bytes
+            return self._part.table(memory + begin, self.slot_bytes, counter)
         rows = counter + self.row_bytes
         return native.DigestTable(counter, rows, self.row_bytes, self.row_bytes)
 

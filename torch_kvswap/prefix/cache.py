@@ -127,7 +127,7 @@ def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[
                 f"but a store below needs multiples of {ALIGNMENT}; make the pool with "
                 f"page_alignment={ALIGNMENT}"
             )
-        formats.append(PageFormat(layout, pool, model, group, rank, world))
+        formats.append(PageFormat(layout, pool, model, group, rank, world, {}))
     return formats
 
 

@@ -72,22 +72,31 @@ class Session(NotCopyable):
 
     Args:
         path (str): the server's socket.
-        engine (str): the name of the engine, if a scheduler and a worker are two sessions of it.
+        engine (str): the name of the engine, if its scheduler and workers are sessions of it.
         cache: what the server compares, from describe().
         pools (RemotePools): get the server's memory.
+        worker (int): the number of this worker in its engine, from 0 on.
+        workers (int): of a scheduler, how many workers its engine has; 0 for others.
     """
 
     def __init__(
-        self, path: str, engine: str, cache: dict[str, object], pools: RemotePools
+        self,
+        path: str,
+        engine: str,
+        cache: dict[str, object],
+        pools: RemotePools,
+        worker: int = 0,
+        workers: int = 0,
     ) -> None:
-        self._path, self._engine, self._cache, self._pools = path, engine, cache, pools
+        self._path, self._cache, self._pools = path, cache, pools
+        self._names = {"engine": engine, "worker": worker, "workers": workers}
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
         # Guarded by _lock; _changed is notified when the thread may have something to do.
         self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
         self._changed = threading.Condition(self._lock)
         self._connection: socket.socket | None = None
-        self._meeting: socket.socket | None = None  # on which the thread waits for the other half
+        self._meeting: socket.socket | None = None  # on which the thread waits for the others
         self._open: set[int] = set()  # reservations; jobs use their pages
         self._unheard_resets = 0  # that the server of this generation has not answered
         self._is_closing = False
@@ -112,7 +121,7 @@ class Session(NotCopyable):
                 self._await_jobs(connection)
                 self._session = self._generation = 0
                 self._pools.let_go()
-            hello = {**self._cache, "session": self._session, "engine": self._engine}
+            hello = {**self._cache, **self._names, "session": self._session}
             connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
             (session,) = receive(connection, HEAD.size + 8)[0]
             with contextlib.ExitStack() as received:
@@ -170,16 +179,16 @@ class Session(NotCopyable):
             else:
                 self._connection = connection
 
-    def _meet(self, connection: socket.socket, session: int, is_scheduler: bool) -> array[int]:
-        """The answer when the other process of the engine has come, for which it waits."""
-        said = {"engine": self._engine, "session": session, "is_scheduler": is_scheduler}
+    def _meet(self, connection: socket.socket, session: int) -> array[int]:
+        """The answer when the other processes of the engine have come, for which it waits."""
+        said = {**self._names, "session": session}
         with self._lock:
             if self._is_closing:
                 raise ConnectionError("it is closed")
             self._meeting = connection
         try:
             connection.sendall(pack(Op.MEET, data=json.dumps(said).encode()))
-            if self._thread.is_alive():  # else the engine is being started, and both are there
+            if self._thread.is_alive():  # else the engine is being started, and all are there
                 connection.settimeout(None)
             return receive(connection, HEAD.size + 24)[0]  # a reset may be right behind it
         finally:
@@ -457,6 +466,7 @@ class RemotePools:
         layouts (Sequence[PagedLayout]): of the cache.
         is_list (bool): whether the handler gets lists.
         options: of the pools of one page.
+        rank (int): which part of each page this process has: see HostPool.attach().
 
     Attributes:
         pools (list[HostPool]): changes in place.
@@ -465,16 +475,22 @@ class RemotePools:
     """
 
     def __init__(
-        self, layouts: Sequence[PagedLayout], is_list: bool, options: dict[str, Any]
+        self,
+        layouts: Sequence[PagedLayout],
+        is_list: bool,
+        options: dict[str, Any],
+        rank: int = 0,
     ) -> None:
         self.layouts, self._is_list, self._options = layouts, is_list, options
+        self._rank = rank
         self.pools: list[HostPool] = []
         self.handler: OffloadHandler | None = None
         self.changing = threading.Lock()
 
     def attach(self, handles: Sequence[PoolHandle]) -> None:
         """Maps and pins the server's memory, and uses it."""
-        self._use(list(map(HostPool.attach, self.layouts, handles)))
+        both = zip(self.layouts, handles, strict=True)
+        self._use([HostPool.attach(layout, one, rank=self._rank) for layout, one in both])
 
     def let_go(self) -> None:
         """Frees the memory of a server that is gone. No job may be in flight."""
@@ -519,11 +535,13 @@ def describe(
     bits_per_value: float | None,
     verify: VerifyName,
     bytes_of: Mapping[str, str],
+    parts: int = 1,
 ) -> dict[str, object]:
     """What must be equal for engines to share pages; see PrefixCache.connect().
 
     Args:
         bytes_of (Mapping[str, str]): what else the bytes of a block depend on.
+        parts (int): ranks that have a part of each page: see `part` of HostPool.
         others: see PrefixCache.connect().
 
     Raises:
@@ -555,6 +573,7 @@ def describe(
         "model": model,
         "rank": rank,
         "world": world,
+        "parts": parts,
         "is_list": groups is not None,
         "bytes_of": dict(bytes_of),
         "groups": described,

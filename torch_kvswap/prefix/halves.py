@@ -1,7 +1,7 @@
-"""An engine whose scheduler and worker are two processes, at a server (docs/serve.md).
+"""An engine whose scheduler and workers are processes of their own, at a server (docs/serve.md).
 
-The worker maps and pins the memory. The scheduler has the reservations, and never waits: it asks in
-one step, and takes the answer in a later one.
+Each worker maps and pins the memory. The scheduler has the reservations, and never waits: it asks
+in one step, and takes the answer in a later one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WorkerSession(Session):
         self._ask(Op.READY)
 
     def _await_jobs(self, connection: socket.socket) -> None:
-        self._meet(connection, 0, is_scheduler=False)
+        self._meet(connection, 0)
 
     def _until_lost(self) -> None:
         """Waits until the server has closed the connection: nothing else comes from it."""
@@ -76,13 +76,14 @@ class SchedulerSession(Session):
 
     Calls send messages, and poll() takes the answers. It gives up a server that has closed the
     connection, or has neither answered nor taken anything for DEADLINE. A thread joins it again
-    when all jobs have ended and the worker has pinned its memory.
+    when all jobs have ended and all workers have pinned its memory.
 
     One thread makes all calls.
 
     Args:
         path (str): the server's socket.
-        engine (str): the name of the engine, which its worker says too.
+        engine (str): the name of the engine, which its workers say too.
+        workers (int): how many they are.
 
     Attributes:
         num_pages (int): of the server.
@@ -90,8 +91,8 @@ class SchedulerSession(Session):
         resets (int): how often this server was reset, by any engine, as far as poll() knows.
     """
 
-    def __init__(self, path: str, engine: str) -> None:
-        super().__init__(path, engine, {}, RemotePools([], False, {}))
+    def __init__(self, path: str, engine: str, workers: int = 1) -> None:
+        super().__init__(path, engine, {}, RemotePools([], False, {}), workers=workers)
         self.num_pages = self.losses = self.resets = 0
         self._storing: dict[int, int] = {}  # pages of open stores: resets when the store began
         self._forget()
@@ -122,12 +123,11 @@ class SchedulerSession(Session):
         return bool(self._free)
 
     def join(self) -> None:
-        """Waits for the worker, and connects. See Session.join()."""
+        """Waits for the workers, and connects. See Session.join()."""
         connection, generation = connect_to(self._path)
         try:
             known = self._session if generation == self._generation else 0
-            met = self._meet(connection, known, is_scheduler=True)
-            session, self.num_pages, self.resets = met
+            session, self.num_pages, self.resets = self._meet(connection, known)
             connection.setblocking(False)
         except BaseException:
             connection.close()

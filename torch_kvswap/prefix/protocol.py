@@ -4,10 +4,11 @@ A message is HEAD, then numbers, int64, and then bytes, which are digests, JSON 
 request is its Op says, and what an answer is its Status. All numbers are in the byte order of the
 machine. Keys are the counts of the groups, the last numbers of a message, and all digests in a row.
 
-A PrefixCache says HELLO, and is one session. An engine whose scheduler and worker are two processes
-is two sessions: the worker says HELLO, and READY when it has pinned the memory; the scheduler says
-MEET, and has all reservations. After a server was lost the worker says MEET too, before it frees
-the old memory: the scheduler comes when no job uses it any more.
+A PrefixCache says HELLO, and is one session. An engine whose scheduler and workers are processes of
+their own has a session for each: a worker says HELLO, and READY when it has pinned the memory; the
+scheduler says MEET, which is answered when all workers are ready, and has all reservations. After a
+server was lost the workers say MEET too, before they free the old memory: the scheduler comes when
+no job uses it any more.
 
 A scheduler borrows pages for the blocks that it will store, publishes those that have their blocks,
 and gives back the others.
@@ -22,7 +23,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 3
+VERSION = 4
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -41,7 +42,7 @@ class Op(IntEnum):
     RELEASE = 7  # lease. The answer: 0 or 1
     STATS = 8  # group. The answer: BlockStats
     RESET = 9
-    MEET = 10  # JSON. The answer, when the other process has come: session, pages, resets so far
+    MEET = 10  # JSON. The answer, when the others have come: session, pages, resets so far
     # Several lists of keys. The answer for each: reservation or 0; pages; how many keys in front
     # are there, arrive, or are being asked for below, or -1: all are held; then the pages, and if
     # not all are held the indices of their keys.

@@ -54,8 +54,8 @@ _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 @dataclass(eq=False)
 class _Session:
-    """An engine, or its scheduler or worker if these are two processes. It outlives its connection
-    while it has pages and its process lives, and that of its worker.
+    """An engine, or its scheduler or one of its workers if these are processes of their own. It
+    outlives its connection while it has pages and its process lives, and those of its workers.
     """
 
     number: int  # names it when it connects again
@@ -64,15 +64,20 @@ class _Session:
     pid: int
     received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
     unsent: bytes = b""  # what it has not taken; until then nothing is received from it
-    engine: str = ""  # its name, if scheduler and worker are two sessions
+    engine: str = ""  # its name, if scheduler and workers are sessions of their own
+    worker: int = 0  # its number among the workers
+    workers: int = 0  # of a scheduler: how many its engine has
     is_member: bool = False  # its cache fits to the pages
     waits: bool = False  # it has said MEET, and has no answer yet
-    is_scheduler: bool = False
     is_ready: bool = False  # a worker that has pinned the memory
-    is_over: bool = False  # a scheduler that has ended; its pages are its worker's
+    is_over: bool = False  # a scheduler that has ended; its pages are its workers'
     reservations: dict[int, Reservation] = field(default_factory=dict)  # those that are open
     leases: set[int] = field(default_factory=set)  # of preempt()
     lent: set[int] = field(default_factory=set)  # pages that it has borrowed
+
+    @property
+    def is_scheduler(self) -> bool:
+        return self.workers > 0
 
     @property
     def has_pages(self) -> bool:
@@ -109,6 +114,9 @@ class _Pages:
             layout = PagedLayout(slabs, 0, dtype=_dtype_of(described["dtypes"]))
             kept = {name: described[name] for name in ("encoding", "bits_per_value")}
             kept["page_alignment"] = ALIGNMENT
+            kept["verify"] = described["verify"]
+            if cache["parts"] > 1:
+                kept["part"] = 0, cache["parts"]
             per_page = described["blocks_per_page"]
             size = HostPool.page_bytes_of(layout, per_page, **kept)
             count = described["num_pages"] or memory // size
@@ -119,9 +127,7 @@ class _Pages:
                     f"{bytes_text(left)} that this server has left for them; start it with more "
                     "--memory"
                 )
-            pool = HostPool(
-                layout, count, per_page, **kept, verify=described["verify"], shared=True
-            )
+            pool = HostPool(layout, count, per_page, **kept, shared=True)
             self.pools.append(pool)
             layouts.append(layout)
             fields = {name: described[name] for name in ("block_tokens", "window_tokens")}
@@ -133,8 +139,9 @@ class _Pages:
         )
         self.tier: Tier | None = None
         if store is not None:
+            of_part = cache["rank"], cache["world"], cache["bytes_of"]
             formats = [
-                PageFormat(*of_group, cache["model"], number, cache["rank"], cache["world"])
+                PageFormat(*of_group, cache["model"], number, *of_part)
                 for number, of_group in enumerate(zip(layouts, self.pools, strict=True))
             ]
             self.tier = Tier(
@@ -393,7 +400,7 @@ class PageServer:
     def _end_session(self, session: _Session) -> None:
         """No copy of the engine uses a page any more: its process has ended, or it says so.
 
-        The copies of a scheduler's pages are its worker's: they may still run.
+        The copies of a scheduler's pages are its workers': they may still run.
         """
         if session.number not in self._sessions:
             return
@@ -485,12 +492,14 @@ class PageServer:
         is in flight. Raises ValueError if another engine has this name.
         """
         session.engine = said.pop("engine")
+        session.worker, session.workers = int(said.pop("worker")), int(said.pop("workers"))
         earlier = self._sessions.get(said.pop("session"))
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
         for other in list(self._sessions.values()):
-            is_same = other.engine == session.engine and other.is_scheduler == session.is_scheduler
-            if not (session.engine and is_same and other.is_member and not other.is_over):
+            names = [(one.engine, one.worker, one.is_scheduler) for one in (session, other)]
+            is_same = session.engine and names[0] == names[1]
+            if not (is_same and other.is_member and not other.is_over):
                 continue
             if other.connection is None and other.pid == session.pid:
                 self._drop(other)  # it has not heard that it had joined
@@ -501,9 +510,7 @@ class PageServer:
                 )
 
     def _on_meet(self, session: _Session, _: array[int], data: bytes) -> None:
-        said = json.loads(data)
-        session.is_scheduler = said.pop("is_scheduler")
-        self._enter(session, said)
+        self._enter(session, json.loads(data))
         session.waits = True
         self._introduce(session)
 
@@ -512,10 +519,13 @@ class PageServer:
         self._introduce(session)
 
     def _introduce(self, session: _Session) -> None:
-        """Answers the processes of this engine that wait for each other."""
-        for one, other in itertools.permutations([session, *self._of_engine(session)], 2):
-            are_halves = one.is_scheduler != other.is_scheduler and not other.is_over
-            if one.waits and are_halves and (other.is_ready or not one.is_scheduler):
+        """Answers the processes of this engine that wait for others: the scheduler for all workers
+        to be ready, and these for the scheduler.
+        """
+        for one in [session, *self._of_engine(session)]:
+            others = [other for other in self._of_engine(one) if not other.is_over]
+            ready = sum(other.is_ready for other in others)
+            if one.waits and (ready == one.workers if one.is_scheduler else others):
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.waits, one.is_member = False, one.is_scheduler
                 self._answer(one, [one.number, pages, self._resets])

@@ -132,7 +132,7 @@ class Tier:
         self._formats, self._manager, self._on_answer = formats, manager, on_answer
         self._mark_written, self._join = mark_written, join
         self._page_bytes = [pool.page_bytes for pool in pools]
-        self._memory = [pool.pages.flatten().numpy().data for pool in pools]
+        self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
         self._below_bytes = below_bytes
         self._batch = [max(below_bytes // _PARTS // size, 1) for size in self._page_bytes]

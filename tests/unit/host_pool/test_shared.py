@@ -236,9 +236,11 @@ def test_each_rank_has_a_part_of_every_slot(
     """Two groups of layers with blocks of different sizes."""
     caches = [[torch.rand(12, size).bfloat16() + 1 for size in (4096, 2080)] for _ in range(3)]
     layouts = [[PagedLayout([one]) for one in cache] for cache in caches]
-    how: dict[str, Any] = {"shared": True, "encoding": encoding, "verify": verify}
+    how: dict[str, Any] = {"encoding": encoding, "verify": verify}
     how |= {"page_alignment": 4096, "part": (0, 3)}
-    pools = [HostPool(layouts[0][0], 4, blocks_per_page, **how)]
+    pools = [HostPool(layouts[0][0], 4, blocks_per_page, shared=True, **how)]
+    size = HostPool.page_bytes_of(layouts[0][0], blocks_per_page, **how)
+    assert size == pools[0].page_bytes
     handle = through_a_socket(pools[0].share())
     pools += [HostPool.attach(layouts[rank][0], handle, rank=rank) for rank in (1, 2)]
     blocks = list(range(2 * blocks_per_page))

@@ -1,11 +1,13 @@
-"""Engines whose scheduler and worker are two sessions at a server."""
+"""Engines whose scheduler and workers are sessions of their own at a server."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from below_engine import BLOCK_BYTES, key_of
-from patience import in_time
+from patience import PATIENCE, in_time
 from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
@@ -24,15 +26,17 @@ from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.server import PageServer
 
 
-def new_worker(path: str, name: str, kind: type[RemotePools] = RemotePools) -> WorkerSession:
+def new_worker(
+    path: str, name: str, kind: type[RemotePools] = RemotePools, rank: int = 0, world: int = 1
+) -> WorkerSession:
     layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
-    cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={})
-    return WorkerSession(path, name, cache, kind([layout], False, {}))
+    cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={}, parts=world)
+    return WorkerSession(path, name, cache, kind([layout], False, {}, rank), rank)
 
 
-def worker_of(path: str, name: str) -> WorkerSession:
+def worker_of(path: str, name: str, *of: Any) -> WorkerSession:
     """A worker that has joined."""
-    worker = new_worker(path, name)
+    worker = new_worker(path, name, *of)
     worker.join()
     worker.start()
     return worker
@@ -41,8 +45,8 @@ def worker_of(path: str, name: str) -> WorkerSession:
 class Scheduler(SchedulerSession):
     """A scheduler that has joined."""
 
-    def __init__(self, path: str, name: str) -> None:
-        super().__init__(path, name)
+    def __init__(self, path: str, name: str, workers: int = 1) -> None:
+        super().__init__(path, name, workers)
         self.join()
         self.start()
 
@@ -89,14 +93,14 @@ class Scheduler(SchedulerSession):
 
 
 @contextlib.contextmanager
-def split(path: str, name: str) -> Iterator[Scheduler]:
-    worker = worker_of(path, name)
-    scheduler = Scheduler(path, name)
+def split(path: str, name: str, workers: int = 1) -> Iterator[Scheduler]:
+    made = [worker_of(path, name, RemotePools, rank, workers) for rank in range(workers)]
+    scheduler = Scheduler(path, name, workers)
     try:
         yield scheduler
     finally:
-        scheduler.close()
-        worker.close()
+        for one in (scheduler, *made):
+            one.close()
 
 
 def stats(server: PageServer) -> BlockStats:
@@ -178,11 +182,11 @@ def test_after_a_reset_nothing_is_found_that_was_reserved_before(path: str) -> N
         assert stats(server).idle_pages == 4
 
 
-def half_process(path: str, half: str, does: str = "") -> Process:
+def process_of(path: str, made: str, does: str = "") -> Process:
     program = f"""
 import sys
 from test_halves import *
-half = {"worker_of" if half == "worker" else "Scheduler"}({path!r}, "killed")
+one = {made.format(f"{path!r}, 'killed'")}
 {does}
 print("done", flush=True)
 sys.stdin.read()
@@ -190,36 +194,31 @@ sys.stdin.read()
     return Process(["-c", program], "done")
 
 
-@pytest.mark.parametrize("first", ["worker", "scheduler"])
-def test_the_pages_of_a_killed_engine_come_back_when_both_processes_have_ended(
-    path: str, first: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("last", [1, 2], ids=["worker", "scheduler"])
+def test_the_pages_of_a_killed_engine_come_back_when_all_its_processes_have_ended(
+    path: str, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies are the worker's, and what they copy the scheduler has reserved."""
+    """The copies are those of the workers, and what they copy the scheduler has reserved."""
     monkeypatch.syspath_prepend("tests/unit/prefix")
-    with serving(path) as server, split(path, "a") as a:
+    with serving(path, 128) as server, split(path, "a", 2) as a, contextlib.ExitStack() as stack:
         a.store("abcd")
         a.until(lambda: stats(server).idle_pages == 4)
         before = stats(server)
-        worker = half_process(path, "worker")
-        holds = "half.begin_load([half.find('ab')]); half.take(3)"
-        scheduler = half_process(path, "scheduler", holds)
-        with worker, scheduler:
-            one, other = (worker, scheduler) if first == "worker" else (scheduler, worker)
-            assert stats(server).idle_pages == 2
-            number = len(server._sessions)
+        made = [f"worker_of({{}}, RemotePools, {rank}, 2)" for rank in range(2)]
+        processes = [stack.enter_context(process_of(path, one)) for one in made]
+        holds = "one.begin_load([one.find('ab')]); one.take(3)"
+        processes.append(stack.enter_context(process_of(path, "Scheduler({}, 2)", holds)))
+        ends = processes.pop(last)
+        for one in reversed(processes):  # the scheduler before a worker
             one.send(signal.SIGKILL)
             one.wait()
-            of_scheduler = next(of for of in server._sessions.values() if of.is_scheduler)
-            assert of_scheduler is not None
-            if first == "scheduler":
-                a.until(lambda: any(of.is_over for of in server._sessions.values()))
-            else:
-                a.until(lambda: len(server._sessions) == number - 1)
-            assert stats(server).idle_pages == 2
-            assert stats(server).filling_pages > before.filling_pages
-            other.send(signal.SIGKILL)
-            a.until(lambda: stats(server).idle_pages == 4)
-            assert stats(server).filling_pages == before.filling_pages
+        own = os.getpid(), ends.pid
+        a.until(lambda: all(of.pid in own or of.is_over for of in [*server._sessions.values()]))
+        assert stats(server).idle_pages == 2
+        assert stats(server).filling_pages > before.filling_pages
+        ends.send(signal.SIGKILL)
+        a.until(lambda: stats(server).idle_pages == 4)
+        assert stats(server).filling_pages == before.filling_pages
 
 
 def test_a_scheduler_that_leaves_gives_its_pages_to_its_worker(path: str) -> None:
@@ -255,6 +254,39 @@ def test_a_worker_keeps_the_old_memory_until_its_scheduler_has_come(path: str) -
             assert scheduler.indices("abc") == [0, 1]
             scheduler.close()
             worker.close()
+
+
+def test_a_scheduler_comes_to_the_next_server_when_all_workers_have_its_memory(path: str) -> None:
+    class Slow(RemotePools):
+        may_pin = threading.Event()
+
+        def attach(self, handles: Any) -> None:
+            assert self.may_pin.wait(PATIENCE)
+            super().attach(handles)
+
+    Slow.may_pin.set()
+    with server_process(path) as server:
+        kinds = enumerate((Slow, RemotePools))
+        workers = [worker_of(path, "a", kind, rank, 2) for rank, kind in kinds]
+        scheduler = Scheduler(path, "a", 2)
+        Slow.may_pin.clear()
+        server.kill()
+        with serving(path) as fresh, split(path, "b", 2) as b:
+
+            def has(is_so: Callable[[Any], bool]) -> bool:
+                sessions = [*fresh._sessions.values()]
+                return any(of.engine == "a" and is_so(of) for of in sessions)
+
+            scheduler.until(lambda: has(lambda of: of.is_ready))
+            scheduler.until(lambda: has(lambda of: of.is_scheduler and of.waits))
+            b.indices("x")  # the server has answered all that it can
+            assert has(lambda of: of.is_scheduler and of.waits)
+            Slow.may_pin.set()
+            scheduler.until(lambda: scheduler.is_joined)
+            scheduler.store("ab")
+            assert b.indices("ab") == [0, 1]
+            for one in (scheduler, *workers):
+                one.close()
 
 
 def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
@@ -22,20 +23,21 @@ class HostServer(NamedTuple):
 
     Attributes:
         path (str): its socket.
-        engine_id (str): name of the engine, unique at the server.
+        worker (Replicas): this worker, of an engine whose name is unique at the server. In the
+            scheduler it has rank 0.
         model (str): name of the model.
         bytes_of (Mapping[str, str]): what else the key and the bytes of a block depend on.
     """
 
     path: str
-    engine_id: str
+    worker: Replicas
     model: str
     bytes_of: Mapping[str, str]
 
 
 class ServedPool(RemotePools):
-    """The pages of a server for all groups of layers: a page has a chunk of one of them. Without a
-    server, one page that nobody uses.
+    """The pages of a server for all groups of layers: a page has a chunk of one of them, of all
+    workers of an engine. Without a server, one page that nobody uses.
 
     Args:
         server (HostServer): where the pages are.
@@ -56,10 +58,11 @@ class ServedPool(RemotePools):
         how: dict[str, Any],
     ) -> None:
         shape = [largest], None, server.model, 0, 1, blocks_per_page
-        cache = describe(*shape, **how, bytes_of=server.bytes_of)
+        of, (rank, parts) = server.worker, server.worker.part or (0, 1)
+        cache = describe(*shape, **how, bytes_of=server.bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page, "page_alignment": ALIGNMENT}
-        super().__init__([largest], False, alone)
-        self._session = WorkerSession(server.path, server.engine_id, cache, self)
+        super().__init__([largest], False, alone, rank)
+        self._session = WorkerSession(server.path, of.engine_id, cache, self, of.rank)
         try:
             self._session.join()
         except OSError as error:

@@ -113,14 +113,15 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 
-            replicas = self._replicas()
+            server = self._host_server()
+            replicas = self._replicas() if server is None else None
             if replicas is not None:
                 check_one_host(_hosts_of_workers(replicas))
             self._worker = KVSwapWorker(
                 *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
                 *(self.options, replicas, self._repeats),
                 rows=self._rows_offer(),
-                server=self._host_server(),
+                server=server,
             )
         return self._worker
 
@@ -144,7 +145,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
         }
         path = self.options.host_server.removeprefix(SERVER)
-        return HostServer(path, config.engine_id, config.model.name, bytes_of)
+        worker = self._among_workers(is_split=not self.replicated_layout)
+        return HostServer(path, worker, config.model.name, bytes_of)
 
     def _rows_offer(self) -> RowsOffer | None:
         """What a worker offers to the scheduler, if that one needs the pages."""
@@ -175,8 +177,12 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         is_split = self._row_alignment > 1 and not self.replicated_layout
         if not (self.replicated_layout or is_split) or parallel.world_size == 1:
             return None
-        of_engine = parallel.rank, parallel.world_size, self.config.engine_id
-        return Replicas(*of_engine, of_engine[:2] if is_split else None)
+        return self._among_workers(is_split)
+
+    def _among_workers(self, is_split: bool) -> Replicas:
+        """This worker. is_split: each worker has a part of each page."""
+        rank, world = self.config.parallel.rank, self.config.parallel.world_size
+        return Replicas(rank, world, self.config.engine_id, (rank, world) if is_split else None)
 
     def _make_manager(self) -> OffloadingManager:
         server = self._host_server()
@@ -189,7 +195,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
     def _make_shared_manager(self, server: HostServer) -> OffloadingManager:
         from torch_kvswap.integrations.vllm.shared import SharedManager
 
-        session = SchedulerSession(server.path, server.engine_id)
+        session = SchedulerSession(server.path, server.worker.engine_id, server.worker.world)
         try:
             session.join()
         except OSError as error:  # a worker has told why
@@ -256,11 +262,12 @@ def _check_shared(config: OffloadingConfig, options: SpecOptions, repeats: bool)
     Raises:
         ValueError: they cannot.
     """
-    why = ""
-    if config.parallel.world_size > 1:
+    why, of = "", config.parallel
+    if of.pp_size * of.pcp_size * of.dcp_size > 1:
         why = (
-            f"the {config.parallel.world_size} workers of this engine would need a part of each "
-            "page; set cpu_bytes_to_use instead"
+            f"pipeline_parallel_size is {of.pp_size}, prefill_context_parallel_size {of.pcp_size} "
+            f"and decode_context_parallel_size {of.dcp_size}, which must be 1 there; set "
+            "cpu_bytes_to_use instead"
         )
     elif repeats and (options.encoding != "raw" or options.verify != "off"):
         # A block that was not stored would be kept in this worker, where the others do not find it.
