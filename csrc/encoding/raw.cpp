@@ -23,10 +23,11 @@ struct PackLaunch {
 constexpr PackLaunch kOnDevice{128, 16, 2048};
 constexpr unsigned kMaxCtasOverLink = 32, kMaxThreads = 32;
 constexpr uint32_t kMaxChunk = 4096, kSharedBytes = 64 << 10;
-constexpr unsigned kWarpsPerCta = 8;  // of the kernel without bulk copies
+// Of the kernel without bulk copies.
+constexpr unsigned kWarpsPerCta = 8, kCtasOverLink = 8;
 
-// As few CTAs as have kBytesOverLink on their way: larger kernels find no room beside one. longest:
-// bytes of the longest fragment.
+// As few CTAs with bulk copies as have kBytesOverLink on their way: larger kernels find no room
+// beside one. longest: bytes of the longest fragment.
 PackLaunch over_link(uint64_t longest) {
   constexpr uint64_t kChunkAlignment = 128;
   const uint64_t fragment = (longest + kChunkAlignment - 1) / kChunkAlignment * kChunkAlignment;
@@ -44,22 +45,6 @@ uint32_t common_alignment(const Slabs& gpu, const Slabs& host) {
     }
   }
   return static_cast<uint32_t>(bits & -bits);
-}
-
-void launch(PackArguments& arguments, const PackLaunch& shape, const cuda::Kernels& kernels,
-            cuda::Stream stream) {
-  const bool bulk = kernels.pack_bulk != nullptr && arguments.word_bytes == 16;
-  const unsigned chunks = arguments.block_count * arguments.slab_count * arguments.chunks_per_slab;
-  const unsigned at_once = bulk ? shape.threads : kWarpsPerCta;
-  const unsigned ctas = std::min(shape.ctas, (chunks + at_once - 1) / at_once);
-  const unsigned threads = bulk ? shape.threads : 32 * kWarpsPerCta;
-  const unsigned shared = bulk ? shape.threads * shape.chunk_bytes : 0;
-  void* pointers[] = {&arguments};
-  const cuda::Result result =
-      cuda::driver().launch(bulk ? kernels.pack_bulk : kernels.pack_words, ctas, 1, 1, threads, 1,
-                            1, shared, stream, pointers, nullptr);
-  KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", arguments.to_packed ? "pack" : "unpack",
-                      ", ", arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
 }
 
 // Whether the kernels can copy: has_kernel_ids(), and the slabs of a block are contiguous on the
@@ -107,12 +92,13 @@ class SlabTable : public PackTable {
       arguments.begin = std::max(begin, first * size) - first * size;
       arguments.end = std::min(end, last * size) - first * size;
       arguments.packed = packed + first * size - begin;
-      launch(arguments, kOnDevice, kernels_, stream);
+      launch(arguments, kOnDevice, stream);
     }
   }
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
-    const PackLaunch shape = over_link(longest_);
+    const PackLaunch shape =
+        has_bulk_copies() ? over_link(longest_) : PackLaunch{kCtasOverLink, 1, kMaxChunk};
     PackArguments arguments = arguments_of(copy, shape);
     arguments.packed = copy.host->bases[copy.slabs.begin];
     arguments.packed_stride = copy.host->strides[copy.slabs.begin];
@@ -124,11 +110,29 @@ class SlabTable : public PackTable {
         arguments.blocks[i - first] = static_cast<int32_t>(copy.blocks[i]);
         arguments.slots[i - first] = static_cast<int32_t>(copy.slots[i]);
       }
-      launch(arguments, shape, kernels_, stream);
+      launch(arguments, shape, stream);
     }
   }
 
  private:
+  bool has_bulk_copies() const { return kernels_.pack_bulk != nullptr && word_bytes_ == 16; }
+
+  void launch(PackArguments& arguments, const PackLaunch& shape, cuda::Stream stream) const {
+    const bool bulk = has_bulk_copies();
+    const unsigned chunks =
+        arguments.block_count * arguments.slab_count * arguments.chunks_per_slab;
+    const unsigned at_once = bulk ? shape.threads : kWarpsPerCta;
+    const unsigned ctas = std::min(shape.ctas, (chunks + at_once - 1) / at_once);
+    const unsigned threads = bulk ? shape.threads : 32 * kWarpsPerCta;
+    const unsigned shared = bulk ? shape.threads * shape.chunk_bytes : 0;
+    void* pointers[] = {&arguments};
+    const cuda::Result result =
+        cuda::driver().launch(bulk ? kernels_.pack_bulk : kernels_.pack_words, ctas, 1, 1, threads,
+                              1, 1, shared, stream, pointers, nullptr);
+    KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", arguments.to_packed ? "pack" : "unpack",
+                        ", ", arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
+  }
+
   // What is the same in every launch.
   PackArguments arguments_of(const PagedCopy& copy, const PackLaunch& shape) const {
     PackArguments arguments{};
