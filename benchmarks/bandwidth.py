@@ -5,8 +5,7 @@ big copy, pinned, from the call until the host sees its event. The reference R i
 copy by PyTorch with the guarantees of a transfer: an event on the current stream for which a copy
 stream waits, an event, the copy, an event; then the host waits. "Plain ops" is the same transfer by
 torch_kvswap/reference.py. All four in turn, in changing order. "Warm": nothing else runs. "Cold":
-before each of them, host memory is read and PyTorch is called, as a server does. "link" is of the
-time on the device alone: all is given to it behind a stream that is held.
+before each of them, host memory is read and PyTorch is called, as a server does.
 
 Blocks and pages: other random ids, as lists, in every transfer. Without a GPU all copies are of
 PyTorch, nothing is judged, and there are fewer and smaller shapes. All bytes are compared after
@@ -21,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from bandwidth_report import targets
+from bandwidth_report import counts, judge_all, tables
 from comparison import (
     COLD,
     PLAIN,
@@ -32,7 +31,6 @@ from comparison import (
     plain_ops,
     settings,
 )
-from comparison_report import counts, judge, no_targets, tables
 from program import device_of, finish, is_judged, new_parser
 from transfers import BLOCKS, DIRECTIONS, add_staging, blocks_of, shapes_of
 
@@ -46,11 +44,11 @@ def main(arguments: list[str]) -> int:
     blocks = blocks_of(options, on_cuda)
     shapes = shapes_of(options, on_cuda)
     others, states = {PLAIN: plain_ops}, (WARM, COLD)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=True, others=others)
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, others)
     how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
     cells = measure_all(plan, device, options, "bandwidth", **how)
-    judged = targets if is_judged(device) else no_targets
-    print(tables(cells, judged), "", *counts(cells, judged), "", sep="\n")
+    judged = is_judged(device)
+    print(tables(cells, judged), "", *(counts(cells) if judged else ()), "", sep="\n")
     content = {
         "benchmark": "bandwidth",
         "settings": {
@@ -60,7 +58,9 @@ def main(arguments: list[str]) -> int:
         },
         "cells": [cell.to_json() for cell in cells],
     }
-    return finish(options, content, judge(cells, judged), sum(cell.wrong for cell in cells))
+    return finish(
+        options, content, judge_all(cells) if judged else [], sum(cell.wrong for cell in cells)
+    )
 
 
 def _parser() -> ArgumentParser:

@@ -24,10 +24,9 @@ from timing import (
     no_garbage_collection,
     quartiles,
     rounded,
-    summary,
     synchronize,
 )
-from transfers import BOTH, Kind, Shape, add_transfers, link_us, move
+from transfers import Kind, Shape, add_transfers, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -38,7 +37,6 @@ PLAIN = "plain ops"  # the same transfer by torch_kvswap/reference.py
 WARM, HELD, COLD = "warm", "held", "cold"
 TOTAL, SUBMIT = "total_us", "submit_us"  # of a Move
 LEAST = 5  # samples that a limit of time leaves
-LINK_EACH = 5  # for so many samples one is measured on the device alone
 _WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
 
 Timed = Callable[[Before], Move]  # does it once, and tells what it took
@@ -106,27 +104,16 @@ class Samples:
 
 @dataclass
 class Cell:
-    """Transfers of one kind. link_us: on the device alone, ours and the big copy's. wrong: blocks
-    and pages."""
+    """Transfers of one kind. wrong: blocks and pages."""
 
     kind: Kind
     states: dict[str, Samples] = field(default_factory=dict)
-    link_us: list[tuple[float, float]] = field(default_factory=list)
     wrong: int = 0
-
-    @property
-    def link_ratio(self) -> float | None:
-        return median(ours / big for ours, big in self.link_us) if self.link_us else None
 
     def to_json(self) -> dict[str, Any]:
         return {
             **asdict(self.kind),
             "wrong": self.wrong,
-            "link_ratio": self.link_ratio,
-            "link_us": {
-                way: summary(numbers)
-                for way, numbers in zip((OURS, BIG), zip(*self.link_us, strict=True), strict=False)
-            },
             "states": {state: samples.to_json() for state, samples in self.states.items()},
         }
 
@@ -224,19 +211,6 @@ class Comparison:
         synchronize(self._device)
         return samples
 
-    def link_us(
-        self, handler: Any, blocks: NumberedBlocks, kind: Kind
-    ) -> list[tuple[float, float]]:
-        """Microseconds on the device alone, of our transfers and of big copies; none without it."""
-        stream = self._stream
-        if stream is None:
-            return []
-        pairs = (
-            link_us(handler, blocks, kind.directions, kind.blocks, self._big, stream)
-            for _ in range(self._samples[WARM] // LINK_EACH)
-        )
-        return [pair for pair in pairs if pair]
-
     @contextmanager
     def _before_each(self, state: str, blocks: int) -> Iterator[Before]:
         """What makes the state, right before a transfer of so many blocks."""
@@ -251,14 +225,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: every direction and number of blocks, in every state. links: whether also
-    on the device alone. others: other handlers, which move the same blocks."""
+    """What is measured: every direction and number of blocks, in every state. others: other
+    handlers, which move the same blocks."""
 
     shapes: Sequence[Shape]
     directions: Sequence[str]
     counts: Sequence[int]
     states: Sequence[str]
-    links: bool
     others: Mapping[str, NewHandler] = field(default_factory=dict)
 
 
@@ -275,12 +248,11 @@ def measure_all(
     progress = Progress(what, number, sys.stderr)
     nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
     comparison = Comparison(device, options, nbytes, number * len(plan.states))
-    at_once = 2 if BOTH in plan.directions else 1
     cells = []
     for arrangement, shape in product(options.arrangements, plan.shapes):
         # As many blocks again do not move. With very few a page would soon get a block that it has,
         # and nobody would see when it does not.
-        count = (at_once + 1) * max(*plan.counts, 16) + 2
+        count = 2 * max(*plan.counts, 16) + 2
         blocks = shape.new_blocks(device, count, arrangement)
         handler = OffloadHandler(blocks.layout, blocks.host, **handler_options)
         handlers = {OURS: handler, **{name: new(blocks) for name, new in plan.others.items()}}
@@ -312,7 +284,5 @@ def measure(
     ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
     for state in plan.states:
         cell.states[state] = comparison.run(ways, kind, state)
-    if plan.links:
-        cell.link_us = comparison.link_us(handlers[OURS], blocks, kind)
     cell.wrong = blocks.wrong()
     return cell

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     versions = {name: peer.version() for name, peer in found.items()}
     shapes, states = shapes_of(options, on_cuda), (WARM, COLD)
     others: dict[str, NewHandler] = {**found, PLAIN: plain_ops}
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False, others=others)
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, others)
     cells = measure_all(plan, device, options, "peers")
     said = [f"{name}: {text}" for name, text in versions.items()]
     said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     blocks = blocks_of(options, on_cuda, on_cpu=3)
     states = (WARM, HELD, COLD) if on_cuda else (WARM, COLD)
     shapes = shapes_of(options, on_cuda, SHAPES)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False)
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states)
     cells = measure_all(plan, device, options, "calls")
     expansions = [expand(OUTPUTS, factor, options.samples) for factor in FACTORS]
     verdicts = [*(judge_calls(cells) if is_judged(device) else []), *judge_expansions(expansions)]

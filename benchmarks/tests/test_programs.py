@@ -24,7 +24,6 @@ PROGRAMS = {
     "bandwidth": (f"{SHAPES} --blocks 8 1", 16),
     "peers": (f"{SHAPES} --blocks 8 1", 16),
     "submit_cost": (f"{SHAPES} --blocks 1 8", 16),
-    "duplex": (f"{SHAPES} --blocks 64", 4),
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
     "encoding": (f"{SHAPES} --blocks 1 8 --repeats 1 --bits 12.5", 12),
     "interference": ("--shapes 3x4 --repeats 2 --seconds 0.002 --mib 1", 16),
