@@ -3,9 +3,9 @@
 Each way makes memory of --gib once to warm up and then --samples times, in changing order: pools
 as they are by default, in the background (ready when the first chunk is), on small pages, shared
 between processes; and torch.empty(pin_memory=True), whose cache is emptied in between. Without a
-GPU nothing is pinned and nothing is judged. A byte of each page of the memory is looked at; one
-that is not zero is wrong. Ends with 1 when memory is wrong, else with 0, whether or not the target
-is met.
+GPU nothing is pinned, so that no memory is there before it is used, and nothing is judged. A byte
+of each page of the pools is looked at; one that is not zero is wrong. Ends with 1 when memory is
+wrong, else with 0, whether or not the target is met.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def ways(device: torch.device) -> dict[str, Way]:
     on_cuda = device.type == "cuda"
 
     def by_torch(nbytes: int) -> tuple[Tensor, None]:
-        make = torch.empty if on_cuda else torch.zeros
-        return make(nbytes, dtype=torch.uint8, pin_memory=on_cuda), None
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda), None
 
     def pool(options: dict[str, Any]) -> Way:
         def make(nbytes: int) -> tuple[Tensor, HostPool]:
