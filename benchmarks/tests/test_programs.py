@@ -144,5 +144,4 @@ def test_all_calls_of_block_managers_are_timed(
     figures = json.loads(file.read_text())
     assert len(figures["cells"]) == 4 * 8  # ways of calling, and calls
     assert all(cell["prompt"]["mean"] > 0 for cell in figures["cells"])
-    assert figures["longest_hold_ms"] > 0
     assert capsys.readouterr().out.count("not measured") == 6  # what is beside vLLM's
