@@ -27,53 +27,28 @@ from comparison import (
     WARM,
     Plan,
     add_comparison,
+    finish_cells,
     measure_all,
     plain_ops,
-    settings,
 )
-from program import device_of, finish, is_judged, new_parser
-from transfers import BLOCKS, DIRECTIONS, add_staging, blocks_of, shapes_of
-
-from torch_kvswap.copy_method import CHOICES
+from program import device_of, is_judged, new_parser
+from transfers import blocks_of, shapes_of
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    blocks = blocks_of(options, on_cuda)
-    shapes = shapes_of(options, on_cuda)
-    others, states = {PLAIN: plain_ops}, (WARM, COLD)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, others)
-    how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
-    cells = measure_all(plan, device, options, "bandwidth", **how)
+    plan = Plan(shapes_of(options, on_cuda), blocks_of(options, on_cuda), (WARM, COLD))
+    cells = measure_all(plan, device, options, "bandwidth", {PLAIN: plain_ops})
     judged = is_judged(device)
     print(tables(cells, judged), "", *(counts(cells) if judged else ()), "", sep="\n")
-    content = {
-        "benchmark": "bandwidth",
-        "settings": {
-            **settings(options),
-            "copy_method": options.copy_method,
-            "staging_mib": options.staging_mib,
-        },
-        "cells": [cell.to_json() for cell in cells],
-    }
-    return finish(
-        options, content, judge_all(cells) if judged else [], sum(cell.wrong for cell in cells)
-    )
+    return finish_cells(options, "bandwidth", cells, judge_all(cells) if judged else [])
 
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
-    add = parser.add_argument
     add_comparison(parser, samples=20, cold_samples=10)
-    add("--blocks", type=int, nargs="+", choices=BLOCKS, help="in a transfer")
-    add(
-        "--copy-method",
-        choices=CHOICES,
-        help="of the handler; default: auto, or what KVSWAP_COPY_METHOD says",
-    )
-    add_staging(parser)
     return parser
 
 

@@ -33,8 +33,10 @@ CAPTION = (
 
 
 def judge(cell: Cell, state: str) -> dict[str, Verdict]:
-    """By what they are on."""
+    """By what they are on; of other numbers of blocks there are none."""
     blocks, kib = cell.kind.blocks, cell.kind.shape.fragment_kib
+    if blocks not in CALLS:
+        return {}
     targets = {CALL_OVER_REFERENCE: CALLS[blocks][state]}
     if blocks == 1:
         reference = cell.states[state].median(REFERENCE)

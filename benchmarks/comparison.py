@@ -6,16 +6,18 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
 from other_work import CALLS, MIB, OtherWork
+from program import finish
+from report import Verdict
 from timing import (
     Hold,
     Move,
@@ -26,7 +28,7 @@ from timing import (
     rounded,
     synchronize,
 )
-from transfers import Kind, Shape, add_transfers, move
+from transfers import DIRECTIONS, Kind, Shape, add_transfers, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -42,6 +44,8 @@ _WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
 Timed = Callable[[Before], Move]  # does it once, and tells what it took
 NewHandler = Callable[[NumberedBlocks], Any]  # of what moves these blocks
 Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
+Handlers = TypeVar("Handlers")
+OneCell = TypeVar("OneCell")
 
 
 @dataclass
@@ -122,6 +126,7 @@ def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> N
     """The options of a program that compares."""
     add = parser.add_argument
     add_transfers(parser)
+    add("--blocks", type=int, nargs="+", help="in a transfer")
     add("--samples", type=int, default=samples, help="rounds in a cell, after the warm-up rounds")
     text = "rounds in a cell in which other work is done before each transfer and each copy"
     add("--cold-samples", type=int, default=cold_samples, help=text)
@@ -135,6 +140,19 @@ def settings(options: Namespace) -> dict[str, Any]:
     """What says how a comparison was made, for the JSON file."""
     names = ("samples", "cold_samples", "arrangements", "time_limit", "other_mib")
     return {name: getattr(options, name) for name in names} | {"other_calls": CALLS}
+
+
+def finish_cells(
+    options: Namespace,
+    benchmark: str,
+    cells: Sequence[Cell],
+    verdicts: Sequence[Verdict],
+    **more: Any,
+) -> int:
+    """finish() of a program whose figures are these cells; more: what its JSON file has besides."""
+    figures = [cell.to_json() for cell in cells]
+    content = {"benchmark": benchmark, "settings": settings(options), **more, "cells": figures}
+    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
 
 
 def alternate(
@@ -225,14 +243,54 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: every direction and number of blocks, in every state. others: other
-    handlers, which move the same blocks."""
+    """What is measured: every number of blocks, to and from the host, in every state."""
 
     shapes: Sequence[Shape]
-    directions: Sequence[str]
     counts: Sequence[int]
     states: Sequence[str]
-    others: Mapping[str, NewHandler] = field(default_factory=dict)
+
+
+def measure_kinds(
+    plan: Plan,
+    device: torch.device,
+    options: Namespace,
+    what: str,
+    open_handlers: Callable[[NumberedBlocks, ExitStack], Handlers],
+    measure: Callable[[Comparison, Handlers, NumberedBlocks, Kind], OneCell],
+) -> list[OneCell]:
+    """Cells of each arrangement, shape, direction and number of blocks.
+
+    Args:
+        what: its name in the line of progress.
+        open_handlers: makes what moves the blocks of a cache; the stack closes it.
+        measure: a cell. The first and the last block and page stay as they are.
+    """
+    kinds = [*product(DIRECTIONS, plan.counts)]
+    number = len(plan.shapes) * len(options.arrangements) * len(kinds)
+    progress = Progress(what, number, sys.stderr)
+    nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
+    comparison = Comparison(device, options, nbytes, number * len(plan.states))
+
+    def of_cache(arrangement: str, shape: Shape) -> Iterator[OneCell]:
+        # As many blocks again do not move. With very few a page would soon get a block that it has,
+        # and nobody would see when it does not.
+        blocks = shape.new_blocks(device, 2 * max(*plan.counts, 16) + 2, arrangement)
+        with ExitStack() as stack:
+            stack.enter_context(blocks.host)
+            handlers = open_handlers(blocks, stack)
+            stack.enter_context(no_garbage_collection())
+            for direction, count in kinds:
+                kind = Kind(shape, arrangement, direction, count)
+                blocks.refill()
+                yield measure(comparison, handlers, blocks, kind)
+                progress.advance(1)
+
+    cells: list[OneCell] = []
+    for arrangement, shape in product(options.arrangements, plan.shapes):
+        cells += of_cache(arrangement, shape)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next shape has blocks of another size
+    return cells
 
 
 def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
@@ -240,49 +298,27 @@ def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
 
 
 def measure_all(
-    plan: Plan, device: torch.device, options: Namespace, what: str, **handler_options: Any
-) -> list[Cell]:
-    """what: its name in the line of progress."""
-    kinds = [*product(plan.directions, plan.counts)]
-    number = len(plan.shapes) * len(options.arrangements) * len(kinds)
-    progress = Progress(what, number, sys.stderr)
-    nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
-    comparison = Comparison(device, options, nbytes, number * len(plan.states))
-    cells = []
-    for arrangement, shape in product(options.arrangements, plan.shapes):
-        # As many blocks again do not move. With very few a page would soon get a block that it has,
-        # and nobody would see when it does not.
-        count = 2 * max(*plan.counts, 16) + 2
-        blocks = shape.new_blocks(device, count, arrangement)
-        handler = OffloadHandler(blocks.layout, blocks.host, **handler_options)
-        handlers = {OURS: handler, **{name: new(blocks) for name, new in plan.others.items()}}
-        with blocks.host, handler, no_garbage_collection():
-            for direction, count in kinds:
-                kind = Kind(shape, arrangement, direction, count)
-                cells.append(measure(comparison, handlers, blocks, kind, plan))
-                progress.advance(1)
-        del handler, handlers, blocks
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the next shape has blocks of another size
-    return cells
-
-
-def measure(
-    comparison: Comparison,
-    handlers: Mapping[str, Any],
-    blocks: NumberedBlocks,
-    kind: Kind,
     plan: Plan,
-) -> Cell:
-    """The first and the last block and page stay as they are."""
+    device: torch.device,
+    options: Namespace,
+    what: str,
+    others: Mapping[str, NewHandler] | None = None,
+) -> list[Cell]:
+    """See measure_kinds(). others: other handlers, which move the same blocks."""
 
-    def by(handler: Any) -> Timed:
-        return lambda before: move(handler, blocks, kind.directions, kind.blocks, before)
+    def open_handlers(blocks: NumberedBlocks, stack: ExitStack) -> dict[str, Any]:
+        ours = OffloadHandler(blocks.layout, blocks.host)
+        more = {name: new(blocks) for name, new in (others or {}).items()}
+        return {OURS: stack.enter_context(ours), **more}
 
-    blocks.refill()
-    cell = Cell(kind)
-    ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
-    for state in plan.states:
-        cell.states[state] = comparison.run(ways, kind, state)
-    cell.wrong = blocks.wrong()
-    return cell
+    def measure(
+        comparison: Comparison, handlers: dict[str, Any], blocks: NumberedBlocks, kind: Kind
+    ) -> Cell:
+        def by(handler: Any) -> Timed:
+            return lambda before: move(handler, blocks, kind.directions, kind.blocks, before)
+
+        ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
+        states = {state: comparison.run(ways, kind, state) for state in plan.states}
+        return Cell(kind, states, blocks.wrong())
+
+    return measure_kinds(plan, device, options, what, open_handlers, measure)

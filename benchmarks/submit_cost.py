@@ -34,12 +34,12 @@ from comparison import (
     Plan,
     Samples,
     add_comparison,
+    finish_cells,
     measure_all,
-    settings,
 )
-from program import device_of, finish, is_judged, new_parser
+from program import device_of, is_judged, new_parser
 from report import Column, Verdict, table_of
-from transfers import DIRECTIONS, blocks_of, shapes_of
+from transfers import blocks_of, shapes_of
 
 SHAPES = ("1x8", "160x8")
 GROWTH = 1.25  # of the median with most layers over that with fewest: noise, not a loop over them
@@ -63,22 +63,16 @@ def main(arguments: list[str]) -> int:
     blocks = blocks_of(options, on_cuda, on_cpu=3)
     states = (WARM, HELD, COLD) if on_cuda else (WARM, COLD)
     shapes = shapes_of(options, on_cuda, SHAPES)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states)
+    plan = Plan(shapes, blocks, states)
     cells = measure_all(plan, device, options, "calls")
     verdicts = [*_calls(cells), *_growths(cells)] if is_judged(device) else []
     print(tables(cells), "", *verdicts, "", sep="\n")
-    content = {
-        "benchmark": "submit_cost",
-        "settings": settings(options),
-        "cells": [cell.to_json() for cell in cells],
-    }
-    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+    return finish_cells(options, "submit_cost", cells, verdicts)
 
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add_comparison(parser, samples=50, cold_samples=10)
-    parser.add_argument("--blocks", type=int, nargs="+", help="in a transfer")
     return parser
 
 

@@ -14,8 +14,6 @@ from blocks import ARRANGEMENTS, ONE_BY_ONE, NumberedBlocks
 from timing import Move
 from torch import Tensor
 
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
-
 SHAPES = ("160x8", "160x4", "160x2", "64x32")
 BLOCKS = (1, 8, 64, 512)
 DIRECTIONS = ("store", "load")
@@ -56,12 +54,6 @@ def add_transfers(parser: ArgumentParser) -> None:
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help=text)
 
 
-def add_staging(parser: ArgumentParser) -> None:
-    """The option that says how much memory a handler has for staged copies."""
-    mib = DEFAULT_STAGING_BYTES >> 20
-    parser.add_argument("--staging-mib", type=int, default=mib, help="of the handler")
-
-
 def shapes_of(
     options: Namespace, on_cuda: bool, usual: Sequence[str] = SHAPES, on_cpu: int = 2
 ) -> list[Shape]:
@@ -69,9 +61,9 @@ def shapes_of(
     return options.shapes or list(map(Shape.parse, usual if on_cuda else usual[-on_cpu:]))
 
 
-def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> Sequence[int]:
-    """The option --blocks, by default BLOCKS; without a GPU the first few of BLOCKS."""
-    return options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])
+def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> list[int]:
+    """The option --blocks in order, by default BLOCKS; without a GPU the first few of BLOCKS."""
+    return sorted(set(options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])))
 
 
 @dataclass(frozen=True)
