@@ -5,8 +5,7 @@ big copy, pinned, from the call until the host sees its event. The reference R i
 copy by PyTorch with the guarantees of a transfer: an event on the current stream for which a copy
 stream waits, an event, the copy, an event; then the host waits. "Plain ops" is the same transfer by
 torch_kvswap/reference.py. All four in turn, in changing order. "Warm": nothing else runs. "Cold":
-before each of them, host memory is read and PyTorch is called, as a server does. "link" is of the
-time on the device alone: all is given to it behind a stream that is held.
+before each of them, host memory is read and PyTorch is called, as a server does.
 
 Blocks and pages: other random ids, as lists, in every transfer. Without a GPU all copies are of
 PyTorch, nothing is judged, and there are fewer and smaller shapes. All bytes are compared after
@@ -21,59 +20,35 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from bandwidth_report import targets
+from bandwidth_report import counts, judge_all, tables
 from comparison import (
     COLD,
     PLAIN,
     WARM,
     Plan,
     add_comparison,
+    finish_cells,
     measure_all,
     plain_ops,
-    settings,
 )
-from comparison_report import counts, judge, no_targets, tables
-from program import device_of, finish, is_judged, new_parser
-from transfers import BLOCKS, DIRECTIONS, add_staging, blocks_of, shapes_of
-
-from torch_kvswap.copy_method import CHOICES
+from program import device_of, is_judged, new_parser
+from transfers import blocks_of, shapes_of
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    blocks = blocks_of(options, on_cuda)
-    shapes = shapes_of(options, on_cuda)
-    others, states = {PLAIN: plain_ops}, (WARM, COLD)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=True, others=others)
-    how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
-    cells = measure_all(plan, device, options, "bandwidth", **how)
-    judged = targets if is_judged(device) else no_targets
-    print(tables(cells, judged), "", *counts(cells, judged), "", sep="\n")
-    content = {
-        "benchmark": "bandwidth",
-        "settings": {
-            **settings(options),
-            "copy_method": options.copy_method,
-            "staging_mib": options.staging_mib,
-        },
-        "cells": [cell.to_json() for cell in cells],
-    }
-    return finish(options, content, judge(cells, judged), sum(cell.wrong for cell in cells))
+    plan = Plan(shapes_of(options, on_cuda), blocks_of(options, on_cuda), (WARM, COLD))
+    cells = measure_all(plan, device, options, "bandwidth", {PLAIN: plain_ops})
+    judged = is_judged(device)
+    print(tables(cells, judged), "", *(counts(cells) if judged else ()), "", sep="\n")
+    return finish_cells(options, "bandwidth", cells, judge_all(cells) if judged else [])
 
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
-    add = parser.add_argument
     add_comparison(parser, samples=20, cold_samples=10)
-    add("--blocks", type=int, nargs="+", choices=BLOCKS, help="in a transfer")
-    add(
-        "--copy-method",
-        choices=CHOICES,
-        help="of the handler; default: auto, or what KVSWAP_COPY_METHOD says",
-    )
-    add_staging(parser)
     return parser
 
 

@@ -1,13 +1,16 @@
-"""The targets of a transfer of scattered blocks."""
+"""Transfers of scattered blocks beside a big copy, the reference and the plain ops: tables, and the
+targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 
-from comparison import COLD, REFERENCE, WARM, Cell
-from comparison_report import CALL_OVER_REFERENCE, OVER_BIG, OVER_REFERENCE, verdict
-from report import Verdict
+from comparison import BIG, COLD, OURS, PLAIN, REFERENCE, SUBMIT, WARM, Cell
+from report import Column, Verdict, table_of
 
+# What targets are on, and columns of the tables.
+OVER_BIG, OVER_REFERENCE = "total / big copy", "total / R"
+CALL_OVER_REFERENCE = "call / R's call"
 # By blocks and state. Of the total time over that of one big copy, for fragments of 8 KiB and more,
 # of 4 KiB and more, and for smaller ones. A single block may take EXTRA_US more than the reference.
 RATIOS = {
@@ -23,16 +26,94 @@ CALLS = {
     64: {WARM: 1.5, COLD: 1.1},
     512: {WARM: 3.0, COLD: 1.5},
 }
+CAPTION = (
+    "R: what PyTorch needs for one contiguous copy with the same guarantees; medians, [quartiles]\n"
+    "of rounds; (target), ! is a miss"
+)
 
 
-def targets(cell: Cell, state: str) -> Mapping[str, Verdict]:
-    """By what they are on."""
+def judge(cell: Cell, state: str) -> dict[str, Verdict]:
+    """By what they are on; of other numbers of blocks there are none."""
     blocks, kib = cell.kind.blocks, cell.kind.shape.fragment_kib
-    found = {}
+    if blocks not in CALLS:
+        return {}
+    targets = {CALL_OVER_REFERENCE: CALLS[blocks][state]}
     if blocks == 1:
         reference = cell.states[state].median(REFERENCE)
-        found[OVER_REFERENCE] = (reference + EXTRA_US[state]) / reference
+        targets[OVER_REFERENCE] = (reference + EXTRA_US[state]) / reference
     else:
-        found[OVER_BIG] = RATIOS[blocks][state][(kib < 8) + (kib < 4)]
-    found[CALL_OVER_REFERENCE] = CALLS[blocks][state]
-    return {what: verdict(cell, state, what, target) for what, target in found.items()}
+        targets[OVER_BIG] = RATIOS[blocks][state][(kib < 8) + (kib < 4)]
+    return {
+        what: Verdict(f"{cell.kind}, {state}, {what}", target, _measured(cell, state, what))
+        for what, target in targets.items()
+    }
+
+
+def judge_all(cells: Sequence[Cell]) -> list[Verdict]:
+    return [one for cell in cells for state in cell.states for one in judge(cell, state).values()]
+
+
+def _measured(cell: Cell, state: str, what: str) -> float:
+    samples = cell.states[state]
+    if what == CALL_OVER_REFERENCE:
+        return samples.ratio(OURS, REFERENCE, SUBMIT)
+    return samples.ratio(OURS, REFERENCE if what == OVER_REFERENCE else BIG)
+
+
+def tables(cells: Sequence[Cell], is_judged: bool) -> str:
+    """One for each arrangement and direction; a row for each shape and number of blocks."""
+    kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
+    said = [CAPTION]
+    for kind in kinds:
+        chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
+        said.append(table_of(_columns(", ".join(kind), chosen[0], is_judged), chosen))
+    return "\n\n".join(said)
+
+
+def _columns(title: str, first: Cell, is_judged: bool) -> list[Column[Cell]]:
+    columns: list[Column[Cell]] = [
+        Column(title, lambda cell: str(cell.kind.shape)),
+        Column("blocks", lambda cell: cell.kind.blocks),
+    ]
+    for state in first.states:
+        columns += _columns_of(state, is_judged)
+    return [*columns, Column("method", lambda cell: "/".join(sorted(_methods(cell))))]
+
+
+def _columns_of(state: str, is_judged: bool) -> list[Column[Cell]]:
+    def judged(what: str) -> Callable[[Cell], str]:
+        def text(cell: Cell) -> str:
+            said, found = f"{_measured(cell, state, what):.2f}", None
+            if is_judged:
+                found = judge(cell, state).get(what)
+            return f"{said} ({found.target:.2f}){'' if found.met else ' !'}" if found else said
+
+        return text
+
+    def spread(cell: Cell) -> str:
+        low, _, high = cell.states[state].ratios(OURS, BIG)
+        return f"[{low:.2f} {high:.2f}]"
+
+    return [
+        Column(f"{state}: total / big", judged(OVER_BIG)),
+        Column("[quartiles]", spread),
+        Column("R / big", lambda cell: cell.states[state].ratio(REFERENCE, BIG)),
+        Column("total / R", judged(OVER_REFERENCE)),
+        Column("call, us", lambda cell: cell.states[state].median(OURS, SUBMIT)),
+        Column("call / R's", judged(CALL_OVER_REFERENCE)),
+        Column("plain ops / big", lambda cell: cell.states[state].ratio(PLAIN, BIG)),
+        Column("their call, us", lambda cell: cell.states[state].median(PLAIN, SUBMIT)),
+    ]
+
+
+def _methods(cell: Cell) -> set[str]:
+    return {name for one in cell.states.values() for name in one.copy_methods.get(OURS, ())}
+
+
+def counts(cells: Sequence[Cell]) -> Iterator[str]:
+    """Lines: of the targets of each kind that are met and missed."""
+    found = [judge(cell, state) for cell in cells for state in cell.states]
+    for what in (OVER_BIG, OVER_REFERENCE, CALL_OVER_REFERENCE):
+        met = [of_cell[what].met for of_cell in found if what in of_cell]
+        if met:
+            yield f"{what}: {met.count(True)} met, {met.count(False)} missed"

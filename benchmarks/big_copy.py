@@ -76,15 +76,6 @@ class BigCopy:
         copied = self._driver.cuMemcpyAsync(*way.arguments(nbytes), _handle(way.stream))
         _check(copied, "a big copy")
 
-    def give(self, directions: Sequence[str], nbytes: int) -> None:
-        """A copy each way at once, in the order of the current stream. On a GPU only."""
-        current = torch.cuda.current_stream()
-        for direction in directions:
-            self.stream(direction).wait_stream(current)
-            self.enqueue(direction, nbytes)
-        for direction in directions:
-            current.wait_stream(self.stream(direction))
-
     def tensors(self, direction: str, nbytes: int) -> tuple[Tensor, Tensor]:
         """The first nbytes of what it copies from, and of what it copies to."""
         way = self._ways[direction]

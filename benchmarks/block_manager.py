@@ -4,10 +4,9 @@ Each manager is filled with random prompts; then for some of them, in random ord
 timed, the managers taking turns.
 Ours gets a prompt as one object with all digests ("digests"), as a list of keys ("keys"), or is
 called for every single key ("by key"). vLLM's gets what its scheduler gives it: lookups key by key,
-other calls with a list of keys; "vLLM by key" gets one key in all calls. At the end a thread notes
-for how long it waits for the GIL while ours is called. Memory is what a process
-holds when the manager is full, less what it held before it was made.
-With --server, the manager of a server in another process takes part too ("server", lru only).
+other calls with a list of keys; "vLLM by key" gets one key in all calls. Memory is what a process
+holds when the manager is full, less what it held before it was made. With --server, the manager of
+a server in another process takes part too ("server", lru only).
 
 vLLM's modules come from its package, of which nothing else is needed:
     pip download --no-deps --only-binary :all: vllm==0.26.0
@@ -20,7 +19,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import threading
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import numpy as np
 import torch
 from block_manager_report import (
-    HOLD_KEYS,
     MISS,
     SERVER,
     VLLM,
@@ -45,14 +42,13 @@ from block_manager_report import (
     judge,
     tables,
 )
-from block_managers import Contestant, OfDigests, OfKeys, OfServer, OfVllm, OneByOne, split
+from block_managers import Contestant, OfDigests, OfKeys, OfServer, OfVllm, OneByOne
 from report import write_json
 from timing import Spread, no_garbage_collection, resident_bytes
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 Maker = Callable[[int, str], Contestant]
-_HOLD_CALLS = 20
 Times = dict[tuple[str, str], list[int]]  # of each manager and call
 
 
@@ -83,8 +79,7 @@ def main(arguments: list[str]) -> int:
         for name in ("digests", VLLM)[: 1 + (VLLM in every)]:
             size = in_a_new_process(bytes_per_page, name, policy, count, options)
             memory.append(Memory(policy, name, pages, size))
-    hold = longest_hold(pages)
-    verdicts = judge(cells, memory, hold)
+    verdicts = judge(cells, memory)
     print(tables(cells, memory), "", *verdicts, sep="\n")
     if options.json:
         settings = {name: getattr(options, name) for name in ("pages", "blocks", "samples")}
@@ -93,7 +88,6 @@ def main(arguments: list[str]) -> int:
             "settings": settings,
             "cells": list(map(asdict, cells)),
             "memory": list(map(asdict, memory)),
-            "longest_hold_ms": hold,
         }
         write_json(options.json, torch.device("cpu"), content, verdicts)
     return 0
@@ -188,38 +182,6 @@ def timed(
     nanoseconds = time.perf_counter_ns() - start
     keep(result)
     return nanoseconds
-
-
-def longest_hold(pages: int) -> float:
-    """Milliseconds that another thread waits for the GIL, at most, while calls with up to HOLD_KEYS
-    keys are made; on a machine that does nothing else."""
-    ours, gaps, over = OfDigests(pages, "arc"), [0], threading.Event()
-    manager: Contestant = ours
-
-    def watch() -> None:
-        while not over.is_set():
-            start = time.perf_counter_ns()
-            time.sleep(0)  # lets the GIL go, and takes it again
-            gaps.append(time.perf_counter_ns() - start)
-
-    interval, thread = sys.getswitchinterval(), threading.Thread(target=watch)
-    sys.setswitchinterval(1e-5)  # Python's own patience is no part of a hold
-    thread.start()
-    try:
-        for blocks in (HOLD_KEYS // 100, HOLD_KEYS // 10, HOLD_KEYS):
-            for _ in range(_HOLD_CALLS):
-                digests = os.urandom(DIGEST_BYTES * min(blocks, pages))
-                for prompt in (digests, split(digests)):
-                    manager.lookup(prompt)
-                    manager.complete_store(manager.prepare_store(prompt))
-                    manager.touch(prompt)
-                    manager.complete_load(manager.prepare_load(prompt))
-        ours.manager.reset()
-    finally:
-        over.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-    return round(max(gaps) / 1e6, 3)
 
 
 def in_a_new_process(call: Callable[..., float], *arguments: object) -> float:

@@ -11,7 +11,6 @@ from timing import Spread
 FASTER = 5.0  # than vLLM's
 BYTES_PER_PAGE = 200.0
 SERVER, SERVER_MICROSECONDS = "server", 60.0  # a lookup of 512 keys
-HOLD_MILLISECONDS, HOLD_KEYS = 1.0, 10_000
 VLLM, VLLM_BY_KEY = "vLLM", "vLLM by key"
 MISS = "lookup, a miss"  # one key is looked up, so the call itself is all that it costs
 BESIDE = {"digests": VLLM, "keys": VLLM, "by key": VLLM_BY_KEY}  # who is compared with whom
@@ -69,8 +68,7 @@ def _of_policy(cells: Sequence[Cell]) -> str:
     return table_of(columns, dict.fromkeys(cell.operation for cell in cells))
 
 
-def judge(cells: Sequence[Cell], memory: Sequence[Memory], hold: float) -> list[Verdict]:
-    """hold: the longest time that another thread waited for the GIL, in milliseconds."""
+def judge(cells: Sequence[Cell], memory: Sequence[Memory]) -> list[Verdict]:
     ours = [its for its in memory if its.manager != VLLM]
     worst = max(its.bytes_per_page for its in ours)
     name = f"bytes for each of {ours[0].pages:,} pages"
@@ -81,13 +79,7 @@ def judge(cells: Sequence[Cell], memory: Sequence[Memory], hold: float) -> list[
         for of in cells
         if (of.manager, of.operation) == (SERVER, "lookup")
     ]
-    held = f"longest hold of the GIL by a call of up to {HOLD_KEYS:,} keys, ms"
-    return [
-        *_speeds(cells),
-        *by_socket,
-        Verdict(name, BYTES_PER_PAGE, worst),
-        Verdict(held, HOLD_MILLISECONDS, hold),
-    ]
+    return [*_speeds(cells), *by_socket, Verdict(name, BYTES_PER_PAGE, worst)]
 
 
 def _speeds(cells: Sequence[Cell]) -> Iterator[Verdict]:

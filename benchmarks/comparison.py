@@ -6,16 +6,18 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
 from other_work import CALLS, MIB, OtherWork
+from program import finish
+from report import Verdict
 from timing import (
     Hold,
     Move,
@@ -24,10 +26,9 @@ from timing import (
     no_garbage_collection,
     quartiles,
     rounded,
-    summary,
     synchronize,
 )
-from transfers import BOTH, Kind, Shape, add_transfers, link_us, move
+from transfers import DIRECTIONS, Kind, Shape, add_transfers, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -38,12 +39,13 @@ PLAIN = "plain ops"  # the same transfer by torch_kvswap/reference.py
 WARM, HELD, COLD = "warm", "held", "cold"
 TOTAL, SUBMIT = "total_us", "submit_us"  # of a Move
 LEAST = 5  # samples that a limit of time leaves
-LINK_EACH = 5  # for so many samples one is measured on the device alone
 _WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
 
 Timed = Callable[[Before], Move]  # does it once, and tells what it took
 NewHandler = Callable[[NumberedBlocks], Any]  # of what moves these blocks
 Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
+Handlers = TypeVar("Handlers")
+OneCell = TypeVar("OneCell")
 
 
 @dataclass
@@ -106,27 +108,16 @@ class Samples:
 
 @dataclass
 class Cell:
-    """Transfers of one kind. link_us: on the device alone, ours and the big copy's. wrong: blocks
-    and pages."""
+    """Transfers of one kind. wrong: blocks and pages."""
 
     kind: Kind
     states: dict[str, Samples] = field(default_factory=dict)
-    link_us: list[tuple[float, float]] = field(default_factory=list)
     wrong: int = 0
-
-    @property
-    def link_ratio(self) -> float | None:
-        return median(ours / big for ours, big in self.link_us) if self.link_us else None
 
     def to_json(self) -> dict[str, Any]:
         return {
             **asdict(self.kind),
             "wrong": self.wrong,
-            "link_ratio": self.link_ratio,
-            "link_us": {
-                way: summary(numbers)
-                for way, numbers in zip((OURS, BIG), zip(*self.link_us, strict=True), strict=False)
-            },
             "states": {state: samples.to_json() for state, samples in self.states.items()},
         }
 
@@ -135,6 +126,7 @@ def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> N
     """The options of a program that compares."""
     add = parser.add_argument
     add_transfers(parser)
+    add("--blocks", type=int, nargs="+", help="in a transfer")
     add("--samples", type=int, default=samples, help="rounds in a cell, after the warm-up rounds")
     text = "rounds in a cell in which other work is done before each transfer and each copy"
     add("--cold-samples", type=int, default=cold_samples, help=text)
@@ -148,6 +140,19 @@ def settings(options: Namespace) -> dict[str, Any]:
     """What says how a comparison was made, for the JSON file."""
     names = ("samples", "cold_samples", "arrangements", "time_limit", "other_mib")
     return {name: getattr(options, name) for name in names} | {"other_calls": CALLS}
+
+
+def finish_cells(
+    options: Namespace,
+    benchmark: str,
+    cells: Sequence[Cell],
+    verdicts: Sequence[Verdict],
+    **more: Any,
+) -> int:
+    """finish() of a program whose figures are these cells; more: what its JSON file has besides."""
+    figures = [cell.to_json() for cell in cells]
+    content = {"benchmark": benchmark, "settings": settings(options), **more, "cells": figures}
+    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
 
 
 def alternate(
@@ -224,19 +229,6 @@ class Comparison:
         synchronize(self._device)
         return samples
 
-    def link_us(
-        self, handler: Any, blocks: NumberedBlocks, kind: Kind
-    ) -> list[tuple[float, float]]:
-        """Microseconds on the device alone, of our transfers and of big copies; none without it."""
-        stream = self._stream
-        if stream is None:
-            return []
-        pairs = (
-            link_us(handler, blocks, kind.directions, kind.blocks, self._big, stream)
-            for _ in range(self._samples[WARM] // LINK_EACH)
-        )
-        return [pair for pair in pairs if pair]
-
     @contextmanager
     def _before_each(self, state: str, blocks: int) -> Iterator[Before]:
         """What makes the state, right before a transfer of so many blocks."""
@@ -251,15 +243,54 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: every direction and number of blocks, in every state. links: whether also
-    on the device alone. others: other handlers, which move the same blocks."""
+    """What is measured: every number of blocks, to and from the host, in every state."""
 
     shapes: Sequence[Shape]
-    directions: Sequence[str]
     counts: Sequence[int]
     states: Sequence[str]
-    links: bool
-    others: Mapping[str, NewHandler] = field(default_factory=dict)
+
+
+def measure_kinds(
+    plan: Plan,
+    device: torch.device,
+    options: Namespace,
+    what: str,
+    open_handlers: Callable[[NumberedBlocks, ExitStack], Handlers],
+    measure: Callable[[Comparison, Handlers, NumberedBlocks, Kind], OneCell],
+) -> list[OneCell]:
+    """Cells of each arrangement, shape, direction and number of blocks.
+
+    Args:
+        what: its name in the line of progress.
+        open_handlers: makes what moves the blocks of a cache; the stack closes it.
+        measure: a cell. The first and the last block and page stay as they are.
+    """
+    kinds = [*product(DIRECTIONS, plan.counts)]
+    number = len(plan.shapes) * len(options.arrangements) * len(kinds)
+    progress = Progress(what, number, sys.stderr)
+    nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
+    comparison = Comparison(device, options, nbytes, number * len(plan.states))
+
+    def of_cache(arrangement: str, shape: Shape) -> Iterator[OneCell]:
+        # As many blocks again do not move. With very few a page would soon get a block that it has,
+        # and nobody would see when it does not.
+        blocks = shape.new_blocks(device, 2 * max(*plan.counts, 16) + 2, arrangement)
+        with ExitStack() as stack:
+            stack.enter_context(blocks.host)
+            handlers = open_handlers(blocks, stack)
+            stack.enter_context(no_garbage_collection())
+            for direction, count in kinds:
+                kind = Kind(shape, arrangement, direction, count)
+                blocks.refill()
+                yield measure(comparison, handlers, blocks, kind)
+                progress.advance(1)
+
+    cells: list[OneCell] = []
+    for arrangement, shape in product(options.arrangements, plan.shapes):
+        cells += of_cache(arrangement, shape)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next shape has blocks of another size
+    return cells
 
 
 def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
@@ -267,52 +298,27 @@ def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
 
 
 def measure_all(
-    plan: Plan, device: torch.device, options: Namespace, what: str, **handler_options: Any
-) -> list[Cell]:
-    """what: its name in the line of progress."""
-    kinds = [*product(plan.directions, plan.counts)]
-    number = len(plan.shapes) * len(options.arrangements) * len(kinds)
-    progress = Progress(what, number, sys.stderr)
-    nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
-    comparison = Comparison(device, options, nbytes, number * len(plan.states))
-    at_once = 2 if BOTH in plan.directions else 1
-    cells = []
-    for arrangement, shape in product(options.arrangements, plan.shapes):
-        # As many blocks again do not move. With very few a page would soon get a block that it has,
-        # and nobody would see when it does not.
-        count = (at_once + 1) * max(*plan.counts, 16) + 2
-        blocks = shape.new_blocks(device, count, arrangement)
-        handler = OffloadHandler(blocks.layout, blocks.host, **handler_options)
-        handlers = {OURS: handler, **{name: new(blocks) for name, new in plan.others.items()}}
-        with blocks.host, handler, no_garbage_collection():
-            for direction, count in kinds:
-                kind = Kind(shape, arrangement, direction, count)
-                cells.append(measure(comparison, handlers, blocks, kind, plan))
-                progress.advance(1)
-        del handler, handlers, blocks
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the next shape has blocks of another size
-    return cells
-
-
-def measure(
-    comparison: Comparison,
-    handlers: Mapping[str, Any],
-    blocks: NumberedBlocks,
-    kind: Kind,
     plan: Plan,
-) -> Cell:
-    """The first and the last block and page stay as they are."""
+    device: torch.device,
+    options: Namespace,
+    what: str,
+    others: Mapping[str, NewHandler] | None = None,
+) -> list[Cell]:
+    """See measure_kinds(). others: other handlers, which move the same blocks."""
 
-    def by(handler: Any) -> Timed:
-        return lambda before: move(handler, blocks, kind.directions, kind.blocks, before)
+    def open_handlers(blocks: NumberedBlocks, stack: ExitStack) -> dict[str, Any]:
+        ours = OffloadHandler(blocks.layout, blocks.host)
+        more = {name: new(blocks) for name, new in (others or {}).items()}
+        return {OURS: stack.enter_context(ours), **more}
 
-    blocks.refill()
-    cell = Cell(kind)
-    ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
-    for state in plan.states:
-        cell.states[state] = comparison.run(ways, kind, state)
-    if plan.links:
-        cell.link_us = comparison.link_us(handlers[OURS], blocks, kind)
-    cell.wrong = blocks.wrong()
-    return cell
+    def measure(
+        comparison: Comparison, handlers: dict[str, Any], blocks: NumberedBlocks, kind: Kind
+    ) -> Cell:
+        def by(handler: Any) -> Timed:
+            return lambda before: move(handler, blocks, kind.directions, kind.blocks, before)
+
+        ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
+        states = {state: comparison.run(ways, kind, state) for state in plan.states}
+        return Cell(kind, states, blocks.wrong())
+
+    return measure_kinds(plan, device, options, what, open_handlers, measure)

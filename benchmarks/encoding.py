@@ -83,8 +83,7 @@ def main(arguments: list[str]) -> int:
     device = device_of(options)
     on_cuda = device.type == "cuda"
     shapes = shapes_of(options, on_cuda, SHAPES)
-    blocks = blocks_of(options, on_cuda)
-    cells = measure_all(device, shapes, sorted(set(blocks)), options)
+    cells = measure_all(device, shapes, blocks_of(options, on_cuda), options)
     beside, wrong = measure_compute(device, options, on_cuda)
     verdicts = judge(cells, beside) if is_judged(device) else []
     print(tables(cells, beside), "", *verdicts, "", sep="\n")
@@ -102,7 +101,6 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add_comparison(parser, samples=20, cold_samples=0)
     parser.set_defaults(arrangements=[ONE_BY_ONE])
-    add("--blocks", type=int, nargs="+", help="in a transfer")
     add("--bits", type=float, default=12.125, help="per value of a slot: 12.125 or 12.5")
     add("--repeats", type=int, default=4, help="beside the compute")
     return parser

@@ -2,11 +2,10 @@
 
 Each way makes memory of --gib once to warm up and then --samples times, in changing order: pools
 as they are by default, in the background (ready when the first chunk is), on small pages, shared
-between processes; and torch.empty(pin_memory=True), whose cache is emptied in between. Then a
-matrix is multiplied, step after step, while a pool is pinned in the background: what that costs the
-compute. Without a GPU the memory is touched, not pinned, beside torch.zeros().fill_(0), and nothing
-is judged. A byte of each page of the memory is looked at; one that is not zero is wrong. Ends with
-1 when memory is wrong, else with 0, whether or not the target is met.
+between processes; and torch.empty(pin_memory=True), whose cache is emptied in between. Without a
+GPU nothing is pinned, so that no memory is there before it is used, and nothing is judged. A byte
+of each page of the pools is looked at; one that is not zero is wrong. Ends with 1 when memory is
+wrong, else with 0, whether or not the target is met.
 """
 
 from __future__ import annotations
@@ -15,43 +14,69 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
-from host_memory_report import Beside, Cell, judge, tables
 from program import device_of, finish, is_judged, new_parser
-from timing import in_turn, no_garbage_collection, resident_bytes, synchronize
+from report import Column, Verdict, table_of
+from timing import in_turn, no_garbage_collection, summary
 from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.host_pool.memory import Mapping, map_new
 
 PAGE = 2 << 20
 TORCH = "torch"  # what the others are compared with
-Memory = tuple[Tensor, Any]  # and who knows its huge pages
-Way = Callable[[int], Memory]
+SHARE = 0.25  # of torch's time, for a pool as it is by default
+OPTIONS: dict[str, dict[str, bool]] = {
+    "HostPool": {},
+    "first chunk, background": {"pin_in_background": True},
+    "small pages": {"huge_pages": False},
+    "shared": {"shared": True},
+}
+Way = Callable[[int], tuple[Tensor, HostPool | None]]
+
+
+@dataclass
+class Cell:
+    """Samples of one way to make nbytes, in seconds. huge_share: of them on huge pages, None where
+    nobody says. wrong: samples that were not zero."""
+
+    name: str
+    nbytes: int
+    ready: list[float] = field(default_factory=list)
+    huge_share: float | None = None
+    wrong: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "ready": summary(self.ready)}
+
+
+CELLS: list[Column[Cell]] = [
+    Column("memory", lambda cell: cell.name),
+    Column("GiB", lambda cell: cell.nbytes / 2**30),
+    Column("ready, s", lambda cell: median(cell.ready)),
+    Column("s per GiB", lambda cell: median(cell.ready) / cell.nbytes * 2**30),
+    Column("huge share", lambda cell: cell.huge_share),
+]
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
-    on_cuda = device.type == "cuda"
-    nbytes = int((options.gib or (16 if on_cuda else 1)) * 2**30) // PAGE * PAGE
-    ways = pinned_ways(device) if on_cuda else touched_ways()
-    cells = measure(ways, nbytes, options.samples)
-    beside = measure_beside(device, nbytes, options.seconds)
+    nbytes = int((options.gib or (16 if device.type == "cuda" else 1)) * 2**30) // PAGE * PAGE
+    cells = measure(ways(device), nbytes, options.samples)
     verdicts = judge(cells) if is_judged(device) else []
-    print(tables(cells, beside), "", *verdicts, sep="\n")
+    print(table_of(CELLS, cells), "", *verdicts, sep="\n")
     content = {
         "benchmark": "host_memory",
         "settings": {"samples": options.samples, "nbytes": nbytes},
         "cells": [cell.to_json() for cell in cells],
-        "beside": beside.to_json(),
     }
     return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
 
@@ -61,45 +86,29 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--gib", type=float, help="of memory: 16, without a GPU 1")
     add("--samples", type=int, default=3, help="of each way, after one that warms up")
-    add("--seconds", type=float, default=1.0, help="of compute with nothing beside it")
     return parser
 
 
-def pinned_ways(device: torch.device) -> dict[str, Way]:
+def ways(device: torch.device) -> dict[str, Way]:
     layout = PagedLayout([torch.zeros(1, PAGE, dtype=torch.uint8, device=device)])
+    on_cuda = device.type == "cuda"
 
-    def way(**options: Any) -> Way:
-        def make(nbytes: int) -> Memory:
-            pool = HostPool(layout, nbytes // PAGE, pinned=True, **options)
-            return pool.pages.view(-1), pool
+    def by_torch(nbytes: int) -> tuple[Tensor, None]:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda), None
 
-        return make
-
-    return {
-        TORCH: lambda nbytes: (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), None),
-        "HostPool": way(),
-        "first chunk, background": way(pin_in_background=True),
-        "small pages": way(huge_pages=False),
-        "shared": way(shared=True),
-    }
-
-
-def touched_ways() -> dict[str, Way]:
-    def way(shared: bool = False, huge_pages: bool | None = None) -> Way:
-        def make(nbytes: int) -> Memory:
-            mapping = map_new(nbytes, huge_pages, shared=shared)
-            mapping.touch(0, nbytes)
-            return mapping.tensor, mapping
+    def pool(options: dict[str, Any]) -> Way:
+        def make(nbytes: int) -> tuple[Tensor, HostPool]:
+            made = HostPool(layout, nbytes // PAGE, pinned=on_cuda, **options)
+            return made.pages.view(-1), made
 
         return make
 
-    return {
-        TORCH: lambda nbytes: (torch.zeros(nbytes, dtype=torch.uint8).fill_(0), None),
-        "HostPool": way(),
-        "small pages": way(huge_pages=False),
-        "shared": way(shared=True),
-        "shared, small pages": way(True, False),
+    pools = {
+        name: pool(options)
+        for name, options in OPTIONS.items()
+        if on_cuda or "pin_in_background" not in options
     }
+    return {TORCH: by_torch, **pools}
 
 
 def measure(ways: dict[str, Way], nbytes: int, samples: int) -> list[Cell]:
@@ -113,25 +122,22 @@ def measure(ways: dict[str, Way], nbytes: int, samples: int) -> list[Cell]:
 
 
 def take(cell: Cell, make: Way, counts: bool) -> None:
-    before = resident_bytes()
     with no_garbage_collection():
         start = time.perf_counter()
-        memory, owner = make(cell.nbytes)
+        memory, pool = make(cell.nbytes)
         ready = time.perf_counter() - start
-    if isinstance(owner, HostPool):
-        owner.wait_ready()
-    resident = resident_bytes() - before
-    huge = owner.huge_bytes if owner is not None else None
+    if pool is not None:
+        pool.wait_ready()
+        cell.huge_share = pool.huge_bytes / cell.nbytes
     if cell.name != TORCH:  # which leaves its memory as it is
         cell.wrong += int(memory[:: 4096 - 1].any())
-    start = time.perf_counter()
-    if isinstance(owner, HostPool):
-        owner.close()
-    del memory, owner
+    if pool is not None:
+        pool.close()
+    del memory, pool
     if cell.name == TORCH and torch.cuda.is_initialized():
         empty_pinned_cache()
     if counts:
-        cell.add(ready, time.perf_counter() - start, resident, huge)
+        cell.ready.append(ready)
 
 
 def empty_pinned_cache() -> None:
@@ -143,52 +149,10 @@ def empty_pinned_cache() -> None:
     raise RuntimeError("this torch has no call that lets its pinned memory go")
 
 
-def measure_beside(device: torch.device, nbytes: int, seconds: float) -> Beside:
-    """Steps of compute alone, and while a pool is pinned or, without a GPU, touched."""
-    step = new_step(device)
-    alone = steps_until(step, time.perf_counter() + seconds)
-    layout = PagedLayout([torch.zeros(1, PAGE, dtype=torch.uint8, device=device)])
-    start = time.perf_counter()
-    if device.type == "cuda":
-        pool = HostPool(layout, nbytes // PAGE, pin_in_background=True)
-        during = steps_until(step, lambda: pool.is_ready)
-        took = time.perf_counter() - start
-        pool.close()
-    else:
-        mapping = Mapping(nbytes)
-        thread = Thread(target=mapping.touch, args=(0, nbytes))
-        thread.start()
-        during = steps_until(step, lambda: not thread.is_alive())
-        took = time.perf_counter() - start
-    return Beside(alone, during, took)
-
-
-def new_step(device: torch.device) -> Callable[[], None]:
-    """Some products on the device, submitted one by one, as a decode step of an engine is."""
-    on_cuda = device.type == "cuda"
-    size, dtype = (8192, torch.bfloat16) if on_cuda else (256, torch.float32)
-    weights = torch.zeros(size, size, device=device, dtype=dtype)
-    tokens = torch.zeros(64, size, device=device, dtype=dtype)
-
-    def step() -> None:
-        for _ in range(8):
-            torch.mm(tokens, weights)
-        synchronize(device)
-
-    for _ in range(20):
-        step()
-    return step
-
-
-def steps_until(step: Callable[[], None], end: float | Callable[[], bool]) -> list[float]:
-    """Microseconds of each step, one at least."""
-    taken: list[float] = []
-    is_over = end if callable(end) else lambda: time.perf_counter() > end
-    while not taken or not is_over():
-        start = time.perf_counter()
-        step()
-        taken.append((time.perf_counter() - start) * 1e6)
-    return taken
+def judge(cells: list[Cell]) -> list[Verdict]:
+    ready = {cell.name: median(cell.ready) for cell in cells}
+    share = ready["HostPool"] / ready[TORCH]
+    return [Verdict("HostPool, time until ready over torch's", SHARE, share)]
 
 
 if __name__ == "__main__":

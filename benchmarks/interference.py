@@ -34,10 +34,11 @@ from interference_report import BIG, COPY_ENGINES_ONLY, REFERENCE, Cell, Sample,
 from program import device_of, finish, is_judged, new_parser
 from timing import TimeLimit, in_turn, no_garbage_collection, synchronize
 from traffic import BigWay, HandlerWay, ReferenceWay, Way, beside
-from transfers import DIRECTIONS, Shape, add_staging, add_transfers, shapes_of
+from transfers import DIRECTIONS, Shape, add_transfers, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 
 SHAPES = ("160x8", "160x4")
 FORCED = ("staged", "kernel")
@@ -73,7 +74,7 @@ def _parser() -> ArgumentParser:
     add("--seconds", type=float, help="of compute in a sample")
     add("--mib", type=int, help="in a transfer")
     add_transfers(parser)
-    add_staging(parser)
+    add("--staging-mib", type=int, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
     text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
     add("--time-limit", type=float, metavar="SECONDS", help=text)
     return parser

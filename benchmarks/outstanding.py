@@ -1,8 +1,9 @@
 """Submits very many small jobs that cannot move yet, and shows what each call and each job costs.
 
 Every job moves one block. "held": the first job waits for an event, so all others are outstanding
-while the caller's stream is idle. "busy": the caller's own stream is busy. "free": nothing is held,
-the jobs move meanwhile. Without a GPU only "free" runs. All bytes are compared after each round.
+while the caller's stream is idle. "busy": the caller's own stream is busy. poll() is called when
+few jobs are outstanding, and when all are. Two rounds of each; the second one is judged. Without a
+GPU nothing is held ("free"), and the jobs move meanwhile. All bytes are compared after each round.
 Ends with 1 when bytes are wrong or a job is not reported as done once, else with 0, whether or not
 the targets are met.
 """
@@ -10,52 +11,105 @@ the targets are met.
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
-from big_copy import BigCopy
 from blocks import ONE_TENSOR, NumberedBlocks
-from outstanding_report import Run, judge, tables
-from program import device_of, new_parser
-from report import write_json
-from rounds import WINDOW, Few, Job, Round, Scenario, run_few, run_round
-from timing import Hold
+from program import device_of, finish, new_parser
+from report import Column, Verdict, table_of
+from timing import Hold, Nanoseconds, Spread, new_samples, no_garbage_collection, resident_bytes
+from transfers import DIRECTIONS, submit
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
-DIRECTIONS = ("store", "load", "both")  # both: a store and a load in turn
+ROUNDS = 2
+FEW, CALLS = 100, 1000  # jobs before the first calls of poll(); calls that are looked at
+GROWTH, TAIL, BYTES = 1.5, 3.0, 512.0  # targets: all over few, p99 over median, of a job
+# Less than any record of a job, so that one that stays behind is seen.
+LEFT = 64
+# Resident bytes that come and go: Python takes memory from the system 1 MiB at a time, and keeps a
+# piece as long as anything lies in it.
+NOISE = 2 << 20
+_clock = time.perf_counter_ns
+
+
+@dataclass(frozen=True)
+class Run:
+    """A round. Times of calls in microseconds. held: until all was submitted and poll() called.
+
+    submit_few, submit_all: the first and the last 1,000 calls. poll_few, poll_all: with FEW and
+    with all jobs outstanding. left_bytes: resident memory that the round left behind.
+    moving_seconds: from the end of the hold to the last job's end. not_done: jobs that were not
+    reported as done exactly once. wrong: blocks and pages.
+    """
+
+    scenario: str
+    direction: str
+    number: int
+    held: bool
+    submit: Spread
+    submit_few: Spread
+    submit_all: Spread
+    poll_few: Spread
+    poll_all: Spread
+    bytes_per_job: float
+    left_bytes: int
+    moving_seconds: float
+    gb_per_s: float
+    not_done: int
+    wrong: int
+
+
+COLUMNS: list[Column[Run]] = [
+    Column("us", lambda run: run.scenario),
+    Column("jobs", lambda run: run.direction),
+    Column("round", lambda run: run.number),
+    Column("submit, first", lambda run: run.submit_few.median),
+    Column("last", lambda run: run.submit_all.median),
+    Column("mean", lambda run: run.submit.mean),
+    Column("p99", lambda run: run.submit.p99),
+    Column("max", lambda run: run.submit.max),
+    Column(f"poll, {FEW}", lambda run: run.poll_few.median if run.held else None),
+    Column("all", lambda run: run.poll_all.median if run.held else None),
+    Column("bytes/job", lambda run: run.bytes_per_job if run.held else None),
+    Column("left, KiB", lambda run: run.left_bytes / 1024),
+    Column("GB/s", lambda run: run.gb_per_s),
+]
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     count = options.jobs or (100_000 if device.type == "cuda" else 2_000)
-    layers, fragment_bytes = options.layers, options.fragment_kib * 1024
-    blocks = NumberedBlocks(device, count, layers, fragment_bytes, ONE_TENSOR)
-    big = big_copy_seconds(device, blocks.host.nbytes)
+    blocks = NumberedBlocks(device, count, options.layers, options.fragment_kib * 1024, ONE_TENSOR)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
-        runs = measure_all(handler, blocks, scenarios(device), big)
+        runs = measure_all(handler, blocks)
     verdicts = judge(runs, count)
     print(f"{count:,} jobs of one block of {blocks.layout.block_bytes / 1024:g} KiB\n")
-    print(tables(runs), "", *verdicts, sep="\n")
-    if options.json:
-        settings = {"jobs": count, "layers": options.layers, "fragment_kib": options.fragment_kib}
-        content = {
-            "benchmark": "outstanding",
-            "settings": settings,
-            "runs": list(map(asdict, runs)),
-        }
-        write_json(options.json, device, content, verdicts)
-    return 1 if any(run.wrong or run.round.not_done for run in runs) else 0
+    print(table_of(COLUMNS, runs), "", *verdicts, sep="\n")
+    not_done = sum(run.not_done for run in runs)
+    print(f"jobs not reported as done once: {not_done}")
+    content = {
+        "benchmark": "outstanding",
+        "settings": {
+            "jobs": count,
+            "layers": options.layers,
+            "fragment_kib": options.fragment_kib,
+        },
+        "runs": list(map(asdict, runs)),
+    }
+    code = finish(options, content, verdicts, sum(run.wrong for run in runs))
+    return 1 if not_done else code
 
 
 def _parser() -> ArgumentParser:
@@ -67,87 +121,126 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def big_copy_seconds(device: torch.device, nbytes: int) -> dict[str, float]:
-    """Of that many bytes one way, or half of them each way at once; the median of five."""
-    big = BigCopy(device, nbytes)
-    seconds = {}
-    for direction in DIRECTIONS:
-        ways = ["store", "load"] if direction == "both" else [direction]
-        samples = [big.move(ways, nbytes // len(ways)).total_us for _ in range(6)]
-        seconds[direction] = median(samples[1:]) / 1e6  # the first one touches the memory
-    return seconds
-
-
-def scenarios(device: torch.device) -> list[Scenario]:
-    if device.type != "cuda":
-        return [Scenario("free")]
-    side = torch.cuda.Stream(device)
-    return [
-        Scenario("held", lambda seconds: Hold(side, seconds), by_event=True),
-        Scenario("busy", lambda seconds: Hold(torch.cuda.current_stream(device), seconds)),
-        Scenario("free"),
-    ]
-
-
-def measure_all(
-    handler: Any, blocks: NumberedBlocks, scenarios: Sequence[Scenario], big: Mapping[str, float]
-) -> list[Run]:
-    """big: seconds of one big copy of all bytes, by direction."""
-    total = len(DIRECTIONS) * sum(map(_rounds, scenarios))
-    progress = Progress("rounds", total, sys.stderr)
+def measure_all(handler: Any, blocks: NumberedBlocks) -> list[Run]:
+    scenarios: dict[str, Callable[[float], Hold] | None] = {"free": None}
+    if blocks.device.type == "cuda":
+        streams = torch.cuda.Stream(blocks.device), torch.cuda.current_stream(blocks.device)
+        scenarios = {
+            name: partial(Hold, stream)
+            for name, stream in zip(("held", "busy"), streams, strict=True)
+        }
+    kinds = list(product(scenarios, DIRECTIONS, range(1, ROUNDS + 1)))
+    progress = Progress("rounds", len(kinds), sys.stderr)
     runs = []
-    for scenario, direction in product(scenarios, DIRECTIONS):
-        for run in measure(handler, blocks, scenario, direction, big[direction]):
-            runs.append(run)
-            progress.advance(1)
+    for kind in kinds:
+        runs.append(run_round(handler, blocks, scenarios[kind[0]], *kind))
+        progress.advance(1)
     return runs
 
 
-def measure(
-    handler: Any, blocks: NumberedBlocks, scenario: Scenario, direction: str, big_seconds: float
-) -> Iterator[Run]:
-    """Two rounds, and where jobs are held by an event a third one whose Job objects are kept."""
-    block_ids, page_ids = (torch.randperm(blocks.count) for _ in range(2))
-    jobs = list(_jobs(handler, direction, block_ids.tolist(), page_ids.tolist()))
-    few = run_few(handler, jobs, scenario)
-    nbytes = blocks.count * blocks.layout.block_bytes
-    for number in range(1, _rounds(scenario) + 1):
-        blocks.refill()
-        kept = number == 3
-        ended = _run_held(handler, jobs, scenario, few, kept)
-        stores = slice(0, None, 2) if direction == "both" else slice(None)
-        loads = slice(1, None, 2) if direction == "both" else slice(None)
-        if direction != "load":
-            blocks.note("store", block_ids[stores], page_ids[stores])
-        if direction != "store":
-            blocks.note("load", block_ids[loads], page_ids[loads])
-        speeds = (nbytes / ended.moving_seconds / 1e9, nbytes / big_seconds / 1e9)
-        yield Run(scenario.name, direction, number, kept, few, ended, *speeds, wrong=blocks.wrong())
+def run_round(
+    handler: Any,
+    blocks: NumberedBlocks,
+    new_hold: Callable[[float], Hold] | None,
+    scenario: str,
+    direction: str,
+    number: int,
+) -> Run:
+    """Submits a job for each block, and ends them."""
+    ids = [torch.randperm(blocks.count) for _ in range(2)]
+    jobs = [*zip(*(of_kind.view(-1, 1).tolist() for of_kind in ids), strict=True)]
+    times, few, many = new_samples(len(jobs)), new_samples(CALLS), new_samples(CALLS)
+    blocks.refill()
+    with no_garbage_collection():
+        memory = resident_bytes()
+        hold = new_hold(0.5 + 25e-6 * len(jobs)) if new_hold else None  # a call takes about 10 us
+        after = hold.event if hold and scenario == "held" else None
+        start = time.perf_counter()
+        _submit(handler, direction, jobs[:FEW], times[:FEW], after)
+        results = _poll(handler, few)
+        _submit(handler, direction, jobs[FEW:], times[FEW:])
+        results += _poll(handler, many)
+        full = resident_bytes()
+        held = hold is not None and not hold.is_over and not results
+        if hold:
+            hold.wait()
+            start = time.perf_counter()
+        handler.synchronize()
+        seconds = time.perf_counter() - start
+        results += handler.poll()
+        done = {result.job_id for result in results if result.ok}
+        not_done = max(len(jobs), len(results)) - len(done)
+        results.clear()
+        del done
+        left = resident_bytes() - memory
+    blocks.note(direction, *ids)
+    return Run(
+        scenario,
+        direction,
+        number,
+        held,
+        submit=Spread.of(times),
+        submit_few=Spread.of(times[:CALLS]),
+        submit_all=Spread.of(times[-CALLS:]),
+        poll_few=Spread.of(few),
+        poll_all=Spread.of(many),
+        bytes_per_job=(full - memory) / len(jobs),
+        left_bytes=left,
+        moving_seconds=seconds,
+        gb_per_s=blocks.host.nbytes / seconds / 1e9,
+        not_done=not_done,
+        wrong=blocks.wrong(),
+    )
 
 
-def _jobs(handler: Any, direction: str, blocks: list[int], pages: list[int]) -> Iterator[Job]:
-    for number, (block, page) in enumerate(zip(blocks, pages, strict=True)):
-        if direction == "store" or (direction == "both" and number % 2 == 0):
-            yield handler.store, [block], [page]
-        else:
-            yield handler.load, [block], [page]
+def _submit(
+    handler: Any,
+    direction: str,
+    jobs: Sequence[tuple[list[int], list[int]]],
+    samples: Nanoseconds,
+    after: Any = None,
+) -> None:
+    """Times each call. The first job waits for the event `after`, if there is one."""
+    for number, (blocks, pages) in enumerate(jobs):
+        start = _clock()
+        submit(handler, direction, blocks, pages, after=after)
+        samples[number] = _clock() - start
+        after = None
 
 
-def _run_held(
-    handler: Any, jobs: Sequence[Job], scenario: Scenario, few: Few | None, keep: bool
-) -> Round:
-    """A round that is held long enough. A hold that is over although it was long has blocked the
-    submission, and says so in the round."""
-    call = few.submit.mean + few.poll.mean if few else 20.0
-    seconds = 0.5 + 2e-6 * call * (len(jobs) + WINDOW)
-    ended = run_round(handler, jobs, scenario, seconds, keep)
-    if scenario.hold and not ended.held and ended.submit.max < 0.5e6 * seconds:
-        ended = run_round(handler, jobs, scenario, 4 * seconds, keep)
-    return ended
+def _poll(handler: Any, samples: Nanoseconds) -> list[Any]:
+    results = []
+    for number in range(len(samples)):
+        start = _clock()
+        ended = handler.poll()
+        samples[number] = _clock() - start
+        results += ended
+    return results
 
 
-def _rounds(scenario: Scenario) -> int:
-    return 3 if scenario.by_event else 2
+def judge(runs: Sequence[Run], jobs: int) -> list[Verdict]:
+    """The worst of all last rounds of so many jobs against each target."""
+    last = [run for run in runs if run.number == ROUNDS]
+    held = [run for run in last if run.held]
+    over = [run for run in runs if run.scenario != "free" and not run.held]
+
+    def worst(of: Sequence[Run], value: Callable[[Run], float]) -> float | None:
+        return max(map(value, of), default=None)
+
+    tail = worst(last, lambda run: run.submit.p99 / run.submit.median)
+    submits = worst(held, lambda run: run.submit_all.median / run.submit_few.median)
+    polls = worst(held, lambda run: run.poll_all.median / run.poll_few.median)
+    size = worst(held, lambda run: run.bytes_per_job)
+    # A first round may fill caches, which stay.
+    left = worst(last, lambda run: run.left_bytes / jobs) if jobs * LEFT > NOISE else None
+    return [
+        Verdict("p99 of submit over its median", TAIL, tail),
+        Verdict("rounds in which submitting was blocked", 0, len(over) if held or over else None),
+        Verdict("median submit, last calls over first", GROWTH, submits),
+        Verdict(f"median poll, all outstanding over {FEW}", GROWTH, polls),
+        Verdict("resident bytes of an outstanding job", BYTES, size),
+        Verdict("resident bytes that a second round leaves behind for each job", LEFT, left),
+    ]
 
 
 if __name__ == "__main__":

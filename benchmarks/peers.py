@@ -29,14 +29,14 @@ from comparison import (
     NewHandler,
     Plan,
     add_comparison,
+    finish_cells,
     measure_all,
     plain_ops,
-    settings,
 )
 from peer_handlers import PEERS
 from peers_report import judge, tables
-from program import device_of, finish, is_judged, new_parser
-from transfers import BLOCKS, DIRECTIONS, Shape, blocks_of, move, shapes_of
+from program import device_of, is_judged, new_parser
+from transfers import DIRECTIONS, Shape, blocks_of, move, shapes_of
 
 
 def main(arguments: list[str]) -> int:
@@ -49,27 +49,17 @@ def main(arguments: list[str]) -> int:
     versions = {name: peer.version() for name, peer in found.items()}
     shapes, states = shapes_of(options, on_cuda), (WARM, COLD)
     others: dict[str, NewHandler] = {**found, PLAIN: plain_ops}
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False, others=others)
-    cells = measure_all(plan, device, options, "peers")
+    cells = measure_all(Plan(shapes, blocks, states), device, options, "peers", others)
     said = [f"{name}: {text}" for name, text in versions.items()]
     said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
     verdicts = judge(cells) if is_judged(device) else []
     print(tables(cells), "", *said, "", sep="\n")
-    content = {
-        "benchmark": "peers",
-        "settings": settings(options),
-        "versions": versions,
-        "left_out": left_out,
-        "cells": [cell.to_json() for cell in cells],
-    }
-    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+    return finish_cells(options, "peers", cells, verdicts, versions=versions, left_out=left_out)
 
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add_comparison(parser, samples=20, cold_samples=10)
-    text = "in a transfer"
-    parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, help=text)
     return parser
 
 

@@ -19,12 +19,11 @@ from time import perf_counter
 
 # By benchmark: its share of the seconds.
 SHARES = {
-    "bandwidth": 0.26,
-    "submit_cost": 0.15,
-    "duplex": 0.09,
-    "interference": 0.18,
-    "copy_methods": 0.18,
-    "encoding": 0.14,
+    "bandwidth": 0.28,
+    "submit_cost": 0.16,
+    "interference": 0.2,
+    "copy_methods": 0.2,
+    "encoding": 0.16,
 }
 SECONDS = 420.0
 START = 10.0  # seconds of each program until it measures: imports, CUDA, memory

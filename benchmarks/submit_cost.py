@@ -1,4 +1,4 @@
-"""Times the calls of store() and load() alone, by blocks and by layers, and expand_block_ids.
+"""Times the calls of store() and load() alone, by blocks and by layers.
 
 Beside them the calls of one big copy of the same bytes, and of the reference R: what PyTorch needs
 for one contiguous copy with the guarantees of a transfer. All three in turn, as in bandwidth.py.
@@ -6,44 +6,54 @@ for one contiguous copy with the guarantees of a transfer. All three in turn, as
 held, each call comes when all before it has ended. "cold": as that, and before each of the three,
 host memory is read and PyTorch is called. Without a GPU nothing is held, the calls copy too, and
 nothing of them is judged. The ids are other random ones, as lists, in every call; all bytes are
-compared after each cell.
-
-expand_block_ids writes 1 M ids on the CPU into memory that has been written before, beside a
-memcpy of as many bytes into such memory, in turn.
-
-Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
+compared after each cell. Ends with 1 when bytes are wrong, else with 0, whether or not the targets
+are met.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-import time
 from argparse import ArgumentParser
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-import torch
-from comparison import COLD, HELD, WARM, Plan, add_comparison, measure_all, settings
-from program import device_of, finish, is_judged, new_parser
-from submit_cost_report import (
-    Expansion,
-    expansion_table,
-    judge_calls,
-    judge_expansions,
-    tables,
+import numpy as np
+from bandwidth_report import CALLS
+from comparison import (
+    BIG,
+    COLD,
+    HELD,
+    OURS,
+    REFERENCE,
+    SUBMIT,
+    WARM,
+    Cell,
+    Plan,
+    Samples,
+    add_comparison,
+    finish_cells,
+    measure_all,
 )
-from timing import Spread, new_samples, no_garbage_collection
-from transfers import DIRECTIONS, blocks_of, shapes_of
-
-from torch_kvswap import expand_block_ids
+from program import device_of, is_judged, new_parser
+from report import Column, Verdict, table_of
+from transfers import blocks_of, shapes_of
 
 SHAPES = ("1x8", "160x8")
-FACTORS = (4, 16, 64)  # small blocks in a large one
-OUTPUTS = 1_000_000
-WARM_UPS = 3
+GROWTH = 1.25  # of the median with most layers over that with fewest: noise, not a loop over them
+
+
+class Call(NamedTuple):
+    """Calls of one kind in one state."""
+
+    cell: Cell
+    state: str
+
+    @property
+    def samples(self) -> Samples:
+        return self.cell.states[self.state]
 
 
 def main(arguments: list[str]) -> int:
@@ -53,50 +63,80 @@ def main(arguments: list[str]) -> int:
     blocks = blocks_of(options, on_cuda, on_cpu=3)
     states = (WARM, HELD, COLD) if on_cuda else (WARM, COLD)
     shapes = shapes_of(options, on_cuda, SHAPES)
-    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False)
+    plan = Plan(shapes, blocks, states)
     cells = measure_all(plan, device, options, "calls")
-    expansions = [expand(OUTPUTS, factor, options.samples) for factor in FACTORS]
-    verdicts = [*(judge_calls(cells) if is_judged(device) else []), *judge_expansions(expansions)]
-    print(tables(cells), "", expansion_table(expansions), "", *verdicts, "", sep="\n")
-    content = {
-        "benchmark": "submit_cost",
-        "settings": settings(options),
-        "cells": [cell.to_json() for cell in cells],
-        "expansions": list(map(asdict, expansions)),
-    }
-    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+    verdicts = [*_calls(cells), *_growths(cells)] if is_judged(device) else []
+    print(tables(cells), "", *verdicts, "", sep="\n")
+    return finish_cells(options, "submit_cost", cells, verdicts)
 
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add_comparison(parser, samples=50, cold_samples=10)
-    parser.add_argument("--blocks", type=int, nargs="+", help="in a transfer")
     return parser
 
 
-def expand(outputs: int, factor: int, samples: int) -> Expansion:
-    """expand_block_ids of so many outputs, and a memcpy of them; both into memory that is there."""
-    ids = torch.randperm(outputs)[: -(-outputs // factor)]
-    out, copied = (torch.zeros(outputs, dtype=torch.int64) for _ in range(2))
-    ours, beside, allocating = (new_samples(samples) for _ in range(3))
-    clock, to, of = time.perf_counter_ns, copied.data_ptr(), out.data_ptr()
-    with no_garbage_collection():
-        for number in range(-WARM_UPS, samples):
-            start = clock()
-            expand_block_ids(ids, factor, count=outputs, out=out)
-            expanded = clock()
-            ctypes.memmove(to, of, out.nbytes)
-            moved = clock()
-            expand_block_ids(ids, factor, count=outputs)
-            allocated = clock()
-            at = max(number, 0)
-            ours[at], beside[at] = expanded - start, moved - expanded
-            allocating[at] = allocated - moved
-    right = (ids[:, None] * factor + torch.arange(factor)).view(-1)[:outputs]
-    if not torch.equal(copied, right):
-        raise RuntimeError("expand_block_ids gave other ids than it should")
-    spreads = map(Spread.of, (ours, beside, allocating))
-    return Expansion(outputs, factor, *spreads)
+def tables(cells: Sequence[Cell]) -> str:
+    """One for each arrangement and direction; a row for each shape, number of blocks and state."""
+    kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
+    said = [
+        "host time in the call, us; R: what PyTorch needs for one copy with the same guarantees"
+    ]
+    for kind in kinds:
+        chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
+        calls = [Call(cell, state) for cell in chosen for state in cell.states]
+        said.append(table_of(_columns(", ".join(kind)), calls))
+    return "\n\n".join(said)
+
+
+def _columns(title: str) -> list[Column[Call]]:
+    def percentile(share: float) -> Callable[[Call], object]:
+        return lambda call: float(np.percentile(call.samples.numbers(OURS, SUBMIT), share))
+
+    return [
+        Column(title, lambda call: str(call.cell.kind.shape)),
+        Column("blocks", lambda call: call.cell.kind.blocks),
+        Column("state", lambda call: call.state),
+        Column("median", percentile(50)),
+        Column("p90", percentile(90)),
+        Column("p99", percentile(99)),
+        Column("big copy", lambda call: call.samples.median(BIG, SUBMIT)),
+        Column("R", lambda call: call.samples.median(REFERENCE, SUBMIT)),
+        Column("median / R", lambda call: call.samples.ratio(OURS, REFERENCE, SUBMIT)),
+    ]
+
+
+def _calls(cells: Sequence[Cell]) -> Iterator[Verdict]:
+    """On the worst cell, over directions, shapes and arrangements."""
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for cell in cells:
+        for state, samples in cell.states.items():
+            ratio = samples.ratio(OURS, REFERENCE, SUBMIT)
+            ratios.setdefault((cell.kind.blocks, state), []).append(ratio)
+    for (blocks, state), found in ratios.items():
+        if blocks in CALLS:
+            name = f"call of {blocks} blocks, {state}, over that of the reference, worst"
+            yield Verdict(name, CALLS[blocks][WARM if state == HELD else state], max(found))
+
+
+def _growths(cells: Sequence[Cell]) -> Iterator[Verdict]:
+    """On the worst cell, of what does not depend on the state of the caches."""
+    medians: dict[tuple[int, str, str, str], dict[int, float]] = {}
+    for cell in cells:
+        kind = cell.kind
+        for state in {WARM, HELD} & {*cell.states}:
+            key = kind.blocks, kind.arrangement, kind.direction, state
+            median = cell.states[state].median(OURS, SUBMIT)
+            medians.setdefault(key, {})[kind.shape.layers] = median
+    for blocks in dict.fromkeys(key[0] for key in medians):
+        growths = [
+            of_layers[max(of_layers)] / of_layers[min(of_layers)]
+            for key, of_layers in medians.items()
+            if key[0] == blocks and len(of_layers) > 1
+        ]
+        if growths:
+            name = f"call of {blocks:,} blocks, with most layers over with fewest, worst"
+            yield Verdict(name, GROWTH, max(growths))
 
 
 if __name__ == "__main__":

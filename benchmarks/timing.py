@@ -6,7 +6,7 @@ import ctypes
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -174,24 +174,6 @@ class Hold:
 
     def wait(self) -> None:
         self.event.synchronize()
-
-
-def device_us(
-    stream: torch.cuda.Stream, give: Callable[[], None], seconds: float = 0.004
-) -> float | None:
-    """Microseconds on the device of what is given to it while the stream is held for so many
-    seconds: the host costs nothing. None when the hold was over before all was given.
-
-    give: is called with the stream as the current one, and makes it wait for the end."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        hold = Hold(stream, seconds)
-        start.record()
-        give()
-        end.record()
-    held = not hold.is_over
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 if held else None
 
 
 _rates: dict[torch.device, float] = {}

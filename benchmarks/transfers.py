@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from big_copy import Before, BigCopy, nothing
+from big_copy import Before, nothing
 from blocks import ARRANGEMENTS, ONE_BY_ONE, NumberedBlocks
-from timing import Move, device_us
+from timing import Move
 from torch import Tensor
-
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 
 SHAPES = ("160x8", "160x4", "160x2", "64x32")
 BLOCKS = (1, 8, 64, 512)
@@ -56,12 +54,6 @@ def add_transfers(parser: ArgumentParser) -> None:
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help=text)
 
 
-def add_staging(parser: ArgumentParser) -> None:
-    """The option that says how much memory a handler has for staged copies."""
-    mib = DEFAULT_STAGING_BYTES >> 20
-    parser.add_argument("--staging-mib", type=int, default=mib, help="of the handler")
-
-
 def shapes_of(
     options: Namespace, on_cuda: bool, usual: Sequence[str] = SHAPES, on_cpu: int = 2
 ) -> list[Shape]:
@@ -69,9 +61,9 @@ def shapes_of(
     return options.shapes or list(map(Shape.parse, usual if on_cuda else usual[-on_cpu:]))
 
 
-def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> Sequence[int]:
-    """The option --blocks, by default BLOCKS; without a GPU the first few of BLOCKS."""
-    return options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])
+def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> list[int]:
+    """The option --blocks in order, by default BLOCKS; without a GPU the first few of BLOCKS."""
+    return sorted(set(options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])))
 
 
 @dataclass(frozen=True)
@@ -113,32 +105,6 @@ def submit(
     return handler.load(page_ids=pages, gpu_block_ids=blocks, **options)
 
 
-class _Group:
-    """A transfer of `count` blocks for each direction, which share no block and no page."""
-
-    def __init__(
-        self, handler: Any, blocks: NumberedBlocks, directions: Sequence[str], count: int
-    ) -> None:
-        self._handler = handler
-        self._blocks = blocks
-        ids = scattered(blocks, len(directions) * count)
-        parts = zip(*(of_kind.split(count) for of_kind in ids), strict=True)
-        self._ids = dict(zip(directions, parts, strict=True))
-        self._lists = [
-            (direction, block_ids.tolist(), page_ids.tolist())
-            for direction, (block_ids, page_ids) in self._ids.items()
-        ]
-
-    def submit(self, **options: Any) -> list[Any]:
-        return [submit(self._handler, *one, **options) for one in self._lists]
-
-    def end(self) -> None:
-        """All have ended."""
-        self._handler.poll()  # forgets the jobs
-        for direction, ids in self._ids.items():
-            self._blocks.note(direction, *ids)
-
-
 def move(
     handler: Any,
     blocks: NumberedBlocks,
@@ -151,37 +117,17 @@ def move(
 
     options: of store() and load().
     """
-    group = _Group(handler, blocks, directions, count)
+    ids = scattered(blocks, len(directions) * count)  # two transfers share no block and no page
+    parts = list(zip(directions, *(of_kind.split(count) for of_kind in ids), strict=True))
+    lists = [(direction, of.tolist(), pages.tolist()) for direction, of, pages in parts]
     before()
     start = time.perf_counter_ns()
-    jobs = group.submit(**options)
+    jobs = [submit(handler, *one, **options) for one in lists]
     submitted = time.perf_counter_ns()
     handler.synchronize(jobs)
     end = time.perf_counter_ns()
     copy_method = "/".join(sorted({job.result.copy_method for job in jobs}))
-    group.end()
+    handler.poll()  # forgets the jobs
+    for part in parts:
+        blocks.note(*part)
     return Move((end - start) / 1e3, (submitted - start) / 1e3, copy_method)
-
-
-def link_us(
-    handler: Any,
-    blocks: NumberedBlocks,
-    directions: Sequence[str],
-    count: int,
-    big: BigCopy,
-    stream: torch.cuda.Stream,
-) -> tuple[float, float] | None:
-    """Microseconds on the device of such transfers, and of big copies of as many bytes, given to it
-    while the stream is held; None when a hold was over too soon."""
-    group = _Group(handler, blocks, directions, count)
-
-    def give() -> None:
-        for job in group.submit():
-            job.wait()
-
-    ours = device_us(stream, give)
-    handler.synchronize()
-    group.end()
-    nbytes = count * blocks.layout.block_bytes
-    beside = device_us(stream, lambda: big.give(directions, nbytes))
-    return None if ours is None or beside is None else (ours, beside)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import ARRANGEMENTS, ONE_BY_ONE, ONE_TENSOR, NumberedBlocks, distances
 from encoding_report import LOSSLESS, RAW
-from host_memory_report import Cell
+from host_memory import Cell
 from model_blocks import ModelBlocks
 
 pytestmark = pytest.mark.slow  # of benchmark programs

@@ -46,7 +46,7 @@ def test_only_medians_whose_quartiles_lie_apart_are_named(
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        (a_run([1, 2, 3], benchmark="duplex"), "different programs: bandwidth and duplex"),
+        (a_run([1, 2, 3], benchmark="peers"), "different programs: bandwidth and peers"),
         (a_run([1, 2, 3], gpu="other"), "different machines: gpu one and other"),
         (a_run(), "the runs of bandwidth have no quartiles in common"),
     ],

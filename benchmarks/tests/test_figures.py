@@ -21,7 +21,7 @@ from fake_clock import Clock
 from prefix_cache_model import PrefixCacheModel, block_keys
 from timing import Move, synchronize
 from traffic import HandlerWay, beside
-from transfers import Kind, Shape, link_us, move
+from transfers import Kind, Shape, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.prefix import BlockManager
@@ -79,7 +79,7 @@ def test_only_what_is_cold_has_other_work_before_it() -> None:
 
 
 def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() -> None:
-    cell = Cell(KIND, link_us=[(11, 10), (24, 20)])
+    cell = Cell(KIND)
     cell.states[COLD] = Samples(
         {
             OURS: [Move(10, 1, "staged"), Move(90, 4, "batch"), Move(30, 6, "staged")],
@@ -89,8 +89,6 @@ def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() 
     )
     figures = json.loads(json.dumps(cell.to_json()))
     assert figures["shape"] == {"layers": 3, "fragment_kib": 1}
-    assert figures["link_ratio"] == pytest.approx(1.15)
-    assert figures["link_us"][BIG] == {"count": 2, "quartiles": [12.5, 15, 17.5]}
     cold = figures["states"]["cold"]
     assert cold["counts"] == {OURS: 3, BIG: 3, REFERENCE: 3}
     assert cold["copy_methods"] == {OURS: ["batch", "staged"]}
@@ -145,20 +143,6 @@ def test_a_move_is_timed_after_its_ids_are_there_and_leaves_out_both_ends(direct
     held = blocks.host.pages[1:9] if direction == "store" else blocks.layout.tensors[0][1:9]
     held.zero_()
     assert blocks.wrong() == 8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("directions", [["store"], ["load"], ["store", "load"]])
-def test_the_time_on_a_gpu_has_no_host_in_it_and_the_bytes_are_right(directions: list[str]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    blocks, stream = Shape(4, 64).new_blocks(device, 66), torch.cuda.Stream(device)
-    big = BigCopy(device, 32 * blocks.layout.block_bytes)
-    with OffloadHandler(blocks.layout, blocks.host) as handler:
-        for _ in range(3):
-            link = link_us(handler, blocks, directions, 32, big, stream)
-    assert link is not None
-    assert 0.5 < link[0] / link[1] < 10
-    assert blocks.wrong() == 0
 
 
 # Beside a computation

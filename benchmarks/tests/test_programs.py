@@ -24,11 +24,10 @@ PROGRAMS = {
     "bandwidth": (f"{SHAPES} --blocks 8 1", 16),
     "peers": (f"{SHAPES} --blocks 8 1", 16),
     "submit_cost": (f"{SHAPES} --blocks 1 8", 16),
-    "duplex": (f"{SHAPES} --blocks 64", 4),
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
     "encoding": (f"{SHAPES} --blocks 1 8 --repeats 1 --bits 12.5", 12),
     "interference": ("--shapes 3x4 --repeats 2 --seconds 0.002 --mib 1", 16),
-    "host_memory": ("--gib 0.01 --samples 2 --seconds 0.01", None),
+    "host_memory": ("--gib 0.01 --samples 2", 4),
     "outstanding": ("--jobs 300", None),
 }
 
@@ -58,7 +57,6 @@ def test_a_program_runs_and_leaves_its_figures(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, file = importlib.import_module(name), tmp_path / "results" / "figures.json"
-    monkeypatch.setattr(program, "OUTPUTS", 1000, raising=False)  # of submit_cost
     monkeypatch.setattr(program, "is_judged", lambda device: True, raising=False)
     assert run(name, file, device) == 0
     figures = json.loads(file.read_text())
@@ -146,5 +144,4 @@ def test_all_calls_of_block_managers_are_timed(
     figures = json.loads(file.read_text())
     assert len(figures["cells"]) == 4 * 8  # ways of calling, and calls
     assert all(cell["prompt"]["mean"] > 0 for cell in figures["cells"])
-    assert figures["longest_hold_ms"] > 0
     assert capsys.readouterr().out.count("not measured") == 6  # what is beside vLLM's

@@ -45,9 +45,11 @@ def test_a_benchmark_that_fails_does_not_keep_the_others_from_running(
 ) -> None:
     (tmp_path / "bandwidth.json").write_text("of an earlier run")
     (folder / "bandwidth.py").write_text("raise SystemExit('out of memory')")
-    (folder / "duplex.py").write_text(PROGRAM.format(verdicts="[]", code=1))
+    (folder / "submit_cost.py").write_text(PROGRAM.format(verdicts="[]", code=1))
     assert (
-        run_all.main(["--only", "bandwidth", "duplex", "copy_methods", "--json", str(tmp_path)])
+        run_all.main(
+            ["--only", "bandwidth", "submit_cost", "copy_methods", "--json", str(tmp_path)]
+        )
         == 1
     )
     out, err = capfd.readouterr()
