@@ -15,9 +15,8 @@ namespace kvswap {
 class DigestTable;
 
 // What a launch that copies over the link has on its way at once. The link needs 128 to 192 KiB
-// (PCIe 5). More would queue up there, and small kernels of the compute beside wait behind them;
-// and each CTA keeps larger kernels off its multiprocessor. With 512 KiB a prefill loses 6.1 ms for
-// each GB loaded, with 192 KiB 2.3, at the same rate (H100).
+// (PCIe 5). More would queue up there, and small compute kernels would wait behind them. With 512
+// KiB a prefill loses 6.1 ms for each GB loaded, with 192 KiB 2.3, at the same rate (H100).
 constexpr unsigned kBytesOverLink = 192 << 10;
 
 // Why blocks are rejected, in the words of an error: "2 of 5 blocks", then `several`, then where

@@ -19,9 +19,9 @@ constexpr uint64_t kAddressAlignment = 16;
 constexpr unsigned kMinWarps = 4;  // of a CTA
 // The most warps of a launch: of one between GPU memory and GPU memory, or pinned host memory.
 constexpr unsigned kOnDevice = 128 * kMinWarps, kOverLink = 32 * kMinWarps;
-// A team works on one tile and waits for others: about kBytesOverLink are on their way if all teams
-// together work on so many bytes.
-constexpr uint32_t kRawBytesOverLink = 240 << 10;
+// Of one over the link: the tiles of all teams together, as the GPU has them. With fewer bytes the
+// link is not full, and more slow the compute down: see kBytesOverLink (measured on an H100).
+constexpr uint32_t kTileBytesOverLink = 240 << 10;
 
 // Warps for the largest tile of a block.
 uint32_t team_warps(const SlotFormat& format) {
@@ -71,7 +71,7 @@ class TileTable : public PackTable {
     arguments.packed_stride = copy.host->strides[0];
     arguments.by_slot = 1;
     const uint32_t tile = format_.largest_tile();
-    const unsigned teams = (kRawBytesOverLink + tile - 1) / tile;
+    const unsigned teams = (kTileBytesOverLink + tile - 1) / tile;
     const unsigned warps = std::min(kOverLink, teams * arguments.team_warps);
     launch_all(arguments, copy, 0, copy.count, warps, stream);
   }

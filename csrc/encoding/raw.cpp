@@ -26,8 +26,8 @@ constexpr uint32_t kMaxChunk = 4096, kSharedBytes = 64 << 10;
 // Of the kernel without bulk copies.
 constexpr unsigned kWarpsPerCta = 8, kCtasOverLink = 8;
 
-// As few CTAs with bulk copies as have kBytesOverLink on their way: larger kernels find no room
-// beside one. longest: bytes of the longest fragment.
+// As few CTAs with bulk copies as have kBytesOverLink on their way: many compute kernels do not fit
+// on a multiprocessor beside one. longest: bytes of the longest fragment.
 PackLaunch over_link(uint64_t longest) {
   constexpr uint64_t kChunkAlignment = 128;
   const uint64_t fragment = (longest + kChunkAlignment - 1) / kChunkAlignment * kChunkAlignment;
@@ -98,7 +98,7 @@ class SlabTable : public PackTable {
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
     const PackLaunch shape =
-        has_bulk_copies() ? over_link(longest_) : PackLaunch{kCtasOverLink, 1, kMaxChunk};
+        has_bulk_copies() ? over_link(longest_) : PackLaunch{kCtasOverLink, 0, kMaxChunk};
     PackArguments arguments = arguments_of(copy, shape);
     arguments.packed = copy.host->bases[copy.slabs.begin];
     arguments.packed_stride = copy.host->strides[copy.slabs.begin];

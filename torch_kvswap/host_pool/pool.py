@@ -302,9 +302,8 @@ class HostPool(NotCopyable):
         Raises:
             TypeError, ValueError: see HostPool.
         """
-        kept, part = read_encoding(encoding, bits_per_value), read_part(part)
-        verify = read_verify(verify)
-        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, page_alignment, part)
+        kept, verify = read_encoding(encoding, bits_per_value), read_verify(verify)
+        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, page_alignment, read_part(part))
         return shape.page_bytes
 
     def _open(
@@ -559,7 +558,7 @@ class HostPool(NotCopyable):
         if self.num_parts == 1:
             self._digests.write(first, self.blocks_per_page, digests)
             return
-        for rank in range(self.num_parts):
+        for rank in range(self.num_parts):  # the digests have come with the page
             table = self._shape.digests(self._memory.mapping.address, rank)
             for slot in range(first, first + self.blocks_per_page):
                 table.adopt(slot)

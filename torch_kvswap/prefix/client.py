@@ -72,7 +72,8 @@ class Session(NotCopyable):
 
     Args:
         path (str): the server's socket.
-        engine (str): the name of the engine, if its scheduler and workers are sessions of it.
+        engine (str): the name of the engine, if its scheduler and workers have sessions of their
+            own.
         cache: what the server compares, from describe().
         pools (RemotePools): get the server's memory.
         worker (int): the number of this worker in its engine, from 0 on.

@@ -497,9 +497,12 @@ class PageServer:
         if earlier is not None and earlier.pid == session.pid and earlier is not session:
             self._drop(earlier)
         for other in list(self._sessions.values()):
-            names = [(one.engine, one.worker, one.is_scheduler) for one in (session, other)]
-            is_same = session.engine and names[0] == names[1]
-            if not (is_same and other.is_member and not other.is_over):
+            is_same = (
+                other.engine == session.engine
+                and other.worker == session.worker
+                and other.is_scheduler == session.is_scheduler
+            )
+            if not (session.engine and is_same and other.is_member and not other.is_over):
                 continue
             if other.connection is None and other.pid == session.pid:
                 self._drop(other)  # it has not heard that it had joined

@@ -23,8 +23,7 @@ class HostServer(NamedTuple):
 
     Attributes:
         path (str): its socket.
-        worker (Replicas): this worker, of an engine whose name is unique at the server. In the
-            scheduler it has rank 0.
+        worker (Replicas): this worker, of an engine whose name is unique at the server.
         model (str): name of the model.
         bytes_of (Mapping[str, str]): what else the key and the bytes of a block depend on.
     """
@@ -58,7 +57,8 @@ class ServedPool(RemotePools):
         how: dict[str, Any],
     ) -> None:
         shape = [largest], None, server.model, 0, 1, blocks_per_page
-        of, (rank, parts) = server.worker, server.worker.part or (0, 1)
+        of = server.worker
+        rank, parts = of.part or (0, 1)
         cache = describe(*shape, **how, bytes_of=server.bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page, "page_alignment": ALIGNMENT}
         super().__init__([largest], False, alone, rank)

@@ -262,7 +262,8 @@ def _check_shared(config: OffloadingConfig, options: SpecOptions, repeats: bool)
     Raises:
         ValueError: they cannot.
     """
-    why, of = "", config.parallel
+    why = ""
+    of = config.parallel
     if of.pp_size * of.pcp_size * of.dcp_size > 1:
         why = (
             f"pipeline_parallel_size is {of.pp_size}, prefill_context_parallel_size {of.pcp_size} "
