@@ -332,16 +332,19 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         for name in preempted:
             request = self._req_status[name].req
-            # vLLM discards the outputs of so many steps. At most one step is on its way, with a
-            # placeholder for each of its tokens.
-            request.async_tokens_to_discard = int(request.num_output_placeholders > 0)
-            request.num_output_placeholders = 0
+            # At most one step is on its way, with a placeholder for each of its tokens. A reset that
+            # preempts has discarded them already.
+            if request.num_output_placeholders:
+                request.async_tokens_to_discard = 1  # outputs of steps
+                request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
-        """Takes in-step loads out of the jobs of their requests. Those of preempted requests must
-        have ended before their blocks are used again."""
+        """Takes in-step loads out of the jobs of their requests, and the loads of this step: after a
+        reset they may be those of requests that it has preempted. In-step loads of preempted
+        requests must have ended before their blocks are used again."""
         hidden = []
-        for number in self._in_step & self._jobs.keys():  # a reset forgets jobs
+        loads = self._in_step | self._current_batch_load_jobs.keys()
+        for number in loads & self._jobs.keys():  # a reset forgets jobs
             name = self._jobs[number].req_id
             status = self._req_status[name]
             if status.req.is_finished():
