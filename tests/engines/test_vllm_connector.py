@@ -448,6 +448,59 @@ def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(folder, runner):
         check(engine, {"new": new, "again": new})
 
 
+@RUNNERS
+def test_a_reset_preempts_requests_whose_load_is_not_reported(folder, runner):
+    """vLLM refuses such a reset, and has preempted them by then."""
+    old = prompt(1, 96)
+    prompts = {"other": prompt(3, 40), "new": old + prompt(2, 64)}
+    with serving(folder, runner=runner, is_async=True) as engine:
+        engine.serve({"old": old})
+        engine.forget_gpu()
+        seen = Faults(engine, never).seen
+        for name, one in prompts.items():
+            engine.add(name, one, 20)
+            engine.step()
+        assert seen["load"] == 1
+        assert engine.steps, "it is not reported yet"
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.run()
+        check(engine, prompts, 20)
+
+
+@RUNNERS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_requests_that_a_reset_preempts_are_loaded_again(folder, runner, policy):
+    prompts = {f"{n}": prompt(n, 97) for n in range(2)}
+    transfer = {"kv_load_failure_policy": policy}
+    with serving(folder, runner=runner, transfer=transfer) as engine:
+        seen = Faults(engine, never).seen
+        for name, one in prompts.items():
+            engine.add(name, one, 8)
+        for _ in range(4):
+            engine.step()
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        assert seen["load"] > 0
+        engine.run()
+        check(engine, prompts, 8)
+
+
+@RUNNERS
+@SCHEDULERS
+def test_requests_that_were_loaded_need_no_block_of_a_larger_one_in_front(folder, runner, is_async):
+    """Which has waited for the load of its first chunk, while they were loaded, and needs more
+    blocks than they leave."""
+    large = prompt(1, 250)
+    prompts = {"begin": large[:16], "large": large, "a": prompt(2, 64), "b": prompt(3, 112)}
+    with serving(folder, runner=runner, is_async=is_async, blocks=20) as engine:
+        for name, one in prompts.items():
+            engine.serve({f"old {name}": one})
+        engine.forget_gpu()
+        engine.serve(prompts)
+        check(engine, prompts)
+
+
 @SCHEDULERS
 @pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

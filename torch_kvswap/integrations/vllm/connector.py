@@ -243,6 +243,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._can_load = self._most_loaded  # tokens in this step, if no request is running
+        self._loading: set[str] = set()  # requests until the step behind their load is scheduled
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
@@ -262,10 +263,17 @@ class SchedulerPart(OffloadingConnectorScheduler):
         A request whose load has failed is computed, until it is preempted. vLLM still reserves the
         blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
         it schedules nothing any more.
+
+        With vLLM 0.26 a request is left out of the step in which others that have been loaded can
+        be scheduled. If there were no blocks for it, vLLM would not come to those behind it, which
+        hold theirs, and would schedule nothing any more. 0.33 begins with them.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
+        self._loading.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
+        if not _IS_033 and not all(self._req_status[one].transfer_jobs for one in self._loading):
+            return None, False
         if is_async and self._failed_loads.get(name) == request.num_preemptions:
             return 0, False
         if not self._loads_in_step or not is_async:
@@ -286,6 +294,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's."""
         name = request.request_id
+        if num_external_tokens and name not in self._current_batch_sync_loads:
+            self._loading.add(name)
         if _IS_033 or not num_external_tokens or name not in self._current_batch_sync_loads:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
@@ -322,6 +332,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             jobs.add(number)
         self._current_batch_sync_loads = set()
         self._running = set(scheduler_output.num_scheduled_tokens)
+        self._loading -= self._running
         self._can_load = self._most_loaded
         return meta
 
@@ -399,6 +410,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         not computed, or not loaded. 0.33 counts as this does."""
         finished = super().request_finished(request)
         self._running.discard(request.request_id)
+        self._loading.discard(request.request_id)
         self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
         if _IS_033 or status is None:
