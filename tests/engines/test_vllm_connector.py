@@ -69,11 +69,14 @@ def test_prompts_come_back_from_the_host_as_they_were(
 @RUNNERS
 @SCHEDULERS
 def test_a_step_that_decodes_loads_no_more_than_it_hides(folder, runner, is_async):
-    """One that decodes for nobody loads as much as vLLM's largest step hides."""
+    """One that decodes for nobody loads as much as vLLM's largest step hides, and none loads more."""
     prompts = {f"{n}": prompt(n, 257) for n in range(3)}
     longer = {name: one + prompt(9, 20) for name, one in prompts.items()}
+    largest = {"largest": prompt(4, 544)}
+    too_long = {"largest": largest["largest"] + prompt(9, 60)}
     with serving(folder, runner=runner, is_async=is_async, batched=32) as engine:
         engine.serve(prompts)
+        engine.serve(largest)
         submit, in_step = engine.worker.submit_step_loads, []
 
         def submit_counted(loads: Any, layer_groups: int) -> Any:
@@ -85,6 +88,7 @@ def test_a_step_that_decodes_loads_no_more_than_it_hides(folder, runner, is_asyn
             ("idle", prompts, False, 2),  # of 256 tokens each
             ("decoding", prompts, True, 0),
             ("longer", longer, True, 3),
+            ("too long", too_long, True, 0),  # 512 are the most
         ):
             engine.forget_gpu()
             if is_decoding:

@@ -49,8 +49,8 @@ _MODULE = "torch_kvswap.integrations.vllm"
 # Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
 _IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
 # So many tokens are loaded about as fast as one is computed. A step in which other requests run
-# loads no more than it hides behind the tokens that it computes. One that delays no other may take
-# as long as the largest step of vLLM's.
+# loads no more than it hides behind the tokens that it computes. None loads more than the largest
+# step of vLLM's hides.
 _LOADED_PER_COMPUTED = 16
 _LAYER_GROUPS = 16  # of an in-step load, at most
 
@@ -242,7 +242,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._running: set[str] = set()  # requests of the last step that have not ended
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
-        self._can_load = self._most_loaded  # tokens in this step, if no request is running
+        self._can_load = self._most_loaded  # tokens in this step
         self._loading: set[str] = set()  # requests until the step behind their load is scheduled
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
@@ -284,8 +284,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         if num_computed_tokens % tokens_per_chunk or end % tokens_per_chunk:
             return hit, is_async
         computed = request.num_tokens - end
-        can_load = 0 if self._running else self._can_load
-        if computed == 0 or hit > max(can_load, _LOADED_PER_COMPUTED * computed):
+        most = _LOADED_PER_COMPUTED * computed if self._running else self._can_load
+        if computed == 0 or hit > min(most, self._can_load):
             return hit, is_async
         self._can_load -= hit
         self._current_batch_sync_loads.add(name)
