@@ -343,16 +343,16 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         for name in preempted:
             request = self._req_status[name].req
-            # At most one step is on its way, with a placeholder for each of its tokens. A reset that
-            # preempts has discarded them already.
+            # At most one step is on its way, with a placeholder for each of its tokens. A reset has
+            # made vLLM discard them, and left none.
             if request.num_output_placeholders:
                 request.async_tokens_to_discard = 1  # outputs of steps
                 request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
-        """Takes in-step loads out of the jobs of their requests, and the loads of this step: after a
-        reset they may be those of requests that it has preempted. In-step loads of preempted
-        requests must have ended before their blocks are used again."""
+        """Takes in-step loads out of the jobs of their requests, and all loads of this step: it may
+        load what a reset has just preempted. Earlier in-step loads of preempted requests must have
+        ended before their blocks are used again."""
         hidden = []
         loads = self._in_step | self._current_batch_load_jobs.keys()
         for number in loads & self._jobs.keys():  # a reset forgets jobs
