@@ -264,15 +264,14 @@ class SchedulerPart(OffloadingConnectorScheduler):
         blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
         it schedules nothing any more.
 
-        With vLLM 0.26 a request is left out of the step in which others that have been loaded can
-        be scheduled. If there were no blocks for it, vLLM would not come to those behind it, which
-        hold theirs, and would schedule nothing any more. 0.33 begins with them.
+        With vLLM 0.26 a request is left out of the step if one behind it has been loaded. If there
+        were no blocks for it, vLLM would not come to those behind it, which hold theirs, and would
+        schedule nothing any more. 0.33 begins with them.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
-        self._loading.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
-        if not _IS_033 and not all(self._req_status[one].transfer_jobs for one in self._loading):
+        if not _IS_033 and any(map(self._is_loaded, self._loading)):
             return None, False
         if is_async and self._failed_loads.get(name) == request.num_preemptions:
             return 0, False
@@ -290,6 +289,12 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._can_load -= hit
         self._current_batch_sync_loads.add(name)
         return hit, False
+
+    def _is_loaded(self, name: str) -> bool:
+        """Whether the request's load has ended, and vLLM has not come to the request since."""
+        status = self._req_status[name]
+        waits: bool = status.req.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return waits and not status.transfer_jobs
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's."""
