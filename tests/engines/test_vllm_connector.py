@@ -76,11 +76,14 @@ def test_prompts_come_back_from_the_host_as_they_were(
 @RUNNERS
 @SCHEDULERS
 def test_a_step_that_decodes_loads_no_more_than_it_hides(tmp_path, runner, is_async):
-    """One that decodes for nobody loads as much as vLLM's largest step hides."""
+    """One that decodes for nobody loads as much as vLLM's largest step hides, and none loads more."""
     prompts = {f"{n}": prompt(n, 257) for n in range(3)}
     longer = again("longer", prompts, prompt(9, 20))
+    largest = {"largest": prompt(4, 544)}
+    too_long = again("too", largest, prompt(9, 60))
     with serving(tmp_path, runner=runner, is_async=is_async, batched=32) as engine:
         engine.serve(prompts)
+        engine.serve(largest)
         submit, in_step = engine.worker.submit_step_loads, []
 
         def submit_counted(loads: Any, layer_groups: int) -> Any:
@@ -92,6 +95,7 @@ def test_a_step_that_decodes_loads_no_more_than_it_hides(tmp_path, runner, is_as
             ("idle", prompts, False, 2),  # of 256 tokens each
             ("decoding", prompts, True, 0),
             ("longer", longer, True, 3),
+            ("too long", too_long, True, 0),  # 512 are the most
         ):
             engine.forget_gpu()
             if is_decoding:
@@ -418,6 +422,58 @@ def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(tmp_path, runner)
         engine.run()
         engine.serve({"again": NEW})
         check(engine, {"new": NEW, "again": NEW})
+
+
+@RUNNERS
+def test_a_reset_preempts_requests_whose_load_is_not_reported(tmp_path, runner):
+    """vLLM refuses such a reset, and has preempted them by then."""
+    prompts = {"other": prompt(3, 40), "new": NEW}
+    with with_old(tmp_path, runner, is_async=True) as engine:
+        seen = Faults(engine, never).seen
+        for name, one in prompts.items():
+            engine.add(name, one, 20)
+            engine.step()
+        assert seen["load"] == 1
+        assert engine.steps, "it is not reported yet"
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.run()
+        check(engine, prompts, 20)
+
+
+@RUNNERS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_requests_that_a_reset_preempts_are_loaded_again(tmp_path, runner, policy):
+    prompts = {f"{n}": prompt(n, 97) for n in range(2)}
+    transfer = {"kv_load_failure_policy": policy}
+    with serving(tmp_path, runner=runner, transfer=transfer) as engine:
+        seen = Faults(engine, never).seen
+        for name, one in prompts.items():
+            engine.add(name, one, 8)
+        for _ in range(4):
+            engine.step()
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        assert seen["load"] > 0
+        engine.run()
+        check(engine, prompts, 8)
+
+
+@RUNNERS
+@SCHEDULERS
+def test_requests_that_were_loaded_need_no_block_of_a_larger_one_in_front(
+    tmp_path, runner, is_async
+):
+    """Which has waited for the load of its first chunk, while they were loaded, and needs more
+    blocks than they leave."""
+    large = prompt(1, 250)
+    prompts = {"begin": large[:16], "large": large, "a": prompt(2, 64), "b": prompt(3, 112)}
+    with serving(tmp_path, runner=runner, is_async=is_async, blocks=20) as engine:
+        for name, one in prompts.items():
+            engine.serve({f"old {name}": one})
+        engine.forget_gpu()
+        engine.serve(prompts)
+        check(engine, prompts)
 
 
 @SCHEDULERS

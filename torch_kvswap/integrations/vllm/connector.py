@@ -48,9 +48,9 @@ from torch_kvswap.results import TransferError
 _MODULE = "torch_kvswap.integrations.vllm"
 # Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
 _IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
-# So many tokens are loaded about as fast as one is computed. A step in which other requests run
-# loads no more than it hides behind the tokens that it computes. One that delays no other may take
-# as long as the largest step of vLLM's.
+# So many tokens are loaded about as fast as one is computed. If others are running, a request may
+# load so many in its step for each token that it has to compute. In any case a step loads no more
+# than so many for each token of vLLM's largest step.
 _LOADED_PER_COMPUTED = 16
 _LAYER_GROUPS = 16  # of an in-step load, at most
 
@@ -242,7 +242,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._running: set[str] = set()  # requests of the last step that have not ended
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
-        self._can_load = self._most_loaded  # tokens in this step, if no request is running
+        self._can_load = self._most_loaded  # tokens in this step
+        self._loading: set[str] = set()  # requests until the step behind their load is scheduled
+        self._only_loaded = False  # schedules in this step
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
@@ -262,10 +264,18 @@ class SchedulerPart(OffloadingConnectorScheduler):
         A request whose load has failed is computed, until it is preempted. vLLM still reserves the
         blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
         it schedules nothing any more.
+
+        With vLLM 0.26 a request is left out of the step if one behind it has been loaded. If there
+        were no blocks for it, vLLM would not come to those behind it, which hold theirs, and would
+        schedule nothing any more. 0.33 begins with them. The others behind it are left out, too:
+        they must not take its blocks.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
+        self._only_loaded |= not _IS_033 and any(map(self._is_loaded, self._loading))
+        if self._only_loaded:
+            return None, False
         if is_async and self._failed_loads.get(name) == request.num_preemptions:
             return 0, False
         if not self._loads_in_step or not is_async:
@@ -276,16 +286,24 @@ class SchedulerPart(OffloadingConnectorScheduler):
         if num_computed_tokens % tokens_per_chunk or end % tokens_per_chunk:
             return hit, is_async
         computed = request.num_tokens - end
-        can_load = 0 if self._running else self._can_load
-        if computed == 0 or hit > max(can_load, _LOADED_PER_COMPUTED * computed):
+        most = _LOADED_PER_COMPUTED * computed if self._running else self._can_load
+        if computed == 0 or hit > min(most, self._can_load):
             return hit, is_async
         self._can_load -= hit
         self._current_batch_sync_loads.add(name)
         return hit, False
 
+    def _is_loaded(self, name: str) -> bool:
+        """Whether the request's load has ended, and vLLM has not come to the request since."""
+        status = self._req_status[name]
+        waits: bool = status.req.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return waits and not status.transfer_jobs
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's."""
         name = request.request_id
+        if num_external_tokens and name not in self._current_batch_sync_loads:
+            self._loading.add(name)
         if _IS_033 or not num_external_tokens or name not in self._current_batch_sync_loads:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
@@ -322,6 +340,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
             jobs.add(number)
         self._current_batch_sync_loads = set()
         self._running = set(scheduler_output.num_scheduled_tokens)
+        self._loading -= self._running
+        self._only_loaded = False
         self._can_load = self._most_loaded
         return meta
 
@@ -332,16 +352,19 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         for name in preempted:
             request = self._req_status[name].req
-            # vLLM discards the outputs of so many steps. At most one step is on its way, with a
-            # placeholder for each of its tokens.
-            request.async_tokens_to_discard = int(request.num_output_placeholders > 0)
-            request.num_output_placeholders = 0
+            # At most one step is on its way, with a placeholder for each of its tokens. A reset has
+            # made vLLM discard them, and left none.
+            if request.num_output_placeholders:
+                request.async_tokens_to_discard = 1  # outputs of steps
+                request.num_output_placeholders = 0
 
     def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
-        """Takes in-step loads out of the jobs of their requests. Those of preempted requests must
-        have ended before their blocks are used again."""
+        """Takes in-step loads out of the jobs of their requests, and all loads of this step: it may
+        load what a reset has just preempted. Earlier in-step loads of preempted requests must have
+        ended before their blocks are used again."""
         hidden = []
-        for number in self._in_step & self._jobs.keys():  # a reset forgets jobs
+        loads = self._in_step | self._current_batch_load_jobs.keys()
+        for number in loads & self._jobs.keys():  # a reset forgets jobs
             name = self._jobs[number].req_id
             status = self._req_status[name]
             if status.req.is_finished():
@@ -396,6 +419,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         not computed, or not loaded. 0.33 counts as this does."""
         finished = super().request_finished(request)
         self._running.discard(request.request_id)
+        self._loading.discard(request.request_id)
         self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
         if _IS_033 or status is None:
