@@ -41,7 +41,7 @@ from torch_kvswap import OffloadHandler
 from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES
 
 STATES = (WARM, COLD)
-# By copy_method, first the one that chooses; and why the others cannot be had.
+# The handlers by copy_method, AUTO first. Then the reasons why other methods have no handler.
 Methods = tuple[dict[str, OffloadHandler], dict[str, str]]
 FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
 

@@ -683,7 +683,7 @@ class Replica:
 
 
 def values(seed: int, blocks: int = 12) -> Any:
-    """A cache of bfloat16 values, of which block 2 does not fit into its slot if seed is odd."""
+    """Makes a cache of bfloat16 values. With an odd seed block 2 does not fit into its slot."""
     cache = caches([[(0, 2048), (1, 2048)]], [2048, 2048], "cpu", blocks)
     generator = torch.Generator().manual_seed(seed)
     for one in cache.tensors:

@@ -244,7 +244,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._can_load = self._most_loaded  # tokens in this step
         self._loading: set[str] = set()  # requests until the step behind their load is scheduled
-        self._only_loaded = False  # schedules in this step
+        # Whether this step schedules only requests that have been loaded. None: not known yet.
+        self._only_loaded: bool | None = None
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
@@ -273,7 +274,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
-        self._only_loaded |= not _IS_033 and any(map(self._is_loaded, self._loading))
+        if self._only_loaded is None:  # once a step: no load ends within it
+            self._only_loaded = not _IS_033 and any(map(self._is_loaded, self._loading))
         if self._only_loaded:
             return None, False
         if is_async and self._failed_loads.get(name) == request.num_preemptions:
@@ -285,9 +287,10 @@ class SchedulerPart(OffloadingConnectorScheduler):
         tokens_per_chunk = self.config.kv_group_configs[0].tokens_per_chunk
         if num_computed_tokens % tokens_per_chunk or end % tokens_per_chunk:
             return hit, is_async
-        computed = request.num_tokens - end
-        most = _LOADED_PER_COMPUTED * computed if self._running else self._can_load
-        if computed == 0 or hit > min(most, self._can_load):
+        computed, most = request.num_tokens - end, self._can_load
+        if self._running:
+            most = min(most, _LOADED_PER_COMPUTED * computed)
+        if computed == 0 or hit > most:
             return hit, is_async
         self._can_load -= hit
         self._current_batch_sync_loads.add(name)
@@ -341,7 +344,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._current_batch_sync_loads = set()
         self._running = set(scheduler_output.num_scheduled_tokens)
         self._loading -= self._running
-        self._only_loaded = False
+        self._only_loaded = None
         self._can_load = self._most_loaded
         return meta
 
