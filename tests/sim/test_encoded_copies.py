@@ -98,7 +98,7 @@ def test_random_jobs_leave_the_bits_of_a_model(
     counts = fuzz(make, 2)
     assert counts["done"] > counts["failed"] > 0
     assert counts["rejected"] > 0
-    assert counts["compared"] > 100
+    assert counts["compared"] > 0
     assert min(counts[f"loaded {group}"] for group in range(3)) > 0
     assert counts["never copied"] > 0
 

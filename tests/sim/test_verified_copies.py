@@ -89,7 +89,7 @@ def test_random_jobs_find_nothing_but_what_is_wrong(
     counts = fuzz(make, 1)
     assert counts["done"] > 0
     assert counts["rejected"] > 0
-    assert counts["compared"] > 50
+    assert counts["compared"] > 0
 
 
 @needs_kernels

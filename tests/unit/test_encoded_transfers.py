@@ -187,9 +187,6 @@ def test_blocks_of_raw_groups_do_not_count_for_the_warning() -> None:
 # Random jobs
 
 
-# Random jobs
-
-
 def test_random_jobs_leave_the_bits_of_a_model() -> None:
     counts = fuzz(lambda seed: Fuzz(None, seed), 6)
     assert counts["done"] > counts["failed"] > 0
