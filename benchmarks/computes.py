@@ -8,7 +8,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 _GRAPH_SECONDS = 0.002
 
@@ -35,7 +35,8 @@ def computes(device: torch.device, seconds: float) -> list[Compute]:
     """Those of the table, each for about so many seconds when nothing runs beside it."""
     if device.type != "cuda":
         return [ThreadCompute(seconds)]
-    calls = {"decode": _decode, "attention": _attention, "stream": _stream, "GEMM": _gemm}
+    calls = {"decode": _decode, "attention": _attention, "stream": _stream}
+    calls |= {"prefill": _prefill, "GEMM": _gemm}
     return [GraphCompute(name, make(device), device, seconds) for name, make in calls.items()]
 
 
@@ -59,6 +60,24 @@ def _stream(device: torch.device) -> Callable[[], object]:
     """512 MiB, read and written."""
     x = torch.zeros(256 << 20, device=device, dtype=torch.bfloat16)
     return lambda: x.add_(1)
+
+
+def _prefill(device: torch.device) -> Callable[[], object]:
+    """A layer of a rank of a tensor-parallel model, for 2,048 new tokens behind 6,144: kernels of
+    some ten microseconds, to which it matters how long each waits for the one before."""
+    x, up, down = (_random(device, *shape) for shape in ((2048, 1024), (1024, 5632), (2816, 1024)))
+    project = _random(device, 1024, 1280)
+    keys, values = (_random(device, 1, 8, 8192, 128) for _ in range(2))
+
+    def layer() -> torch.Tensor:
+        query = layer_norm(x, (1024,)) @ project
+        query = query[:, :1024].view(1, 2048, 8, 128).transpose(1, 2)
+        attended = scaled_dot_product_attention(query, keys, values)
+        y = attended.transpose(1, 2).reshape(2048, 1024) + x
+        gate, value = (layer_norm(y, (1024,)) @ up).chunk(2, 1)
+        return y + (silu(gate) * value) @ down
+
+    return layer
 
 
 def _gemm(device: torch.device) -> Callable[[], object]:

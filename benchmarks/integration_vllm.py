@@ -5,7 +5,8 @@ engine has tensor-parallel ranks.
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
 all comes from the host; "alone", the same again one after the other; "continued", as alone, but
-with other tokens at the end, which are computed; "long", as continued, with a longer prompt.
+with other tokens at the end, which are computed; "beside", as continued, while other requests
+decode, whose longest step counts; "long", as continued, with a longer prompt.
 "plain" has a GPU cache that is large enough, which is what offloading can come close to at best:
 the overhead is the time to first token less that of plain. The model has random weights and few KV
 heads, as a rank of a tensor-parallel server has. Two more engines, with a small host cache of raw
@@ -137,6 +138,7 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
             alone = {"order": again, "alone": True, "drop": drops}
             kinds: dict[str, dict[str, Any]] = {"cold": {}, "warm": {"drop": drops}, "alone": alone}
             kinds["continued"] = {**alone, "new": options.new}
+            kinds["beside"] = {**kinds["continued"], "beside": options.running - 1}
             long = {"prompts": 1, "lengths": (options.long_tokens - 50, options.long_tokens)}
             if not options.tier:
                 kinds["long, new"] = long

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import mean, median
 from typing import Any
@@ -19,13 +19,15 @@ CONTINUED = {"continued": 0.35, "long": 0.15}  # share of the overhead of our sp
 # Of our connector, over vLLM's own.
 THROUGHPUT = {"cold": 1.3, "warm": 1.05}
 OVERHEAD = {"alone": 0.65, "restarted": 1.0}
-KINDS = (*SPEC_KINDS, *CONTINUED)
+STEP_MS = 1.0  # that a step of other requests, beside a load, may be longer than plain's
+KINDS = (*SPEC_KINDS, *CONTINUED, "beside")
 
 
 @dataclass
 class Round:
     """What an engine has served at once: seconds of all, to the first token of each request, tokens
-    of each that came from a cache, and the tokens that it made."""
+    of each that came from a cache, and the tokens that it made. If other requests decoded
+    meanwhile: the longest of their steps, beside each request."""
 
     engine: str
     turn: int
@@ -34,6 +36,12 @@ class Round:
     ttft: list[float]
     cached: list[int]
     tokens: list[list[int]]
+    steps: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        """What is compared: the longest steps of others, or the time to first token."""
+        return 1e3 * median(self.steps) if self.steps else self.ttft_ms
 
     @property
     def ttft_ms(self) -> float:
@@ -48,6 +56,7 @@ class Round:
             "seconds": self.seconds,
             "ttft_ms": self.ttft_ms,
             "ttft_s": summary(self.ttft),
+            **({"steps_s": summary(self.steps)} if self.steps else {}),
             "cached": sum(self.cached),
         }
 
@@ -75,9 +84,10 @@ def speedup(rounds: Sequence[Round], engine: str, kind: str) -> float:
 
 
 def overheads_ms(rounds: Sequence[Round], engine: str, kind: str) -> list[float]:
-    """In time to first token, to that of plain in the same turn: quartiles of the turns."""
-    plain = {each.turn: each.ttft_ms for each in _of(rounds, PLAIN, kind)}
-    return quartiles([each.ttft_ms - plain[each.turn] for each in _of(rounds, engine, kind)])
+    """In time to first token, or in the steps of others, to that of plain in the same turn:
+    quartiles of the turns."""
+    plain = {each.turn: each.ms for each in _of(rounds, PLAIN, kind)}
+    return quartiles([each.ms - plain[each.turn] for each in _of(rounds, engine, kind)])
 
 
 def judge(rounds: Sequence[Round]) -> list[Verdict]:
@@ -89,6 +99,8 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
             if _of(rounds, engine, kind):
                 name = f"{kind}, {engine}, share of the overhead of vLLM's own"
                 verdicts.append(Verdict(name, most, _share(rounds, engine, THEIRS, kind)))
+        longer = overheads_ms(rounds, engine, "beside")[1]
+        verdicts.append(Verdict(f"beside, {engine}, ms longer than plain", STEP_MS, longer))
     if not _of(rounds, OURS, "cold"):
         return verdicts
     verdicts += [_judge_throughput(rounds, OURS, kind, 1.0) for kind in SPEC_KINDS]

@@ -55,20 +55,27 @@ class Engine:
         """how: prefixes and prefix, how many prefixes there are and their length; alone: one prompt
         after the other; drop: forget the GPU's prefix cache first, before each one if alone;
         order: which of the prompts, all by default; new: so many tokens at the end of each prompt
-        are others, which were never served."""
+        are others, which were never served; beside: so many other requests decode meanwhile, and
+        the answer has the longest of their steps."""
         made = make_prompts(
             seed, prompts, lengths, how["prefixes"], how["prefix"], self._vocabulary
         )
         chosen = [made[number] for number in how.get("order") or range(len(made))]
         if new := how.get("new", 0):
-            chosen = replace_ends(chosen, new, seed, self._vocabulary)
+            ends = f"{seed}, {how.get('beside', 0)}"  # what one kind has computed no other finds
+            chosen = replace_ends(chosen, new, ends, self._vocabulary)
         batches = [[prompt] for prompt in chosen] if how.get("alone") else [chosen]
-        requests, seconds = [], 0.0
+        requests, steps, seconds = [], [], 0.0
         for batch in batches:
             if how.get("drop") and not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not drop its prefix cache")
             began = time.perf_counter()
-            requests += self._generate(batch, output)
+            if others := how.get("beside"):
+                request, step = self._generate_beside(batch[0], others)
+                requests.append(request)
+                steps.append(step)
+            else:
+                requests += self._generate(batch, output)
             seconds += time.perf_counter() - began
             if how.get("alone"):
                 self._generate([[5, 6, 7]], 8)  # until what was stored is known to be
@@ -77,6 +84,7 @@ class Engine:
             "ttft": [request.metrics.first_token_latency for request in requests],
             "cached": [request.num_cached_tokens or 0 for request in requests],
             "tokens": [list(request.outputs[0].token_ids) for request in requests],
+            "steps": steps,
         }
 
     def end(self) -> None:
@@ -87,14 +95,47 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _generate(self, prompts: list[list[int]], output: int) -> list[Any]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
-        )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found: list[Any] = self._llm.generate(inputs, sampling, use_tqdm=False)
+        found: list[Any] = self._llm.generate(inputs, _sampling(output), use_tqdm=False)
         return found
+
+    def _generate_beside(self, prompt: list[int], others: int) -> tuple[Any, float]:
+        """The first token of a prompt, and the longest time between two tokens of the requests that
+        decode meanwhile."""
+        engine = self._llm.llm_engine
+        names = [
+            engine.add_request(f"other {number}", {"prompt_token_ids": [5, 6, 7]}, _sampling(1000))
+            for number in range(others)
+        ]
+        made: dict[str, Any] = {}
+
+        def step() -> bool:
+            """Whether the others have one more token."""
+            outputs = {output.request_id: output for output in engine.step()}
+            made.update(outputs)
+            return "other 0" in outputs
+
+        def last() -> int:
+            return len(made["other 0"].outputs[0].token_ids) if "other 0" in made else 0
+
+        while last() < 8:
+            step()
+        engine.add_request("new", {"prompt_token_ids": prompt}, _sampling(1))
+        longest, before = 0.0, time.perf_counter()
+        while "new" not in made:
+            if step():
+                now = time.perf_counter()
+                longest, before = max(longest, now - before), now
+        engine.abort_request(names, internal=True)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return made["new"], longest
+
+
+def _sampling(output: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
 
 
 def make_prompts(
@@ -114,7 +155,7 @@ def make_prompts(
 
 
 def replace_ends(
-    prompts: Sequence[Sequence[int]], new: int, seed: int, vocabulary: int
+    prompts: Sequence[Sequence[int]], new: int, seed: str, vocabulary: int
 ) -> list[list[int]]:
     """The prompts with `new` random tokens at their ends."""
     made = random.Random(f"ends {seed}")

@@ -44,7 +44,8 @@ class Server:
             cached = [16 * self.model.serve(block_keys(prompt, 16)) for prompt in chosen]
             cached[-1] += 16 * self.more
         tokens = [[1, 2] for _ in chosen]
-        return {"seconds": 1.0, "ttft": [0.1] * len(chosen), "cached": cached, "tokens": tokens}
+        answer = {"seconds": 1.0, "ttft": [0.1] * len(chosen), "cached": cached, "tokens": tokens}
+        return answer | ({"steps": [0.01] * len(chosen)} if "beside" in order else {})
 
     def end(self) -> None:
         Server.served.append((self.name, "end"))
@@ -73,7 +74,7 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     file = tmp_path / "figures.json"
     assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", "--json", str(file)]) == more
     written = json.loads(file.read_text())
-    assert len(written["rounds"]) == 6 * 3 * 5
+    assert len(written["rounds"]) == 6 * 3 * 6
     raw, lossless = written["hits"]["raw"], written["hits"]["lossless"]
     assert raw["prompts"] == lossless["prompts"] == 24
     assert 0 < raw["blocks"] < lossless["blocks"]
@@ -103,8 +104,8 @@ def test_it_fails_when_a_restarted_engine_does_not_find_what_its_tier_has(more, 
 
 def test_continued_prompts_have_other_tokens_at_their_ends_only():
     made = make_prompts(3, 2, (50, 60), 1, 20, 99)
-    ends = replace_ends(made, 16, 3, 99)
+    ends = replace_ends(made, 16, "3", 99)
     assert [one[:-16] for one in ends] == [one[:-16] for one in made]
     assert [len(one) for one in ends] == [len(one) for one in made]
     assert all(one[-16:] != other[-16:] for one, other in zip(ends, made, strict=True))
-    assert ends == replace_ends(made, 16, 3, 99)
+    assert ends == replace_ends(made, 16, "3", 99)
