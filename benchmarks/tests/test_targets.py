@@ -49,11 +49,15 @@ not measured nan: nan, at least 3""",
 
 
 def rounds_of(**of_engine: tuple[float, float]) -> list[Round]:
-    """By engine: seconds, and to the first token. The second turn takes twice as long."""
+    """By engine: seconds, and to the first token. The second turn takes twice as long. Steps of
+    others take a fiftieth of the time to the first token."""
     names = {"plain": PLAIN, "theirs": THEIRS, "ours": "ours", "lossless": LOSSLESS}
     names |= {"connector": "our connector", "both": "our connector, lossless"}
     return [
-        Round(names[engine], turn, kind, seconds * turn, [first * turn] * 2, [16], [[1, 2]])
+        Round(
+            *(names[engine], turn, kind, seconds * turn, [first * turn] * 2, [16], [[1, 2]]),
+            [first * turn / 50] if kind == "beside" else [],
+        )
         for engine, (seconds, first) in of_engine.items()
         for turn in (1, 2)
         for kind in integration_vllm_report.KINDS
@@ -69,9 +73,11 @@ def test_integration_vllm_asks_for_throughput_and_a_share_of_the_overhead() -> N
 MISSED       cold, our connector, throughput over vLLM's own offloading: 1.25, at least 1.30
 met          warm, our connector, throughput over vLLM's own offloading: 1.25, at least 1.05
 met          alone, our connector, share of the overhead of vLLM's own: 0.10, at most 0.65
+met          beside, our connector, ms longer than plain: 0.30, at most 1
 MISSED       cold, our connector, lossless, throughput over vLLM's own offloading: 1.25, at least 1.30
 met          warm, our connector, lossless, throughput over vLLM's own offloading: 1.25, at least 1.05
 met          alone, our connector, lossless, share of the overhead of vLLM's own: 0.20, at most 0.65
+met          beside, our connector, lossless, ms longer than plain: 0.60, at most 1
 MISSED       cold, ours, throughput over vLLM's own offloading: 0.95, at least 1
 MISSED       warm, ours, throughput over vLLM's own offloading: 0.95, at least 1
 MISSED       alone, ours, throughput over vLLM's own offloading: 0.95, at least 1
@@ -84,7 +90,7 @@ MISSED       long, our connector, lossless, share of the overhead of the spec: 0
     rounds = rounds_of(**slow, ours=(8.0, 0.15))
     rounds[-1].tokens = [[1, 3]]
     assert integration_vllm_report.differences(rounds) == (
-        "answers of 10 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
+        "answers of 12 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
     )
 
 
@@ -99,10 +105,12 @@ MISSED       cold, our connector, throughput over vLLM's own offloading: 1.25, a
 met          warm, our connector, throughput over vLLM's own offloading: 1.25, at least 1.05
 met          alone, our connector, share of the overhead of vLLM's own: 0.50, at most 0.65
 met          restarted, our connector, share of the overhead of vLLM's own: 0.50, at most 1
+MISSED       beside, our connector, ms longer than plain: 1.50, at most 1
 met          cold, our connector, lossless, throughput over vLLM's own offloading: 1.43, at least 1.30
 met          warm, our connector, lossless, throughput over vLLM's own offloading: 1.43, at least 1.05
 MISSED       alone, our connector, lossless, share of the overhead of vLLM's own: 1.10, at most 0.65
-MISSED       restarted, our connector, lossless, share of the overhead of vLLM's own: 1.10, at most 1""",
+MISSED       restarted, our connector, lossless, share of the overhead of vLLM's own: 1.10, at most 1
+MISSED       beside, our connector, lossless, ms longer than plain: 3.30, at most 1""",
     )
 
 
