@@ -74,6 +74,21 @@ def test_requests_that_were_preempted_are_restored(inputs, blocks, how, options)
 
 
 @needs_transformers
+def test_requests_are_restored_in_inference_mode():
+    """From 5.24 on the thread that generates, and makes the cache, is in the caller's mode."""
+    import transformers
+
+    if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 24]:
+        pytest.skip("transformers does not generate in this mode")
+    net, inputs = model("full"), prompts()
+    want = tokens(net, inputs, config(500, gib=0.0))
+    with torch.inference_mode(), ours() as seen:
+        assert tokens(net, inputs, config(small("full"))) == want
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+
+
+@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parked_request_leaves_those_that_run_what_the_scheduler_takes_and_no_more(kind):
     steps = Steps(model(kind), prompts(), config(500, gib=0.0))
@@ -313,7 +328,7 @@ def installed(version: str) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("version", "name"),
-    [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.23.1.dev0", "SectorCache")],
+    [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.24.1.dev0", "SectorCache")],
 )
 def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
     with installed(version):
@@ -321,10 +336,10 @@ def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
 
 
 @pytest.mark.parametrize(
-    "version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6", "strange"]
+    "version", ["5.16.1", "5.25.0", "5.25.0.dev0", "6.0.0", "4.57.6", "strange"]
 )
 def test_a_version_that_is_not_known_is_refused_by_name(version):
-    said = rf"transformers {version} may .* install transformers 5.17 to 5.23"
+    said = rf"transformers {version} may .* install transformers 5.17 to 5.24"
     with installed(version), pytest.raises(ImportError, match=said):
         integration.enable()
 
@@ -332,7 +347,7 @@ def test_a_version_that_is_not_known_is_refused_by_name(version):
 def test_without_transformers_it_says_what_to_install():
     with (
         mock.patch("importlib.util.find_spec", return_value=None),
-        pytest.raises(ImportError, match=r"not installed; install transformers 5\.17 to 5\.23"),
+        pytest.raises(ImportError, match=r"not installed; install transformers 5\.17 to 5\.24"),
     ):
         integration.enable()
 

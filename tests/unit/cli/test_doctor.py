@@ -215,8 +215,8 @@ def test_a_fault_is_named_with_its_remedy_and_by_the_exit_code(
     [
         ("vllm", "0.33.0+cu130", "0.33.0+cu130"),
         ("vllm", "0.32.1", "0.32.1, which was not tested; install 0.26.0 or 0.33.0"),
-        ("transformers", "5.23.1", "5.23.1"),
-        ("transformers", "5.9.0", "5.9.0, which was not tested; install transformers 5.17 to 5.23"),
+        ("transformers", "5.24.1", "5.24.1"),
+        ("transformers", "5.9.0", "5.9.0, which was not tested; install transformers 5.17 to 5.24"),
     ],
 )
 def test_doctor_says_which_engines_are_supported(

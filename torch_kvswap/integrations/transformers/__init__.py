@@ -34,7 +34,7 @@ from torch_kvswap.integrations.transformers.swap import SwapOptions
 # The view of the cache for each supported version of transformers.
 VIEWS: dict[tuple[int, int], type[Cache]] = {
     (5, 17): TensorCache,
-    **{(5, minor): SectorCache for minor in range(18, 24)},
+    **{(5, minor): SectorCache for minor in range(18, 25)},
 }
 
 KNOWN = "transformers {}.{} to {}.{}".format(*min(VIEWS), *max(VIEWS))
