@@ -103,10 +103,10 @@ def test_a_default_device_does_not_change_how_ids_are_copied(accelerator):
 def test_a_host_destination_is_complete_when_the_op_returns(accelerator, where):
     src, dst = torch.ones(4, 8, device=DEVICE_TYPE), place(torch.zeros(4, 8), where)
     unfinished = torch.zeros(4, 8).pin_memory()
-    torch.accelerator.synchronize()
+    with accelerator.hold_copies():
+        unfinished.copy_(src, non_blocking=True)
+        assert not unfinished.any()  # the control
     accelerator.set_copy_delay(0.05)
-    unfinished.copy_(src, non_blocking=True)
-    assert not unfinished.any()  # the control
     ops.swap_blocks(src, dst, 32, ONE_BLOCK)
     assert dst[1].tolist() == [1] * 8
 
@@ -130,10 +130,12 @@ def test_earlier_copies_in_the_stream_end_before_host_memory_is_used(accelerator
     ones = torch.ones(4, 8, device=DEVICE_TYPE)
     written, read = torch.zeros(4, 8).pin_memory(), torch.zeros(4, 8).pin_memory()
     taken, received = torch.zeros(4, 8).to(DEVICE_TYPE), torch.ones(4, 8).to(DEVICE_TYPE)
-    torch.accelerator.synchronize()
+    unfinished = torch.zeros(4, 8).pin_memory()
+    with accelerator.hold_copies():
+        unfinished.copy_(ones, non_blocking=True)
+        assert not unfinished.any()  # the control
     accelerator.set_copy_delay(0.05)
     written.copy_(ones, non_blocking=True)
-    assert not written.any()  # the control
     ops.swap_blocks(written, taken, 32, ONE_BLOCK)
     received.copy_(read, non_blocking=True)
     ops.swap_blocks(ones, read, 32, ONE_BLOCK)

@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 
 SOURCES = Path(__file__).with_name("library")
 NAME = "libfake_accelerator.so"
-COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread"]
+COMMAND = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread"]
 
 
 @cache
