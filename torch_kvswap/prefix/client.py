@@ -249,7 +249,7 @@ class Session(NotCopyable):
                 self.join()
                 log.info("the server at %s is there again", self._path)
                 joined, told = time.monotonic(), ""
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 if str(error) != told and not self._is_closing:
                     told = str(error)
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)

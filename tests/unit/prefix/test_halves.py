@@ -495,27 +495,29 @@ def test_a_reset_that_a_server_has_not_heard_is_told_when_it_is_joined_again(
         assert a.indices("abc") == [0, 1, 2]
 
 
-def test_a_worker_that_could_not_pin_the_memory_joins_later(path: str) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_worker_that_could_not_pin_the_memory_joins_later(
+    path: str, error: type[Exception]
+) -> None:
     class Pools(RemotePools):
-        can_pin = False
+        can_pin, has_failed = True, False
 
         def attach(self, handles: Any) -> None:
-            if not self.can_pin:
-                raise RuntimeError("not pinned")
+            if not Pools.can_pin:
+                Pools.has_failed = True
+                raise error("not pinned")
             super().attach(handles)
 
-    with serving(path), contextlib.closing(new_worker(path, "w", Pools)) as worker:
-        with pytest.raises(RuntimeError, match="not pinned"):
-            worker.join()
-        Pools.can_pin = True
-        assert in_time(lambda: _joins(worker))
-
-
-def _joins(worker: WorkerSession) -> bool:
-    with contextlib.suppress(ValueError):  # the server has not seen yet that it has left
-        worker.join()
-        return True
-    return False
+    with server_process(path) as server:
+        worker, scheduler = worker_of(path, "a", Pools), Scheduler(path, "a")
+        Pools.can_pin = False
+        server.kill()
+        with serving(path), contextlib.closing(worker), contextlib.closing(scheduler):
+            scheduler.until(lambda: Pools.has_failed)
+            Pools.can_pin = True
+            scheduler.until(lambda: scheduler.is_joined)
+            scheduler.store("ab")
+            assert scheduler.indices("ab") == [0, 1]
 
 
 def test_two_engines_of_one_name_are_refused(path: str) -> None:
