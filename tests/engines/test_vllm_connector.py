@@ -508,8 +508,11 @@ def test_a_request_that_was_loaded_but_not_scheduled_needs_no_block_of_a_larger_
         check(engine, new)
 
 
-def test_a_request_whose_load_has_failed_needs_no_block_of_a_larger_one_in_front(tmp_path):
-    """vLLM still reserves its blocks."""
+@pytest.mark.parametrize("tier_hangs", [False, True])
+def test_a_request_whose_load_has_failed_needs_no_block_of_a_larger_one_in_front(
+    tmp_path, tier_hangs
+):
+    """vLLM still reserves its blocks. What it would find in a tier is not waited for."""
     begin, large, one = prompt(1, 16), prompt(2, 208), prompt(3, 112)
     old = {"begin": begin, "large": [*begin, *large], "one": one}
     new = again("new", old, prompt(4, 20))
@@ -519,6 +522,14 @@ def test_a_request_whose_load_has_failed_needs_no_block_of_a_larger_one_in_front
         engine.forget_gpu()
         end_copies_with_their_step(engine)
         faults = Faults(engine, lambda direction, blocks: direction == "load" and blocks == 7)
+        part = engine.scheduler.connector.connector_scheduler
+        lookup = part._lookup
+
+        def lookup_slowly(status: Any, *more: Any) -> Any:
+            hangs = tier_hangs and faults.count["load"] and status.req.request_id == "new one"
+            return None if hangs else lookup(status, *more)
+
+        part._lookup = lookup_slowly
         engine.serve(new)
         check(engine, new)
         assert faults.count["load"] == 1

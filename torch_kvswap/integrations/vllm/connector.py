@@ -263,9 +263,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's. Loads in the step if no other request is running, or if this one has enough
         tokens to compute.
 
-        A request whose load has failed is computed, until it is preempted. vLLM still reserves the
-        blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
-        it schedules nothing any more.
+        A request whose load has failed is computed, until it is preempted, and waits for no tier,
+        because others may wait for it. vLLM still reserves the blocks of that load, and would
+        reserve as many again for another one. If the GPU has fewer, it schedules nothing any more.
 
         With vLLM 0.26 a request is left out of the step if the GPU has not enough blocks for it and
         for those that load, or were loaded and are in no step yet. vLLM takes blocks only from
@@ -280,7 +280,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             self._lacks_blocks = self._lacks_blocks or not self._has_blocks_for(request)
             if self._lacks_blocks:
                 return None, False
-        if is_async and self._failed_loads.get(name) == request.num_preemptions:
+        if hit != 0 and self._failed_loads.get(name) == request.num_preemptions:
             return 0, False
         if not self._loads_in_step or not is_async:
             return hit, is_async
