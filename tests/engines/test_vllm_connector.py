@@ -476,6 +476,78 @@ def test_requests_that_were_loaded_need_no_block_of_a_larger_one_in_front(
         check(engine, prompts)
 
 
+def end_copies_with_their_step(engine: Serving) -> None:
+    worker, get_finished = engine.worker, engine.worker.get_finished
+
+    def get_all_finished() -> Any:
+        worker.wait(set(worker._open))
+        return get_finished()
+
+    worker.get_finished = get_all_finished
+
+
+def test_a_request_that_was_loaded_but_not_scheduled_needs_no_block_of_a_larger_one_in_front(
+    tmp_path,
+):
+    """vLLM computes no prompt in some steps of a replica, to begin at the same time as others."""
+    begin, one = prompt(1, 16), prompt(2, 112)
+    new = {"begin": begin, "large": [*begin, *prompt(3, 234)], "one": [*one, *prompt(4, 30)]}
+    with serving(tmp_path, blocks=20, transfer=RECOMPUTE) as engine:
+        engine.serve({"old begin": begin, "old one": one})
+        engine.forget_gpu()
+        end_copies_with_their_step(engine)
+        engine.start_decoding()
+        for name, tokens in new.items():
+            engine.add(name, tokens)
+        engine.step()
+        schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = lambda: schedule(throttle_prefills=True)
+        engine.step()
+        engine.scheduler.schedule = schedule
+        engine.run()
+        check(engine, new)
+
+
+@pytest.mark.parametrize("tier_hangs", [False, True])
+def test_a_request_whose_load_has_failed_needs_no_block_of_a_larger_one_in_front(
+    tmp_path, tier_hangs
+):
+    """vLLM still reserves its blocks. What it would find in a tier is not waited for."""
+    begin, large, one = prompt(1, 16), prompt(2, 208), prompt(3, 112)
+    old = {"begin": begin, "large": [*begin, *large], "one": one}
+    new = again("new", old, prompt(4, 20))
+    with serving(tmp_path, blocks=20, transfer=RECOMPUTE) as engine:
+        for name, tokens in old.items():
+            engine.serve({name: tokens})
+        engine.forget_gpu()
+        end_copies_with_their_step(engine)
+        faults = Faults(engine, lambda direction, blocks: direction == "load" and blocks == 7)
+        part = engine.scheduler.connector.connector_scheduler
+        lookup = part._lookup
+
+        def lookup_slowly(status: Any, *more: Any) -> Any:
+            hangs = tier_hangs and faults.count["load"] and status.req.request_id == "new one"
+            return None if hangs else lookup(status, *more)
+
+        part._lookup = lookup_slowly
+        engine.serve(new)
+        check(engine, new)
+        assert faults.count["load"] == 1
+
+
+def test_requests_that_are_loaded_leave_each_other_room_for_drafts(tmp_path):
+    """Of a draft model, which needs blocks for them. The cache has 19 blocks for these prompts."""
+    prompts = {"one": prompt(1, 160), "other": prompt(2, 144)}
+    with serving(tmp_path, blocks=20, drafts=3, transfer=RECOMPUTE) as engine:
+        engine.scheduler.num_lookahead_tokens = 3
+        engine.scheduler._spec_decode_step_blocks = 1  # so 0.33 counts them
+        for name, tokens in prompts.items():
+            engine.serve({name: tokens})
+        engine.forget_gpu()
+        engine.serve(again("new", prompts))
+        check(engine, again("new", prompts))
+
+
 @SCHEDULERS
 @pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -138,7 +138,7 @@ class Session(NotCopyable):
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 connection.setsockopt(socket.SOL_SOCKET, option, seconds)
         except BaseException:
-            connection.close()
+            self._hang_up(connection)
             raise
         with self._lock:  # no call comes in between
             self._use(connection, session, generation)
@@ -158,7 +158,7 @@ class Session(NotCopyable):
             return
         with self._lock:
             self._is_closing = True
-            self._exchange(pack(Op.LEAVE), has_answer=False)
+            was_told = self._say_leave()
             left, self._connection = self._connection, None
             for connection in (self._meeting, left):
                 if connection is not None:  # wakes the thread
@@ -169,6 +169,31 @@ class Session(NotCopyable):
             self._thread.join(DEADLINE)  # it may read from what is closed next
         if left is not None:
             left.close()
+        if not was_told and self._session:
+            self._leave_anew()
+
+    def _say_leave(self) -> bool:
+        """Whether the server will hear that the session ends. The caller holds the lock."""
+        with contextlib.suppress(OSError):
+            if self._connection is not None:
+                self._connection.sendall(pack(Op.LEAVE))
+                return True
+        return False
+
+    def _leave_anew(self) -> None:
+        """Ends the session on another connection: a server that has closed its own, or has taken
+        nothing for long, would keep the pages until this process ends. Waits for no answer."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(DEADLINE)
+            connection.connect(self._path)
+            connection.sendall(pack(Op.LEAVE, [self._session, self._generation]))
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """Closes a connection on which the thread was joining."""
+        if self._is_closing:
+            with contextlib.suppress(OSError):
+                connection.sendall(pack(Op.LEAVE))
+        connection.close()
 
     def _use(self, connection: socket.socket, session: int, generation: int) -> None:
         with self._lock:
@@ -176,7 +201,7 @@ class Session(NotCopyable):
                 self._unheard_resets = 0
             self._session, self._generation = session, generation
             if self._is_closing:
-                connection.close()
+                self._hang_up(connection)
             else:
                 self._connection = connection
 
@@ -224,7 +249,7 @@ class Session(NotCopyable):
                 self.join()
                 log.info("the server at %s is there again", self._path)
                 joined, told = time.monotonic(), ""
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 if str(error) != told and not self._is_closing:
                     told = str(error)
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)

@@ -130,7 +130,7 @@ class SchedulerSession(Session):
             session, self.num_pages, self.resets = self._meet(connection, known)
             connection.setblocking(False)
         except BaseException:
-            connection.close()
+            self._hang_up(connection)
             raise
         with self._lock:  # no call comes in between
             self._use(connection, session, generation)
@@ -202,6 +202,10 @@ class SchedulerSession(Session):
     def _exchange(self, message: bytes, has_answer: bool = True) -> None:
         assert not has_answer, "a scheduler does not wait"
         self._send(message)
+
+    def _say_leave(self) -> bool:
+        self._send(pack(Op.LEAVE))
+        return self.is_joined and not (self._outbox or self._failure)
 
     def _has_jobs(self) -> bool:
         return bool(self._open or self._storing)

@@ -23,7 +23,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 4
+VERSION = 5
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -55,7 +55,9 @@ class Op(IntEnum):
     PUBLISH = 17  # no answer: resets before the store began, borrowed pages; digests of each
     GIVE_BACK = 18  # no answer: borrowed pages
     READY = 19  # no answer: the memory is pinned
-    LEAVE = 20  # no answer: no job is in flight
+    # No answer: no job is in flight. On a new connection: a session of this process, and the
+    # generation of its server.
+    LEAVE = 20
 
 
 class Status(IntEnum):

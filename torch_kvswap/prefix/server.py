@@ -356,7 +356,8 @@ class PageServer:
                 self._disconnect(session)
 
     def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
-        if op not in self._handlers or session.is_member == (op in (Op.HELLO, Op.MEET)):
+        is_in_turn = op == Op.LEAVE or session.is_member != (op in (Op.HELLO, Op.MEET))
+        if op not in self._handlers or not is_in_turn:
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")
         try:
             self._handlers[op](session, numbers, data)
@@ -662,7 +663,12 @@ class PageServer:
         if self._pages.tier is not None:
             self._pages.tier.delete(list(zip(groups, keys, strict=True)))
 
-    def _on_leave(self, session: _Session, *_: object) -> None:
+    def _on_leave(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        """Ends a session, or one of the same process that has lost its connection."""
+        number, generation = numbers or (session.number, self._generation)
+        ended = self._sessions.get(number)
+        if generation == self._generation and ended is not None and ended.pid == session.pid:
+            self._end_session(ended)
         self._end_session(session)
 
 

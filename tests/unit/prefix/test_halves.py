@@ -235,6 +235,27 @@ def test_a_scheduler_that_leaves_gives_its_pages_to_its_worker(path: str) -> Non
         a.until(lambda: stats(server).idle_pages == 2)
 
 
+@pytest.mark.parametrize("lost", [["scheduler"], ["worker"], ["scheduler", "worker"]])
+def test_an_engine_that_is_closed_without_its_connections_keeps_no_page(
+    path: str, monkeypatch: pytest.MonkeyPatch, lost: list[str]
+) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE", PATIENCE)  # before it comes again
+    with serving(path) as server:
+        worker, scheduler = worker_of(path, "a"), Scheduler(path, "a")
+        scheduler.store("ab")
+        scheduler.begin_load([scheduler.find("a")])
+        assert stats(server).idle_pages == 1
+        for one in [{"scheduler": scheduler, "worker": worker}[name] for name in lost]:
+            one._connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+            scheduler.until(lambda one=one: one._connection is None)  # type: ignore[misc]
+        sessions = server._sessions.values
+        assert in_time(lambda: sum(of.connection is None for of in [*sessions()]) == len(lost))
+        scheduler.close()
+        worker.close()
+        assert in_time(lambda: not server._sessions)
+        assert (stats(server).idle_pages, stats(server).free_pages) == (2, 30)
+
+
 def test_a_worker_keeps_the_old_memory_until_its_scheduler_has_come(path: str) -> None:
     with server_process(path) as server:
         worker = worker_of(path, "a")
@@ -360,13 +381,22 @@ def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) ->
             a.store([f"{turn} {place}" for place in range(count)])
 
 
-def test_a_scheduler_that_leaves_before_its_answers_come_keeps_no_page(path: str) -> None:
+@pytest.mark.parametrize("when", ["it waits", "the server takes no more", "it has given up"])
+def test_a_scheduler_that_leaves_a_server_that_hangs_keeps_no_page(
+    path: str, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     with server_process(path) as server, split(path, "watch") as watch:
         with split(path, "a") as a:
             a.store("abcd")
             assert a.find("ab").pages
             server.send(signal.SIGSTOP)
             a.hold([a.digests("cd")], lambda _: None)
+            while when == "the server takes no more" and not a._outbox:
+                a.touch(bytes(1 << 16))
+            if when == "it has given up":
+                monkeypatch.setattr(client, "DEADLINE", 0.1)
+                a.until(lambda: not a.is_joined)
+                monkeypatch.setattr(client, "DEADLINE", PATIENCE)
             a.close()
             server.send(signal.SIGCONT)
         answers: list[BlockStats] = []
@@ -465,27 +495,29 @@ def test_a_reset_that_a_server_has_not_heard_is_told_when_it_is_joined_again(
         assert a.indices("abc") == [0, 1, 2]
 
 
-def test_a_worker_that_could_not_pin_the_memory_joins_later(path: str) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_worker_that_could_not_pin_the_memory_joins_later(
+    path: str, error: type[Exception]
+) -> None:
     class Pools(RemotePools):
-        can_pin = False
+        can_pin, has_failed = True, False
 
         def attach(self, handles: Any) -> None:
-            if not self.can_pin:
-                raise RuntimeError("not pinned")
+            if not Pools.can_pin:
+                Pools.has_failed = True
+                raise error("not pinned")
             super().attach(handles)
 
-    with serving(path), contextlib.closing(new_worker(path, "w", Pools)) as worker:
-        with pytest.raises(RuntimeError, match="not pinned"):
-            worker.join()
-        Pools.can_pin = True
-        assert in_time(lambda: _joins(worker))
-
-
-def _joins(worker: WorkerSession) -> bool:
-    with contextlib.suppress(ValueError):  # the server has not seen yet that it has left
-        worker.join()
-        return True
-    return False
+    with server_process(path) as server:
+        worker, scheduler = worker_of(path, "a", Pools), Scheduler(path, "a")
+        Pools.can_pin = False
+        server.kill()
+        with serving(path), contextlib.closing(worker), contextlib.closing(scheduler):
+            scheduler.until(lambda: Pools.has_failed)
+            Pools.can_pin = True
+            scheduler.until(lambda: scheduler.is_joined)
+            scheduler.store("ab")
+            assert scheduler.indices("ab") == [0, 1]
 
 
 def test_two_engines_of_one_name_are_refused(path: str) -> None:

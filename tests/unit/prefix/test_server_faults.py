@@ -82,6 +82,22 @@ def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: 
         assert engine.load(PROMPT) == 8
 
 
+def test_an_engine_that_is_closed_without_its_connection_keeps_no_page(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE", PATIENCE)  # before it comes again
+    with serving(path), ServedEngine(path) as engine:
+        with ServedEngine(path) as other:
+            other.compute("abcd")
+            assert other.prefixes.preempt([key_of("c")], [2]) is not None
+            other.prefixes.poll()
+            connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
+            connection.shutdown(socket.SHUT_RDWR)
+            assert other.prefixes.lookup(KEYS) == NOTHING
+            assert counts(engine) == (28, 3, 0, 1)
+        engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+
+
 def test_a_stopped_engine_keeps_its_pages(path: str) -> None:
     with serving(path), ServedEngine(path) as engine, engine_process(path, HOLDS) as other:
         other.send(signal.SIGSTOP)

@@ -244,8 +244,9 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._can_load = self._most_loaded  # tokens in this step
         self._loading: set[str] = set()  # requests until the step behind their load is scheduled
-        # Whether this step schedules only requests that have been loaded. None: not known yet.
-        self._only_loaded: bool | None = None
+        self._blocks = kv_cache_config.num_blocks - 1  # one is vLLM's null block
+        self._next_tokens = 1 + vllm_config.num_speculative_tokens  # of a request in a step
+        self._lacks_blocks = False  # a request was left out of this step for want of blocks
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
@@ -262,23 +263,24 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's. Loads in the step if no other request is running, or if this one has enough
         tokens to compute.
 
-        A request whose load has failed is computed, until it is preempted. vLLM still reserves the
-        blocks of that load, and would reserve as many again for another one. If the GPU has fewer,
-        it schedules nothing any more.
+        A request whose load has failed is computed, until it is preempted, and waits for no tier,
+        because others may wait for it. vLLM still reserves the blocks of that load, and would
+        reserve as many again for another one. If the GPU has fewer, it schedules nothing any more.
 
-        With vLLM 0.26 a request is left out of the step if one behind it has been loaded. If there
-        were no blocks for it, vLLM would not come to those behind it, which hold theirs, and would
-        schedule nothing any more. 0.33 begins with them. The others behind it are left out, too:
-        they must not take its blocks.
+        With vLLM 0.26 a request is left out of the step if the GPU has not enough blocks for it and
+        for those that load, or were loaded and are in no step yet. vLLM takes blocks only from
+        running requests. If it found none for this one, it would not come to those behind it, which
+        hold theirs, and would schedule nothing any more. 0.33 begins with them. All others behind
+        this one are left out, too: they must not take its blocks.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
-        if self._only_loaded is None:  # once a step: no load ends within it
-            self._only_loaded = not _IS_033 and any(map(self._is_loaded, self._loading))
-        if self._only_loaded:
-            return None, False
-        if is_async and self._failed_loads.get(name) == request.num_preemptions:
+        if hit is not None and self._loading and not _IS_033 and name not in self._loading:
+            self._lacks_blocks = self._lacks_blocks or not self._has_blocks_for(request)
+            if self._lacks_blocks:
+                return None, False
+        if hit != 0 and self._failed_loads.get(name) == request.num_preemptions:
             return 0, False
         if not self._loads_in_step or not is_async:
             return hit, is_async
@@ -296,11 +298,16 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._current_batch_sync_loads.add(name)
         return hit, False
 
-    def _is_loaded(self, name: str) -> bool:
-        """Whether the request's load has ended, and vLLM has not come to the request since."""
-        status = self._req_status[name]
-        waits: bool = status.req.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        return waits and not status.transfer_jobs
+    def _has_blocks_for(self, request: Any) -> bool:
+        """Whether the GPU, if no request is running, has enough blocks for this one and all that
+        load."""
+        requests = [request, *(self._req_status[name].req for name in self._loading)]
+        needed = sum(
+            -(-(one.num_tokens + self._next_tokens) // group.tokens_per_block)
+            for one in requests
+            for group in self.config.kv_group_configs
+        )
+        return bool(needed <= self._blocks)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's."""
@@ -344,7 +351,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._current_batch_sync_loads = set()
         self._running = set(scheduler_output.num_scheduled_tokens)
         self._loading -= self._running
-        self._only_loaded = None
+        self._lacks_blocks = False
         self._can_load = self._most_loaded
         return meta
 
