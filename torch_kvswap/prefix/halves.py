@@ -159,10 +159,7 @@ class SchedulerSession(Session):
             while data := self._connection.recv(READ_BYTES):
                 self._inbox += data
                 self._moved = time.monotonic()
-                if len(data) < READ_BYTES:  # what comes next is for the next poll()
-                    break
-            else:
-                self._failure = self._failure or "it has closed the connection"
+            self._failure = self._failure or "it has closed the connection"
         except BlockingIOError:
             pass
         except OSError as error:
