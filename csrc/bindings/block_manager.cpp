@@ -3,7 +3,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -216,32 +215,37 @@ constexpr size_t kGroupBytes = sizeof(uint32_t);
 // has the same hash in all groups. Keys of other hash functions are digested as any other key is.
 nb::bytes fold_keys(const nb::object& keys) {
   constexpr auto kKeyBytes = static_cast<Py_ssize_t>(kDigestBytes + kGroupBytes);
-  std::vector<char> folded;
-  folded.reserve(nb::len(keys) * kDigestBytes);
-  for (const nb::handle key : keys) {
-    nb::object other;
+  const nb::list all = PyList_CheckExact(keys.ptr()) ? nb::borrow<nb::list>(keys) : nb::list(keys);
+  const size_t count = nb::len(all);
+  nb::object folded =
+      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * kDigestBytes)));
+  if (!folded.is_valid()) throw nb::python_error();
+  char* to = PyBytes_AsString(folded.ptr());
+  for (size_t i = 0; i < count; ++i, to += kDigestBytes) {
+    // Digesting another key runs Python code, which may shorten the list.
+    PyObject* item = PyList_GetItem(all.ptr(), static_cast<Py_ssize_t>(i));  // borrowed
+    if (item == nullptr) throw nb::python_error();
+    nb::object key = nb::borrow(item);
     char* bytes = nullptr;
     Py_ssize_t length = 0;
     if (PyBytes_AsStringAndSize(key.ptr(), &bytes, &length) != 0) throw nb::python_error();
-    uint64_t mixed = 0;
-    if (length == kKeyBytes) {
-      uint32_t group = 0;
-      std::memcpy(&group, bytes + kDigestBytes, kGroupBytes);
-      std::memcpy(&mixed, bytes, sizeof mixed);
-      mixed ^= group * 0x9E3779B97F4A7C15;
-    } else {
+    if (length != kKeyBytes) {
       nb::list one;
       one.append(key);
-      other = python.read_digests("keys", one);
-      PyBytes_AsStringAndSize(other.ptr(), &bytes, &length);
-      std::memcpy(&mixed, bytes, sizeof mixed);
+      key = python.read_digests("keys", one);
+      if (PyBytes_AsStringAndSize(key.ptr(), &bytes, &length) != 0) throw nb::python_error();
     }
-    std::array<char, kDigestBytes> digest;
-    std::memcpy(digest.data(), bytes, kDigestBytes);
-    std::memcpy(digest.data(), &mixed, sizeof mixed);
-    folded.insert(folded.end(), digest.begin(), digest.end());
+    std::memcpy(to, bytes, kDigestBytes);
+    uint32_t group = 0;
+    if (length == kKeyBytes) std::memcpy(&group, bytes + kDigestBytes, kGroupBytes);
+    if (group != 0) {
+      uint64_t mixed = 0;
+      std::memcpy(&mixed, bytes, sizeof mixed);
+      mixed ^= group * 0x9E3779B97F4A7C15;
+      std::memcpy(to, &mixed, sizeof mixed);
+    }
   }
-  return nb::bytes(folded.data(), folded.size());
+  return nb::borrow<nb::bytes>(folded);
 }
 
 // Throws TypeError: `name` is something else than what it has to be.

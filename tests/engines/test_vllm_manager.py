@@ -5,7 +5,9 @@ vLLM need not be installed. Where it is, its own manager is tested beside ours.
 
 from __future__ import annotations
 
+import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +138,9 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
             ours.touch(some, request())
         for one in some:
             assert ours.lookup(one, asks) is state.get(one, MISS)
+        in_front = list(itertools.takewhile(state.get, some))
+        is_pending = any(state[one] is PENDING for one in in_front)
+        assert ours.lookup_prefix(some, asks) == (None if is_pending else len(in_front))
         assert ours._states.keys() == state.keys()
         if IS_REAL:
             usage = manager_module.usage_of(ours._blocks.stats())
@@ -186,6 +191,38 @@ def test_with_a_threshold_a_block_is_stored_when_it_was_offered_so_often():
     assert [skipped(), skipped()] == [3, 0]
     assert ours.prepare_store(keys(1, 2, 4), request()).keys_to_store == keys(1, 2)
     assert skipped() == 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_keys_of_a_request_are_in_the_order_of_its_prompt(seed, has_positions, groups):
+    """However it names them: ranges of each group that go on, come again, leave some out or come
+    back to them, as vLLM does."""
+    chosen, context, seen = random.Random(seed), base.ReqContext("request"), list[bytes]()
+    every = [key(0, place, group) for place in range(60) for group in range(groups)]
+    places = {one: 16 * (at // groups + 1) for at, one in enumerate(every)}
+    if has_positions:
+        context.get_offload_key_position = places.get
+    else:
+        context = SimpleNamespace(req_id="request")  # 0.26
+    access, end = Access(None, None), 0
+    for _ in range(40):
+        begin = chosen.choice([0, end, end, chosen.randrange(50)])
+        end = min(begin + chosen.randrange(1, 20), 60)
+        step = chosen.choice([1, 1, 1, 2])
+        some = [one for group in range(groups) for one in every[group::groups][begin:end:step]]
+        access.see(context, some)
+        seen += [one for one in some if one not in seen]
+        if has_positions:
+            seen.sort(key=places.__getitem__)
+        assert access.keys == seen
+        part = chosen.sample(seen, chosen.randrange(1, len(seen) + 1))
+        in_order = sorted(part, key=places.__getitem__ if has_positions else seen.index)
+        assert access.sort(part) == in_order
+        known = set(chosen.sample(seen, len(seen) // 2))
+        in_front = [one for one in seen[: seen.index(in_order[0])] if one in known]
+        assert access.behind_known(part, known) == in_front[-1:] + in_order
 
 
 def test_the_state_of_a_request_is_where_vllm_keeps_it():

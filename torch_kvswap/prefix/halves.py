@@ -10,7 +10,7 @@ import socket
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -221,10 +221,10 @@ class SchedulerSession(Session):
         """
         self._send(pack_keys(Op.HOLD, (), keys), lambda numbers: then(_read_held(numbers)))
 
-    def end_hold(self, held: Sequence[Held], failed: Container[int] = ()) -> None:
+    def end_hold(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
         """Ends what hold() has reserved. Nobody finds the blocks on failed pages any more."""
         for one in held:
-            rejected = (at for at, page in enumerate(one.pages) if page in failed)
+            rejected = [at for at, page in enumerate(one.pages) if page in failed] if failed else ()
             if one.id:
                 self._send(pack(Op.END, [one.id, True, *rejected]))
 
@@ -232,7 +232,7 @@ class SchedulerSession(Session):
         """A load reads what is held, until end_load()."""
         self._open.update(one.id for one in held)
 
-    def end_load(self, held: Sequence[Held], failed: Container[int] = ()) -> None:
+    def end_load(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
         """The copy has ended. See end_hold()."""
         self.end_hold(held, failed)
         with self._lock:

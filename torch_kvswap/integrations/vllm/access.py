@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
 _Access = TypeVar("_Access", bound="Access")
+_GROUP = slice(-4, None)  # the bytes of a key with the number of its group of layers
 
 
 class Access:
@@ -17,7 +17,8 @@ class Access:
 
     Kept in vLLM's ReqContext, which vLLM passes to every call for the request and drops after the
     last one. vLLM before 0.33 does not report the position of a key. Keys are then in the order of
-    arrival, because vLLM names them from the front of the prompt.
+    arrival, because vLLM names them from the front of the prompt. A call names those of a group of
+    layers in the order of the prompt.
 
     Attributes:
         keys (list[bytes]): in the order of the prompt.
@@ -32,8 +33,9 @@ class Access:
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
         self.unreadable: set[bytes] = set()
-        self._places: dict[bytes, int] = {}
-        self._last = 0  # the greatest place
+        # By key. None while each call has named a part of `keys`, or what follows: for a long
+        # prompt a dictionary takes longer than all that is done with it.
+        self._places: dict[bytes, int] | None = None
 
     @classmethod
     def of(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
@@ -63,30 +65,73 @@ class Access:
 
     def sort(self, keys: Iterable[bytes]) -> list[bytes]:
         """The keys in the order of the prompt."""
-        return sorted(keys, key=self._places.__getitem__)
+        keys, places = list(keys), self._places
+        if places is None:
+            if self._has(keys):
+                return keys
+            places = {key: place for place, key in enumerate(self.keys)}
+        return sorted(keys, key=places.__getitem__)
 
     def behind_known(self, keys: Iterable[bytes], known: Container[bytes]) -> list[bytes]:
         """The keys in the order of the prompt, behind the last known one in front of them."""
-        keys = self.sort(keys)
-        at = bisect_left(self.keys, self._places[keys[0]], key=self._places.__getitem__)
-        fronts = (self.keys[i] for i in range(at - 1, -1, -1))
+        keys, backwards = self.sort(keys), self.keys[::-1]
+        fronts = islice(backwards, backwards.index(keys[0]) + 1, None)
         return [*islice(filter(known.__contains__, fronts), 1), *keys]
 
     def see(self, context: Any, keys: Iterable[bytes]) -> None:
         """Records keys of the prompt, stored or not."""
-        position_of = getattr(context, "get_offload_key_position", None)
-        places, last, is_sorted = self._places, self._last, True
+        keys = list(keys)
+        position_of = getattr(context, "get_offload_key_position", lambda key: None)
+        if not keys or (self._places is None and self._follow(keys, position_of)):
+            return
+        if self._places is None:
+            self._places = {}
+            _place(self.keys, self._places, position_of)
+        places = self._places
         new = [key for key in keys if key not in places]
-        for key in new:
-            place = position_of(key) if position_of else None
-            if place is None:
-                place = last + 1
-            places[key] = place
-            if place < last:  # vLLM names the keys of a sliding window later
-                is_sorted = False
-            else:
-                last = place
+        _place(new, places, position_of)
+        new = self.sort(new)
+        is_behind = not new or not self.keys or places[self.keys[-1]] <= places[new[0]]
         self.keys += new
-        self._last = last
-        if not is_sorted:
+        if not is_behind:  # vLLM names the keys of a sliding window later
             self.keys = self.sort(self.keys)
+
+    def _follow(self, keys: list[bytes], position_of: Callable[[bytes], Any]) -> bool:
+        """Records keys that are a part of `keys`, or go on behind it. False if they are others."""
+        known = self.keys
+        if len({key[_GROUP] for key in (*known[:1], keys[0], keys[-1])}) > 1:
+            return False
+        if self._has(keys):
+            return True
+        at, end, begin = len(known), position_of(known[-1]) if known else 0, position_of(keys[0])
+        has_positions = None not in (end, begin)
+        if not (has_positions and end < begin) and keys[0] in known:
+            at = known.index(keys[0])
+        more = keys[len(known) - at :]
+        if known[at:] != keys[: len(known) - at]:
+            return False
+        if has_positions:
+            is_new: bool = end < position_of(more[0])
+        else:
+            is_new = not known or set(more).isdisjoint(known)
+        if is_new:
+            known += more
+        return is_new
+
+    def _has(self, keys: list[bytes]) -> bool:
+        """Whether `keys` has these side by side. Most are the last ones."""
+        known, count = self.keys, len(keys)
+        if not keys or known[-count:] == keys:
+            return True
+        if keys[0] not in known:
+            return False
+        at = known.index(keys[0])
+        return known[at : at + count] == keys
+
+
+def _place(
+    keys: list[bytes], places: dict[bytes, int], position_of: Callable[[bytes], int | None]
+) -> None:
+    for key in keys:
+        place = position_of(key)
+        places[key] = len(places) if place is None else place

@@ -19,8 +19,8 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
@@ -32,14 +32,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
+    TransferJobStatus,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy, make_offload_key
 from vllm.v1.request import RequestStatus
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.integrations.vllm.scheduler_side import load_source
+from torch_kvswap.integrations.vllm.scheduler_side import HostManager, load_source
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
@@ -208,15 +211,6 @@ class _InStepJob(TransferJob):
     sync: bool = True
 
 
-class _NewBlock(NamedTuple):
-    """The first block to load. vLLM 0.26 finds it by its missing hash, and blocks of in-step loads
-    have one."""
-
-    block_id: int
-    is_null: bool = False
-    block_hash: None = None
-
-
 class SchedulerPart(OffloadingConnectorScheduler):
     """Forgets the chunks that were not stored, or could not be loaded. Chooses in-step loads.
 
@@ -238,6 +232,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
+        notes_hits = self._events_tracker.self_describing_enabled
+        self._looks_up_at_once = isinstance(self.manager, HostManager) and not notes_hits
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._running: set[str] = set()  # requests of the last step that have not ended
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -275,6 +271,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
+        self._add_keys(self._req_status[name])
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
         if hit is not None and self._loading and not _IS_033 and name not in self._loading:
             self._lacks_blocks = self._lacks_blocks or not self._has_blocks_for(request)
@@ -309,24 +306,68 @@ class SchedulerPart(OffloadingConnectorScheduler):
         )
         return bool(needed <= self._blocks)
 
+    def _maximal_prefix_lookup(self, keys: Any, req_context: Any, *others: Any) -> int | None:
+        """As vLLM's, which calls lookup() for each key, and may note the hits for events."""
+        hits: int | None
+        if self._looks_up_at_once:
+            hits = self.manager.lookup_prefix(keys, req_context)
+        else:
+            hits = super()._maximal_prefix_lookup(keys, req_context, *others)
+        return hits
+
+    def _add_keys(self, status: Any) -> None:
+        """As update_offload_keys() of vLLM's request, which makes keys one by one."""
+        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+            done, step = len(state.offload_keys), group.hashes_per_chunk
+            number = make_offload_key(b"", group.group_idx)
+            hashes = status.req.block_hashes[step * done + step - 1 :: step]
+            keys = [one + number for one in hashes]
+            state.offload_keys += keys
+            if _IS_033:
+                ends = count((done + 1) * group.tokens_per_chunk, group.tokens_per_chunk)
+                deque(map(status.req_context.set_offload_key_position, keys, ends), 0)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """As vLLM's."""
+        """As vLLM's. 0.26 knows no in-step loads. 0.33 notes the source of each block, which takes
+        longer than all else, for get_external_cache_hit_sources(): with one source it is known."""
         name = request.request_id
-        if num_external_tokens and name not in self._current_batch_sync_loads:
+        is_in_step = name in self._current_batch_sync_loads
+        if num_external_tokens and not is_in_step:
             self._loading.add(name)
-        if _IS_033 or not num_external_tokens or name not in self._current_batch_sync_loads:
+        is_ours = self._has_one_source or (is_in_step and not _IS_033)
+        if num_external_tokens and is_ours:
+            (taken,) = blocks.blocks
+            numbers = [block.block_id for block in taken]
+            self._add_load(self._req_status[name], numbers, num_external_tokens, is_in_step)
+        else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
-            return
-        (group,) = blocks.blocks
-        tokens_per_block = self.config.kv_group_configs[0].tokens_per_block
-        begin = self._req_status[name].num_locally_computed_tokens // tokens_per_block
-        group = list(group)
-        group[begin] = _NewBlock(group[begin].block_id)
-        super().update_state_after_alloc(
-            request, SimpleNamespace(blocks=(group,)), num_external_tokens
+
+    def _add_load(self, status: Any, blocks: list[int], num_tokens: int, is_in_step: bool) -> None:
+        """Makes a load of so many tokens into blocks of a request, of the only group of layers."""
+        if _IS_033:
+            self._acquire_step()
+        name = status.req.request_id
+        (group,), (state,) = self.config.kv_group_configs, status.group_states
+        begin = status.num_locally_computed_tokens // group.tokens_per_block
+        end = status.num_locally_computed_tokens + num_tokens
+        chunks = cdiv(end, group.tokens_per_chunk)
+        keys = state.offload_keys[begin // self.config.blocks_per_chunk : chunks]
+        self._current_batch_allocated_block_ids.update(blocks)
+        if status.offloading_context.policy != OffloadPolicy.REQUEST_LEVEL:
+            state.next_stored_chunk_idx = chunks
+        source = self.manager.prepare_load(keys, status.req_context)
+        blocks = blocks[begin : cdiv(end, group.tokens_per_block)]
+        target = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[begin])
+        number = self._generate_job_id()
+        job = _InStepJob if is_in_step else TransferJob
+        self._current_batch_load_jobs[number] = job(name, source, target)
+        status.transfer_jobs.add(number)
+        of_status = {"is_sync_load": is_in_step} if _IS_033 else {}
+        self._jobs[number] = TransferJobStatus(
+            name, self.config.num_workers, set(keys), is_store=False, **of_status
         )
-        number, job = self._current_batch_load_jobs.popitem()
-        self._current_batch_load_jobs[number] = _InStepJob(**vars(job))
+        if self._chunks_being_loaded is not None and not (_IS_033 and is_in_step):
+            self._chunks_being_loaded.update(keys)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         """As vLLM's (since 0.33), which takes microseconds for each block of a load."""
@@ -387,7 +428,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def _update_req_states(self, scheduler_output: Any) -> None:
         super()._update_req_states(scheduler_output)
-        self._spoiled.append(set(self._current_batch_allocated_block_ids))
+        self._spoiled.append(self._current_batch_allocated_block_ids)  # vLLM makes others
 
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's, which takes every job that has ended for a success."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -23,32 +22,35 @@ _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
 
 
-class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
-    """Loads that have not ended, by request and keys.
+class OpenLoads(dict[str, list[tuple[tuple[Key, ...], _Load]]], Generic[_Load]):
+    """Loads that have not ended, with their keys, by request.
 
     A request may load the same keys several times at once. These loads are interchangeable.
     """
 
     def add(self, req_context: base.ReqContext, keys: Iterable[Key], load: _Load) -> None:
         """A load of exactly these keys has begun."""
-        self.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        self.setdefault(req_context.req_id, []).append((tuple(keys), load))
 
-    def take(self, req_context: base.ReqContext, keys: Iterable[Key]) -> _Load:
+    def take(self, req_context: base.ReqContext, keys: Collection[Key]) -> _Load:
         """One load of exactly these keys has ended.
 
         Raises:
             RuntimeError: none is open.
         """
-        name = req_context.req_id, frozenset(keys)
-        loads = self.get(name)
-        if not loads:
-            raise RuntimeError(
-                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
-            )
-        load = loads.pop()
-        if not loads:
-            del self[name]
-        return load
+        name, wanted = req_context.req_id, set(keys)
+        loads = self.get(name, [])
+        for at, (of_load, load) in enumerate(loads):
+            if len(of_load) == len(wanted) and wanted.issuperset(of_load):
+                del loads[at]
+                if not loads:
+                    del self[name]
+                return load
+        raise RuntimeError(f"request {name}: no load of these {len(wanted)} chunks is open")
+
+    def all(self) -> Iterator[_Load]:
+        """Those of all requests."""
+        return (load for loads in self.values() for _, load in loads)
 
 
 class HostManager(base.OffloadingManager):
@@ -63,6 +65,15 @@ class HostManager(base.OffloadingManager):
         self._cache = object()  # replaced when all chunks are forgotten
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._sizes: list[int] = []  # chunks per store since get_stats()
+
+    def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
+        """Looks keys up until one is a miss, as vLLM does with lookup().
+
+        Returns:
+            int | None: the hits in front of it. None if vLLM must look them up again in a later
+                step.
+        """
+        raise NotImplementedError
 
     def fail_pages(self, pages: Iterable[int]) -> None:
         """Names pages that an open store has not written, or that an open load has not read. When
@@ -95,8 +106,8 @@ class KVSwapManager(HostManager):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
     A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
-    needs. vLLM looks up one key at a time, for as long as a request waits, so lookup() reads a
-    Python dict. Only the scheduler's thread calls the methods.
+    needs. Except for KVSwapConnector it looks up one key at a time, for as long as a request waits,
+    so lookup() reads a Python dict. Only the scheduler's thread calls the methods.
 
     A prompt is evicted from its end, although vLLM stores it in several steps: chunks to store are
     ordered directly behind the chunk in front of them, and when the request finishes, all its
@@ -146,6 +157,14 @@ class KVSwapManager(HostManager):
             self._access(req_context)
         return _HIT if self._states.get(key) is _HIT else self._state_of(key)
 
+    def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
+        if self._was_reset:
+            self._access(req_context)
+        if keys[0] not in self._states:  # most misses are at the front
+            return 0
+        found = self._blocks.lookup(fold_keys(keys), again=True)
+        return None if found.pending else found.found
+
     def _state_of(self, key: Key) -> base.LookupResult:
         state = self._states.get(key, _MISS)
         return _PENDING if isinstance(state, StoreReservation) else state
@@ -170,8 +189,8 @@ class KVSwapManager(HostManager):
         self._loads.add(req_context, keys, load)
         access = self._access(req_context)
         self._use(keys, access, req_context, is_reused=True)
-        placed = fold_keys(access.sort(keys)) if len(keys) > 1 else digests
-        self._blocks.order(placed, renew=True)
+        placed = access.sort(keys)
+        self._blocks.order(digests if placed == keys else fold_keys(placed), renew=True)
         self._usage = None
         return CPULoadStoreSpec(load.pages)
 
@@ -334,7 +353,7 @@ class KVSwapManager(HostManager):
         if stored := self._ready(self._states):
             self._record_event(stored, removed=True)
         self._blocks.reset()
-        self._flushed += chain.from_iterable(self._loads.values())
+        self._flushed += self._loads.all()
         self._flushed += self._stores
         for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()

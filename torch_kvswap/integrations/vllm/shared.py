@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -104,15 +104,44 @@ class SharedManager(HostManager):
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """The state of a key: RETRY until the server has answered."""
+        asked = self._start_lookup(req_context)
+        return _MISS if asked is None else self._look(key, asked)
+
+    def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
+        asked = self._start_lookup(req_context)
+        if asked is None:
+            return 0
+        answers = asked.answers
+        if not answers and not self._storing:
+            answers.update(zip(keys, repeat(_ASKED)))
+            asked.unknown += keys
+            return None
+        hits, is_deferred = 0, False
+        for key in keys:
+            if answers.get(key, _ABSENT) < 0:
+                result = self._look(key, asked)
+                if result is _MISS:
+                    break
+                is_deferred = True
+                if result is _RETRY:
+                    continue
+            hits += 1
+        return None if is_deferred else hits
+
+    def _start_lookup(self, req_context: base.ReqContext) -> _Asked | None:
+        """What the request has asked for; None without a server."""
         if self._is_new_step:
             self._is_new_step = False
             self._poll()
         if not self._session.is_joined:
-            return _MISS
+            return None
         asked = self._access(req_context)
         if asked.step != self._step:
             asked.step = self._step
             self._active.add(asked)
+        return asked
+
+    def _look(self, key: Key, asked: _Asked) -> base.LookupResult:
         page = asked.answers.get(key)
         if page is None:
             if key in self._storing:
@@ -138,7 +167,7 @@ class SharedManager(HostManager):
         if not keys:
             return CPULoadStoreSpec([])
         asked = self._access(req_context)
-        pages = [asked.answers.get(key, _ABSENT) for key in keys]
+        pages = list(map(asked.answers.get, keys, repeat(_ABSENT)))
         if min(pages) < 0:
             raise RuntimeError(
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
@@ -260,8 +289,7 @@ class SharedManager(HostManager):
         """
         for asked in self._active:
             self._session.end_hold(asked.take_held())
-        for loads in self._loads.values():
-            self._flushed += (partial(self._session.end_load, held) for held in loads)
+        self._flushed += (partial(self._session.end_load, held) for held in self._loads.all())
         pages = list(self._storing.values())
         self._flushed.append(partial(self._session.end_store, pages, [], b""))
         for known in (self._loads, self._storing, self._failed):
@@ -322,7 +350,7 @@ class SharedManager(HostManager):
             self._active.add(asked)
 
     def _know(self, keys: Iterable[Key]) -> None:
-        self._known.update(dict.fromkeys(keys))
+        self._known.update(zip(keys, repeat(None)))
         for key in list(islice(self._known, max(len(self._known) - self._session.num_pages, 0))):
             del self._known[key]
 
