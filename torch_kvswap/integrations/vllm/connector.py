@@ -308,11 +308,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, *others: Any) -> int | None:
         """As vLLM's, which calls lookup() for each key, and may note the hits for events."""
-        hits: int | None
-        if self._looks_up_at_once:
-            hits = self.manager.lookup_prefix(keys, req_context)
-        else:
+        hits: int | None = 0
+        if not self._looks_up_at_once:
             hits = super()._maximal_prefix_lookup(keys, req_context, *others)
+        elif keys:
+            hits = self.manager.lookup_prefix(keys, req_context)
         return hits
 
     def _add_keys(self, status: Any) -> None:
