@@ -336,26 +336,14 @@ class PyBlockManager {
 
   std::optional<LoadReservation> hold(nb::handle keys) {
     const Digests digests = read(keys);
-    std::vector<int64_t> pages(digests.size()), held, indices, counts(num_groups_);
-    held.reserve(pages.size());
-    indices.reserve(pages.size());
-    const int64_t id =
-        busy([&](bool wait) { return manager_.hold(digests.keys(), pages.data(), wait); });
+    prefix::Assigned held;
+    const int64_t id = busy([&](bool wait) { return manager_.hold(digests.keys(), held, wait); });
     if (id == 0) return std::nullopt;
-    size_t at = 0;
-    for (size_t g = 0; g < num_groups_; ++g) {
-      for (int64_t i = 0; i < digests.counts()[g]; ++i, ++at) {
-        if (pages[at] == prefix::kNone) continue;
-        held.push_back(pages[at]);
-        indices.push_back(i);
-        ++counts[g];
-      }
-    }
     return LoadReservation{{id},
                            {},
                            is_list_,
-                           split(std::move(held), counts.data()),
-                           split(std::move(indices), counts.data())};
+                           split(std::move(held.pages), held.counts.data()),
+                           split(std::move(held.key_indices), held.counts.data())};
   }
 
   bool is_pending(nb::handle keys) {
@@ -434,33 +422,9 @@ class PyBlockManager {
     without_gil([&] { manager.reset(); });
   }
 
-  // As many numbers as BlockStats has fields.
-  nb::typed<nb::tuple, int, nb::ellipsis> stats(size_t group) {
+  std::vector<uint64_t> stats(size_t group) {
     prefix::BlockManager& manager = alive();
-    uint64_t n[15];
-    without_gil([&] {
-      manager.stats(group, [&](const prefix::Counters& of, const prefix::Pages& pages) {
-        const uint64_t numbers[] = {of.asked,
-                                    of.hits,
-                                    of.pending,
-                                    of.stored,
-                                    of.loaded,
-                                    pages.num_evicted(),
-                                    of.skipped,
-                                    of.refused,
-                                    of.failed,
-                                    pages.num_ready_pages(),
-                                    pages.num_free(),
-                                    pages.num_idle(),
-                                    pages.num_filling(),
-                                    of.promoted,
-                                    pages.num_lost()};
-        std::copy(std::begin(numbers), std::end(numbers), n);
-      });
-    });
-    nb::list counts;
-    for (const uint64_t number : n) counts.append(number);
-    return nb::tuple(counts);
+    return without_gil([&] { return manager.stats(group); });
   }
 
  private:
