@@ -103,6 +103,16 @@ nb::object histogram_of(const Histogram& histogram) {
   return nb::make_tuple(nb::tuple(counts), histogram.sum);
 }
 
+using Kept = nb::typed<nb::dict, int, nb::any>;
+
+// Tag and `reserved` of a job, which Python keeps by its token until the job is reported.
+std::pair<nb::object, nb::object> kept_of(const Job& job, const Kept& kept) {
+  const nb::int_ token(job.token);
+  if (job.token == 0 || !kept.contains(token)) return {nb::none(), nb::none()};
+  const auto both = nb::cast<nb::tuple>(kept[token]);
+  return {both[0], both[1]};
+}
+
 // Shares its range with native groups, which must not need the GIL to let go of it.
 struct PyReadyRange {
   std::shared_ptr<ReadyRange> range;
@@ -156,14 +166,12 @@ class PyHandler {
   // The jobs that have not ended and use one of these blocks. job_type: torch_kvswap.Job. owner:
   // the handler that the jobs name.
   nb::typed<nb::list, nb::any> jobs_using(nb::handle gpu_block_ids, nb::any job_type, nb::any owner,
-                                          nb::typed<nb::dict, int, nb::any> kept) {
+                                          Kept kept) {
     const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
     Handler& handler = alive();
     nb::list found;
     for (const JobRef& job : without_gil([&] { return handler.jobs_using(blocks); })) {
-      nb::object tag = nb::none();
-      const nb::int_ token(job->token);
-      if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
+      const nb::object tag = kept_of(*job, kept).first;
       const nb::object made = job_type(job->channel, job->layer_groups, owner, tag);
       nb::cast<PyJob&>(made).job = job;
       found.append(made);
@@ -185,17 +193,12 @@ class PyHandler {
 
   // A tuple of result and `reserved` for each of the first jobs that have ended and were not
   // reported. Changes nothing: until report() the next call returns them again.
-  nb::typed<nb::list, nb::any> ended(nb::typed<nb::dict, int, nb::any> kept) {
+  nb::typed<nb::list, nb::any> ended(Kept kept) {
     constexpr size_t kAtOnce = 256;  // for less than a millisecond
     Handler& handler = alive();
     nb::list ended;
     for (const JobRef& job : without_gil([&] { return handler.ended(kAtOnce); })) {
-      nb::object tag = nb::none(), reserved = nb::none();
-      if (job->token != 0) {
-        const nb::tuple both = nb::cast<nb::tuple>(kept[nb::int_(job->token)]);
-        tag = both[0];
-        reserved = both[1];
-      }
+      const auto [tag, reserved] = kept_of(*job, kept);
       ended.append(nb::make_tuple(result_of(*job, tag), reserved));
     }
     return ended;
@@ -205,7 +208,7 @@ class PyHandler {
   // jobs are reported. All at once: if it raises, nothing has changed. Returns whether more have
   // ended. ended: what the last call of ended() has returned.
   bool report(nb::typed<nb::list, nb::any> ended, nb::typed<nb::list, nb::any> unreturned,
-              nb::typed<nb::list, nb::any> results, nb::typed<nb::dict, int, nb::any> kept) {
+              nb::typed<nb::list, nb::any> results, Kept kept) {
     Handler& handler = alive();
     const size_t count = ended.size();
     std::vector<JobRef> jobs;
@@ -248,14 +251,11 @@ class PyHandler {
   }
 
   // The results of jobs that failed or were cancelled and were not polled.
-  nb::typed<nb::list, nb::any> unreported_failures(nb::typed<nb::dict, int, nb::any> kept) {
+  nb::typed<nb::list, nb::any> unreported_failures(Kept kept) {
     Handler& handler = alive();
     nb::list results;
     for (const JobRef& job : without_gil([&] { return handler.unreported_failures(); })) {
-      const nb::int_ token(job->token);
-      nb::object tag = nb::none();
-      if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
-      results.append(result_of(*job, tag));
+      results.append(result_of(*job, kept_of(*job, kept).first));
     }
     return results;
   }
@@ -352,17 +352,18 @@ class PyHandler {
     return read;
   }
 
-  // The ids of each group.
+  // Reads the ids of each group g to list_of(g).
+  template <typename ListOf>
+  void read_lists(const char* name, nb::handle ids, const ListOf& list_of) const {
+    if (!is_list_) return read_ids(name, ids, list_of(0));
+    const auto split = split_ids(name, ids, num_groups_);
+    for (int g = 0; g < num_groups_; ++g) {
+      read_ids(ArgumentNames{true, g}.list(name), split[g], list_of(g), num_groups_);
+    }
+  }
   std::vector<std::vector<int64_t>> read_lists(const char* name, nb::handle ids) const {
     std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_groups_));
-    if (!is_list_) {
-      read_ids(name, ids, lists[0]);
-      return lists;
-    }
-    const auto split = split_ids(name, ids, num_groups_);
-    for (size_t g = 0; g < lists.size(); ++g) {
-      read_ids(std::string(name) + "[" + std::to_string(g) + "]", split[g], lists[g], num_groups_);
-    }
+    read_lists(name, ids, [&](int g) -> auto& { return lists[g]; });
     return lists;
   }
 
@@ -431,29 +432,16 @@ void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids
   request.is_grouped = is_list_;
   request.without_kernels = without_kernels;
   if (!after.is_none()) {
-    request.after.emplace();
     for (const auto& [is_event, handle] : items_of<std::tuple<bool, uintptr_t>>(after)) {
-      request.after->push_back({is_event, reinterpret_cast<void*>(handle)});
+      request.after.push_back({is_event, reinterpret_cast<void*>(handle)});
     }
   }
   request.gate = gate == nullptr ? nullptr : gate->get();
   request.token = token;
   request.parts.resize(static_cast<size_t>(num_groups_));
-  if (is_list_) {
-    const auto blocks = split_ids("gpu_block_ids", gpu_block_ids, num_groups_);
-    const auto pages = split_ids("page_ids", page_ids, num_groups_);
-    for (size_t g = 0; g < request.parts.size(); ++g) {
-      const std::string place = "[" + std::to_string(g) + "]";
-      read_ids("gpu_block_ids" + place, blocks[g], request.parts[g].blocks, num_groups_);
-    }
-    for (size_t g = 0; g < request.parts.size(); ++g) {
-      const std::string place = "[" + std::to_string(g) + "]";
-      read_ids("page_ids" + place, pages[g], request.parts[g].pages, num_groups_);
-    }
-  } else {
-    read_ids("gpu_block_ids", gpu_block_ids, request.parts[0].blocks);
-    read_ids("page_ids", page_ids, request.parts[0].pages);
-  }
+  read_lists("gpu_block_ids", gpu_block_ids,
+             [&](int g) -> auto& { return request.parts[g].blocks; });
+  read_lists("page_ids", page_ids, [&](int g) -> auto& { return request.parts[g].pages; });
   int overflow = 0;
   if (PyLong_CheckExact(first_slot.ptr())) {
     const int64_t first = PyLong_AsLongLongAndOverflow(first_slot.ptr(), &overflow);
@@ -466,7 +454,10 @@ void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids
   }
   if (!computed_from.is_none()) request.computed_from = items_of<int64_t>(computed_from);
   JobRef submitted;
-  in_context([&](Handler& of) { submitted = of.submit(request); });
+  in_context([&](Handler& of) {
+    if (after.is_none()) request.after.push_back({false, of.device().current_stream().handle});
+    submitted = of.submit(request);
+  });
   job.job = std::move(submitted);
 }
 
@@ -515,7 +506,6 @@ void bind_layouts(nb::module_& module) {
              nb::handle host_strides, nb::handle layers, int64_t num_blocks, int64_t num_pages,
              int64_t blocks_per_page, int block_space, int slot_space, const PyEncoding& encoding,
              const PyReadyRange& ready_range) {
-            // One by one: g++ 12 frees the base of an aggregate twice if a later member throws.
             GroupLayout layout;
             layout.layers = read_numbers(layers);
             layout.num_blocks = num_blocks;
@@ -525,12 +515,12 @@ void bind_layouts(nb::module_& module) {
             layout.slot_space = slot_space;
             layout.encoding = encoding.encoding;
             layout.ready_range = ready_range.range;
-            layout.gpu_bases = read_numbers<uint64_t>(gpu_bases);
-            layout.gpu_strides = read_numbers<uint64_t>(gpu_strides);
+            layout.gpu.bases = read_numbers<uint64_t>(gpu_bases);
+            layout.gpu.strides = read_numbers<uint64_t>(gpu_strides);
             layout.gpu_storages = read_numbers<uint64_t>(gpu_storages);
-            layout.sizes = read_numbers<uint64_t>(sizes);
-            layout.host_bases = read_numbers<uint64_t>(host_bases);
-            layout.host_strides = read_numbers<uint64_t>(host_strides);
+            layout.gpu.sizes = layout.host.sizes = read_numbers<uint64_t>(sizes);
+            layout.host.bases = read_numbers<uint64_t>(host_bases);
+            layout.host.strides = read_numbers<uint64_t>(host_strides);
             new (self) GroupLayout(std::move(layout));
           },
           nb::kw_only(), "gpu_bases"_a, "gpu_strides"_a, "gpu_storages"_a, "sizes"_a,

@@ -59,11 +59,11 @@ bool Channel::has_room_for(size_t entries) const {
 }
 
 // The caller may record an event again, or destroy it, before the job starts.
-StreamPoint* Channel::record_point_after(const std::vector<After>& after) {
-  if (after.size() == 1 && !after.front().is_event) return record_point_on(after.front().handle);
+StreamPoint* Channel::record_point(const std::vector<After>& after) {
+  if (after.size() == 1 && !after.front().is_event) return points_.record(after.front().handle);
   bool has_waited = false;
   for (const auto& [is_event, handle] : after) {
-    StreamPoint* const point = is_event ? nullptr : record_point_on(handle);
+    StreamPoint* const point = is_event ? nullptr : points_.record(handle);
     const Event event = is_event ? static_cast<Event>(handle) : point ? point->event : nullptr;
     if (is_event ? device_.has_happened(event) : point == nullptr) continue;
     try {
@@ -76,7 +76,7 @@ StreamPoint* Channel::record_point_after(const std::vector<After>& after) {
     release_point(point);
     has_waited = true;
   }
-  return has_waited ? record_point_on(event_stream_) : nullptr;
+  return has_waited ? points_.record(event_stream_) : nullptr;
 }
 
 Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> parts,

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,8 +27,7 @@ struct Request {
   int layer_groups = 1;
   bool is_grouped = false;       // errors name the group of an id
   bool without_kernels = false;  // no kernels copy
-  // What the job starts after: all of these, or the current stream.
-  std::optional<std::vector<After>> after;
+  std::vector<After> after;      // the job starts after all of these
   Gate* gate = nullptr;
   int64_t token = 0;  // of the caller, who finds it in the job
   double began;       // when the caller called, as now() counts

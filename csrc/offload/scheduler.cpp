@@ -109,12 +109,17 @@ Reason Scheduler::prepare(const Lock& lock, Job& job) {
   return device_loss_.empty() ? failure : device_loss_;
 }
 
-void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
-  job.work->after = queue_of(job).channel.record_point_on(stream);
-}
-
-void Scheduler::start_after(const Lock&, Job& job, const std::vector<After>& after) {
-  job.work->after = queue_of(job).channel.record_point_after(after);
+Reason Scheduler::start_after(const Lock& lock, Job& job, const std::vector<After>& after) {
+  try {
+    job.work->after = queue_of(job).channel.record_point(after);
+    return {};
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    const Reason reason(error);
+    check_alive(lock, reason);
+    return reason;
+  }
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
