@@ -18,6 +18,11 @@
 namespace kvswap::bindings {
 namespace {
 
+// What a method with keys takes, in its signature.
+#define KEYS                            \
+  "torch_kvswap.prefix.hashing.Keys | " \
+  "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]"
+
 using prefix::kDigestBytes;
 using Ranges = std::vector<std::pair<size_t, size_t>>;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
@@ -44,14 +49,13 @@ bool read_list(PyObject* list, std::vector<uint8_t>& to) {
 class Digests {
  public:
   // keys: of the only group; of several groups a list with those of each.
-  Digests(nb::handle keys, bool is_list, size_t num_groups) {
+  Digests(nb::handle keys, bool is_list, size_t num_groups) : copies_(is_list) {
     if (!is_list) {
       one_count_ = read("keys", keys);
       return;
     }
     const auto split = split_ids("keys", keys, static_cast<int>(num_groups));
     for (size_t g = 0; g < num_groups; ++g) {
-      own_ = true;
       counts_.push_back(read("keys[" + std::to_string(g) + "]", split[g]));
     }
   }
@@ -90,7 +94,7 @@ class Digests {
   int64_t read(const std::string& name, nb::handle keys) {
     const size_t before = copied_.size();
     size_t count = 0;
-    if (!own_ && PyList_CheckExact(keys.ptr()) && PyList_Size(keys.ptr()) == 1 &&
+    if (!copies_ && PyList_CheckExact(keys.ptr()) && PyList_Size(keys.ptr()) == 1 &&
         point_to(PyList_GetItem(keys.ptr(), 0))) {
       count = 1;
     } else if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
@@ -105,7 +109,7 @@ class Digests {
       Py_ssize_t length = 0;
       if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
       count = static_cast<size_t>(length) / kDigestBytes;
-      if (own_) {
+      if (copies_) {
         copied_.insert(copied_.end(), bytes, bytes + length);
       } else {
         bytes_ = reinterpret_cast<const uint8_t*>(bytes);
@@ -124,8 +128,8 @@ class Digests {
     return true;
   }
 
-  bool own_ = false;  // several groups: their digests are copied into a row
-  nb::object held_;   // the bytes that bytes_ points to
+  const bool copies_;  // the digests of a list of groups are copied into a row
+  nb::object held_;    // the bytes that bytes_ points to
   const uint8_t* bytes_ = nullptr;
   std::vector<uint8_t> copied_;
   std::vector<int64_t> counts_;
@@ -242,13 +246,6 @@ nb::bytes fold_keys(const nb::object& keys) {
     folded.insert(folded.end(), digest.begin(), digest.end());
   }
   return nb::bytes(folded.data(), folded.size());
-}
-
-// Throws TypeError: `name` is something else than what it has to be.
-[[noreturn]] void fail_type(const char* name, nb::handle value, const char* advice) {
-  const nb::object text = nb::str("{} is {}; {}").format(name, python.kind_of(value), advice);
-  PyErr_SetObject(PyExc_TypeError, text.ptr());
-  throw nb::python_error();
 }
 
 // Gets a reservation before the call that makes it returns: Ctrl-C can take what it returns.
@@ -459,9 +456,12 @@ class PyBlockManager {
 
   int64_t id_of(nb::handle reservation) {
     alive();
-    if (!nb::isinstance<Reservation>(reservation))
-      fail_type("reservation", reservation, "pass what prepare_load() or prepare_store() returned");
-    return nb::inst_ptr<Reservation>(reservation)->id;
+    if (nb::isinstance<Reservation>(reservation)) return nb::inst_ptr<Reservation>(reservation)->id;
+    constexpr const char* kText =
+        "reservation is {}; pass what prepare_load() or prepare_store() returned";
+    const nb::object text = nb::str(kText).format(python.kind_of(reservation));
+    PyErr_SetObject(PyExc_TypeError, text.ptr());
+    throw nb::python_error();
   }
 
   int64_t read_prefix(nb::handle prefix) const {
@@ -563,9 +563,8 @@ Attributes:
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
-           nb::sig("def lookup(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, again: bool = "
-                   "False) -> torch_kvswap.prefix.manager.Lookup"),
+           nb::sig("def lookup(self, keys: " KEYS
+                   ", *, again: bool = False) -> torch_kvswap.prefix.manager.Lookup"),
            R"(Finds the longest cached prefix.
 
 For sliding windows and states, only the blocks needed after the prefix must be cached. Does
@@ -590,10 +589,9 @@ Returns:
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
            "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
            "held"_a.none() = nb::none(),
-           nb::sig("def prepare_load(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], prefix: int | None "
-                   "= None, *, is_use: bool = True, held: list[object] | None = None) -> "
-                   "LoadReservation | None"),
+           nb::sig("def prepare_load(self, keys: " KEYS
+                   ", prefix: int | None = None, *, is_use: bool = True, held: list[object] | None "
+                   "= None) -> LoadReservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
 Args:
@@ -612,9 +610,8 @@ Raises:
     ValueError: prefix is longer than the keys.)")
       .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
            "held"_a.none() = nb::none(),
-           nb::sig("def prepare_store(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, held: "
-                   "list[object] | None = None) -> StoreReservation | None"),
+           nb::sig("def prepare_store(self, keys: " KEYS
+                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -633,9 +630,8 @@ Raises:
     ValueError: a key occurs twice.)")
       .def("preempt", &PyBlockManager::preempt, "keys"_a.none(), nb::kw_only(),
            "held"_a.none() = nb::none(),
-           nb::sig("def preempt(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, held: "
-                   "list[object] | None = None) -> StoreReservation | None"),
+           nb::sig("def preempt(self, keys: " KEYS
+                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
            R"(prepare_store() for a preempted request, whose blocks stay until release().
 
 Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
@@ -650,9 +646,7 @@ Returns:
 Raises:
     ValueError: a key occurs twice.)")
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
-           nb::sig("def promote(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
-                   "StoreReservation | None"),
+           nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),
            R"(preempt() for blocks that are read from a store below host memory.
 
 complete() marks them as being below, so that hold_due() does not return them.
@@ -740,9 +734,7 @@ Args:
 Raises:
     ValueError: the reservation has already ended.)")
       .def("hold", &PyBlockManager::hold, "keys"_a.none(),
-           nb::sig("def hold(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
-                   "LoadReservation | None"),
+           nb::sig("def hold(self, keys: " KEYS ") -> LoadReservation | None"),
            R"(prepare_load() of those keys that are ready. Does not count as a use.
 
 Args:
@@ -751,8 +743,7 @@ Args:
 Returns:
     LoadReservation | None: its key_indices are arrays. None if no block is ready.)")
       .def("is_pending", &PyBlockManager::is_pending, "keys"_a.none(),
-           nb::sig("def is_pending(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> bool"),
+           nb::sig("def is_pending(self, keys: " KEYS ") -> bool"),
            R"(Returns whether all of these blocks have pages, and some are still being stored.
 
 If prepare_load() then returns None, it is worth another try after their stores have ended.
@@ -760,8 +751,7 @@ If prepare_load() then returns None, it is worth another try after their stores 
 Args:
     keys: keys of the blocks.)")
       .def("touch", &PyBlockManager::touch, "keys"_a.none(),
-           nb::sig("def touch(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> None"),
+           nb::sig("def touch(self, keys: " KEYS ") -> None"),
            R"(Counts a use of the blocks, such as a hit in the GPU cache.
 
 Ready blocks become the last to be evicted.
@@ -770,9 +760,7 @@ Args:
     keys: keys of the blocks.)")
       .def("order", &PyBlockManager::order, "keys"_a.none(), nb::kw_only(),
            "renew"_a.none() = false,
-           nb::sig("def order(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, renew: bool = "
-                   "False) -> None"),
+           nb::sig("def order(self, keys: " KEYS ", *, renew: bool = False) -> None"),
            R"(Orders the eviction of a prompt that was stored in several steps: its end goes first.
 
 Not needed if each store names all keys of the prompt so far. Does not count as a use, so

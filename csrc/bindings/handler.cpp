@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -13,6 +14,7 @@
 
 #include "bindings/python.h"
 #include "check.h"
+#include "offload/clock.h"
 
 // Handlers, jobs and gates. Everything that takes the scheduler's lock releases the GIL: another
 // thread may hold that lock for the time of some calls of the driver.
@@ -126,6 +128,21 @@ StreamRef stream_of(const Device& device, uintptr_t handle, int gpu) {
 
 class PyGate;
 using Layouts = nb::typed<nb::list, GroupLayout>;
+
+// Calls wait(seconds) without the GIL until it returns a number that is not 0, or for `timeout`
+// seconds; without a timeout for ever. Python's signal handlers run in between.
+template <typename Wait>
+int wait_in_slices(std::optional<double> timeout, const Wait& wait) {
+  constexpr double kSlice = 0.1;
+  const double began = now();
+  for (;;) {
+    const double left = timeout ? *timeout - (now() - began) : kSlice;
+    const int answer = without_gil([&] { return wait(std::clamp(left, 0.0, kSlice)); });
+    if (answer != 0) return answer;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (timeout && left <= kSlice) return 0;
+  }
+}
 
 // Owns a handler. One that was not closed is never freed: its threads, and copies, may still run.
 class PyHandler {

@@ -5,7 +5,6 @@
 #include "device/device.h"
 #include "environment.h"
 #include "host_memory.h"
-#include "ops/cache_memory.h"
 #include "ops/library.h"
 
 // The driver, host memory, and the memory of caches. Calls of the driver and of the kernel that may

@@ -101,7 +101,7 @@ Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> par
 void Channel::take_states(Transfer& transfer, const std::vector<Group>& groups) {
   size_t count = 0;
   const auto states_of = [&](const TransferPart& part) {
-    return groups[part.group].can_reject() ? part.blocks.size() : 0;
+    return groups[part.group].encoding->can_reject() ? part.blocks.size() : 0;
   };
   for (const TransferPart& part : transfer.parts) count += states_of(part);
   if (count == 0) return;
@@ -161,10 +161,12 @@ Reason Channel::enqueue(Transfer& transfer, const std::vector<Event>& wait_event
 
 void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers,
                    uint64_t bytes) {
+  const bool has_pageable = std::any_of(groups.begin(), groups.end(),
+                                        [](const Group& group) { return group.host_is_pageable; });
   for (; !transfer.is_enqueued(); ++transfer.layer_group, transfer.next = {}) {
     list_copies(transfer, transfer.layer_group, groups, layers);
     const Stream end =
-        copier_->copy(part_copies_, transfer.start, any_is_pageable(groups), transfer.next, bytes);
+        copier_->copy(part_copies_, transfer.start, has_pageable, transfer.next, bytes);
     if (transfer.next.part < part_copies_.size()) return;
     device_.record_event(transfer.ends[transfer.layer_group], end);
   }

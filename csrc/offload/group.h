@@ -40,9 +40,6 @@ struct Group : GroupLayout {
   std::vector<SlabRun> runs;         // of slabs at equal distances
   std::shared_ptr<PackTable> table;  // for the kernels; null if they cannot be used
 
-  // Whether a copy can end without some of its blocks, as slot states say.
-  bool can_reject() const { return encoding->can_reject(); }
-
   // The slabs in a layer group, if the model's `num_layers` layers are divided into `layer_groups`.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
     const auto first_of = [&](int number) -> size_t {
@@ -57,14 +54,6 @@ struct Group : GroupLayout {
   // Bytes that a block moves over the link when its layers are copied in `layer_groups` parts.
   uint64_t link_bytes(int layer_groups, int64_t num_layers) const;
 };
-
-// Whether some host pages are pageable. The driver copies those before its call returns.
-inline bool any_is_pageable(const std::vector<Group>& groups) {
-  for (const Group& group : groups) {
-    if (group.host_is_pageable) return true;
-  }
-  return false;
-}
 
 // Asks the device for the allocations. Throws if the cache is not in the device's memory.
 Group read_group(const GroupLayout& layout, Device& device);

@@ -532,7 +532,7 @@ void Scheduler::retire_first(Queue& queue) {
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
     Reason reason = error.empty() ? table_.source_failure(job) : error;
-    if (reason.empty() && !job.work->was_cancelled) reason = reject(job, rejected);
+    if (reason.empty() && !job.work->was_cancelled) reason = reject_blocks(job, rejected, groups_);
     const State state = job.work->was_cancelled ? State::kCancelled
                         : reason.empty()        ? State::kDone
                                                 : State::kFailed;
@@ -540,15 +540,6 @@ void Scheduler::retire_first(Queue& queue) {
   }
   queue.channel.retire_first();
   progress_.notify_all();
-}
-
-// Sets Job::rejected and Job::corrupted. Returns why the job fails therefore, or an empty reason.
-Reason Scheduler::reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept {
-  try {
-    return reject_blocks(job, rejected, groups_);
-  } catch (const std::exception& error) {
-    return Reason(error);
-  }
 }
 
 // Ends a job that was never submitted.

@@ -176,7 +176,6 @@ class Scheduler {
   Queue* next_to_retire();
   bool all_before_are_retired(const Transfer& transfer) const;
   void retire_first(Queue& queue);
-  Reason reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept;
   void open_gates(const Lock& lock) noexcept;
   bool has_gates_to_open() const;
   void mark_lost(const Reason& reason) noexcept;
