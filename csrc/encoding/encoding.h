@@ -46,8 +46,6 @@ class Encoding : public Packing {
   virtual const Demand* demand() const = 0;
   // Whether this method can copy between slots and blocks.
   virtual bool can_use(CopyMethod method) const = 0;
-  // Throws ValueError if these slabs of host pages cannot be slots.
-  virtual void check_slots(const Slabs& host) const = 0;
   // Whether slots can be rejected. If so, a copy writes the SlotState of each rejected one.
   virtual bool can_reject() const = 0;
   // Called if a slot has this state, which is not kGood.

@@ -156,22 +156,6 @@ class LosslessEncoding : public Encoding {
     return is_store ? store_ : load_;
   }
 
-  void check_slots(const Slabs& host) const override {
-    for (size_t s = 0; s < host.count(); ++s) {
-      if (host.bases[s] == host.bases[0] && host.strides[s] == host.strides[0]) continue;
-      fail<ValueError>("slab ", s, " has host pages of its own, but an encoded slot has all slabs");
-    }
-    if (host.strides[0] < slot_bytes()) {
-      fail<ValueError>("the host pages have slots of ", host.strides[0],
-                       " bytes; an encoded block takes ", slot_bytes());
-    }
-    if ((host.bases[0] | host.strides[0]) % kAddressAlignment != 0) {
-      fail<ValueError>("the host pages begin at ", hex(host.bases[0]), ", with slots of ",
-                       host.strides[0], " bytes; encoded slots need multiples of ",
-                       kAddressAlignment);
-    }
-  }
-
   FragmentList page_fragments(const PagedCopy& copy, uint64_t begin, uint64_t end,
                               uint64_t packed) const override {
     const uint64_t size = packed_bytes(copy.slabs), metadata = format_.metadata_bytes();

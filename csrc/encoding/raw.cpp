@@ -140,7 +140,6 @@ class RawEncoding : public Encoding {
   }
   bool is_divisible() const override { return true; }
   bool can_use(CopyMethod) const override { return true; }
-  void check_slots(const Slabs&) const override {}  // each slab may have pages of its own
   const Demand* demand() const override { return nullptr; }
   bool can_reject() const override { return false; }
   const Rejection& rejection(SlotState, bool) const override {

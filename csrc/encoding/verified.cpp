@@ -228,7 +228,6 @@ class VerifiedEncoding : public Encoding {
                               uint64_t packed) const override {
     return slots_->page_fragments(copy, begin, end, packed);
   }
-  void check_slots(const Slabs& host) const override { slots_->check_slots(host); }
 
   bool can_use(CopyMethod method) const override {
     const bool compares = method != CopyMethod::kStrided || !compares_stores_;

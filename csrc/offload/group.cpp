@@ -48,7 +48,6 @@ Group read_group(const GroupLayout& layout, Device& device) {
   }
   for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
   group.runs = equidistant_runs(group.gpu, group.host);
-  group.encoding->check_slots(group.host);
   return group;
 }
 
