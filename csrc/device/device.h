@@ -174,7 +174,7 @@ class Device {
 
   // Streams of the caller. These calls need no context: they make the stream's current.
 
-  // The stream that is current in torch, in the calling thread; null where none is asked for.
+  // The stream that is current in torch, in the calling thread. By default there is none.
   virtual StreamRef current_stream() const { return {index_, nullptr}; }
   virtual bool is_capturing(const StreamRef& /*stream*/) { return false; }
   virtual void wait_event(const StreamRef& stream, Event event) = 0;
