@@ -110,10 +110,10 @@ using Kept = nb::typed<nb::dict, int, nb::any>;
 
 // Tag and `reserved` of a job, which Python keeps by its token until the job is reported.
 std::pair<nb::object, nb::object> kept_of(const Job& job, const Kept& kept) {
-  const nb::int_ token(job.token);
-  if (job.token == 0 || !kept.contains(token)) return {nb::none(), nb::none()};
-  const auto both = nb::cast<nb::tuple>(kept[token]);
-  return {both[0], both[1]};
+  PyObject* both = nullptr;  // borrowed
+  if (job.token != 0) both = PyDict_GetItemWithError(kept.ptr(), nb::int_(job.token).ptr());
+  if (both == nullptr) return {nb::none(), nb::none()};
+  return nb::cast<std::pair<nb::object, nb::object>>(nb::handle(both));
 }
 
 // Shares its range with native groups, which must not need the GIL to let go of it.

@@ -49,10 +49,10 @@ class RequestReader {
  private:
   void add_part(Job& job, const Group& group, const ArgumentNames& names,
                 const Request::Part& part);
-  static void check_encoding(Work& work, const Group& group, const std::string& page_list,
+  static void check_encoding(Work& work, const Group& group, const ArgumentNames& names,
                              int64_t num_blocks);
-  void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
-                         int64_t count);
+  void refuse_duplicates(std::vector<int64_t>& seen, const ArgumentNames& names, const char* name,
+                         const int64_t* ids, int64_t count);
 
   // By block_space or slot_space, then by id of a block or a page: the number of the last request
   // that writes it.
