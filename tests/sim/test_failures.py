@@ -348,6 +348,17 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
         assert in_time(lambda: new_threads(before) == 0)
 
 
+@simulated
+def test_a_job_that_cannot_start_on_a_lost_device_is_the_last_one(driver: Driver) -> None:
+    """No other job is on the device, whose end would tell that it is lost."""
+    with SimulatedCache(driver) as sim:
+        for nth in (1, 2):  # what the job is to start after, and whether the device still answers
+            driver.fail("cuStreamQuery", nth=nth, code=719)
+        assert "cuStreamQuery" in failure(sim.store(1, 1, after=None))
+        with pytest.raises(DeviceLostError):
+            sim.store(2, 2)
+
+
 @pytest.mark.parametrize(
     "calls",
     [
