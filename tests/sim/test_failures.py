@@ -10,6 +10,7 @@ import pytest
 import torch
 from error_text import error_text
 from patience import PATIENCE, in_time
+from processes import in_child
 from simulated_cache import (
     CHANNELS,
     CURRENT,
@@ -189,6 +190,13 @@ def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> N
         sim.handler.gate().wait()
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)
+
+
+@simulated
+def test_a_gate_is_refused_in_a_forked_child(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        gate = sim.handler.gate()
+        assert in_child(lambda: "forked from it; make a handler" in error_text(gate.wait)) == 1
 
 
 @simulated
