@@ -53,12 +53,12 @@ void collapse(uint64_t begin, uint64_t end, std::atomic<bool>& wanted) {
   }
 }
 
-void run_on(const Touch& how) {
-  if (how.cpu_count == 0) return;
+void run_on(const std::vector<int>& cpus) {
+  if (cpus.empty()) return;
   cpu_set_t set;
   CPU_ZERO(&set);
-  for (int i = 0; i < how.cpu_count; ++i) {
-    if (how.cpus[i] < CPU_SETSIZE) CPU_SET(how.cpus[i], &set);
+  for (const int cpu : cpus) {
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
   }
   sched_setaffinity(0, sizeof(set), &set);  // where that is forbidden, other CPUs will do
 }
@@ -124,7 +124,7 @@ void touch_host(void* address, uint64_t bytes, const Touch& how) {
     for (int64_t i = 0; i < std::min<int64_t>(how.threads, stripes); ++i) {
       threads.emplace_back([&] {
         pthread_setname_np(pthread_self(), "kvswap-touch");
-        run_on(how);
+        run_on(how.cpus);
         work();
       });
     }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 // Host memory of a pool: mapping, NUMA binding, touching. Knows no CUDA.
 namespace kvswap {
@@ -19,9 +20,8 @@ bool bind_host(void* address, uint64_t bytes, int node);
 // How pages are touched.
 struct Touch {
   int threads;
-  bool collapse;        // make huge pages out of small ones
-  const int32_t* cpus;  // for the threads; none: any
-  int cpu_count;
+  bool collapse;          // make huge pages out of small ones
+  std::vector<int> cpus;  // for the threads; none: any
 };
 
 // Allocates all pages without changing their contents. Throws if there is no memory.

@@ -17,6 +17,11 @@
 namespace kvswap::bindings {
 namespace {
 
+// What a method with keys takes, in its signature.
+#define KEYS                            \
+  "torch_kvswap.prefix.hashing.Keys | " \
+  "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]"
+
 using prefix::kDigestBytes;
 using Ranges = std::vector<std::pair<size_t, size_t>>;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
@@ -43,14 +48,13 @@ bool read_list(PyObject* list, std::vector<uint8_t>& to) {
 class Digests {
  public:
   // keys: of the only group; of several groups a list with those of each.
-  Digests(nb::handle keys, bool is_list, size_t num_groups) {
+  Digests(nb::handle keys, bool is_list, size_t num_groups) : copies_(is_list) {
     if (!is_list) {
       one_count_ = read("keys", keys);
       return;
     }
     const auto split = split_ids("keys", keys, static_cast<int>(num_groups));
     for (size_t g = 0; g < num_groups; ++g) {
-      own_ = true;
       counts_.push_back(read("keys[" + std::to_string(g) + "]", split[g]));
     }
   }
@@ -89,7 +93,7 @@ class Digests {
   int64_t read(const std::string& name, nb::handle keys) {
     const size_t before = copied_.size();
     size_t count = 0;
-    if (!own_ && PyList_CheckExact(keys.ptr()) && PyList_Size(keys.ptr()) == 1 &&
+    if (!copies_ && PyList_CheckExact(keys.ptr()) && PyList_Size(keys.ptr()) == 1 &&
         point_to(PyList_GetItem(keys.ptr(), 0))) {
       count = 1;
     } else if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
@@ -104,7 +108,7 @@ class Digests {
       Py_ssize_t length = 0;
       if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
       count = static_cast<size_t>(length) / kDigestBytes;
-      if (own_) {
+      if (copies_) {
         copied_.insert(copied_.end(), bytes, bytes + length);
       } else {
         bytes_ = reinterpret_cast<const uint8_t*>(bytes);
@@ -123,8 +127,8 @@ class Digests {
     return true;
   }
 
-  bool own_ = false;  // several groups: their digests are copied into a row
-  nb::object held_;   // the bytes that bytes_ points to
+  const bool copies_;  // the digests of a list of groups are copied into a row
+  nb::object held_;    // the bytes that bytes_ points to
   const uint8_t* bytes_ = nullptr;
   std::vector<uint8_t> copied_;
   std::vector<int64_t> counts_;
@@ -248,13 +252,6 @@ nb::bytes fold_keys(const nb::object& keys) {
   return nb::borrow<nb::bytes>(folded);
 }
 
-// Throws TypeError: `name` is something else than what it has to be.
-[[noreturn]] void fail_type(const char* name, nb::handle value, const char* advice) {
-  const nb::object text = nb::str("{} is {}; {}").format(name, python.kind_of(value), advice);
-  PyErr_SetObject(PyExc_TypeError, text.ptr());
-  throw nb::python_error();
-}
-
 // Gets a reservation before the call that makes it returns: Ctrl-C can take what it returns.
 using Held = std::optional<nb::list>;
 
@@ -340,26 +337,14 @@ class PyBlockManager {
 
   std::optional<LoadReservation> hold(nb::handle keys) {
     const Digests digests = read(keys);
-    std::vector<int64_t> pages(digests.size()), held, indices, counts(num_groups_);
-    held.reserve(pages.size());
-    indices.reserve(pages.size());
-    const int64_t id =
-        busy([&](bool wait) { return manager_.hold(digests.keys(), pages.data(), wait); });
+    prefix::Assigned held;
+    const int64_t id = busy([&](bool wait) { return manager_.hold(digests.keys(), held, wait); });
     if (id == 0) return std::nullopt;
-    size_t at = 0;
-    for (size_t g = 0; g < num_groups_; ++g) {
-      for (int64_t i = 0; i < digests.counts()[g]; ++i, ++at) {
-        if (pages[at] == prefix::kNone) continue;
-        held.push_back(pages[at]);
-        indices.push_back(i);
-        ++counts[g];
-      }
-    }
     return LoadReservation{{id},
                            {},
                            is_list_,
-                           split(std::move(held), counts.data()),
-                           split(std::move(indices), counts.data())};
+                           split(std::move(held.pages), held.counts.data()),
+                           split(std::move(held.key_indices), held.counts.data())};
   }
 
   bool is_pending(nb::handle keys) {
@@ -438,33 +423,9 @@ class PyBlockManager {
     without_gil([&] { manager.reset(); });
   }
 
-  // As many numbers as BlockStats has fields.
-  nb::typed<nb::tuple, int, nb::ellipsis> stats(size_t group) {
+  std::vector<uint64_t> stats(size_t group) {
     prefix::BlockManager& manager = alive();
-    uint64_t n[15];
-    without_gil([&] {
-      manager.stats(group, [&](const prefix::Counters& of, const prefix::Pages& pages) {
-        const uint64_t numbers[] = {of.asked,
-                                    of.hits,
-                                    of.pending,
-                                    of.stored,
-                                    of.loaded,
-                                    pages.num_evicted(),
-                                    of.skipped,
-                                    of.refused,
-                                    of.failed,
-                                    pages.num_ready_pages(),
-                                    pages.num_free(),
-                                    pages.num_idle(),
-                                    pages.num_filling(),
-                                    of.promoted,
-                                    pages.num_lost()};
-        std::copy(std::begin(numbers), std::end(numbers), n);
-      });
-    });
-    nb::list counts;
-    for (const uint64_t number : n) counts.append(number);
-    return nb::tuple(counts);
+    return without_gil([&] { return manager.stats(group); });
   }
 
  private:
@@ -499,9 +460,12 @@ class PyBlockManager {
 
   int64_t id_of(nb::handle reservation) {
     alive();
-    if (!nb::isinstance<Reservation>(reservation))
-      fail_type("reservation", reservation, "pass what prepare_load() or prepare_store() returned");
-    return nb::inst_ptr<Reservation>(reservation)->id;
+    if (nb::isinstance<Reservation>(reservation)) return nb::inst_ptr<Reservation>(reservation)->id;
+    constexpr const char* kText =
+        "reservation is {}; pass what prepare_load() or prepare_store() returned";
+    const nb::object text = nb::str(kText).format(python.kind_of(reservation));
+    PyErr_SetObject(PyExc_TypeError, text.ptr());
+    throw nb::python_error();
   }
 
   int64_t read_prefix(nb::handle prefix) const {
@@ -603,9 +567,8 @@ Attributes:
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
-           nb::sig("def lookup(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, again: bool = "
-                   "False) -> torch_kvswap.prefix.manager.Lookup"),
+           nb::sig("def lookup(self, keys: " KEYS
+                   ", *, again: bool = False) -> torch_kvswap.prefix.manager.Lookup"),
            R"(Finds the longest cached prefix.
 
 For sliding windows and states, only the blocks needed after the prefix must be cached. Does
@@ -630,10 +593,9 @@ Returns:
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
            "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
            "held"_a.none() = nb::none(),
-           nb::sig("def prepare_load(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], prefix: int | None "
-                   "= None, *, is_use: bool = True, held: list[object] | None = None) -> "
-                   "LoadReservation | None"),
+           nb::sig("def prepare_load(self, keys: " KEYS
+                   ", prefix: int | None = None, *, is_use: bool = True, held: list[object] | None "
+                   "= None) -> LoadReservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
 Args:
@@ -652,9 +614,8 @@ Raises:
     ValueError: prefix is longer than the keys.)")
       .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
            "held"_a.none() = nb::none(),
-           nb::sig("def prepare_store(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, held: "
-                   "list[object] | None = None) -> StoreReservation | None"),
+           nb::sig("def prepare_store(self, keys: " KEYS
+                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -673,9 +634,8 @@ Raises:
     ValueError: a key occurs twice.)")
       .def("preempt", &PyBlockManager::preempt, "keys"_a.none(), nb::kw_only(),
            "held"_a.none() = nb::none(),
-           nb::sig("def preempt(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, held: "
-                   "list[object] | None = None) -> StoreReservation | None"),
+           nb::sig("def preempt(self, keys: " KEYS
+                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
            R"(prepare_store() for a preempted request, whose blocks stay until release().
 
 Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
@@ -690,9 +650,7 @@ Returns:
 Raises:
     ValueError: a key occurs twice.)")
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
-           nb::sig("def promote(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
-                   "StoreReservation | None"),
+           nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),
            R"(preempt() for blocks that are read from a store below host memory.
 
 complete() marks them as being below, so that hold_due() does not return them.
@@ -780,9 +738,7 @@ Args:
 Raises:
     ValueError: the reservation has already ended.)")
       .def("hold", &PyBlockManager::hold, "keys"_a.none(),
-           nb::sig("def hold(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> "
-                   "LoadReservation | None"),
+           nb::sig("def hold(self, keys: " KEYS ") -> LoadReservation | None"),
            R"(prepare_load() of those keys that are ready. Does not count as a use.
 
 Args:
@@ -791,8 +747,7 @@ Args:
 Returns:
     LoadReservation | None: its key_indices are arrays. None if no block is ready.)")
       .def("is_pending", &PyBlockManager::is_pending, "keys"_a.none(),
-           nb::sig("def is_pending(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> bool"),
+           nb::sig("def is_pending(self, keys: " KEYS ") -> bool"),
            R"(Returns whether all of these blocks have pages, and some are still being stored.
 
 If prepare_load() then returns None, it is worth another try after their stores have ended.
@@ -800,8 +755,7 @@ If prepare_load() then returns None, it is worth another try after their stores 
 Args:
     keys: keys of the blocks.)")
       .def("touch", &PyBlockManager::touch, "keys"_a.none(),
-           nb::sig("def touch(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]) -> None"),
+           nb::sig("def touch(self, keys: " KEYS ") -> None"),
            R"(Counts a use of the blocks, such as a hit in the GPU cache.
 
 Ready blocks become the last to be evicted.
@@ -810,9 +764,7 @@ Args:
     keys: keys of the blocks.)")
       .def("order", &PyBlockManager::order, "keys"_a.none(), nb::kw_only(),
            "renew"_a.none() = false,
-           nb::sig("def order(self, keys: torch_kvswap.prefix.hashing.Keys | "
-                   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys], *, renew: bool = "
-                   "False) -> None"),
+           nb::sig("def order(self, keys: " KEYS ", *, renew: bool = False) -> None"),
            R"(Orders the eviction of a prompt that was stored in several steps: its end goes first.
 
 Not needed if each store names all keys of the prompt so far. Does not count as a use, so

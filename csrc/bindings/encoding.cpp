@@ -121,7 +121,7 @@ void bind_encoding(nb::module_& module) {
         const auto range = block.format.tiles_of({first_slab, end_slab});
         const auto* from = reinterpret_cast<const uint8_t*>(slot);
         return without_gil(
-            [&] { return static_cast<int>(decode_slot(block.slot_tiles(), range, from, 0, 0)); });
+            [&] { return static_cast<int>(decode_slot(block.slot_tiles(), range, from, 0)); });
       },
       "bases"_a, "sizes"_a, "width_eighths"_a, "slot"_a, "first_slab"_a, "end_slab"_a,
       "Decodes the slabs from first_slab to end_slab - 1. Returns 0; 2 if the slot holds no block, "
@@ -131,7 +131,7 @@ void bind_encoding(nb::module_& module) {
       [](nb::handle bases, nb::handle sizes) {
         const auto tiles = cut_into_tiles(read_numbers<uint64_t>(sizes), 0);
         const auto located = tiles_in(slabs_at(bases), tiles);
-        return without_gil([&] { return count_escapes(located, 0); });
+        return without_gil([&] { return count_escapes(located); });
       },
       "bases"_a, "sizes"_a, "The escapes of a block, however many fit into its slot.");
 }

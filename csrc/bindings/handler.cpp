@@ -5,14 +5,17 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "bindings/python.h"
 #include "check.h"
+#include "offload/clock.h"
 
 // Handlers, jobs and gates. Everything that takes the scheduler's lock releases the GIL: another
 // thread may hold that lock for the time of some calls of the driver.
@@ -103,6 +106,16 @@ nb::object histogram_of(const Histogram& histogram) {
   return nb::make_tuple(nb::tuple(counts), histogram.sum);
 }
 
+using Kept = nb::typed<nb::dict, int, nb::any>;
+
+// Tag and `reserved` of a job, which Python keeps by its token until the job is reported.
+std::pair<nb::object, nb::object> kept_of(const Job& job, const Kept& kept) {
+  PyObject* both = nullptr;  // borrowed
+  if (job.token != 0) both = PyDict_GetItemWithError(kept.ptr(), nb::int_(job.token).ptr());
+  if (both == nullptr) return {nb::none(), nb::none()};
+  return nb::cast<std::pair<nb::object, nb::object>>(nb::handle(both));
+}
+
 // Shares its range with native groups, which must not need the GIL to let go of it.
 struct PyReadyRange {
   std::shared_ptr<ReadyRange> range;
@@ -114,8 +127,44 @@ StreamRef stream_of(const Device& device, uintptr_t handle, int gpu) {
   return {gpu, reinterpret_cast<Stream>(handle)};
 }
 
-class PyGate;
+// The native part of torch_kvswap.Gate.
+class PyGate {
+ public:
+  explicit PyGate(Gate* gate) : layer_groups(gate->layer_groups), gate_(gate) {}
+  ~PyGate() {
+    if (process_.is_current()) without_gil([&] { Gate::release(gate_); });
+  }
+
+  const int layer_groups;
+
+  Gate* get() const { return gate_; }
+
+  void wait(int layer_group, uintptr_t stream, int gpu) const {
+    process_.check();
+    without_gil([&] { gate_->wait(layer_group, stream_of(gate_->device, stream, gpu)); });
+  }
+
+ private:
+  const ForkGuard process_{"handler"};
+  Gate* const gate_;
+};
+
 using Layouts = nb::typed<nb::list, GroupLayout>;
+
+// Calls wait(seconds) without the GIL until it returns a number that is not 0, or for `timeout`
+// seconds; without a timeout for ever. Python's signal handlers run in between.
+template <typename Wait>
+int wait_in_slices(std::optional<double> timeout, const Wait& wait) {
+  constexpr double kSlice = 0.1;
+  const double began = now();
+  for (;;) {
+    const double left = timeout ? *timeout - (now() - began) : kSlice;
+    const int answer = without_gil([&] { return wait(std::clamp(left, 0.0, kSlice)); });
+    if (answer != 0) return answer;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (timeout && left <= kSlice) return 0;
+  }
+}
 
 // Owns a handler. One that was not closed is never freed: its threads, and copies, may still run.
 class PyHandler {
@@ -151,19 +200,50 @@ class PyHandler {
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
               nb::handle after, const PyGate* gate, bool without_kernels, int64_t token,
-              nb::handle computed_from);
+              nb::handle computed_from) {
+    Request request;
+    request.began = now();
+    process_.check();
+    request.channel = job.channel;
+    request.layer_groups = job.layer_groups;
+    request.is_grouped = is_list_;
+    request.without_kernels = without_kernels;
+    if (!after.is_none()) {
+      for (const auto& [is_event, handle] : items_of<std::tuple<bool, uintptr_t>>(after)) {
+        request.after.push_back({is_event, reinterpret_cast<void*>(handle)});
+      }
+    }
+    request.gate = gate == nullptr ? nullptr : gate->get();
+    request.token = token;
+    request.parts.resize(static_cast<size_t>(num_groups_));
+    read_lists("gpu_block_ids", gpu_block_ids,
+               [&](int g) -> auto& { return request.parts[g].blocks; });
+    read_lists("page_ids", page_ids, [&](int g) -> auto& { return request.parts[g].pages; });
+    int overflow = 0;
+    if (PyLong_CheckExact(first_slot.ptr())) {
+      const int64_t first = PyLong_AsLongLongAndOverflow(first_slot.ptr(), &overflow);
+      for (Request::Part& part : request.parts) part.first_slot = first;
+    }
+    if (!PyLong_CheckExact(first_slot.ptr()) || overflow != 0) {
+      const nb::object read = python.read_first_slots(first_slot, is_list_ ? num_groups_ : 0);
+      size_t g = 0;
+      for (const nb::handle one : read) request.parts[g++].first_slot = nb::cast<int64_t>(one);
+    }
+    if (!computed_from.is_none()) request.computed_from = items_of<int64_t>(computed_from);
+    job.job = in_context([&](Handler& of) {
+      if (after.is_none()) request.after.push_back({false, of.device().current_stream().handle});
+      return of.submit(request);
+    });
+  }
 
   // The jobs that have not ended and use one of these blocks. job_type: torch_kvswap.Job. owner:
   // the handler that the jobs name.
   nb::typed<nb::list, nb::any> jobs_using(nb::handle gpu_block_ids, nb::any job_type, nb::any owner,
-                                          nb::typed<nb::dict, int, nb::any> kept) {
+                                          Kept kept) {
     const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
-    Handler& handler = alive();
     nb::list found;
-    for (const JobRef& job : without_gil([&] { return handler.jobs_using(blocks); })) {
-      nb::object tag = nb::none();
-      const nb::int_ token(job->token);
-      if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
+    for (const JobRef& job : call([&](Handler& of) { return of.jobs_using(blocks); })) {
+      const nb::object tag = kept_of(*job, kept).first;
       const nb::object made = job_type(job->channel, job->layer_groups, owner, tag);
       nb::cast<PyJob&>(made).job = job;
       found.append(made);
@@ -173,29 +253,21 @@ class PyHandler {
 
   std::vector<int64_t> unreported_loads(nb::handle gpu_block_ids) {
     const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
-    Handler& handler = alive();
-    return without_gil([&] { return handler.unreported_loads(blocks); });
+    return call([&](Handler& of) { return of.unreported_loads(blocks); });
   }
 
   void mark_written(nb::handle page_ids) {
     const PageLists pages = read_lists("page_ids", page_ids);
-    Handler& handler = alive();
-    without_gil([&] { handler.mark_written(pages, is_list_); });
+    call([&](Handler& of) { of.mark_written(pages, is_list_); });
   }
 
   // A tuple of result and `reserved` for each of the first jobs that have ended and were not
   // reported. Changes nothing: until report() the next call returns them again.
-  nb::typed<nb::list, nb::any> ended(nb::typed<nb::dict, int, nb::any> kept) {
+  nb::typed<nb::list, nb::any> ended(Kept kept) {
     constexpr size_t kAtOnce = 256;  // for less than a millisecond
-    Handler& handler = alive();
     nb::list ended;
-    for (const JobRef& job : without_gil([&] { return handler.ended(kAtOnce); })) {
-      nb::object tag = nb::none(), reserved = nb::none();
-      if (job->token != 0) {
-        const nb::tuple both = nb::cast<nb::tuple>(kept[nb::int_(job->token)]);
-        tag = both[0];
-        reserved = both[1];
-      }
+    for (const JobRef& job : call([&](Handler& of) { return of.ended(kAtOnce); })) {
+      const auto [tag, reserved] = kept_of(*job, kept);
       ended.append(nb::make_tuple(result_of(*job, tag), reserved));
     }
     return ended;
@@ -205,7 +277,7 @@ class PyHandler {
   // jobs are reported. All at once: if it raises, nothing has changed. Returns whether more have
   // ended. ended: what the last call of ended() has returned.
   bool report(nb::typed<nb::list, nb::any> ended, nb::typed<nb::list, nb::any> unreturned,
-              nb::typed<nb::list, nb::any> results, nb::typed<nb::dict, int, nb::any> kept) {
+              nb::typed<nb::list, nb::any> results, Kept kept) {
     Handler& handler = alive();
     const size_t count = ended.size();
     std::vector<JobRef> jobs;
@@ -248,51 +320,42 @@ class PyHandler {
   }
 
   // The results of jobs that failed or were cancelled and were not polled.
-  nb::typed<nb::list, nb::any> unreported_failures(nb::typed<nb::dict, int, nb::any> kept) {
-    Handler& handler = alive();
+  nb::typed<nb::list, nb::any> unreported_failures(Kept kept) {
     nb::list results;
-    for (const JobRef& job : without_gil([&] { return handler.unreported_failures(); })) {
-      const nb::int_ token(job->token);
-      nb::object tag = nb::none();
-      if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
-      results.append(result_of(*job, tag));
+    for (const JobRef& job : call([&](Handler& of) { return of.unreported_failures(); })) {
+      results.append(result_of(*job, kept_of(*job, kept).first));
     }
     return results;
   }
 
   // None if it is not known to have ended. Does not ask the device.
   nb::any result(const PyJob& job) {
-    Handler& handler = alive();
-    if (!without_gil([&] { return handler.is_over(job.get()); })) return as_any(nb::none());
+    const bool is_over = call([&](Handler& of) { return of.is_over(job.get()); });
+    if (!is_over) return as_any(nb::none());
     return result_of(job.get(), job.tag);
   }
 
   const char* state(const PyJob& job) {
-    Handler& handler = alive();
-    const auto [state, was_cancelled] = without_gil([&] { return handler.state_of(job.get()); });
+    const auto [state, was_cancelled] = call([&](Handler& of) { return of.state_of(job.get()); });
     return was_cancelled ? "cancelling" : name_of(state);
   }
 
   bool query(const PyJob& job) {
-    Handler& handler = alive();
-    return without_gil([&] { return handler.has_ended(&job.get()); });
+    return call([&](Handler& of) { return of.has_ended(&job.get()); });
   }
 
   void wait(const PyJob& job, int layer_group, uintptr_t stream, int gpu) {
-    in_context([&](Handler& handler) {
-      handler.wait(&job.get(), layer_group, stream_of(handler.device(), stream, gpu));
+    in_context([&](Handler& of) {
+      of.wait(&job.get(), layer_group, stream_of(of.device(), stream, gpu));
     });
   }
 
   bool cancel(const PyJob& job) {
-    bool is_cancelled = false;
-    in_context([&](Handler& handler) { is_cancelled = handler.cancel(&job.get()); });
-    return is_cancelled;
+    return in_context([&](Handler& of) { return of.cancel(&job.get()); });
   }
 
   nb::typed<nb::dict, nb::str, nb::any> metrics(int channel) {
-    Handler& handler = alive();
-    const ChannelMetrics of = without_gil([&] { return handler.metrics(channel); });
+    const ChannelMetrics of = call([&](Handler& handler) { return handler.metrics(channel); });
     nb::dict read, methods;
     const std::pair<const char*, uint64_t> counts[] = {{"submitted", of.submitted},
                                                        {"done", of.done},
@@ -324,7 +387,7 @@ class PyHandler {
 
   void rebind(nb::any groups, Layouts layouts) {
     const auto described = items_of<const GroupLayout*>(layouts);
-    in_context([&](Handler& handler) { handler.rebind(read_groups(described, handler.device())); });
+    in_context([&](Handler& of) { of.rebind(read_groups(described, of.device())); });
     std::swap(groups_, groups);  // the old cache is freed after the call
   }
 
@@ -339,9 +402,7 @@ class PyHandler {
   }
 
   Gate* make_gate(int layer_groups) {
-    Gate* gate = nullptr;
-    in_context([&](Handler& handler) { gate = handler.make_gate(layer_groups); });
-    return gate;
+    return in_context([&](Handler& of) { return of.make_gate(layer_groups); });
   }
 
  private:
@@ -352,17 +413,18 @@ class PyHandler {
     return read;
   }
 
-  // The ids of each group.
+  // Reads the ids of each group g to list_of(g).
+  template <typename ListOf>
+  void read_lists(const char* name, nb::handle ids, const ListOf& list_of) const {
+    if (!is_list_) return read_ids(name, ids, list_of(0));
+    const auto split = split_ids(name, ids, num_groups_);
+    for (int g = 0; g < num_groups_; ++g) {
+      read_ids(ArgumentNames{true, g}.list(name), split[g], list_of(g), num_groups_);
+    }
+  }
   std::vector<std::vector<int64_t>> read_lists(const char* name, nb::handle ids) const {
     std::vector<std::vector<int64_t>> lists(static_cast<size_t>(num_groups_));
-    if (!is_list_) {
-      read_ids(name, ids, lists[0]);
-      return lists;
-    }
-    const auto split = split_ids(name, ids, num_groups_);
-    for (size_t g = 0; g < lists.size(); ++g) {
-      read_ids(std::string(name) + "[" + std::to_string(g) + "]", split[g], lists[g], num_groups_);
-    }
+    read_lists(name, ids, [&](int g) -> auto& { return lists[g]; });
     return lists;
   }
 
@@ -371,22 +433,30 @@ class PyHandler {
     return *handler_;
   }
 
+  // Runs the body without the GIL.
+  template <typename Body>
+  std::invoke_result_t<Body, Handler&> call(const Body& body) const {
+    Handler& handler = alive();
+    return without_gil([&] { return body(handler); });
+  }
+
   // Runs the body in the context of the handler's device. A lost device may refuse its context; the
   // body runs all the same. Functions that only read jobs need no context: the scheduler takes it
   // if something runs on the device.
-  static void in_context_of(Handler& handler, const std::function<void(Handler&)>& body) {
+  template <typename Body>
+  static std::invoke_result_t<Body, Handler&> in_context_of(Handler& handler, const Body& body) {
     std::optional<ContextGuard> context;
     try {
       context.emplace(handler.device());
     } catch (const std::exception& error) {
       handler.on_context_error(Reason(error));
     }
-    body(handler);
+    return body(handler);
   }
 
-  void in_context(const std::function<void(Handler&)>& body) {
-    Handler& handler = alive();
-    without_gil([&] { in_context_of(handler, body); });
+  template <typename Body>
+  std::invoke_result_t<Body, Handler&> in_context(const Body& body) const {
+    return call([&](Handler& of) { return in_context_of(of, body); });
   }
 
   const ForkGuard process_{"handler"};
@@ -396,79 +466,6 @@ class PyHandler {
   nb::any groups_;
   std::atomic<bool> is_closed_{false};
 };
-
-// The native part of torch_kvswap.Gate.
-class PyGate {
- public:
-  PyGate(PyHandler& handler, int layer_groups)
-      : layer_groups(layer_groups), gate_(handler.make_gate(layer_groups)) {}
-  ~PyGate() {
-    if (process_.is_current()) without_gil([&] { Gate::release(gate_); });
-  }
-
-  const int layer_groups;
-
-  Gate* get() const { return gate_; }
-
-  void wait(int layer_group, uintptr_t stream, int gpu) const {
-    process_.check();
-    without_gil([&] { gate_->wait(layer_group, stream_of(gate_->device, stream, gpu)); });
-  }
-
- private:
-  const ForkGuard process_{"handler"};
-  Gate* const gate_;
-};
-
-void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids,
-                       nb::handle first_slot, nb::handle after, const PyGate* gate,
-                       bool without_kernels, int64_t token, nb::handle computed_from) {
-  Request request;
-  request.began = now();
-  process_.check();
-  request.channel = job.channel;
-  request.layer_groups = job.layer_groups;
-  request.is_grouped = is_list_;
-  request.without_kernels = without_kernels;
-  if (!after.is_none()) {
-    request.after.emplace();
-    for (const auto& [is_event, handle] : items_of<std::tuple<bool, uintptr_t>>(after)) {
-      request.after->push_back({is_event, reinterpret_cast<void*>(handle)});
-    }
-  }
-  request.gate = gate == nullptr ? nullptr : gate->get();
-  request.token = token;
-  request.parts.resize(static_cast<size_t>(num_groups_));
-  if (is_list_) {
-    const auto blocks = split_ids("gpu_block_ids", gpu_block_ids, num_groups_);
-    const auto pages = split_ids("page_ids", page_ids, num_groups_);
-    for (size_t g = 0; g < request.parts.size(); ++g) {
-      const std::string place = "[" + std::to_string(g) + "]";
-      read_ids("gpu_block_ids" + place, blocks[g], request.parts[g].blocks, num_groups_);
-    }
-    for (size_t g = 0; g < request.parts.size(); ++g) {
-      const std::string place = "[" + std::to_string(g) + "]";
-      read_ids("page_ids" + place, pages[g], request.parts[g].pages, num_groups_);
-    }
-  } else {
-    read_ids("gpu_block_ids", gpu_block_ids, request.parts[0].blocks);
-    read_ids("page_ids", page_ids, request.parts[0].pages);
-  }
-  int overflow = 0;
-  if (PyLong_CheckExact(first_slot.ptr())) {
-    const int64_t first = PyLong_AsLongLongAndOverflow(first_slot.ptr(), &overflow);
-    for (Request::Part& part : request.parts) part.first_slot = first;
-  }
-  if (!PyLong_CheckExact(first_slot.ptr()) || overflow != 0) {
-    const nb::object read = python.read_first_slots(first_slot, is_list_ ? num_groups_ : 0);
-    size_t g = 0;
-    for (const nb::handle one : read) request.parts[g++].first_slot = nb::cast<int64_t>(one);
-  }
-  if (!computed_from.is_none()) request.computed_from = items_of<int64_t>(computed_from);
-  JobRef submitted;
-  in_context([&](Handler& of) { submitted = of.submit(request); });
-  job.job = std::move(submitted);
-}
 
 // The cache may refer to what refers to its handler. Whatever breaks such a cycle, the groups stay
 // as long as the handler.
@@ -515,7 +512,6 @@ void bind_layouts(nb::module_& module) {
              nb::handle host_strides, nb::handle layers, int64_t num_blocks, int64_t num_pages,
              int64_t blocks_per_page, int block_space, int slot_space, const PyEncoding& encoding,
              const PyReadyRange& ready_range) {
-            // One by one: g++ 12 frees the base of an aggregate twice if a later member throws.
             GroupLayout layout;
             layout.layers = read_numbers(layers);
             layout.num_blocks = num_blocks;
@@ -525,12 +521,12 @@ void bind_layouts(nb::module_& module) {
             layout.slot_space = slot_space;
             layout.encoding = encoding.encoding;
             layout.ready_range = ready_range.range;
-            layout.gpu_bases = read_numbers<uint64_t>(gpu_bases);
-            layout.gpu_strides = read_numbers<uint64_t>(gpu_strides);
+            layout.gpu.bases = read_numbers<uint64_t>(gpu_bases);
+            layout.gpu.strides = read_numbers<uint64_t>(gpu_strides);
             layout.gpu_storages = read_numbers<uint64_t>(gpu_storages);
-            layout.sizes = read_numbers<uint64_t>(sizes);
-            layout.host_bases = read_numbers<uint64_t>(host_bases);
-            layout.host_strides = read_numbers<uint64_t>(host_strides);
+            layout.gpu.sizes = layout.host.sizes = read_numbers<uint64_t>(sizes);
+            layout.host.bases = read_numbers<uint64_t>(host_bases);
+            layout.host.strides = read_numbers<uint64_t>(host_strides);
             new (self) GroupLayout(std::move(layout));
           },
           nb::kw_only(), "gpu_bases"_a, "gpu_strides"_a, "gpu_storages"_a, "sizes"_a,
@@ -644,7 +640,12 @@ void bind_handler(nb::module_& module) {
       .def("close", &PyHandler::close);
 
   nb::class_<PyGate>(module, "Gate")
-      .def(nb::init<PyHandler&, int>(), "handler"_a.none(), "layer_groups"_a)
+      .def(
+          "__init__",
+          [](PyGate* self, PyHandler& handler, int layer_groups) {
+            new (self) PyGate(handler.make_gate(layer_groups));
+          },
+          "handler"_a.none(), "layer_groups"_a)
       .def_ro("layer_groups", &PyGate::layer_groups)
       .def("wait", &PyGate::wait, "layer_group"_a, "stream"_a, "gpu"_a);
 }

@@ -91,13 +91,6 @@ std::vector<nb::object> split_ids(const char* name, nb::handle ids, int num_grou
   return split;
 }
 
-nb::any read_ids_for_python(const std::string& name, nb::handle ids) {
-  std::vector<int64_t> read;
-  read_ids(name, ids, read);
-  const nb::bytes bytes(read.data(), read.size() * sizeof(int64_t));
-  return as_any(nb::module_::import_("array").attr("array")("q", bytes));
-}
-
 nb::any to_numpy(const std::vector<int64_t>& numbers) {
   // nanobind takes three times as long to make an array.
   const nb::object array = python.empty(numbers.size(), python.int64);

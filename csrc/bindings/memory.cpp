@@ -5,7 +5,6 @@
 #include "device/device.h"
 #include "environment.h"
 #include "host_memory.h"
-#include "ops/cache_memory.h"
 #include "ops/library.h"
 
 // The driver, host memory, and the memory of caches. Calls of the driver and of the kernel that may
@@ -106,10 +105,8 @@ void bind_memory(nb::module_& module) {
       "touch_host",
       [](uintptr_t address, uint64_t nbytes, int threads, bool collapse,
          nb::typed<nb::list, int> cpus) {
-        const auto several = items_of<int>(cpus);
-        const WithoutGil released;
-        touch_host(at(address), nbytes,
-                   {threads, collapse, several.data(), static_cast<int>(several.size())});
+        const Touch how{threads, collapse, items_of<int>(cpus)};
+        without_gil([&] { touch_host(at(address), nbytes, how); });
       },
       "address"_a, "nbytes"_a, "threads"_a, "collapse"_a, "cpus"_a);
 

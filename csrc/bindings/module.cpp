@@ -89,7 +89,14 @@ NB_MODULE(_C, module) {
       "Not even while the interpreter ends.");
   module.def("set_python", set_python, nb::sig("def set_python(**named: typing.Any) -> None"));
   module.def(
-      "read_ids", read_ids_for_python, "name"_a, "ids"_a.none(),
+      "read_ids",
+      [](const std::string& name, nb::handle ids) {
+        std::vector<int64_t> read;
+        read_ids(name, ids, read);
+        const nb::bytes bytes(read.data(), read.size() * sizeof(int64_t));
+        return as_any(nb::module_::import_("array").attr("array")("q", bytes));
+      },
+      "name"_a, "ids"_a.none(),
       "Copies ids of a list, an array, a NumPy array or a CPU tensor to an array(\"q\"). name: "
       "the argument, for errors.");
   bind_memory(module);

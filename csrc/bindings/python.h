@@ -4,15 +4,12 @@
 #include <nanobind/stl/string.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "encoding/encoding.h"
-#include "offload/clock.h"
 
 // What the bindings share. No native code calls Python, or waits for the GIL, with a lock of the
 // library held.
@@ -76,21 +73,6 @@ auto without_gil(const Call& call) {
   return call();
 }
 
-// Calls wait(seconds) without the GIL until it returns a number that is not 0, or for `timeout`
-// seconds; without a timeout for ever. Python's signal handlers run in between.
-template <typename Wait>
-int wait_in_slices(std::optional<double> timeout, const Wait& wait) {
-  constexpr double kSlice = 0.1;
-  const double began = now();
-  for (;;) {
-    const double left = timeout ? *timeout - (now() - began) : kSlice;
-    const int answer = without_gil([&] { return wait(std::clamp(left, 0.0, kSlice)); });
-    if (answer != 0) return answer;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    if (timeout && left <= kSlice) return 0;
-  }
-}
-
 // What the type stubs call Any.
 inline nb::any as_any(const nb::object& object) { return nb::borrow<nb::any>(object); }
 
@@ -112,9 +94,6 @@ void read_ids(const std::string& name, nb::handle ids, std::vector<int64_t>& to,
               int num_groups = 1);
 // The same for an argument that has a list of them for each group.
 std::vector<nb::object> split_ids(const char* name, nb::handle ids, int num_groups);
-
-// read_ids() as Python gets it: an array("q").
-nb::any read_ids_for_python(const std::string& name, nb::handle ids);
 
 // The numbers of an array that this library has made.
 template <typename Number = int64_t>

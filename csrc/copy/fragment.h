@@ -18,7 +18,7 @@ struct Fragment {
 // The fragments of one call, neighbours (contiguous on both sides) merged as they come.
 class FragmentList {
  public:
-  explicit FragmentList(size_t expected) { items_.reserve(expected); }
+  explicit FragmentList(size_t expected = 0) { items_.reserve(expected); }
 
   // merge: the fragment is in the same allocation as the one before it, on both sides. A copy must
   // not run from one allocation into the next.

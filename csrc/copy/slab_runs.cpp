@@ -8,15 +8,11 @@ namespace {
 // Pitches are limited to 2 GiB; a longer distance is said as a number of rows.
 constexpr uint64_t kMaxPitch = 0x7fffffff, kMaxRows = 4096;
 
-uint64_t distance_at(const Slabs& slabs, size_t slab) {
-  return slabs.bases[slab + 1] - slabs.bases[slab];
-}
-
 // Whether the next slab can be in one copy with `slab`, at this distance.
 bool can_follow(const Slabs& side, size_t slab, uint64_t distance) {
   return side.allocations[slab + 1] == side.allocations[slab] &&
          side.sizes[slab + 1] == side.sizes[slab] && side.strides[slab + 1] == side.strides[slab] &&
-         distance_at(side, slab) == distance && as_rows(distance, side.sizes[slab]).pitch != 0;
+         side.distance_at(slab) == distance && as_rows(distance, side.sizes[slab]).pitch != 0;
 }
 
 }  // namespace
@@ -35,7 +31,7 @@ std::vector<SlabRun> equidistant_runs(const Slabs& src, const Slabs& dst) {
   for (size_t s = 0; s < src.count(); ++s) {
     if (!runs.empty()) {
       SlabRun& run = runs.back();
-      const uint64_t of_src = distance_at(src, run.first), of_dst = distance_at(dst, run.first);
+      const uint64_t of_src = src.distance_at(run.first), of_dst = dst.distance_at(run.first);
       if (can_follow(src, s - 1, of_src) && can_follow(dst, s - 1, of_dst)) {
         ++run.count;
         continue;

@@ -2,6 +2,12 @@
 
 namespace kvswap {
 
+uint32_t Slabs::alignment() const {
+  uint64_t bits = 16;
+  for (size_t s = 0; s < count(); ++s) bits |= bases[s] | strides[s] | sizes[s];
+  return static_cast<uint32_t>(bits & -bits);
+}
+
 void add_fragments(FragmentList& fragments, const BlockCopy& copy, SlabRange slabs) {
   const Slabs& src = *copy.src;
   const Slabs& dst = *copy.dst;

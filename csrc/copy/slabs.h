@@ -30,6 +30,10 @@ struct Slabs {
     const int64_t blocks = chunk_blocks->load(std::memory_order_relaxed);
     return block / blocks == other / blocks;
   }
+  // From this slab to the next one.
+  uint64_t distance_at(size_t slab) const { return bases[slab + 1] - bases[slab]; }
+  // The largest power of two, up to 16, that divides all addresses and sizes.
+  uint32_t alignment() const;
 };
 
 struct SlabRange {
@@ -67,6 +71,7 @@ struct PagedCopy {
     if (to_host) return {gpu, host, blocks, slots, count, false};
     return {host, gpu, slots, blocks, count, true};
   }
+  uint64_t states_from(size_t first) const { return reinterpret_cast<uint64_t>(states + first); }
   uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
   // Bytes of block i between a place on the GPU and its slot.
   Fragment fragment(size_t i, uint64_t on_gpu, uint64_t in_slot, uint64_t bytes) const {

@@ -19,6 +19,11 @@ uint64_t round_up(uint64_t bytes) {
 StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
     : address_(begin), bytes_(bytes / (2 * kStagingAlignment) * (2 * kStagingAlignment)) {}
 
+StagingBuffer::~StagingBuffer() {
+  forget();
+  events_.destroy_idle();
+}
+
 uint64_t StagingBuffer::copy(const PagedCopy& copy, const PackTable& table, uint64_t begin,
                              uint64_t bytes, const StagedStreams& streams,
                              const BatchOptions& options) {
@@ -98,11 +103,6 @@ void StagingBuffer::order_before(cuda::Stream stream) const {
 
 void StagingBuffer::forget() noexcept {
   while (!pieces_.empty()) drop_first();
-}
-
-void StagingBuffer::destroy() {
-  forget();
-  events_.destroy_idle();
 }
 
 }  // namespace kvswap

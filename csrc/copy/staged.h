@@ -24,7 +24,7 @@ struct StagedStreams {
 class StagingBuffer {
  public:
   StagingBuffer(cuda::Address begin, uint64_t bytes);
-  ~StagingBuffer() { destroy(); }
+  ~StagingBuffer();
 
   // Copies whole pieces from byte `begin` on, until they have `bytes` bytes or more. Returns where
   // they end. A load starts after the work in streams.copies so far and ends on streams.kernels, a
@@ -39,7 +39,6 @@ class StagingBuffer {
   void forget() noexcept;
   // How many events exist. Any thread may call.
   size_t num_events() const { return events_.num_created(); }
-  void destroy();
 
  private:
   struct Piece {
@@ -49,9 +48,9 @@ class StagingBuffer {
   };
   uint64_t half() const { return bytes_ / 2; }
   // How many bytes the next piece may have, in one half of the buffer. Skips the rest of a half
-  // that is too small. A piece across the middle
-  // would keep the next one waiting until it has left, with the link idle meanwhile: a store of 512
-  // blocks of 160 x 4 KiB took 1.053 times as long as one big copy instead of 1.043 (H200).
+  // that is too small. A piece across the middle would keep the next one waiting until it has left,
+  // with the link idle meanwhile: a store of 512 blocks of 160 x 4 KiB took 1.053 times as long as
+  // one big copy instead of 1.043 (H200).
   uint64_t room_for(uint64_t unit) noexcept;
   // The next piece, of this many bytes; `stream` waits until its place is free.
   Piece& allocate(uint64_t bytes, cuda::Stream stream);

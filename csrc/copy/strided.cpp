@@ -6,10 +6,6 @@
 namespace kvswap {
 namespace {
 
-uint64_t distance_at(const Slabs& slabs, size_t slab) {
-  return slabs.bases[slab + 1] - slabs.bases[slab];
-}
-
 void fill(cuda::StridedSide& side, uint64_t address, uint64_t distance, uint64_t width,
           bool on_host) {
   const RowDistance rows = as_rows(distance, width);
@@ -27,8 +23,8 @@ void copy_strided(const BlockCopy& copy, const std::vector<SlabRun>& runs, cuda:
     const size_t s = run.first;
     const uint64_t size = copy.src->sizes[s];
     const bool alone = run.count == 1;
-    const uint64_t src_distance = alone ? size : distance_at(*copy.src, s);
-    const uint64_t dst_distance = alone ? size : distance_at(*copy.dst, s);
+    const uint64_t src_distance = alone ? size : copy.src->distance_at(s);
+    const uint64_t dst_distance = alone ? size : copy.dst->distance_at(s);
     cuda::StridedCopy arguments{};
     arguments.width = size;
     arguments.height = 1;

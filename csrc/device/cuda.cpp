@@ -27,7 +27,7 @@ class CudaCopier : public Copier {
     if (kernels_ != nullptr) cuda::driver().destroy_stream(kernels_);
   }
 
-  void use_staging(uint64_t begin, uint64_t bytes);
+  void use_staging(uint64_t begin, uint64_t bytes) override;
   void start_after(const std::vector<Event>& events) override;
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t& bytes) override;
@@ -68,7 +68,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
                         CopyPosition& next, uint64_t& bytes) {
   BatchOptions options(uses_batch_);
   options.has_pageable = has_pageable;
-  FragmentList fragments(0);
+  FragmentList fragments;
   bool is_unpacking = false;
   for (; next.part < parts.size(); ++next.part) {
     const PartCopy& part = parts[next.part];
@@ -115,7 +115,7 @@ uint64_t CudaCopier::stage(const PartCopy& part, const BatchOptions& options, ui
 void CudaCopier::send(FragmentList& fragments, const BatchOptions& options) {
   if (fragments.empty()) return;
   copy_batch(fragments, {device_, copies_}, options);
-  fragments = FragmentList(0);
+  fragments = FragmentList();
 }
 
 // What was staged is on the GPU only when it has been unpacked.
@@ -224,11 +224,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   StreamWords* stream_words() override;
 
   void load_kernels() override { cuda::kernels(index()); }
-  std::shared_ptr<PackTable> make_table(const Encoding& encoding, const Slabs& gpu,
-                                        const Slabs& host, int64_t num_blocks, int64_t num_slots,
-                                        Stream stream) override {
-    return encoding.make_table(gpu, host, num_blocks, num_slots, index(), stream);
-  }
   uint64_t allocate_staging(uint64_t bytes) override {
     cuda::Address address = 0;
     KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, bytes), "cuMemAlloc", " of ", bytes,
@@ -236,9 +231,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
     return address;
   }
   void free_staging(uint64_t address) noexcept override { cuda::driver().free(address); }
-  void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) override {
-    static_cast<CudaCopier&>(copier).use_staging(begin, bytes);
-  }
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {

@@ -69,6 +69,9 @@ class Copier {
  public:
   virtual ~Copier() = default;
 
+  // From now on parts can be staged, in `bytes` bytes from `begin` on of the memory that
+  // PackKernels has allocated. Not called for a device without PackKernels.
+  virtual void use_staging(uint64_t /*begin*/, uint64_t /*bytes*/) {}
   // Makes what the next copies do on streams of their own start after these events; the channel's
   // stream waits for them already. Called once for each transfer.
   virtual void start_after(const std::vector<Event>& /*events*/) {}
@@ -118,15 +121,9 @@ class PackKernels {
  public:
   // Throws if they cannot be used. Called when a handler is made; may block.
   virtual void load_kernels() = 0;
-  // See Encoding::make_table(). Blocks until the table is uploaded, on `stream`.
-  virtual std::shared_ptr<PackTable> make_table(const Encoding& encoding, const Slabs& gpu,
-                                                const Slabs& host, int64_t num_blocks,
-                                                int64_t num_slots, Stream stream) = 0;
   // Device memory for staging buffers.
   virtual uint64_t allocate_staging(uint64_t bytes) = 0;
   virtual void free_staging(uint64_t address) noexcept = 0;
-  // From now on a copier of this device can stage parts, in these bytes of that memory.
-  virtual void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) = 0;
 
  protected:
   ~PackKernels() = default;
@@ -177,8 +174,8 @@ class Device {
 
   // Streams of the caller. These calls need no context: they make the stream's current.
 
-  // The stream that is current in torch, in the calling thread.
-  virtual StreamRef current_stream() const = 0;
+  // The stream that is current in torch, in the calling thread. By default there is none.
+  virtual StreamRef current_stream() const { return {index_, nullptr}; }
   virtual bool is_capturing(const StreamRef& /*stream*/) { return false; }
   virtual void wait_event(const StreamRef& stream, Event event) = 0;
 

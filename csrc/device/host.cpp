@@ -110,7 +110,6 @@ class HostDevice : public Device {
   void destroy_stream(Stream) noexcept override {}
   bool is_idle(Stream) override { return true; }
   bool is_alive(Stream) noexcept override { return true; }
-  StreamRef current_stream() const override { return {index(), nullptr}; }
   void wait_event(const StreamRef&, Event event) override {
     late_.run_until(static_cast<HostEvent*>(event));
   }

@@ -85,9 +85,8 @@ class QueuedDevice final : public Device {
   bool is_idle(Stream) override { return false; }
   bool is_alive(Stream) noexcept override;
 
-  // Streams of the caller: the handle is a number that Python knows. Python passes events in place
-  // of streams that a job starts after, so the current stream is never asked for.
-  StreamRef current_stream() const override { return {index(), nullptr}; }
+  // Of a stream of the caller the handle is a number that Python knows. Python passes events in
+  // place of streams that a job starts after, so the current stream is never asked for.
   void wait_event(const StreamRef& stream, Event event) override;
 
   Event create_event(bool timed) override;

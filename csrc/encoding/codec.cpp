@@ -214,7 +214,7 @@ SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot) {
 }
 
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
-                      uint64_t skipped, int64_t block) {
+                      int64_t block) {
   const Metadata metadata(slot, tiles);
   if (!metadata.is_valid()) return SlotState::kRefused;
   for (uint32_t number = range.begin; number < range.end; ++number) {
@@ -228,16 +228,16 @@ SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const
     };
     SlotEntry entry;
     if (!metadata.read_entry(number, entry)) return SlotState::kRefused;
-    decode_tile(slot + (tile.offset - skipped), entry.lowest, values, tile.bytes);
+    decode_tile(slot + tile.offset, entry.lowest, values, tile.bytes);
     if (!metadata.read_escapes(number, entry, set_exponent)) return SlotState::kRefused;
   }
   return SlotState::kGood;
 }
 
-uint64_t count_escapes(const std::vector<SlotTile>& tiles, int64_t block) {
+uint64_t count_escapes(const std::vector<SlotTile>& tiles) {
   uint64_t count = 0;
   for (const SlotTile& tile : tiles) {
-    const uint8_t* values = address_of(tile, block);
+    const uint8_t* values = address_of(tile, 0);
     const uint8_t lowest = choose_lowest(values, tile.bytes);
     for (uint32_t offset = 0; offset < tile.bytes; offset += kTileAlignment) {
       uint8_t signs[kChunk], codes[kChunk], escapes[kChunk];

@@ -18,14 +18,13 @@ struct SlotTiles {
 // Encodes a block into a slot. kOverflow: the slot holds no block.
 SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot);
 
-// Decodes some tiles of a slot into a block. skipped: bytes that the slot lacks between its
-// metadata and the first one of these tiles. kRefused: the metadata, also those of other tiles, are
+// Decodes some tiles of a slot into a block. kRefused: the metadata, also those of other tiles, are
 // not those of a block. Nothing was written then, unless the slot has changed meanwhile. Of the
 // metadata, the kernels check only the header before they write; the rest they check tile by tile.
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
-                      uint64_t skipped, int64_t block);
+                      int64_t block);
 
-// How many escapes a block has, however many fit into its slot.
-uint64_t count_escapes(const std::vector<SlotTile>& tiles, int64_t block);
+// How many escapes block 0 has, however many fit into its slot.
+uint64_t count_escapes(const std::vector<SlotTile>& tiles);
 
 }  // namespace kvswap

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,8 +46,6 @@ class Encoding : public Packing {
   virtual const Demand* demand() const = 0;
   // Whether this method can copy between slots and blocks.
   virtual bool can_use(CopyMethod method) const = 0;
-  // Throws ValueError if these slabs of host pages cannot be slots.
-  virtual void check_slots(const Slabs& host) const = 0;
   // Whether slots can be rejected. If so, a copy writes the SlotState of each rejected one.
   virtual bool can_reject() const = 0;
   // Called if a slot has this state, which is not kGood.
@@ -64,15 +64,27 @@ class Encoding : public Packing {
                                                 void* stream) const = 0;
 };
 
-// Fills in which blocks and slots of a copy a launch works on.
+// Fills in which blocks and slots of a copy a launch works on: from block `first` to `end` - 1, or
+// as many of them as it can have.
 template <typename Arguments>
-void set_blocks(Arguments& arguments, const PagedCopy& copy, size_t first, uint32_t count) {
-  for (uint32_t i = 0; i < count; ++i) {
+void set_blocks(Arguments& arguments, const PagedCopy& copy, size_t first, size_t end) {
+  const size_t count = std::min(end - first, std::size(arguments.blocks));
+  for (size_t i = 0; i < count; ++i) {
     arguments.blocks[i] = static_cast<int32_t>(copy.blocks[first + i]);
     arguments.slots[i] = static_cast<int32_t>(copy.slots[first + i]);
   }
-  arguments.block_count = count;
-  arguments.states = reinterpret_cast<uint64_t>(copy.states + first);
+  arguments.block_count = static_cast<uint32_t>(count);
+}
+
+// The same for the blocks with bytes [begin, end), counted block after block; and which bytes of
+// them.
+template <typename Arguments>
+void set_bytes(Arguments& arguments, const PagedCopy& copy, size_t first, uint64_t begin,
+               uint64_t end) {
+  const uint64_t size = arguments.block_bytes, from = first * size;
+  set_blocks(arguments, copy, first, (end + size - 1) / size);
+  arguments.begin = std::max(begin, from) - from;
+  arguments.end = std::min(end - from, arguments.block_count * size);
 }
 
 // Whether the block is not what was stored, or is to be stored.

@@ -100,13 +100,15 @@ class TileTable : public PackTable {
   void launch_all(CodecArguments& arguments, const PagedCopy& copy, size_t first, size_t last,
                   unsigned max_warps, cuda::Stream stream) const {
     for (; first < last; first += arguments.block_count) {
-      const auto count = static_cast<uint32_t>(std::min<size_t>(last - first, kCodecBlocks));
-      set_blocks(arguments, copy, first, count);
+      set_blocks(arguments, copy, first, last);
+      arguments.states = copy.states_from(first);
       if (copy.digests != nullptr) {
         copy.digests->set_rows(arguments, copy, first, copy.to_host ? first : copy.count);
       }
       launch(arguments, copy.to_host, max_warps, stream);
-      if (arguments.by_slot == 0) arguments.packed += count * arguments.packed_stride;
+      if (arguments.by_slot == 0) {
+        arguments.packed += arguments.block_count * arguments.packed_stride;
+      }
     }
   }
 
@@ -120,12 +122,10 @@ class TileTable : public PackTable {
     const bool has_digests = arguments.rows != 0;
     const cuda::Function with = encodes ? kernels_.encode_digest : kernels_.decode_digest;
     const cuda::Function without = encodes ? kernels_.encode : kernels_.decode;
-    void* pointers[] = {&arguments};
-    const cuda::Result result = cuda::driver().launch(
-        has_digests ? with : without, ctas + (has_digests && !encodes ? 1 : 0), 1, 1, 32 * warps, 1,
-        1, codec_shared_bytes(warps, arguments.team_warps), stream, pointers, nullptr);
-    KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", encodes ? "encode" : "decode", ", ",
-                        arguments.block_count, " blocks of ", arguments.tile_count, " tiles");
+    cuda::launch(has_digests ? with : without, ctas + (has_digests && !encodes ? 1 : 0), 32 * warps,
+                 codec_shared_bytes(warps, arguments.team_warps), stream, arguments, " of ",
+                 encodes ? "encode" : "decode", ", ", arguments.block_count, " blocks of ",
+                 arguments.tile_count, " tiles");
   }
 
   const SlotFormat& format_;
@@ -156,22 +156,6 @@ class LosslessEncoding : public Encoding {
     return is_store ? store_ : load_;
   }
 
-  void check_slots(const Slabs& host) const override {
-    for (size_t s = 0; s < host.count(); ++s) {
-      if (host.bases[s] == host.bases[0] && host.strides[s] == host.strides[0]) continue;
-      fail<ValueError>("slab ", s, " has host pages of its own, but an encoded slot has all slabs");
-    }
-    if (host.strides[0] < slot_bytes()) {
-      fail<ValueError>("the host pages have slots of ", host.strides[0],
-                       " bytes; an encoded block takes ", slot_bytes());
-    }
-    if ((host.bases[0] | host.strides[0]) % kAddressAlignment != 0) {
-      fail<ValueError>("the host pages begin at ", hex(host.bases[0]), ", with slots of ",
-                       host.strides[0], " bytes; encoded slots need multiples of ",
-                       kAddressAlignment);
-    }
-  }
-
   FragmentList page_fragments(const PagedCopy& copy, uint64_t begin, uint64_t end,
                               uint64_t packed) const override {
     const uint64_t size = packed_bytes(copy.slabs), metadata = format_.metadata_bytes();
@@ -192,9 +176,8 @@ class LosslessEncoding : public Encoding {
     const SlotFormat::TileRange range = format_.tiles_of(copy.slabs);
     for (size_t i = 0; i < copy.count; ++i) {
       auto* slot = reinterpret_cast<uint8_t*>(copy.host_address(i));
-      const SlotState state = copy.to_host
-                                  ? encode_slot(all, copy.blocks[i], slot)
-                                  : decode_slot(all, range, slot, /*skipped=*/0, copy.blocks[i]);
+      const SlotState state = copy.to_host ? encode_slot(all, copy.blocks[i], slot)
+                                           : decode_slot(all, range, slot, copy.blocks[i]);
       if (state != SlotState::kGood) copy.states[i] = static_cast<uint8_t>(state);
     }
   }

@@ -37,16 +37,6 @@ PackLaunch over_link(uint64_t longest) {
   return {std::min(kMaxCtasOverLink, (kBytesOverLink + bytes - 1) / bytes), threads, chunk};
 }
 
-uint32_t common_alignment(const Slabs& gpu, const Slabs& host) {
-  uint64_t bits = 16;
-  for (const Slabs* side : {&gpu, &host}) {
-    for (size_t s = 0; s < side->count(); ++s) {
-      bits |= side->bases[s] | side->strides[s] | side->sizes[s];
-    }
-  }
-  return static_cast<uint32_t>(bits & -bits);
-}
-
 // Whether the kernels can copy: has_kernel_ids(), and the slabs of a block are contiguous on the
 // host.
 bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots) {
@@ -75,22 +65,16 @@ class SlabTable : public PackTable {
       : PackTable(packing, upload_slabs(gpu, host, stream)),
         kernels_(cuda::kernels(device)),
         longest_(*std::max_element(gpu.sizes.begin(), gpu.sizes.end())),
-        word_bytes_(common_alignment(gpu, host)) {}
+        word_bytes_(std::min(gpu.alignment(), host.alignment())) {}
 
   void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
             void* stream) const override {
     PackArguments arguments = arguments_of(copy, kOnDevice);
     const uint64_t size = arguments.block_bytes;
     arguments.packed_stride = size;
-    for (size_t first = begin / size; first * size < end; first += kPackBlocks) {
-      const size_t last = std::min<size_t>((end + size - 1) / size, first + kPackBlocks);
-      arguments.block_count = static_cast<uint32_t>(last - first);
-      for (size_t i = first; i < last; ++i) {
-        arguments.blocks[i - first] = static_cast<int32_t>(copy.blocks[i]);
-        arguments.slots[i - first] = static_cast<int32_t>(i - first);
-      }
-      arguments.begin = std::max(begin, first * size) - first * size;
-      arguments.end = std::min(end, last * size) - first * size;
+    for (size_t first = begin / size; first * size < end; first += arguments.block_count) {
+      set_bytes(arguments, copy, first, begin, end);
+      std::iota(arguments.slots, arguments.slots + arguments.block_count, 0);  // in the buffer
       arguments.packed = packed + first * size - begin;
       launch(arguments, kOnDevice, stream);
     }
@@ -103,13 +87,8 @@ class SlabTable : public PackTable {
     arguments.packed = copy.host->bases[copy.slabs.begin];
     arguments.packed_stride = copy.host->strides[copy.slabs.begin];
     arguments.end = ~uint64_t{0};
-    for (size_t first = 0; first < copy.count; first += kPackBlocks) {
-      const size_t last = std::min<size_t>(copy.count, first + kPackBlocks);
-      arguments.block_count = static_cast<uint32_t>(last - first);
-      for (size_t i = first; i < last; ++i) {
-        arguments.blocks[i - first] = static_cast<int32_t>(copy.blocks[i]);
-        arguments.slots[i - first] = static_cast<int32_t>(copy.slots[i]);
-      }
+    for (size_t first = 0; first < copy.count; first += arguments.block_count) {
+      set_blocks(arguments, copy, first, copy.count);
       launch(arguments, shape, stream);
     }
   }
@@ -125,12 +104,9 @@ class SlabTable : public PackTable {
     const unsigned ctas = std::min(shape.ctas, (chunks + at_once - 1) / at_once);
     const unsigned threads = bulk ? shape.threads : 32 * kWarpsPerCta;
     const unsigned shared = bulk ? shape.threads * shape.chunk_bytes : 0;
-    void* pointers[] = {&arguments};
-    const cuda::Result result =
-        cuda::driver().launch(bulk ? kernels_.pack_bulk : kernels_.pack_words, ctas, 1, 1, threads,
-                              1, 1, shared, stream, pointers, nullptr);
-    KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", arguments.to_packed ? "pack" : "unpack",
-                        ", ", arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
+    cuda::launch(bulk ? kernels_.pack_bulk : kernels_.pack_words, ctas, threads, shared, stream,
+                 arguments, " of ", arguments.to_packed ? "pack" : "unpack", ", ",
+                 arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
   }
 
   // What is the same in every launch.
@@ -148,8 +124,8 @@ class SlabTable : public PackTable {
   }
 
   const cuda::Kernels& kernels_;
-  const uint64_t longest_;     // bytes of a block in the slab where it has most
-  const uint32_t word_bytes_;  // the largest power of two, up to 16, that divides everything
+  const uint64_t longest_;  // bytes of a block in the slab where it has most
+  const uint32_t word_bytes_;
 };
 
 class RawEncoding : public Encoding {
@@ -164,7 +140,6 @@ class RawEncoding : public Encoding {
   }
   bool is_divisible() const override { return true; }
   bool can_use(CopyMethod) const override { return true; }
-  void check_slots(const Slabs&) const override {}  // each slab may have pages of its own
   const Demand* demand() const override { return nullptr; }
   bool can_reject() const override { return false; }
   const Rejection& rejection(SlotState, bool) const override {
@@ -185,7 +160,7 @@ class RawEncoding : public Encoding {
   }
 
   void copy_on_host(const PagedCopy& copy) const override {
-    FragmentList fragments(0);
+    FragmentList fragments;
     add_fragments(fragments, copy.block_copy(), copy.slabs);
     kvswap::copy_on_host(fragments);
   }

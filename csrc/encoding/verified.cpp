@@ -14,15 +14,6 @@ namespace {
 
 constexpr unsigned kMaxCtas = 128;  // of tiles in a launch: see kOnDevice of raw.cpp
 
-// The largest power of two, up to 16, that divides all addresses and sizes.
-uint32_t alignment_of(const Slabs& slabs) {
-  uint64_t bits = 16;
-  for (size_t s = 0; s < slabs.count(); ++s) {
-    bits |= slabs.bases[s] | slabs.strides[s] | slabs.sizes[s];
-  }
-  return static_cast<uint32_t>(bits & -bits);
-}
-
 uint64_t upload_digest_tiles(const Slabs& gpu, cuda::Stream stream) {
   const std::vector<DigestTile> tiles = digest_tiles_in(gpu);
   return cuda::upload(tiles.data(), tiles.size() * sizeof(DigestTile), stream,
@@ -58,8 +49,8 @@ class Digests {
     DigestArguments arguments = arguments_of(copy, task, tiles, word_bytes);
     const size_t first_new = task == DigestTask::kWrite ? first : copy.count;
     for (; first < last; first += arguments.block_count) {
-      const auto count = static_cast<uint32_t>(std::min<size_t>(last - first, kDigestBlocks));
-      set_blocks(arguments, copy, first, count);
+      set_blocks(arguments, copy, first, last);
+      arguments.states = copy.states_from(first);
       table_.set_rows(arguments, copy, first, first_new);
       run(arguments);
     }
@@ -108,9 +99,9 @@ class VerifiedTable : public PackTable {
         kernels_(cuda::kernels(device)),
         stage_bytes_(static_cast<uint32_t>(std::min<uint64_t>(
             kDigestTileBytes, *std::max_element(gpu.sizes.begin(), gpu.sizes.end())))),
-        word_bytes_(alignment_of(gpu)),
+        word_bytes_(gpu.alignment()),
         copies_(is_raw && kernels_.digest_copy != nullptr && word_bytes_ == 16 &&
-                alignment_of(host) == 16),
+                host.alignment() == 16),
         compares_stores_(compares_stores) {}
 
   void leak() noexcept override {
@@ -190,20 +181,16 @@ class VerifiedTable : public PackTable {
     const uint64_t size = arguments.block_bytes, packed = arguments.packed;
     const size_t first_new = copy.to_host ? (begin + size - 1) / size : copy.count;
     for (size_t first = begin / size; first * size < end; first += arguments.block_count) {
-      const size_t last = std::min<size_t>((end + size - 1) / size, first + kDigestBlocks);
-      set_blocks(arguments, copy, first, static_cast<uint32_t>(last - first));
+      set_bytes(arguments, copy, first, begin, end);
+      arguments.states = copy.states_from(first);
       digests_.table().set_rows(arguments, copy, first, first_new);
-      arguments.begin = std::max(begin, first * size) - first * size;
-      arguments.end = std::min(end, last * size) - first * size;
       if (arguments.by_slot == 0) arguments.packed = packed + first * size - begin;
       const unsigned tiles = arguments.block_count * arguments.tile_count;
       const unsigned ctas = std::min(max_ctas, (tiles + kDigestCopyWarps - 1) / kDigestCopyWarps);
-      void* pointers[] = {&arguments};
-      const cuda::Result result = cuda::driver().launch(
-          kernels_.digest_copy, ctas + 1, 1, 1, 32 * kDigestCopyWarps, 1, 1,
-          kDigestCopyWarps * kDigestCopyStages * stage_bytes_, stream, pointers, nullptr);
-      KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest_copy, ", arguments.block_count,
-                          " blocks of ", arguments.tile_count, " tiles");
+      cuda::launch(kernels_.digest_copy, ctas + 1, 32 * kDigestCopyWarps,
+                   kDigestCopyWarps * kDigestCopyStages * stage_bytes_, stream, arguments,
+                   " of digest_copy, ", arguments.block_count, " blocks of ", arguments.tile_count,
+                   " tiles");
     }
   }
 
@@ -212,11 +199,9 @@ class VerifiedTable : public PackTable {
     digests_.for_each(copy, first, last, task, address(), word_bytes_, [&](auto& arguments) {
       const unsigned groups = (arguments.tile_count + kDigestWarps - 1) / kDigestWarps;
       const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
-      void* pointers[] = {&arguments};
-      const cuda::Result result = cuda::driver().launch(
-          kernels_.digest, ctas + 1, 1, 1, 32 * kDigestWarps, 1, 1, 0, stream, pointers, nullptr);
-      KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of digest, ", arguments.block_count,
-                          " blocks of ", arguments.tile_count, " tiles");
+      cuda::launch(kernels_.digest, ctas + 1, 32 * kDigestWarps, 0, stream, arguments,
+                   " of digest, ", arguments.block_count, " blocks of ", arguments.tile_count,
+                   " tiles");
     });
   }
 
@@ -243,7 +228,6 @@ class VerifiedEncoding : public Encoding {
                               uint64_t packed) const override {
     return slots_->page_fragments(copy, begin, end, packed);
   }
-  void check_slots(const Slabs& host) const override { slots_->check_slots(host); }
 
   bool can_use(CopyMethod method) const override {
     const bool compares = method != CopyMethod::kStrided || !compares_stores_;

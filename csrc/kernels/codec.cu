@@ -85,7 +85,7 @@ struct Work {
   __device__ void set_state(const CodecArguments& a, SlotState state) const {
     reinterpret_cast<volatile uint8_t*>(a.states)[index] = static_cast<uint8_t>(state);
   }
-  __device__ uint32_t digests() const { return (bytes + kDigestTileBytes - 1) / kDigestTileBytes; }
+  __device__ uint32_t digests() const { return digest_tiles(bytes); }
 };
 
 // The digests of the tiles of a run, each made by one warp or two: a warp has kCodecWarpBytes.
@@ -130,8 +130,8 @@ class TileDigests {
   __device__ void write(const DigestRow& row) const {
     row.write(has_tile_, first_ + team_.lane, digest_);
   }
-  __device__ void compare(const DigestRow& row, StoredDigests& stored, uint32_t count) const {
-    row.compare(has_tile_, first_ + team_.lane, digest_, stored.get(row, first_, count));
+  __device__ void compare(const DigestRow& row, StoredDigests& stored) const {
+    row.compare(has_tile_, first_ + team_.lane, digest_, stored.get(row, first_, has_tile_));
   }
 
  private:
@@ -553,15 +553,11 @@ __device__ void decode_tiles(const CodecArguments& a) {
   Work work(a, runs, here);
   stages.load_first(work.encoded, encoded_bytes(work.bytes));
   Metadata metadata(work);
-  const auto digests_of = [&](uint32_t run, uint32_t& first) {
-    const Work last(a, runs, {run, runs.count(a, run) - 1});
-    first = Work(a, runs, {run, 0}).digest;
-    return last.digest + last.digests() - first;
-  };
   const auto fetch = [&](uint32_t run) {
     if (!kDigests || team.rank >= 32 || run >= runs.total) return;
-    uint32_t first = 0;
-    const uint32_t count = digests_of(run, first);
+    const Work last(a, runs, {run, runs.count(a, run) - 1});
+    const uint32_t first = Work(a, runs, {run, 0}).digest;
+    const uint32_t count = last.digest + last.digests() - first;
     stored.fetch(DigestRow(a, run / runs.per_block), first, count);
   };
   fetch(here.run);
@@ -629,10 +625,7 @@ __device__ void decode_tiles(const CodecArguments& a) {
       const DigestRow row(a, work.index);
       if (team.rank < 32) {
         digests.keep(work, /*is_first=*/here.tile == 0, is_valid);
-        if (following.tile == 0) {
-          uint32_t first = 0;
-          digests.compare(row, stored, digests_of(here.run, first));
-        }
+        if (following.tile == 0) digests.compare(row, stored);
       }
       if (is_refused) row.compare_tag(/*is_rejected=*/true);
     } else if (is_refused) {

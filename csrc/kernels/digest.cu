@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(32 * kDigestCopyWarps)
     if (is_store) {
       row.write(has_tile, tile + lane, digest);
     } else {
-      row.compare(has_tile, tile + lane, digest, stored.get(row, tile, count));
+      row.compare(has_tile, tile + lane, digest, stored.get(row, tile, has_tile));
     }
   }
   if (lane == 0) wait_for_stores();

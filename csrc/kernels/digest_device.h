@@ -158,16 +158,17 @@ class StoredDigests {
     ++fetched_;
 #endif
   }
-  // Of the run that was fetched first. Thread t < count gets that of tile first + t.
-  __device__ uint64_t get(const DigestRow& row, uint32_t first, uint32_t count) {
+  // Of the run that was fetched first, which begins with tile `first`: thread t gets that of tile
+  // first + t, if it has that tile.
+  __device__ uint64_t get(const DigestRow& row, uint32_t first, bool has_tile) {
     uint64_t digest = 0;
 #if __CUDA_ARCH__ >= 900
     wait_for_load(shared_address(&buffers_->barriers[used_ & 1]), used_ >> 1 & 1);
-    if (lane_ < count) digest = buffers_->digests[used_ & 1][(first & 1) + lane_];
+    if (has_tile) digest = buffers_->digests[used_ & 1][(first & 1) + lane_];
     ++used_;
     __syncwarp();
 #else
-    if (lane_ < count) digest = row.stored(first + lane_);
+    if (has_tile) digest = row.stored(first + lane_);
 #endif
     return digest;
   }

@@ -53,9 +53,7 @@ void allow_shared_bytes(Function function, int bytes) {
 // Launches the kernel with nothing to do, which loads it.
 template <typename Arguments>
 void warm_up(Function kernel, Arguments nothing, Stream stream) {
-  void* arguments[] = {&nothing};
-  KVSWAP_DRIVER_CHECK(driver().launch(kernel, 1, 1, 1, 32, 1, 1, 0, stream, arguments, nullptr),
-                      "cuLaunchKernel");
+  launch(kernel, 1, 32, 0, stream, nothing);
 }
 
 Kernels load(int device) {

@@ -21,4 +21,14 @@ struct Kernels {
 // Thread safe.
 const Kernels& kernels(int device);
 
+// Launches a kernel with these arguments, which the driver copies. what: of the launch, for errors.
+template <typename Arguments, typename... What>
+void launch(Function kernel, unsigned ctas, unsigned threads, unsigned shared_bytes, Stream stream,
+            Arguments& arguments, const What&... what) {
+  void* pointers[] = {&arguments};
+  KVSWAP_DRIVER_CHECK(
+      driver().launch(kernel, ctas, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, nullptr),
+      "cuLaunchKernel", what...);
+}
+
 }  // namespace kvswap::cuda

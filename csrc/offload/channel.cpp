@@ -59,11 +59,11 @@ bool Channel::has_room_for(size_t entries) const {
 }
 
 // The caller may record an event again, or destroy it, before the job starts.
-StreamPoint* Channel::record_point_after(const std::vector<After>& after) {
-  if (after.size() == 1 && !after.front().is_event) return record_point_on(after.front().handle);
+StreamPoint* Channel::record_point(const std::vector<After>& after) {
+  if (after.size() == 1 && !after.front().is_event) return points_.record(after.front().handle);
   bool has_waited = false;
   for (const auto& [is_event, handle] : after) {
-    StreamPoint* const point = is_event ? nullptr : record_point_on(handle);
+    StreamPoint* const point = is_event ? nullptr : points_.record(handle);
     const Event event = is_event ? static_cast<Event>(handle) : point ? point->event : nullptr;
     if (is_event ? device_.has_happened(event) : point == nullptr) continue;
     try {
@@ -76,7 +76,7 @@ StreamPoint* Channel::record_point_after(const std::vector<After>& after) {
     release_point(point);
     has_waited = true;
   }
-  return has_waited ? record_point_on(event_stream_) : nullptr;
+  return has_waited ? points_.record(event_stream_) : nullptr;
 }
 
 Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> parts,
@@ -101,7 +101,7 @@ Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> par
 void Channel::take_states(Transfer& transfer, const std::vector<Group>& groups) {
   size_t count = 0;
   const auto states_of = [&](const TransferPart& part) {
-    return groups[part.group].can_reject() ? part.blocks.size() : 0;
+    return groups[part.group].encoding->can_reject() ? part.blocks.size() : 0;
   };
   for (const TransferPart& part : transfer.parts) count += states_of(part);
   if (count == 0) return;
@@ -161,10 +161,12 @@ Reason Channel::enqueue(Transfer& transfer, const std::vector<Event>& wait_event
 
 void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers,
                    uint64_t bytes) {
+  const bool has_pageable = std::any_of(groups.begin(), groups.end(),
+                                        [](const Group& group) { return group.host_is_pageable; });
   for (; !transfer.is_enqueued(); ++transfer.layer_group, transfer.next = {}) {
     list_copies(transfer, transfer.layer_group, groups, layers);
     const Stream end =
-        copier_->copy(part_copies_, transfer.start, any_is_pageable(groups), transfer.next, bytes);
+        copier_->copy(part_copies_, transfer.start, has_pageable, transfer.next, bytes);
     if (transfer.next.part < part_copies_.size()) return;
     device_.record_event(transfer.ends[transfer.layer_group], end);
   }

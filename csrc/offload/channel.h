@@ -44,11 +44,9 @@ class Channel {
   // Whether the ring has room for the states of `blocks` more blocks. If not, their job waits.
   bool has_states_for(size_t blocks) const { return states_.has_room(blocks); }
 
-  // Records what a job starts after: the work given to the stream so far, or all of `after`.
-  // Returns null if that has ended. The channel waits for callers' events, and for several streams,
-  // on one stream, in the order of these calls.
-  StreamPoint* record_point_on(Stream stream) { return points_.record(stream); }
-  StreamPoint* record_point_after(const std::vector<After>& after);
+  // Records what a job starts after, all of `after`. Returns null if that has ended. The channel
+  // waits for callers' events, and for several streams, on one stream, in the order of these calls.
+  StreamPoint* record_point(const std::vector<After>& after);
   // See StreamPoints.
   void release_point(StreamPoint* point) noexcept { points_.release(point); }
   bool has_happened(const StreamPoint& point) const { return points_.has_happened(point); }
@@ -56,10 +54,8 @@ class Channel {
   // The stream that the channel copies on; null if the device has no streams.
   Stream stream() const { return stream_; }
 
-  // Allows staged transfers, with `bytes` bytes of the device's staging memory from `begin` on.
-  void use_staging(PackKernels& kernels, uint64_t begin, uint64_t bytes) {
-    kernels.use_staging(*copier_, begin, bytes);
-  }
+  // See Copier.
+  void use_staging(uint64_t begin, uint64_t bytes) { copier_->use_staging(begin, bytes); }
 
   // From now on blocks that can be rejected can be copied, with these SlotStates::kCount zeros.
   void use_states(uint8_t* states) { states_.use(states); }

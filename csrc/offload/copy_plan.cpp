@@ -327,8 +327,8 @@ void CopyPlanner::set_up(const Channels& channels, bool needs_kernels) {
                " is too little; give it ", kMinStagingBytes, " or more");
   allocate_staging(*kernels);
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
-  channels[kStores]->use_staging(*kernels, staging_, half);
-  channels[kLoads]->use_staging(*kernels, staging_ + half, half);
+  channels[kStores]->use_staging(staging_, half);
+  channels[kLoads]->use_staging(staging_ + half, half);
 }
 
 // Less than was asked for where the GPU has no more: with a little of it copies are much faster
@@ -357,8 +357,8 @@ void CopyPlanner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable) continue;
-    group.table = device_.pack_kernels()->make_table(*group.encoding, group.gpu, group.host,
-                                                     group.num_blocks, slots, stream_);
+    group.table = group.encoding->make_table(group.gpu, group.host, group.num_blocks, slots,
+                                             device_.index(), stream_);
   }
 }
 

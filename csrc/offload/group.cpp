@@ -28,15 +28,10 @@ uint64_t Group::link_bytes(int layer_groups, int64_t num_layers) const {
   return bytes;
 }
 
-Group read_group(const GroupLayout& from, Device& device) {
+Group read_group(const GroupLayout& layout, Device& device) {
   Group group;
-  static_cast<GroupShape&>(group) = from;
-  group.gpu.bases = from.gpu_bases;
-  group.gpu.strides = from.gpu_strides;
-  group.host.bases = from.host_bases;
-  group.host.strides = from.host_strides;
-  group.gpu.sizes = group.host.sizes = from.sizes;
-  group.host.chunk_blocks = &from.ready_range->chunk_blocks();
+  static_cast<GroupLayout&>(group) = layout;
+  group.host.chunk_blocks = &layout.ready_range->chunk_blocks();
   Allocations found = device.find_allocations(group.gpu.bases, group.host.bases);
   group.host.allocations = std::move(found.host);
   group.host_is_pageable = found.host_is_pageable;
@@ -48,12 +43,11 @@ Group read_group(const GroupLayout& from, Device& device) {
     const bool joins_last = s > 0 && found.cache[s] == found.cache[s - 1] &&
                             follows_closely(group.gpu, s, group.num_blocks);
     const uint64_t number = joins_last ? group.gpu.allocations.back() : s;
-    const std::pair allocation(found.cache[s], from.gpu_storages[s]);
+    const std::pair allocation(found.cache[s], layout.gpu_storages[s]);
     group.gpu.allocations.push_back(allocations.emplace(allocation, number).first->second);
   }
   for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
   group.runs = equidistant_runs(group.gpu, group.host);
-  group.encoding->check_slots(group.host);
   return group;
 }
 

@@ -20,8 +20,10 @@ inline int64_t layer_group_of(int64_t layer, int layer_groups, int64_t num_layer
 // A layout and its host pool, for layers that share their blocks: those of one kind of attention or
 // state. A layer group is something else: a range of the model's layers, of all groups. A host page
 // has `blocks_per_page` slots, each for one block.
-struct GroupShape {
-  std::vector<int64_t> layers;  // the model's layer of each slab, ascending
+struct GroupLayout {
+  Slabs gpu, host;                     // of a Group: with their allocations
+  std::vector<uint64_t> gpu_storages;  // where the storage of each slab's tensor begins
+  std::vector<int64_t> layers;         // the model's layer of each slab, ascending
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
   // Groups with equal block_space share their blocks: an id is the same memory in all of them. The
   // same holds for slot_space and slots.
@@ -31,22 +33,12 @@ struct GroupShape {
   int64_t number = 0;                             // in commands of a queued device
 };
 
-// As Python describes a group. The lists have an item for each slab. gpu_storages: where the
-// storage of each slab's tensor begins.
-struct GroupLayout : GroupShape {
-  std::vector<uint64_t> gpu_bases, gpu_strides, gpu_storages, sizes, host_bases, host_strides;
-};
-
-// A group with its addresses, and what its device says of them.
-struct Group : GroupShape {
-  Slabs gpu, host;
+// A group as Python describes it, and what its device says of its addresses.
+struct Group : GroupLayout {
   bool host_is_pageable = false;
   uint64_t block_bytes = 0;          // in all slabs
   std::vector<SlabRun> runs;         // of slabs at equal distances
   std::shared_ptr<PackTable> table;  // for the kernels; null if they cannot be used
-
-  // Whether a copy can end without some of its blocks, as slot states say.
-  bool can_reject() const { return encoding->can_reject(); }
 
   // The slabs in a layer group, if the model's `num_layers` layers are divided into `layer_groups`.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
@@ -63,16 +55,7 @@ struct Group : GroupShape {
   uint64_t link_bytes(int layer_groups, int64_t num_layers) const;
 };
 
-// Whether some host pages are pageable. The driver copies those before its call returns.
-inline bool any_is_pageable(const std::vector<Group>& groups) {
-  for (const Group& group : groups) {
-    if (group.host_is_pageable) return true;
-  }
-  return false;
-}
-
-// Converts Python's description of a group, and asks the device for the allocations. Throws if the
-// cache is not in the device's memory.
+// Asks the device for the allocations. Throws if the cache is not in the device's memory.
 Group read_group(const GroupLayout& layout, Device& device);
 
 }  // namespace kvswap

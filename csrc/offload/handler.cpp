@@ -36,7 +36,7 @@ JobRef Handler::submit(const Request& request) {
   // From here on the lock is held until the job is added: its ids stay right, and the gate free.
   JobRef job = reader_.read(request, scheduler_.groups(lock));
   Reason failure = scheduler_.prepare(lock, *job);
-  if (failure.empty()) failure = set_start(lock, *job, request);
+  if (failure.empty()) failure = scheduler_.start_after(lock, *job, request.after);
   if (failure.empty() && gate != nullptr) close_gate(lock, *job, *gate);
   scheduler_.submit(lock, job, failure, request.began);
   return job;
@@ -50,33 +50,12 @@ void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
 }
 
 void Handler::refuse_captures(const Request& request) const {
-  constexpr const char* kNoun = "the stream that the job would start after";
-  if (!request.after) {
-    refuse_capture(device().current_stream(), kNoun);
-  } else {
-    for (const After& after : *request.after) {
-      if (!after.is_event) refuse_capture({device().index(), after.handle}, kNoun);
-    }
+  for (const After& after : request.after) {
+    if (after.is_event) continue;
+    refuse_capture({device().index(), after.handle}, "the stream that the job would start after");
   }
   if (request.gate != nullptr) {
     refuse_capture(device().current_stream(), "the stream on which the gate is to be closed");
-  }
-}
-
-Reason Handler::set_start(const Lock& lock, Job& job, const Request& request) {
-  try {
-    if (request.after) {
-      scheduler_.start_after(lock, job, *request.after);
-    } else {
-      scheduler_.start_after_stream(lock, job, device().current_stream().handle);
-    }
-    return {};
-  } catch (const std::bad_alloc&) {
-    throw;
-  } catch (const std::exception& error) {
-    const Reason reason(error);
-    scheduler_.check_alive(lock, reason);
-    return reason;
   }
 }
 

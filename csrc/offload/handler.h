@@ -84,8 +84,6 @@ class Handler {
  private:
   void refuse_capture(const StreamRef& stream, const char* noun) const;
   void refuse_captures(const Request& request) const;
-  // Sets what the job starts after. Returns why it could not, or an empty reason.
-  Reason set_start(const Lock& lock, Job& job, const Request& request);
   void close_gate(const Lock& lock, Job& job, Gate& gate);
   // Waits for the end of the job, for about a millisecond at most; submits it if it is queued and
   // that takes less than `seconds`. began: when the waiting began.

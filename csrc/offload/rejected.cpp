@@ -74,7 +74,7 @@ std::vector<RejectedBlock> find_rejected(const Transfer& transfer) {
 }
 
 Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
-                     const std::vector<Group>& groups) {
+                     const std::vector<Group>& groups) noexcept try {
   if (rejected.empty()) return {};
   Positions positions, corrupted;
   First first, first_corrupted;
@@ -101,6 +101,8 @@ Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
   job.rejected = std::make_unique<const Positions>(std::move(positions));
   job.corrupted = static_cast<uint32_t>(corrupted.size());
   return reason;
+} catch (const std::exception& error) {
+  return Reason(error);
 }
 
 }  // namespace kvswap

@@ -29,6 +29,6 @@ std::vector<RejectedBlock> find_rejected(const Transfer& transfer);
 // Sets Job::rejected and Job::corrupted, if some of these blocks are the job's. Returns why the job
 // has failed then, or an empty reason. Corrupted blocks are named first.
 Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
-                     const std::vector<Group>& groups);
+                     const std::vector<Group>& groups) noexcept;
 
 }  // namespace kvswap

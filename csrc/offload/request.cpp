@@ -14,10 +14,11 @@ namespace {
   fail<IndexError>(name, " is ", id, "; there are ", there, ", 0 to ", limit - 1);
 }
 
-void check_blocks(const std::string& list, const int64_t* ids, int64_t count, int64_t num_blocks) {
+void check_blocks(const ArgumentNames& names, const int64_t* ids, int64_t count,
+                  int64_t num_blocks) {
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= num_blocks) {
-      refuse_id(item_of(list, i), ids[i], num_blocks, "GPU block");
+      refuse_id(item_of(names.list("gpu_block_ids"), i), ids[i], num_blocks, "GPU block");
     }
   }
 }
@@ -33,11 +34,12 @@ void check_blocks(const std::string& list, const int64_t* ids, int64_t count, in
 }
 
 // The driver cannot copy pages that are not pinned yet.
-void check_pages(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
+void check_pages(const ArgumentNames& names, const int64_t* ids, int64_t count,
+                 const Group& group) {
   const int64_t end = group.ready_range->end_page();
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= end) {
-      refuse_page(item_of(list, i), ids[i], group.num_pages, end);
+      refuse_page(item_of(names.list("page_ids"), i), ids[i], group.num_pages, end);
     }
   }
 }
@@ -97,9 +99,8 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
   const auto num_pages = static_cast<int64_t>(part.pages.size());
   const int64_t first_slot = part.first_slot;
   const int64_t per_page = group.blocks_per_page;
-  const std::string block_list = names.list("gpu_block_ids"), page_list = names.list("page_ids");
-  check_blocks(block_list, blocks, num_blocks, group.num_blocks);
-  check_pages(page_list, pages, num_pages, group);
+  check_blocks(names, blocks, num_blocks, group.num_blocks);
+  check_pages(names, pages, num_pages, group);
   if (first_slot < 0 || first_slot >= per_page) {
     fail<ValueError>(names.list("first_slot"), "=", first_slot,
                      " is no slot of the first page: with blocks_per_page=", per_page,
@@ -108,28 +109,28 @@ void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& 
   }
   const int64_t needed = num_blocks ? (first_slot + num_blocks + per_page - 1) / per_page : 0;
   if (num_pages != needed) {
-    fail<ValueError>(page_list, " has ", count_of(num_pages, "page"), " of ",
+    fail<ValueError>(names.list("page_ids"), " has ", count_of(num_pages, "page"), " of ",
                      count_of(per_page, "block"), "; for ", count_of(num_blocks, "block"),
                      " from first_slot=", first_slot, " on, pass ", count_of(needed, "page"));
   }
   if (job.channel == kStores) {
-    refuse_duplicates(page_seen_[group.slot_space], page_list, pages, num_pages);
+    refuse_duplicates(page_seen_[group.slot_space], names, "page_ids", pages, num_pages);
   } else {
-    refuse_duplicates(block_seen_[group.block_space], block_list, blocks, num_blocks);
+    refuse_duplicates(block_seen_[group.block_space], names, "gpu_block_ids", blocks, num_blocks);
   }
-  check_encoding(*job.work, group, page_list, num_blocks);
+  check_encoding(*job.work, group, names, num_blocks);
   job.work->parts.push_back({names.group, static_cast<size_t>(num_blocks)});
   job.work->ids.insert(job.work->ids.end(), blocks, blocks + num_blocks);
   job.nbytes += group.block_bytes * num_blocks;
 }
 
-void RequestReader::check_encoding(Work& work, const Group& group, const std::string& page_list,
+void RequestReader::check_encoding(Work& work, const Group& group, const ArgumentNames& names,
                                    int64_t num_blocks) {
   const Demand* const demand = group.encoding->demand();
   if (demand == nullptr) return;
   if (work.without_kernels) {
-    fail<ValueError>("copy_method='copy_engines': the host pages of ", page_list, " have ",
-                     demand->option, ", and copy engines cannot ", demand->work,
+    fail<ValueError>("copy_method='copy_engines': the host pages of ", names.list("page_ids"),
+                     " have ", demand->option, ", and copy engines cannot ", demand->work,
                      "; leave it out, or use a pool with ", demand->instead);
   }
   const uint64_t blocks = work.rejectable_blocks + static_cast<uint64_t>(num_blocks);
@@ -141,13 +142,14 @@ void RequestReader::check_encoding(Work& work, const Group& group, const std::st
   if (group.encoding->slot_bytes() < group.block_bytes) work.encoded_blocks += num_blocks;
 }
 
-void RequestReader::refuse_duplicates(std::vector<int64_t>& seen, const std::string& list,
-                                      const int64_t* ids, int64_t count) {
+void RequestReader::refuse_duplicates(std::vector<int64_t>& seen, const ArgumentNames& names,
+                                      const char* name, const int64_t* ids, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     if (seen[ids[i]] != requests_) {
       seen[ids[i]] = requests_;
       continue;
     }
+    const std::string list = names.list(name);
     const int64_t first = std::find(ids, ids + i, ids[i]) - ids;
     if (first == i) {
       fail<ValueError>(list, "[", i, "] is ", ids[i],

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,8 +27,7 @@ struct Request {
   int layer_groups = 1;
   bool is_grouped = false;       // errors name the group of an id
   bool without_kernels = false;  // no kernels copy
-  // What the job starts after: all of these, or the current stream.
-  std::optional<std::vector<After>> after;
+  std::vector<After> after;      // the job starts after all of these
   Gate* gate = nullptr;
   int64_t token = 0;  // of the caller, who finds it in the job
   double began;       // when the caller called, as now() counts
@@ -51,10 +49,10 @@ class RequestReader {
  private:
   void add_part(Job& job, const Group& group, const ArgumentNames& names,
                 const Request::Part& part);
-  static void check_encoding(Work& work, const Group& group, const std::string& page_list,
+  static void check_encoding(Work& work, const Group& group, const ArgumentNames& names,
                              int64_t num_blocks);
-  void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
-                         int64_t count);
+  void refuse_duplicates(std::vector<int64_t>& seen, const ArgumentNames& names, const char* name,
+                         const int64_t* ids, int64_t count);
 
   // By block_space or slot_space, then by id of a block or a page: the number of the last request
   // that writes it.

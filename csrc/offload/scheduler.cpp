@@ -109,12 +109,17 @@ Reason Scheduler::prepare(const Lock& lock, Job& job) {
   return device_loss_.empty() ? failure : device_loss_;
 }
 
-void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
-  job.work->after = queue_of(job).channel.record_point_on(stream);
-}
-
-void Scheduler::start_after(const Lock&, Job& job, const std::vector<After>& after) {
-  job.work->after = queue_of(job).channel.record_point_after(after);
+Reason Scheduler::start_after(const Lock& lock, Job& job, const std::vector<After>& after) {
+  try {
+    job.work->after = queue_of(job).channel.record_point(after);
+    return {};
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    const Reason reason(error);
+    check_alive(lock, reason);
+    return reason;
+  }
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
@@ -527,7 +532,7 @@ void Scheduler::retire_first(Queue& queue) {
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
     Reason reason = error.empty() ? table_.source_failure(job) : error;
-    if (reason.empty() && !job.work->was_cancelled) reason = reject(job, rejected);
+    if (reason.empty() && !job.work->was_cancelled) reason = reject_blocks(job, rejected, groups_);
     const State state = job.work->was_cancelled ? State::kCancelled
                         : reason.empty()        ? State::kDone
                                                 : State::kFailed;
@@ -535,15 +540,6 @@ void Scheduler::retire_first(Queue& queue) {
   }
   queue.channel.retire_first();
   progress_.notify_all();
-}
-
-// Sets Job::rejected and Job::corrupted. Returns why the job fails therefore, or an empty reason.
-Reason Scheduler::reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept {
-  try {
-    return reject_blocks(job, rejected, groups_);
-  } catch (const std::exception& error) {
-    return Reason(error);
-  }
 }
 
 // Ends a job that was never submitted.

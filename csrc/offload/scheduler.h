@@ -72,11 +72,10 @@ class Scheduler {
   // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason:
   // it may find the device lost. May throw std::bad_alloc. The job is not added before submit().
   Reason prepare(const Lock&, Job& job);
-  // Makes the job start after all that the stream was given so far, or after all of `after`.
-  // Streams are of the handler's device.
-  void start_after_stream(const Lock&, Job& job, Stream stream);
-  void start_after(const Lock&, Job& job, const std::vector<After>& after);
-  // Undoes start_after_stream() or start_after().
+  // Makes the job start after all of these. Returns why that is not possible, or an empty reason.
+  // May throw std::bad_alloc.
+  Reason start_after(const Lock&, Job& job, const std::vector<After>& after);
+  // Undoes start_after().
   void start_at_once(const Lock&, Job& job) noexcept;
   // Adds a prepared job; then submits it, queues it or, if `failure` is not empty, ends it. began:
   // when the caller's store() or load() began. When this returns, a job with a gate is on the
@@ -177,7 +176,6 @@ class Scheduler {
   Queue* next_to_retire();
   bool all_before_are_retired(const Transfer& transfer) const;
   void retire_first(Queue& queue);
-  Reason reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept;
   void open_gates(const Lock& lock) noexcept;
   bool has_gates_to_open() const;
   void mark_lost(const Reason& reason) noexcept;

@@ -1,5 +1,4 @@
-#include "ops/cache_memory.h"
-
+#include "ops/library.h"
 #include "ops/ops.h"
 
 // Where the tensors of a cache have their memory, asked again and again.

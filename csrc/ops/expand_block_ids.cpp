@@ -97,11 +97,8 @@ void expand_on_cuda(Expansion expansion, int device) {
   const cuda::StreamRef stream = cuda::current_stream(device);
   const cuda::ContextGuard context(device);
   const int64_t blocks = std::min((expansion.count + kThreads - 1) / kThreads, kMaxBlocks);
-  void* arguments[] = {&expansion};
-  KVSWAP_DRIVER_CHECK(
-      cuda::driver().launch(cuda::kernels(device).expand_block_ids, static_cast<unsigned>(blocks),
-                            1, 1, kThreads, 1, 1, 0, stream.handle, arguments, nullptr),
-      "cuLaunchKernel");
+  cuda::launch(cuda::kernels(device).expand_block_ids, static_cast<unsigned>(blocks), kThreads, 0,
+               stream.handle, expansion);
 }
 
 // The bytes from the first element to the last.

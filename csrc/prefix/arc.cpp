@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-Arc::Arc(Table& table, size_t num_pages) : table_(table) {
+Arc::Arc(Table& table, size_t num_pages) : EvictionPolicy(table) {
   for (size_t i = num_pages; i < 2 * num_pages; ++i) {
     free_ghosts_.append(table.nodes, static_cast<uint32_t>(i));
   }
@@ -57,16 +57,6 @@ void Arc::forget(uint32_t page) {
   table_.erase(page);
   --sizes_[table_.nodes[page].list];
 }
-
-void Arc::add_idle(uint32_t page) { order_of(page).add_idle(table_.nodes, page); }
-
-void Arc::remove_idle(uint32_t page) { order_of(page).remove_idle(table_.nodes, page); }
-
-void Arc::suspend_idle(uint32_t page) { order_of(page).suspend_idle(); }
-
-void Arc::place(uint32_t page, uint32_t newer) { order_of(page).place(table_.nodes, page, newer); }
-
-void Arc::unplace(uint32_t page) { order_of(page).unplace(table_.nodes, page); }
 
 void Arc::use(uint32_t page) {
   uint8_t& side = table_.nodes[page].list;

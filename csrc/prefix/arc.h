@@ -18,28 +18,17 @@ class Arc final : public EvictionPolicy {
   uint32_t evict(const Admission& admission) override;
   void add_page(const Admission& admission) override { ++sizes_[admission.list]; }
   void forget(uint32_t page) override;
-  void add_idle(uint32_t page) override;
-  void remove_idle(uint32_t page) override;
-  void suspend_idle(uint32_t page) override;
-  void place(uint32_t page, uint32_t newer) override;
-  void unplace(uint32_t page) override;
-  size_t num_idle() const override {
-    return orders_[kRecent].num_idle() + orders_[kFrequent].num_idle();
-  }
   void use(uint32_t page) override;
   void grow(size_t num_pages) override { num_pages_ = num_pages; }
 
  private:
   enum Side : uint8_t { kRecent = 0, kFrequent = 1 };
-  EvictionOrder& order_of(uint32_t page) { return orders_[table_.nodes[page].list]; }
   void drop_ghost(uint32_t ghost);
   void add_ghost(uint32_t page, uint8_t side);
 
-  Table& table_;
   size_t num_pages_ = 0;
   double target_ = 0;  // how many pages the recent side should have
   size_t sizes_[2] = {0, 0};
-  EvictionOrder orders_[2];
   List ghosts_[2], free_ghosts_;
 };
 

@@ -25,6 +25,7 @@ struct Admission {
 // and make_policy() (eviction.cpp). Raise kMaxLists if it has more lists.
 class EvictionPolicy {
  public:
+  explicit EvictionPolicy(Table& table) : table_(table) {}
   virtual ~EvictionPolicy() = default;
 
   // Called when a key without a page is to be stored; then evict(), if no page is free, and
@@ -38,18 +39,30 @@ class EvictionPolicy {
   // Takes the key of a page that is not idle out of the table.
   virtual void forget(uint32_t page) = 0;
 
-  // See EvictionOrder. There is one for each list.
-  virtual void add_idle(uint32_t page) = 0;
-  virtual void remove_idle(uint32_t page) = 0;
-  virtual void suspend_idle(uint32_t page) = 0;
-  virtual void place(uint32_t page, uint32_t newer) = 0;
-  virtual void unplace(uint32_t page) = 0;
-  virtual size_t num_idle() const = 0;
-
   // A held page without a place was used.
   virtual void use(uint32_t page) = 0;
   // This many pages can be given to keys now. The number never falls.
   virtual void grow(size_t num_pages) = 0;
+
+  // See EvictionOrder: in that of the page's list.
+  void add_idle(uint32_t page) { order_of(page).add_idle(table_.nodes, page); }
+  void remove_idle(uint32_t page) { order_of(page).remove_idle(table_.nodes, page); }
+  void suspend_idle(uint32_t page) { order_of(page).suspend_idle(); }
+  void place(uint32_t page, uint32_t newer) { order_of(page).place(table_.nodes, page, newer); }
+  void unplace(uint32_t page) { order_of(page).unplace(table_.nodes, page); }
+  // In all lists.
+  size_t num_idle() const {
+    size_t sum = 0;
+    for (const EvictionOrder& order : orders_) sum += order.num_idle();
+    return sum;
+  }
+
+ protected:
+  Table& table_;
+  EvictionOrder orders_[kMaxLists];  // of each list
+
+ private:
+  EvictionOrder& order_of(uint32_t page) { return orders_[table_.nodes[page].list]; }
 };
 
 enum class EvictionPolicyKind { kLru = 0, kArc = 1 };

@@ -50,48 +50,51 @@ void BlockManager::grow(const int64_t* ready_pages) {
 int64_t BlockManager::prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
-  Reservation reservation{Kind::kLoad, {}};
-  reservation.pins.reserve(found_pages_.size());
-  size_t at = 0;
-  for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (!groups_[g].pages->is_filled(found_pages_[at])) return 0;
-      pages[at] = found_pages_[at];
-      reservation.pins.push_back({g, found_pages_[at], false});
-    }
-  }
-  const int64_t id = next_id();
-  const Reservation& kept = reservations_.emplace(id, std::move(reservation)).first->second;
-  for (const Pin& pin : kept.pins) {
-    Pages& of_group = *groups_[pin.group].pages;
-    if (is_use) {
-      of_group.hold(pin.page);
-      of_group.use(pin.page);
-    } else {
-      of_group.hold_in_place(pin.page);
-    }
-  }
-  return id;
-}
-
-int64_t BlockManager::hold(const Keys& keys, int64_t* pages, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
-  find_pages(keys, true);
   std::vector<Pin> pins;
   pins.reserve(found_pages_.size());
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      const bool is_ready = groups_[g].pages->is_filled(found_pages_[at]);
-      pages[at] = is_ready ? int64_t{found_pages_[at]} : kNone;
-      if (is_ready) pins.push_back({g, found_pages_[at], false});
+      if (!groups_[g].pages->is_filled(found_pages_[at])) return 0;
+      pages[at] = found_pages_[at];
+      pins.push_back({g, found_pages_[at], false});
     }
   }
-  if (pins.empty()) return 0;
+  return reserve_load(std::move(pins), is_use);
+}
+
+int64_t BlockManager::hold(const Keys& keys, Assigned& held, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, true);
+  std::vector<Pin> pins;
+  held.counts.resize(groups_.size());
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
+      const uint32_t page = found_pages_[at];
+      if (!groups_[g].pages->is_filled(page)) continue;
+      pins.push_back({g, page, false});
+      held.key_indices.push_back(i);
+      held.pages.push_back(page);
+      ++held.counts[g];
+    }
+  }
+  return pins.empty() ? 0 : reserve_load(std::move(pins), /*is_use=*/false);
+}
+
+int64_t BlockManager::reserve_load(std::vector<Pin> pins, bool is_use) {
   const int64_t id = next_id();
   const Reservation& kept =
       reservations_.emplace(id, Reservation{Kind::kLoad, std::move(pins)}).first->second;
-  for (const Pin& pin : kept.pins) groups_[pin.group].pages->hold_in_place(pin.page);
+  for (const Pin& pin : kept.pins) {
+    Pages& pages = *groups_[pin.group].pages;
+    if (is_use) {
+      pages.hold(pin.page);
+      pages.use(pin.page);
+    } else {
+      pages.hold_in_place(pin.page);
+    }
+  }
   return id;
 }
 
@@ -522,10 +525,25 @@ bool BlockManager::has_room(const Keys& keys, bool keep) {
   return fits;
 }
 
-void BlockManager::stats(size_t group,
-                         const std::function<void(const Counters&, const Pages&)>& read) {
+std::vector<uint64_t> BlockManager::stats(size_t group) {
   const std::lock_guard lock(mutex_);
-  read(groups_.at(group).counters, *groups_.at(group).pages);
+  const Counters& of = groups_.at(group).counters;
+  const Pages& pages = *groups_[group].pages;
+  return {of.asked,
+          of.hits,
+          of.pending,
+          of.stored,
+          of.loaded,
+          pages.num_evicted(),
+          of.skipped,
+          of.refused,
+          of.failed,
+          pages.num_ready_pages(),
+          pages.num_free(),
+          pages.num_idle(),
+          pages.num_filling(),
+          of.promoted,
+          pages.num_lost()};
 }
 
 }  // namespace kvswap::prefix

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -40,8 +39,8 @@ struct Lookup {
   int64_t found, ready, pending;
 };
 
-// The keys to be stored and their pages, of all groups in a row, and how many each group has.
-// evicted: the pages among them whose blocks were evicted, in the order of their eviction.
+// Some of the keys of a request and their pages, of all groups in a row, and how many each group
+// has. evicted: the pages among them whose blocks were evicted for it, in that order.
 struct Assigned {
   std::vector<int64_t> key_indices, pages, counts, evicted;
 };
@@ -93,9 +92,9 @@ class BlockManager {
   // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
   // their places. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
-  // Holds the pages of the keys that are ready; they keep their places. `pages` gets them, and
-  // kNone for other keys. Returns the reservation; 0 if no key is ready.
-  int64_t hold(const Keys& keys, int64_t* pages, bool wait);
+  // Holds the pages of the keys that are ready; they keep their places. Returns the reservation; 0
+  // if no key is ready.
+  int64_t hold(const Keys& keys, Assigned& held, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
@@ -134,9 +133,8 @@ class BlockManager {
   void reset();
   // The range [first, end) of each group's blocks that a prefix of this length needs.
   std::vector<std::pair<size_t, size_t>> needed_blocks(int64_t units) const;
-
-  // Calls read(counters, pages) of a group.
-  void stats(size_t group, const std::function<void(const Counters&, const Pages&)>& read);
+  // Of a group, in the order of the fields of torch_kvswap.prefix.BlockStats.
+  std::vector<uint64_t> stats(size_t group);
 
  private:
   // A page that a reservation or a lease holds.
@@ -166,6 +164,8 @@ class BlockManager {
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   Reservation& reservation_of(int64_t id);
+  // Holds pages for a load. is_use: see prepare_load(). Returns the reservation.
+  int64_t reserve_load(std::vector<Pin> pins, bool is_use);
   // Takes the lock, for a call that visits this many keys or pages.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   size_t num_keys(const Keys& keys) const;

@@ -220,11 +220,12 @@ def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
             for copy_method in ("auto", "strided"):
                 pool = HostPool(layout, 4, pinned=pinned)
                 with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
-                    job = handler.store(gpu_block_ids=[1], page_ids=[1])
+                    job = handler.store(gpu_block_ids=[1, 3], page_ids=[1, 3])
                     handler.synchronize(job)
                     assert job.result is not None
                     taken.append(job.result.copy_method)
     assert taken == ["strided", "strided", "batch", "batch"]
+    assert driver.calls("cuMemcpyBatchAsync") == 0  # takes pinned memory only
 
 
 # Which thread submits: the calling one what is predicted to take 50 us at most.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from error_text import error_text
 from patience import PATIENCE, in_time
+from processes import in_child
 from simulated_cache import (
     CHANNELS,
     CURRENT,
@@ -192,6 +193,13 @@ def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> N
 
 
 @simulated
+def test_a_gate_is_refused_in_a_forked_child(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        gate = sim.handler.gate()
+        assert in_child(lambda: "forked from it; make a handler" in error_text(gate.wait)) == 1
+
+
+@simulated
 def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.set_attribute(122, 0)
@@ -346,6 +354,17 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
             return
         assert_lost(sim, jobs, found)
         assert in_time(lambda: new_threads(before) == 0)
+
+
+@simulated
+def test_a_job_that_cannot_start_on_a_lost_device_is_the_last_one(driver: Driver) -> None:
+    """No other job is on the device, whose end would tell that it is lost."""
+    with SimulatedCache(driver) as sim:
+        for nth in (1, 2):  # what the job is to start after, and whether the device still answers
+            driver.fail("cuStreamQuery", nth=nth, code=719)
+        assert "cuStreamQuery" in failure(sim.store(1, 1, after=None))
+        with pytest.raises(DeviceLostError):
+            sim.store(2, 2)
 
 
 @pytest.mark.parametrize(

@@ -422,16 +422,19 @@ def test_a_store_is_packed_after_the_loads_of_its_blocks_and_its_stream(
 def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) -> None:
     """The simulated driver refuses a kernel that copies what is not aligned to its words."""
     odd, even = numbers(3, 6, 7), numbers(3, 6, 4096)  # words of 1 and of 16 bytes
-    before = [odd.clone(), even.clone()]
-    layouts = [on_device(driver, whole) for whole in (odd, even)]
+    whole = numbers(3, 6, 4096 + 8)
+    padded = whole[..., :4096]  # words of 8: its blocks are 4,104 bytes apart
+    before = [odd.clone(), even.clone(), padded.clone()]
+    layouts = [on_device(driver, odd), on_device(driver, even)]
+    layouts.append(on_device(driver, whole, list(padded)))
     pools = [HostPool(layout, num_pages=6) for layout in layouts]
     with OffloadHandler(layouts, pools, copy_method="staged") as handler:
-        handler.synchronize(
-            handler.store(gpu_block_ids=[[1, 4, 3], [2]], page_ids=[[0, 1, 2], [5]])
-        )
-        handler.synchronize(handler.load(page_ids=[[0, 1, 2], [5]], gpu_block_ids=[[0, 2, 5], [3]]))
+        pages = [[0, 1, 2], [5], [4]]
+        handler.synchronize(handler.store(gpu_block_ids=[[1, 4, 3], [2], [1]], page_ids=pages))
+        handler.synchronize(handler.load(page_ids=pages, gpu_block_ids=[[0, 2, 5], [3], [4]]))
     assert torch.equal(odd[:, [0, 2, 5]], before[0][:, [1, 4, 3]])
     assert torch.equal(even[:, 3], before[1][:, 2])
+    assert torch.equal(padded[:, 4], before[2][:, 1])
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])

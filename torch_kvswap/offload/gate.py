@@ -64,7 +64,6 @@ class Gate(NotCopyable, native.Gate):
             RuntimeError: the driver refuses, or this is a forked child.
         """
         layer_group = read_layer_group(layer_group, self.layer_groups, "the gate")
-        self._handler.check_process()
         super().wait(layer_group, *resolve_waiting(stream, self._handler.device))
 
 

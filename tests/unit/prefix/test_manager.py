@@ -300,6 +300,19 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
     assert [pages.tolist() for pages in store.pages] == [[0, 1], [0]]
 
 
+def test_hold_takes_what_is_ready_in_each_group_and_is_no_use():
+    manager = BlockManager([BlockGroup(2), BlockGroup(2)])
+    store = manager.prepare_store([["a", "b"], ["c"]])
+    manager.complete(store)
+    held = manager.hold([["x", "b"], ["y", "z", "c"]])
+    assert [places.tolist() for places in held.key_indices] == [[1], [2]]
+    assert [pages.tolist() for pages in held.pages] == [store.pages[0].tolist()[1:], [0]]
+    assert manager.hold([["x"], []]) is None
+    manager.complete(held)
+    # The end of a prompt is evicted first, also if it was held.
+    assert manager.prepare_store([["n"], []]).pages[0].tolist() == held.pages[0].tolist()
+
+
 # Errors, threads, processes
 
 

@@ -96,9 +96,12 @@ void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
 
 void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
                  uint64_t slot) {
-  const auto state =
-      kvswap::decode_slot(tiles, {a.first_tile, a.first_tile + a.tile_count},
-                          reinterpret_cast<const uint8_t*>(slot), a.skipped, a.blocks[i]);
+  // Where they are in a slot that lacks what is skipped.
+  std::vector<kvswap::SlotTile> moved(tiles.tiles, tiles.tiles + tiles.count);
+  for (kvswap::SlotTile& tile : moved) tile.offset -= static_cast<uint32_t>(a.skipped);
+  const auto state = kvswap::decode_slot({moved.data(), tiles.count, tiles.max_escapes},
+                                         {a.first_tile, a.first_tile + a.tile_count},
+                                         reinterpret_cast<const uint8_t*>(slot), a.blocks[i]);
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
