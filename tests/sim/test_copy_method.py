@@ -313,6 +313,21 @@ def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path
         )
 
 
+@needs_kernels
+@simulated
+def test_a_large_load_is_left_to_a_kernel_only_if_it_is_expedited(
+    driver: Driver, tmp_path: Path
+) -> None:
+    with costs(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
+        taken = methods_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
+    assert_expected_inline(
+        taken,
+        """\
+16: kernel kernel kernel strided
+17: strided strided kernel strided""",
+    )
+
+
 @pytest.mark.parametrize("expedited", [True, False])
 @needs_kernels
 @simulated
