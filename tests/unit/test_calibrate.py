@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from simulated_cache import new_threads, threads
 from simulated_driver import Driver, on_device, simulated
 
-from torch_kvswap import HostPool, OffloadHandler
+import torch_kvswap.calibrate
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.calibrate import (
     COPY_METHODS,
     SIZES,
@@ -117,6 +119,35 @@ def test_the_machine_measures_calls_of_any_size() -> None:
             assert none.submit > 0
     finally:
         machine.close()
+
+
+def test_strided_copies_are_measured_with_layers_at_one_distance_and_the_others_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all layers lie at one distance, strided copies are faster than batches anyway."""
+    machine = Machine(CPU)
+    used: dict[str, OffloadHandler] = {}
+
+    def handler_of(layout: PagedLayout, pool: HostPool, copy_method: str) -> OffloadHandler:
+        used[copy_method] = OffloadHandler(layout, pool)
+        return used[copy_method]
+
+    monkeypatch.setattr(torch_kvswap.calibrate, "InlineHandler", handler_of)
+    try:
+        for copy_method in COPY_METHODS["load"]:
+            machine.measure(copy_method, "load", 4096, 5, 2)
+    finally:
+        machine.close()
+    assert len({id(handler.pools[0]) for handler in used.values()}) == 1
+    for copy_method, handler in used.items():
+        (layout,) = handler.layouts
+        distances, storages = set(np.diff(layout.bases)), set(layout.storages)
+        if copy_method == "strided":
+            assert (len(distances), len(storages)) == (1, 1)
+        else:
+            assert len(storages) == 5
+            # PyTorch gives smaller tensors a part of an allocation.
+            assert all(tensor.untyped_storage().nbytes() > 10 << 20 for tensor in layout.tensors)
 
 
 @simulated

@@ -15,6 +15,7 @@ from torch_kvswap import (
     Job,
     OffloadHandler,
     PagedLayout,
+    ops,
 )
 from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.prefix import BlockManager
@@ -274,4 +275,20 @@ def test_a_label_that_is_no_string_is_refused(handler: OffloadHandler, labels: A
         handler.metrics().prometheus(labels)
 
 
-# The ops: PyTorch checks types against the schema, and names the argument
+@pytest.mark.parametrize(
+    ("op", "tensors", "others"),
+    [
+        (ops.swap_blocks, ["src", "dst", "block_mapping"], {"block_size_in_bytes": 8}),
+        (ops.swap_kv_blocks, ["src_block_ids", "dst_block_ids"], {"src": [], "dst": []}),
+        (ops.swap_blocks_batch, ["src_ptrs", "dst_ptrs", "sizes"], {}),
+        (ops.expand_block_ids, ["block_ids"], {"block_size_factor": 2}),
+    ],
+)
+def test_none_is_no_tensor_of_an_op(
+    op: Callable[..., Any], tensors: list[str], others: dict[str, Any]
+) -> None:
+    """PyTorch would take it for an empty one."""
+    given = dict.fromkeys(tensors, torch.zeros(0, dtype=torch.int64))
+    for name in tensors:
+        with pytest.raises(TypeError, match=f"^{name} is None; it must be a tensor$"):
+            op(**{**given, **others, name: None})
