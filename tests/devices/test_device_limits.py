@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import error_text as errors
 import torch
+from error_text import one_line
 from fake_accelerator import Accelerator
 from logged import logged
 from patience import PATIENCE
@@ -14,19 +12,11 @@ from queued_devices import DEVICE, Rows, on_queued_device, queue_of
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 
-def error_text(*call: Any, **options: Any) -> str:
-    """In one line."""
-    return " ".join(errors.error_text(*call, **options).split())
-
-
-# Methods that a device lacks
-
-
 @on_queued_device
 def test_a_method_that_the_device_lacks_is_refused(accelerator: Accelerator) -> None:
     rows = Rows()
     lacking = [
-        error_text(OffloadHandler, rows.layout, rows.pool, copy_method=method)
+        one_line(OffloadHandler, rows.layout, rows.pool, copy_method=method)
         for method in ("batch", "strided", "staged", "kernel")
     ]
     assert lacking == [
@@ -34,7 +24,7 @@ def test_a_method_that_the_device_lacks_is_refused(accelerator: Accelerator) -> 
         "copy_engines, generic"
         for method in ("batch", "strided", "staged", "kernel")
     ]
-    assert error_text(rows.handler.gate) == (
+    assert one_line(rows.handler.gate) == (
         "ValueError: a gate makes CUDA streams wait, but the cache is on fakeaccel:0, whose streams "
         "cannot wait for a word in memory; let them wait for each job with Job.wait()"
     )
@@ -67,9 +57,6 @@ def test_doctor_says_what_the_device_has(accelerator: Accelerator) -> None:
     assert report()["device fakeaccel"].text == "driven by PyTorch"
 
 
-# Pinned memory
-
-
 @on_queued_device
 def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
     rows = Rows()
@@ -81,10 +68,10 @@ def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
     assert progress == [(3, 3)]
     assert not pool.pages.any()
     assert not HostPool(rows.layout, 3, pinned=False).is_pinned
-    shared = error_text(HostPool, rows.layout, 4, pinned=True, shared=True)
+    shared = one_line(HostPool, rows.layout, 4, pinned=True, shared=True)
     assert shared.startswith("ValueError: the memory of a shared pool cannot be pinned")
     assert [
-        error_text(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
+        one_line(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
         for name, value in (("huge_pages", True), ("numa_node", 0))
     ] == ["ValueError: huge_pages=True", "ValueError: numa_node"]
     with logged() as messages:

@@ -36,9 +36,6 @@ def test_random_jobs_of_several_threads_leave_the_bytes_of_the_model(
     assert counts["compared"] > 0
 
 
-# Controls: what is wrong has to be found.
-
-
 @pytest.mark.parametrize("wrong", ["after_nothing", "no_waits"])
 @on_queued_device
 def test_a_missing_wait_is_found(accelerator: Accelerator, wrong: str) -> None:

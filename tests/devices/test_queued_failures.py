@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import signal
-import sys
 import threading
 import time
 import weakref
@@ -92,26 +90,6 @@ def test_an_event_that_cannot_be_recorded_ends_its_job_after_its_copies(
     assert rows.page(1) == {4}
 
 
-@pytest.mark.parametrize("nth", [1, 2], ids=["start", "end"])
-@on_queued_device
-def test_an_event_that_cannot_be_made_ends_its_job(accelerator: Accelerator, nth: int) -> None:
-    rows = Rows()
-    queue = queue_of(rows.handler)
-    make, calls = queue._new_event, iter(range(1, 3))
-
-    def fail(timed: bool = False) -> torch.Event:
-        if timed and next(calls, None) == nth:
-            raise RuntimeError("the test makes no event")
-        return make(timed)
-
-    queue._new_event = fail  # type: ignore[method-assign]
-    job = rows.store(3, 0)
-    with pytest.raises(TransferError, match="the test makes no event"):
-        job.synchronize(PATIENCE)
-    rows.store(4, 1).synchronize(PATIENCE)
-    assert rows.page(1) == {4}
-
-
 @on_queued_device
 def test_a_wait_that_fails_keeps_the_job_from_copying(accelerator: Accelerator) -> None:
     rows = Rows()
@@ -124,20 +102,6 @@ def test_a_wait_that_fails_keeps_the_job_from_copying(accelerator: Accelerator) 
     assert rows.block(3) == {3}
     rows.load(0, 3).synchronize(PATIENCE)
     assert rows.block(3) == {100}
-
-
-@on_queued_device
-def test_a_load_fails_with_the_store_of_its_page(accelerator: Accelerator) -> None:
-    rows = Rows()
-    accelerator.fail("copy")
-    with accelerator.hold(current()):
-        store, load = rows.store(3, 0), rows.load(0, 5)
-    with pytest.raises(TransferError):
-        rows.handler.synchronize([store, load], PATIENCE)
-    assert failed(load).startswith("page 0 (page_ids[0]) must be stored again: store 0 failed")
-    rows.store(3, 0).synchronize(PATIENCE)
-    rows.load(0, 5).synchronize(PATIENCE)
-    assert rows.block(5) == {3}
 
 
 @on_queued_device
@@ -295,18 +259,6 @@ def test_a_call_on_a_lost_device_waits_for_the_thread_that_carries_out_commands(
     rows.handler.close()
 
 
-@on_queued_device
-def test_waiting_for_a_job_of_a_lost_device_ends(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold_copies():
-        load = rows.load(0, 3)
-        accelerator.lose()
-        with pytest.raises(DeviceLostError):
-            load.synchronize(PATIENCE)
-        with pytest.raises(DeviceLostError):
-            load.wait()
-
-
 def run_out_of_memory(command: object) -> None:
     raise MemoryError
 
@@ -360,19 +312,6 @@ def test_a_caller_whose_thread_fails_behind_its_submission_gets_the_job(
 
 
 @on_queued_device
-def test_a_running_job_is_reported_as_cancelled_when_it_has_ended(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold_copies():
-        load = rows.load(0, 3)
-        assert rows.handler.cancel(load)
-        assert not load.query()
-    assert in_time(load.query)
-    assert load.result is not None
-    assert load.result.state == "cancelled"
-    assert not rows.handler.cancel(load)
-
-
-@on_queued_device
 def test_a_handler_goes_on_with_a_cache_at_another_address(accelerator: Accelerator) -> None:
     rows = Rows()
     rows.store(3, 0)
@@ -409,21 +348,6 @@ def test_closing_waits_for_the_jobs_and_frees_streams_and_events(accelerator: Ac
 
 
 @on_queued_device
-def test_a_dropped_handler_is_closed_and_freed(accelerator: Accelerator) -> None:
-    rows = Rows()
-    with accelerator.hold(current()):
-        rows.store(3, 0)
-        handler, pool = weakref.ref(rows.handler), rows.pool
-        timer = threading.Timer(0.05, accelerator.hold(current()).release)
-        timer.start()
-    del rows
-    gc.collect()
-    timer.join()
-    assert handler() is None
-    assert set(pool.pages[0].view(torch.int32).flatten().tolist()) == {3}
-
-
-@on_queued_device
 def test_a_handler_that_is_dropped_while_commands_are_carried_out_is_closed(
     accelerator: Accelerator,
 ) -> None:
@@ -456,69 +380,44 @@ def test_a_handler_that_is_dropped_while_commands_are_carried_out_is_closed(
 # Threads
 
 
+@pytest.mark.parametrize("direction", ["store", "load"])
 @on_queued_device
-def test_a_thread_that_keeps_the_gil_delays_jobs_only(accelerator: Accelerator) -> None:
-    rows = Rows()
-    interval = sys.getswitchinterval()
-    stop = threading.Event()
-
-    def compute() -> None:
-        while not stop.is_set():
-            sum(range(100))
-
-    thread = threading.Thread(target=compute)
-    try:
-        sys.setswitchinterval(0.05)  # how long a thread keeps the GIL that another one wants
-        thread.start()
-        for job in [rows.store(3, 0), rows.load(0, 4)]:
-            job.synchronize(PATIENCE)
-        assert rows.block(4) == {3}
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-        thread.join(PATIENCE)
+def test_an_interrupted_call_loses_no_command(accelerator: Accelerator, direction: str) -> None:
+    rows, interrupter, jobs = Rows(), Interrupter(), 0
+    queue_of(rows.handler).stop()  # only this thread carries out commands
+    for at in itertools.count(1):
+        interrupted = interrupter.stops(at, partial(getattr(rows, direction), 3, 3, after=()))
+        assert in_time(rows.store(3, 0, after=()).query), at  # behind the job, if there is one
+        jobs += len(results := rows.handler.poll()) - 1
+        assert {result.state for result in results} == {"done"}
+        if not interrupted:
+            break
+    assert rows.page(0) == rows.block(3)
+    assert jobs > 1
 
 
 @on_queued_device
-def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
+def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> None:
+    """A record that was made twice would take an error that is of the next one."""
     rows = Rows()
-    main = threading.main_thread().ident
-    assert main is not None
-    interrupted = 0
-    jobs = []  # kept: no interrupt reaches Job.__del__, which cannot raise
-    begun, stop = threading.Event(), threading.Event()
-
-    def interrupt() -> None:
-        begun.wait(PATIENCE)
-        while not stop.wait(0.0007):
-            signal.pthread_kill(main, signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread = threading.Thread(target=interrupt)
-    try:
-        try:
-            thread.start()
-            for turn in range(10000):
-                try:
-                    rows.set_page(5, turn)
-                    jobs.append(rows.store(3, 0, after=()))
-                    begun.set()
-                except KeyboardInterrupt:
-                    interrupted += 1
-                if interrupted > 20:
-                    break
-        finally:
-            stop.set()
-            thread.join(PATIENCE)
-    except KeyboardInterrupt:  # between two turns
-        interrupted += 1
-    finally:
-        stop.set()
-        signal.signal(signal.SIGINT, before)
-    rows.handler.synchronize(timeout=PATIENCE)
-    assert {result.state for result in rows.handler.poll()} == {"done"}
-    assert rows.page(0) == {3}
-    assert interrupted > 0
+    queue, interrupter = queue_of(rows.handler), Interrupter()
+    rows.handler.synchronize(rows.store(3, 0))
+    (stream,) = queue._streams.values()
+    queue.stop()  # only this thread carries out commands
+    for at in itertools.count(1):
+        command: Any = SimpleNamespace(event=1 << 40, record=at, timed=False)
+        kept = len(stream.records)
+        stream.error = "of this record only"
+        interrupted = interrupter.stops(at, partial(queue._record, command, stream))
+        if interrupted:
+            queue._record(command, stream)
+        assert len(stream.records) == kept + 1
+        assert stream.records[-1].error == "of this record only"
+        assert stream.error is None
+        if not interrupted:
+            break
+    stream.records.clear()
+    assert at > 3
 
 
 @on_queued_device
@@ -568,30 +467,6 @@ def test_memory_stays_under_a_copy_whatever_interrupts_the_drop_of_its_handler(
 
 
 @on_queued_device
-def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> None:
-    """A record that was made twice would take an error that is of the next one."""
-    rows = Rows()
-    queue, interrupter = queue_of(rows.handler), Interrupter()
-    rows.handler.synchronize(rows.store(3, 0))
-    (stream,) = queue._streams.values()
-    queue.stop()  # only this thread carries out commands
-    for at in itertools.count(1):
-        command: Any = SimpleNamespace(event=1 << 40, record=at, timed=False)
-        kept = len(stream.records)
-        stream.error = "of this record only"
-        interrupted = interrupter.stops(at, partial(queue._record, command, stream))
-        if interrupted:
-            queue._record(command, stream)
-        assert len(stream.records) == kept + 1
-        assert stream.records[-1].error == "of this record only"
-        assert stream.error is None
-        if not interrupted:
-            break
-    stream.records.clear()
-    assert at > 3
-
-
-@on_queued_device
 def test_a_forked_process_may_not_use_the_handler_or_the_device(accelerator: Accelerator) -> None:
     rows = Rows()
     rows.store(3, 0)
@@ -603,9 +478,6 @@ def test_a_forked_process_may_not_use_the_handler_or_the_device(accelerator: Acc
 
     assert in_child(use) == 1
     rows.handler.synchronize(timeout=PATIENCE)
-
-
-# Exit
 
 
 @pytest.mark.parametrize("how", ["open handler", "dropped job", "threads"])

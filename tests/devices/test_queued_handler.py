@@ -22,9 +22,6 @@ def let_it_run(rows: Rows) -> None:
     assert in_time(lambda: queue.commands.is_empty)
 
 
-# Bytes
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
 @on_queued_device
@@ -180,16 +177,6 @@ def test_a_stream_can_wait_for_a_group_of_layers(accelerator: Accelerator, layer
         assert not load.query()
     load.synchronize(PATIENCE)
     assert set(seen.cpu().tolist()) == ({100} if layer == 0 else {3})
-
-
-@on_queued_device
-def test_jobs_end_whichever_thread_carries_out_their_commands(accelerator: Accelerator) -> None:
-    rows = Rows()
-    for _ in range(200):
-        for page in range(3):
-            rows.store(page, page)
-            rows.load(page, page + 3)
-        rows.handler.synchronize(timeout=PATIENCE)
 
 
 @on_queued_device

@@ -5,11 +5,9 @@ The fake accelerator stands in for AMD's GPUs: its type is CUDA, and so are its 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from error_text import error_text
+from error_text import one_line
 from fake_accelerator import Accelerator, as_rocm
 from logged import logged
 
@@ -24,10 +22,6 @@ def cache(blocks: int = 8) -> tuple[torch.Tensor, PagedLayout]:
     values = torch.randint(256, (2, blocks, 4, 16), dtype=torch.uint8)
     tensors = [layer.to(GPU) for layer in values]
     return values, PagedLayout(tensors)
-
-
-def one_line(*call: Any, **options: Any) -> str:
-    return " ".join(error_text(*call, **options).split())
 
 
 @as_rocm

@@ -90,23 +90,11 @@ def copy_two_fragments(driver):
     print(torch.equal(gpu[128:176], host[128:176]), int(host[176:].sum()))
 
 
-def test_a_driver_without_the_batch_call_copies_one_by_one():
-    output = simulated_driver.run(copy_two_fragments, SIMULATED_WITHOUT="cuMemcpyBatchAsync")
+@pytest.mark.parametrize("variable", ["SIMULATED_WITHOUT=cuMemcpyBatchAsync", "KVSWAP_BATCH=0"])
+def test_without_the_batch_call_copies_go_one_by_one(variable):
+    name, value = variable.split("=")
     assert_expected_inline(
-        output,
-        """\
-push context of device 0
-copy 32 bytes on stream 70
-copy 48 bytes on stream 70
-pop context
-True 0
-""",
-    )
-
-
-def test_the_batch_call_can_be_switched_off():
-    assert_expected_inline(
-        simulated_driver.run(copy_two_fragments, KVSWAP_BATCH="0"),
+        simulated_driver.run(copy_two_fragments, **{name: value}),
         """\
 push context of device 0
 copy 32 bytes on stream 70

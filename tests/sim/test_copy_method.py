@@ -5,10 +5,10 @@ cost.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from simulated_cache import (
     run_until,
     threads,
 )
-from simulated_driver import Driver, on_device, place, run, simulated, without_cuda
+from simulated_driver import Driver, cache, on_device, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
@@ -38,17 +38,10 @@ from torch_kvswap.copy_method import (
     CopyMethodCosts,
     copy_method_options,
 )
-from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import Result
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
-
-
-def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVSWAP_COPY_METHOD", raising=False)
-    assert copy_method_options(None, 7, GPU).copy_method == -1
-    assert copy_method_options("auto", 7, GPU).staging_bytes == 7
 
 
 def test_a_method_is_forced_by_its_name_or_by_the_environment(
@@ -81,6 +74,24 @@ staged, kernel, generic""",
 ValueError: KVSWAP_COPY_METHOD='host'; expected one of auto, copy_engines, batch,
 strided, staged, kernel, generic""",
     )
+
+
+@pytest.mark.parametrize(("batch", "copies"), [("1", ["batch of 6"]), ("0", ["copy 64 bytes"] * 6)])
+@simulated
+def test_a_handler_copies_in_batches_as_kvswap_batch_said_when_it_was_made(
+    driver: Driver, batch: str, copies: list[str]
+) -> None:
+    layout, host = cache(driver)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSWAP_BATCH", batch)
+        handler = OffloadHandler(layout, host)
+    driver.log()
+    with handler:
+        handler.synchronize(handler.store(gpu_block_ids=[1, 3, 5], page_ids=[5, 1, 3]))
+        for block, page in ((1, 5), (3, 1), (5, 3)):
+            expected = torch.cat([tensor[block] for tensor in layout.tensors])
+            assert torch.equal(host.pages[page, 0], expected)
+    assert re.findall(r"batch of \d+|copy \d+ bytes", driver.log()) == copies
 
 
 def test_a_cache_on_the_cpu_needs_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,16 +383,6 @@ def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float =
     """Of one whose copies on `stream` start so late."""
     driver.set_mode("manual")
     job = handler.store(gpu_block_ids=[1], page_ids=[1], after=())
-    return slow(driver, handler, job, stream, ms)
-
-
-def slow_load(driver: Driver, handler: OffloadHandler, stream: int) -> Result:
-    driver.set_mode("manual")
-    job = handler.load(page_ids=[1], gpu_block_ids=[1], after=())
-    return slow(driver, handler, job, stream, 200)
-
-
-def slow(driver: Driver, handler: OffloadHandler, job: Job, stream: int, ms: float) -> Result:
     assert driver.step(stream)  # its start is recorded
     driver.advance_clock(ms)
     driver.set_mode("immediate")
@@ -418,43 +419,21 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
 
 
 def taken_by_two(
-    driver: Driver,
-    folder: Path,
-    slow_one: Callable[[Driver, OffloadHandler, int], Result],
-    stream: int,
-    **of_methods: tuple[float, float, float],
+    driver: Driver, folder: Path, ms: float, **of_methods: tuple[float, float, float]
 ) -> list[str]:
-    """The copy methods of two transfers that are held up, of a new handler: it knows of no other.
-
-    Args:
-        slow_one: slow_store or slow_load.
-        stream: of the channel's copies, counted from the first that the handler makes.
-        of_methods: see costs().
-    """
+    """The copy methods of two stores that are held up, of a new handler: it knows of no other."""
     layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
     while True:
-        copies = driver.cuda.create_stream() + stream
+        copies = driver.cuda.create_stream() + 1
         with (
             costs(folder, **of_methods),
             OffloadHandler(layout, HostPool(layout, 4)) as handler,
         ):
             began = time.monotonic()
-            taken = [slow_one(driver, handler, copies).copy_method for _ in range(2)]
+            taken = [slow_store(driver, handler, copies, ms).copy_method for _ in range(2)]
             # A busy machine may stop this thread for as long as the rule holds.
             if time.monotonic() - began < 2:
                 return taken
-
-
-@pytest.mark.parametrize("held_up", ["staged", "kernel"])
-@pytest.mark.parametrize(("strided_ms", "takes_over"), [(1.5, True), (2.5, False)])
-@needs_kernels
-@simulated
-def test_where_kernels_are_held_up_they_are_predicted_to_wait_a_millisecond(
-    driver: Driver, tmp_path: Path, strided_ms: float, takes_over: bool, held_up: str
-) -> None:
-    of_methods = {"strided": (strided_ms, 0, 0), held_up: (1, 0, 0)}
-    taken = taken_by_two(driver, tmp_path, slow_load, 3, **of_methods)
-    assert taken == [held_up, "strided" if takes_over else held_up]
 
 
 @needs_kernels
@@ -565,7 +544,7 @@ def test_copy_engines_take_over_only_if_they_promise_half_the_time(
     driver: Driver, tmp_path: Path, ms: float, then: str
 ) -> None:
     of_methods = {"strided": (10.5, 0, 0), "staged": (10, 0, 0)}
-    taken = taken_by_two(driver, tmp_path, partial(slow_store, ms=ms), 1, **of_methods)
+    taken = taken_by_two(driver, tmp_path, ms, **of_methods)
     assert taken == ["staged", then]
 
 

@@ -50,21 +50,6 @@ def test_the_caller_submits_a_small_job_and_the_worker_a_large_one(
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_stream_that_waits_for_a_large_job_waits_for_its_copies(
-    driver: Driver, kind: str
-) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        sim.start_log()
-        large(sim, kind).wait(Stream(SIDE))
-        lines = sim.log().splitlines()
-        (waits,) = (i for i, line in enumerate(lines) if line.endswith("on side"))
-        copies = [i for i, line in enumerate(lines) if line.startswith("batch of")]
-        assert copies[-1] < waits
-        sim.finish()
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
 def test_a_small_job_is_copied_after_a_large_one_before_it(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for _ in range(5):
@@ -93,16 +78,6 @@ def test_a_large_job_that_cannot_be_submitted_ends_with_nothing_in_flight(
         again = sim.handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
         run_until(driver, again.query)
         assert torch.equal(sim.host.pages[:, 0], sim.tensors[0])
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        job = large(sim, kind)
-        assert sim.handler.cancel(job)
-        assert states(sim.finish()) == ["cancelled"]
-        assert not sim.handler.cancel(job)
 
 
 @needs_kernels

@@ -163,28 +163,6 @@ def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> Non
         assert all(cache.is_same(block, bits) for block, bits in enumerate(before))
 
 
-@pytest.mark.parametrize("kind", ["store", "load"])
-@needs_kernels
-@simulated
-def test_the_caller_begins_a_job_of_slots_larger_than_the_pieces_that_it_gives(
-    driver: Driver, kind: str
-) -> None:
-    figures = {"staged": CopyMethodCosts(0, 0, 0, 100e-6, {512: 0})}
-    # A slot has more than 9 MiB.
-    options = {"blocks": 2, "pages": 2, "layers": 1, "values": 6 << 20, "staging_bytes": 64 << 20}
-    with costs(figures), EncodedCache(driver, copy_method="staged", **options) as cache:
-        driver.set_mode("immediate")
-        if kind == "load":
-            cache.handler.synchronize(cache.store([0, 1], [0, 1]))
-        before = driver.calls_here("cuLaunchKernel")
-        submit = cache.store if kind == "store" else cache.load
-        job = submit([0, 1], [0, 1])
-        begun = driver.calls_here("cuLaunchKernel") - before
-        cache.handler.synchronize(job)
-        assert job.result is not None
-        assert (job.result.ok, begun) == (True, 1)
-
-
 @needs_kernels
 @simulated
 def test_a_layer_group_has_landed_when_its_tiles_are_decoded(driver: Driver) -> None:
@@ -386,18 +364,24 @@ def test_a_job_for_whose_blocks_there_are_no_states_waits(driver: Driver) -> Non
         driver.set_mode("immediate")
 
 
-# Failures.
+STAGED_CALLS = ("cuLaunchKernel", "cuMemcpyBatchAsync", "cuEventRecord")
 
 
-@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuMemcpyBatchAsync", "cuEventRecord"])
-@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("method", "call", "nth"),
+    [
+        *(("staged", call, nth) for call in STAGED_CALLS for nth in (1, 2, 3)),
+        ("kernel", "cuLaunchKernel", 1),
+        ("kernel", "cuEventRecord", 2),
+    ],
+)
 @pytest.mark.parametrize("kind", ["store", "load"])
 @needs_kernels
 @simulated
 def test_a_failed_job_leaves_no_states_behind(
-    driver: Driver, kind: str, nth: int, call: str
+    driver: Driver, kind: str, method: str, call: str, nth: int
 ) -> None:
-    options = {"layers": 6, "values": 8192, "pages": 32, "copy_method": "staged"}
+    options = {"layers": 6, "values": 8192, "pages": 32, "copy_method": method}
     with EncodedCache(driver, **options) as cache:
         driver.set_mode("immediate")  # kernels have run before a later call fails
         good, spoiled = list(range(8)), list(range(8, 16))
@@ -417,33 +401,6 @@ def test_a_failed_job_leaves_no_states_behind(
         assert call in str(failed.error)
         assert submit(good).ok
         assert submit(spoiled).rejected == tuple(range(8))  # the control
-
-
-@pytest.mark.parametrize(("call", "nth"), [("cuLaunchKernel", 1), ("cuEventRecord", 2)])
-@pytest.mark.parametrize("kind", ["store", "load"])
-@needs_kernels
-@simulated
-def test_a_failed_kernel_copy_leaves_no_states_behind(
-    driver: Driver, kind: str, call: str, nth: int
-) -> None:
-    with EncodedCache(driver, copy_method="kernel") as cache:
-        driver.set_mode("immediate")
-        cache.spoil(2)
-        finish(cache, cache.store([1], [1]), cache.store([2], [2]))
-
-        def submit(block: int) -> Result:
-            job = cache.store([block], [block]) if kind == "store" else cache.load([block], [9])
-            (result,) = finish(cache, job)
-            cache.handler.poll()
-            return result
-
-        cache.handler.poll()
-        driver.fail(call, nth)
-        failed = submit(2)
-        assert (failed.state, failed.rejected) == ("failed", ())
-        assert call in str(failed.error)
-        assert submit(1).ok
-        assert submit(2).rejected == (0,)  # the control
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyAsync"])

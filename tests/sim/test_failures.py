@@ -132,19 +132,6 @@ def assert_others_are_done(sim: SimulatedCache, failed: Job) -> None:
 
 
 @simulated
-def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        driver.fail("cuMemcpyAsync")
-        job = sim.load(1, 2)
-        sim.start_log()
-        copy = "cuMemcpyAsync"
-        with pytest.raises(TransferError, match=f"load 0 failed: .*{copy}") as raised:
-            job.wait(Stream(SIDE))
-        assert [result.job_id for result in raised.value.results] == [job.id]
-        assert sim.log() == ""
-
-
-@simulated
 def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         first_layer = sim.block(2)[:64]

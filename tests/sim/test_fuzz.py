@@ -8,11 +8,12 @@ import random
 from typing import Any
 
 import pytest
-from corrupting_handler import CorruptingHandler
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Device, Simulated
 from simulated_driver import Driver, simulated
+
+from torch_kvswap import OffloadHandler
 
 
 def several(seed: int) -> Options:
@@ -56,29 +57,29 @@ def test_random_jobs_of_several_threads_on_the_simulated_driver_leave_the_bytes_
     assert counts["compared"] > 0
 
 
-# Controls: what is wrong has to be found.
-
-
 class SwapsSometimes:
-    """Swaps the first two ids of every tenth job that has two."""
+    """A handler that swaps the first two source ids of every tenth job that has two."""
 
-    def __init__(self) -> None:
-        self.jobs = 0
+    def __init__(self, handler: OffloadHandler) -> None:
+        self.handler, self.jobs = handler, 0
 
-    def __call__(self, first: Any, second: Any) -> tuple[Any, Any]:
-        groups = [first] if self._is_flat(first) else first
-        of_group = next((ids for ids in groups if len(ids) > 1), None)
+    def store(self, *, gpu_block_ids: Any, **options: Any) -> Any:
+        return self.handler.store(gpu_block_ids=self._swapped(gpu_block_ids), **options)
+
+    def load(self, *, page_ids: Any, **options: Any) -> Any:
+        return self.handler.load(page_ids=self._swapped(page_ids), **options)
+
+    def _swapped(self, ids: Any) -> Any:
+        is_flat = not isinstance(ids, list) or not ids or isinstance(ids[0], int)
+        of_group = next((some for some in ([ids] if is_flat else ids) if len(some) > 1), None)
         self.jobs += of_group is not None
         if of_group is not None and self.jobs % 10 == 3:
             of_group[0], of_group[1] = int(of_group[1]), int(of_group[0])
-        return first, second
-
-    def _is_flat(self, ids: Any) -> bool:
-        return not isinstance(ids, list) or not ids or isinstance(ids[0], int)
+        return ids
 
 
 MISTAKES = {
-    "swapped ids": Options(wrap=lambda handler: CorruptingHandler(handler, SwapsSometimes())),
+    "swapped ids": Options(wrap=SwapsSometimes),
     "stores and loads do not wait": Options(after_nothing=True),
     "reads do not wait": Options(no_waits=True),
 }

@@ -4,8 +4,6 @@ was.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from error_text import error_text
+from interrupts import Interrupted, Interrupter
 from patience import PATIENCE, in_time
 from simulated_cache import (
     CHANNELS,
@@ -135,32 +134,26 @@ def is_asleep(thread: int | str | None) -> bool:
 
 
 @contextmanager
-def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
-    """The worker of a channel of a threaded handler, to which all jobs are left."""
-    before = set(os.listdir("/proc/self/task"))
-    job = sim.submit(kind, [0], [0])
+def stopped_worker(sim: SimulatedCache, kind: str, count: int = 1) -> Iterator[None]:
+    """The worker of a channel, which starts with a job of so many blocks, stands still."""
+    before = threads()
+    job = sim.submit(kind, range(count), range(count)[::-1])
     run_until(sim.driver, job.query)
-    (worker,) = set(os.listdir("/proc/self/task")) - before
-    assert in_time(lambda: is_asleep(worker))
-    with sim.driver.stopped(int(worker)):
+    (worker,) = threads() - before
+    assert in_time(lambda: rest({worker}))
+    with sim.driver.stopped(worker):
         yield
 
 
+@pytest.mark.parametrize("waits_for", ["the job on the device", "its end"])
 @simulated
-def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
+def test_who_waits_for_a_queued_job_hears_that_another_thread_has_cancelled_it(
+    driver: Driver, waits_for: str
+) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
         job = sim.store(1, 1)
-        waiting = Call(job.wait, Stream(SIDE))
-        assert waiting.waits()
-        assert sim.handler.cancel(job)
-        assert "was cancelled" in str(waiting.ends())
-
-
-@simulated
-def test_who_waits_for_a_queued_job_leaves_the_handler_to_other_threads(driver: Driver) -> None:
-    with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
-        job = sim.store(1, 1)
-        waiting = Call(sim.handler.synchronize, job)
+        is_stream = waits_for == "the job on the device"
+        waiting = Call(job.wait, Stream(SIDE)) if is_stream else Call(job.synchronize)
         assert waiting.waits()
         assert sim.handler.cancel(job)
         assert "was cancelled" in str(waiting.ends())
@@ -236,12 +229,7 @@ def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(drive
 @contextmanager
 def late_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
     """The worker of the channel is stopped."""
-    before = threads()
-    queue_large_job(sim, kind)
-    sim.finish()
-    (worker,) = threads() - before
-    assert in_time(lambda: rest({worker}))
-    with sim.driver.stopped(worker):
+    with stopped_worker(sim, kind, len(sim.tensors[0]) - 1):
         yield
     sim.finish()
 
@@ -360,23 +348,11 @@ def test_a_wait_that_submits_spoils_no_graph_that_another_thread_captures(driver
 
 
 @simulated
-def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Driver) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def test_an_interrupted_close_takes_no_more_jobs_and_another_one_ends(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, held = sim.hold_up("store", 1, 1)
-
-        def interrupt() -> None:
-            while "is closed" not in error_text(
-                sim.handler.store, gpu_block_ids=[1], page_ids=[99]
-            ):
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):
-            sim.handler.close()
-        interrupting.join()
+        with pytest.raises(Interrupted):  # by a signal, while it waits for the store
+            Interrupter(in_waits=True).call(1000, sim.handler.close)
         assert not held.query()
         assert "is closed" in error_text(sim.handler.store, gpu_block_ids=[1], page_ids=[1])
         sim.release(hold)
@@ -384,4 +360,3 @@ def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Drive
         sim.handler.close()
         assert states(sim.handler.poll()) == ["done"]
         assert (driver.live("streams"), driver.live("events")) == (0, 0)
-    signal.signal(signal.SIGINT, before)

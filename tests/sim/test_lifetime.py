@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
-from error_text import error_text
+from error_text import error_text, one_line
 from gpu_cache import Hold
 from interrupts import Interrupted, Interrupter
 from patience import PATIENCE
@@ -28,6 +28,7 @@ from simulated_driver import Driver, place, simulated
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
 from torch_kvswap.offload.gate import Gate
+from torch_kvswap.prefix import BlockManager
 
 MIB = 1 << 20
 
@@ -56,9 +57,6 @@ def join(pool: HostPool) -> None:
     assert thread is not None
     thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-# A pool and its views
 
 
 @simulated
@@ -251,9 +249,6 @@ def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which
     assert driver.live("streams") == streams
 
 
-# Copies
-
-
 OWNERS: dict[str, Callable[[OffloadHandler], Any]] = {
     "job": lambda handler: handler.store(gpu_block_ids=[0], page_ids=[0]),
     "handler": lambda handler: handler,
@@ -262,6 +257,7 @@ OWNERS: dict[str, Callable[[OffloadHandler], Any]] = {
     "view": lambda handler: handler.pools[0].view_for(handler.layouts[0]),
     "handle": lambda handler: handler.pools[0].share(),
     "gate": lambda handler: Gate.__new__(Gate),
+    "block manager": lambda handler: BlockManager(4),
 }
 
 
@@ -284,9 +280,6 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
     assert other.tensors[0].data_ptr() != layout.tensors[0].data_ptr()
     assert other.bases[0] == other.tensors[0].data_ptr()
     assert (other.block_dim, other.sizes.tolist()) == (1, layout.sizes.tolist())
-
-
-# Callbacks
 
 
 class Server:
@@ -334,7 +327,7 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "unregister_host", look)
         turn.release()
-        assert " ".join(error_text(pools[0].wait_ready, PATIENCE).split()) == (
+        assert one_line(pools[0].wait_ready, PATIENCE) == (
             "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
         )
         join(pools[0])
@@ -343,19 +336,18 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
     assert not is_mapped(address)
 
 
-# Signals
-
-
 @simulated
-@pytest.mark.parametrize("what", ["handler", "pool"])
+@pytest.mark.parametrize("what", ["job", "poll", "pool"])
 def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # which may also end before the wait begins
-        if what == "handler":
+        if what == "job":
             handler.synchronize(job, timeout=PATIENCE)
+        elif what == "poll":
+            handler.poll(PATIENCE)
         else:
             pool.wait_ready(PATIENCE)
 
@@ -373,5 +365,6 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         driver.run()
+        assert [result.ok for result in handler.poll(PATIENCE)] == [True]
     steps.pin_more(3)
     pool.close()

@@ -4,8 +4,6 @@ registrations.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from simulated_driver import HOST, Driver, simulated
 
@@ -30,20 +28,6 @@ def test_each_piece_is_registered_by_itself_and_the_driver_is_asked(driver: Driv
     registration.remove()
     assert not is_pinned(memory.data_ptr())
     assert driver.calls("cuMemHostUnregister") == 3
-
-
-@simulated
-def test_a_fork_unregisters_nothing(driver: Driver) -> None:
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    registration = Registration(memory, GPU)
-    assert registration.add(0, 4096) is None
-    child = os.fork()
-    if child == 0:
-        registration.remove()
-        os._exit(driver.calls("cuMemHostUnregister"))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert driver.cuda.memory_type(memory) == HOST
-    registration.remove()
 
 
 @simulated

@@ -130,25 +130,17 @@ def test_a_job_of_more_entries_than_may_be_in_flight_runs_by_itself(
 # What is joined into one copy
 
 
-def transfers_of(
-    sim: SimulatedCache, kind: str, jobs: list[tuple[list[int], list[int], dict]]
-) -> int:
-    """Queues the jobs, lets them run, and says in how many copies they did."""
-    hold, early = queue_up(sim, kind)
-    for blocks, pages, options in jobs:
-        sim.submit(kind, blocks, pages, **options)
-    sim.release(hold)
-    assert set(states(sim.finish())) == {"done"}
-    assert sim.is_right()
-    return sim.metrics(kind).transfers - (len(early) - 1)
-
-
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
 def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver) as sim:
-        # Block and page 0 are those of the job that is queued in front of them.
-        assert transfers_of(sim, kind, [([i], [i], {}) for i in range(1, 10)]) == 1
+        hold, early = queue_up(sim, kind)
+        for i in range(1, 10):  # the one that is queued in front of them has block and page 0
+            sim.submit(kind, [i], [i])
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.is_right()
+        assert sim.metrics(kind).transfers == len(early)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -197,9 +189,6 @@ def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened
         assert set(states(sim.finish())) == {"done"}
 
 
-# Jobs that the caller does not enqueue itself
-
-
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
@@ -216,9 +205,6 @@ def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: s
         assert [result.job_id for result in results] == list(range(101))
         assert all(result.queue_seconds > 0 for result in results)
         assert sim.is_right()
-
-
-# Jobs of several channels
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held up", "only queued"])
@@ -407,9 +393,6 @@ def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, fir
         assert sim.is_right(without=[middle])
 
 
-# Closing
-
-
 @pytest.mark.parametrize("close", ["handler", "pool"])
 @simulated
 def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
@@ -450,9 +433,6 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         assert not sim.handler.cancel(jobs[-1])
         jobs[-1].wait()
         sim.handler.close()
-
-
-# What it costs to do nothing
 
 
 def wakes() -> dict[str, str]:

@@ -157,11 +157,7 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
         events = driver.live("events")
         calls = driver.calls(call)
         driver.fail(call, nth)
-        job = (
-            handler.store(gpu_block_ids=ids, page_ids=ids)
-            if kind == "store"
-            else handler.load(page_ids=ids, gpu_block_ids=ids)
-        )
+        job = getattr(handler, kind)(gpu_block_ids=ids, page_ids=ids)
         while not job.query():
             pass
         failed = job.result is not None and not job.result.ok
@@ -187,37 +183,12 @@ def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind
         driver.set_mode("manual")
         driver.fail("cuLaunchKernel", 3)
         ids = [7, 2, 5, 11, 0, 1, 3]
-        job = (
-            handler.store(gpu_block_ids=ids, page_ids=ids)
-            if kind == "store"
-            else handler.load(page_ids=ids, gpu_block_ids=ids)
-        )
+        job = getattr(handler, kind)(gpu_block_ids=ids, page_ids=ids)
         assert job.query()
         assert job.result is not None
         assert not job.result.ok
         assert driver.pending() == ""
         driver.set_mode("immediate")
-
-
-@needs_kernels
-@simulated
-def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
-    whole = numbers(2, 24, MIB // 4)
-    layout = on_device(driver, whole)
-    ids = list(range(24))
-    pool = HostPool(layout, num_pages=24)
-    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=8 * MIB) as handler:
-        sizes = {}
-        for kind in ("store", "load"):
-            driver.log()
-            handler.synchronize(
-                handler.store(gpu_block_ids=ids, page_ids=ids)
-                if kind == "store"
-                else handler.load(page_ids=ids, gpu_block_ids=ids)
-            )
-            sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
-    # One more is copied where it lies, at the end on which the link would have nothing to do.
-    assert sizes == {"store": [4, 4, 4, 4, 4, 3], "load": [4, 4, 4, 4, 4, 3]}
 
 
 def waits_for_earlier_pieces(steps: str, first: str, second: str) -> list[int]:

@@ -4,7 +4,6 @@ pieces of a large one, and the worker, or a thread that waits for the job, the r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,22 +136,6 @@ def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
         assert in_time(job.query)
         here, by_all = launches.now()
         assert here == begun < by_all
-        assert sim.is_right()
-
-
-@KINDS
-@needs_kernels
-@simulated
-def test_the_caller_begins_with_few_blocks_however_large_pieces_may_be(
-    driver: Driver, kind: str
-) -> None:
-    with staged(driver, kind, staging_bytes=256 << 20) as sim:
-        with driver.stopped(sim.worker):
-            job = sim.submit()
-            blocks = sum(int(count) for count in re.findall(r"pack (\d+) blocks", driver.log()))
-        # 3 MiB or more, and 8 MiB at most in a piece.
-        assert blocks == {"store": 7 + 32, "load": 32}[kind]
-        assert in_time(job.query)
         assert sim.is_right()
 
 

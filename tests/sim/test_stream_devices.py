@@ -84,19 +84,6 @@ def test_a_stream_of_another_gpu_waits_at_a_gate(driver: Driver, name: str, wait
         assert torch.equal(found, before if wait == "control" else sim.page(2))
 
 
-@simulated
-def test_a_wait_on_the_handlers_own_gpu_changes_the_context_once(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        job = sim.load(1, 2)
-        for stream in (None, Stream(0), Stream(CURRENT)):
-            before = driver.calls("cuCtxPushCurrent")
-            job.wait(stream)
-            assert driver.calls("cuCtxPushCurrent") == before + 1
-
-
-# Captures
-
-
 @pytest.mark.parametrize("name", DEFAULT)
 @simulated
 def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
@@ -144,9 +131,6 @@ def test_a_capturing_stream_is_refused_whether_or_not_the_job_has_ended(
         job.wait(stream)
         sim.release(hold)
         sim.finish()
-
-
-# The ops
 
 
 class TwoGpus:
@@ -232,33 +216,5 @@ def test_a_failed_copy_between_gpus_is_an_error() -> None:
         run(fail_between_gpus),
         """\
 torch_kvswap::swap_blocks: cuMemcpyPeerAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 64 bytes) to 0x~ (device 1, allocation 0x~ + 64 bytes), 64 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
-""",
-    )
-
-
-def swap_layers_on_two_gpus(driver: Driver) -> None:
-    from simulated_driver import error_of
-    from simulated_driver.tensors import on_gpu
-
-    from torch_kvswap.ops import swap_kv_blocks
-
-    def layers(*gpus: int) -> list[torch.Tensor]:
-        return [on_gpu(driver.memory(64, DEVICE, gpu).view(1, 64), gpu) for gpu in gpus]
-
-    def swap(src: list[torch.Tensor], dst: list[torch.Tensor]) -> None:
-        swap_kv_blocks(src, dst, torch.tensor([0]), torch.tensor([0]))
-
-    print(error_of(lambda: swap(layers(0, 1), layers(0, 0))))
-    print(error_of(lambda: swap(layers(1, 1), layers(1, 0))))
-    print(driver.log(), end="")
-
-
-@without_cuda
-def test_layers_on_two_gpus_are_refused_by_name() -> None:
-    assert_expected_inline(
-        run(swap_layers_on_two_gpus),
-        """\
-torch_kvswap::swap_kv_blocks: src[1] is on cuda:1, but src[0] is on cuda:0; expected all on one device
-torch_kvswap::swap_kv_blocks: dst[1] is on cuda:0, but dst[0] is on cuda:1; expected all on one device
 """,
     )

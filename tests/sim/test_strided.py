@@ -35,19 +35,6 @@ def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str
 
 
 @simulated
-def test_a_block_of_all_layers_is_one_copy(driver: Driver) -> None:
-    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
-    assert_expected_inline(
-        moved(driver, on_device(driver, whole, list(whole))),
-        """\
-strided copy of 8 x 48 bytes on stream 101
-strided copy of 8 x 48 bytes on stream 101
-strided copy of 8 x 48 bytes on stream 103
-strided copy of 8 x 48 bytes on stream 103""",
-    )
-
-
-@simulated
 def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
     whole = torch.randint(256, (7, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])

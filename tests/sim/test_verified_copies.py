@@ -49,9 +49,6 @@ def stream_of_kernels(cache: EncodedCache) -> int:
     return copies - copies % 1000 + int(name)
 
 
-# What is found.
-
-
 @pytest.mark.parametrize(("encoding", "method"), [*product(ENCODINGS, METHODS), ("raw", "strided")])
 @pytest.mark.parametrize("layer_groups", [1, 3])
 @pytest.mark.parametrize("rows", [False, True])
@@ -99,9 +96,6 @@ def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
     with EncodedCache(driver, copy_method="kernel", **sizes) as cache:
         seen = Damage(cache, seed=4).run(50)
     assert seen == {"noticed": 50}
-
-
-# When.
 
 
 @pytest.mark.parametrize("verify", ["load", "order"])
@@ -251,9 +245,6 @@ def test_blocks_that_are_copied_beside_the_pieces_have_digests(driver: Driver) -
         with pytest.raises(CorruptedPageError) as error:
             load.synchronize()
         assert error.value.rejected == tuple(range(40))
-
-
-# Failures, and what is refused.
 
 
 @pytest.mark.parametrize(

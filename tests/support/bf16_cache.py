@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from bf16_blocks import KINDS, Values, make_block, random_bits
+from bf16_blocks import Values, make_block, random_bits
 from torch import Tensor
 
 from torch_kvswap import PagedLayout
 
-FITS = list(KINDS)
 SIZES = [4096, 4096, 2048, 2048]  # of a block in each slab
 BLOCK_BYTES = sum(SIZES)
 

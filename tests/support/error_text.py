@@ -17,6 +17,11 @@ def error_text(call: Callable[..., object], *args: object, **kwargs: object) -> 
     raise AssertionError("the call raised nothing")
 
 
+def one_line(call: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """The same in one line."""
+    return " ".join(error_text(call, *args, **kwargs).split())
+
+
 def message_of(call: Callable[[], object]) -> str:
     """The first line of the RuntimeError that an op raises."""
     with pytest.raises(RuntimeError) as error:

@@ -90,7 +90,7 @@ class Session:
         self.most_reads = min(160, rows)  # between two audits
         self.seen = self.device.rows(torch.zeros(self.most_reads, width, dtype=torch.uint8))
         slots = max(slot for slot in scenario.slot_numbers()) + 1
-        self.model = Model([], [0] * slots)
+        self.model = Model(slots)
         self.model.exact = self.options.sessions == 1
         self.log: list[tuple[Any, ...]] = []
         self.reads = self.jobs = self.taken = 0
@@ -189,7 +189,7 @@ class Session:
         if not self.device.copy(pairs, self.streams[stream]):
             return
         self.cells[group.space, block] = Cell(written={stream})
-        self.model.overwrite(self.scenario.block_number(group, block), None)
+        self.model.overwrite(self.scenario.block_number(group, block))
         self.log.append(("write", group, block, row))
         self.counts["written"] += 1
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from patience import PATIENCE, in_time
 from simulated_driver import Driver, place, pool
+from simulated_driver.handles import Event, Stream
 from torch import Tensor
 
 from torch_kvswap._native.loader import native
@@ -60,27 +61,6 @@ SHARE = {  # kind, block and page of two jobs that must not overlap
     "expedited, store of its block": (("expedited", 1, 2), ("store", 1, 3)),
     "expedited, store into its page": (("expedited", 1, 2), ("store", 3, 2)),
 }
-
-
-class Stream(torch.cuda.Stream):
-    """A stream of the simulated driver, as a PyTorch stream."""
-
-    def __new__(cls, *_: object, **__: object) -> Stream:
-        return object.__new__(cls)
-
-    def __init__(self, handle: int, index: int = 0) -> None:
-        self.cuda_stream = handle
-        self.device = torch.device("cuda", index)
-
-
-class Event(torch.cuda.Event):
-    """An event of the simulated driver, as a PyTorch event. Handle 0 was never recorded."""
-
-    def __new__(cls, *_: object) -> Event:
-        return object.__new__(cls)
-
-    def __init__(self, handle: int) -> None:
-        self.cuda_event = handle
 
 
 class SimulatedCache:

@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Cell:
-    """What a block or a slot of a page holds once its writer is done. None: anything."""
+    """What a block or a slot of a page holds once its writer is done; without one anything."""
 
-    value: int | None
     writer: Flight | None = None
-    source: Cell | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -25,15 +23,6 @@ class Cell:
         return (
             self.writer is not None and self.writer.result is not None and not self.writer.is_done
         )
-
-    def known(self) -> int | None:
-        """The value that must be there, None where nothing is promised."""
-        cell = self
-        while cell.writer is not None and cell.source is not None:
-            if not cell.writer.is_done:
-                return None
-            cell = cell.source
-        return cell.value
 
 
 @dataclass(eq=False)
@@ -72,11 +61,10 @@ def states_of_the_bad(flights: list[Flight]) -> dict[int, str]:
 class Model:
     """Blocks and slots, and the jobs between them."""
 
-    def __init__(self, blocks: list[int], slots: list[int]) -> None:
-        self.blocks = [Cell(value) for value in blocks]
-        self.slots = [Cell(value) for value in slots]
+    def __init__(self, slots: int) -> None:
+        self.blocks: list[Cell] = []
+        self.slots = [Cell() for _ in range(slots)]
         self.flights: dict[int, Flight] = {}
-        self.users: dict[int, list[Flight]] = {block: [] for block in range(len(blocks))}
         self.latest_loads: dict[int, Flight] = {}  # by block, unless known to be bad
         self.direct_failures = 0  # of jobs with sound sources
         self.exact = True  # False: other threads call poll() while jobs are submitted
@@ -87,23 +75,19 @@ class Model:
         from_, to = (blocks, slots) if is_store else (slots, blocks)
         loads = [self.latest_loads[block] for block in blocks if block in self.latest_loads]
         flight = Flight(job, is_store, [read[index] for index in from_], loads if is_store else [])
-        for index, source in zip(to, flight.sources, strict=True):
-            flight.targets[index] = written[index] = Cell(None, flight, source)
-        for block in blocks:
-            self.users[block].append(flight)
-            if not is_store:
-                self.latest_loads[block] = flight
+        for index in to:
+            flight.targets[index] = written[index] = Cell(flight)
+        if not is_store:
+            self.latest_loads |= dict.fromkeys(blocks, flight)
         self.flights[job.id] = flight
         return flight
 
-    def overwrite(self, block: int, value: int | None) -> None:
-        self.blocks[block] = Cell(value)
-        self.users[block].clear()
+    def overwrite(self, block: int) -> None:
+        self.blocks[block] = Cell()
 
     def set_blocks(self, count: int) -> None:
         """The cache has moved: other blocks, with anything in them."""
-        self.blocks = [Cell(None) for _ in range(count)]
-        self.users = {block: [] for block in range(count)}
+        self.blocks = [Cell() for _ in range(count)]
         self.latest_loads.clear()
 
     def settle(self) -> None:
@@ -112,12 +96,11 @@ class Model:
         for cells in (self.blocks, self.slots):
             for index, cell in enumerate(cells):
                 if cell.writer is not None and cell.writer.is_done:
-                    cells[index] = Cell(cell.known())
+                    cells[index] = Cell()
                 elif cell.writer is not None:
-                    cell.source, cell.writer.sources, cell.writer.loads = None, [], []
+                    cell.writer.sources, cell.writer.loads = [], []
         self.flights.clear()
         self.latest_loads.clear()
-        self.users = {block: [] for block in self.users}
 
     def report(self, results: list[Result]) -> None:
         """poll() has returned these."""
@@ -134,7 +117,7 @@ class Model:
                 continue
             for block, cell in flight.targets.items():
                 if self.blocks[block] is cell:
-                    self.blocks[block] = Cell(None)
+                    self.blocks[block] = Cell()
                 if self.latest_loads.get(block) is flight:
                     del self.latest_loads[block]
 

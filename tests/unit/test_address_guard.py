@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from error_text import error_text
+from error_text import error_text, one_line
 from torch import Tensor
 
 from torch_kvswap.layout import PagedLayout
@@ -54,7 +54,7 @@ def test_a_storage_that_lost_bytes_is_seen(left: int) -> None:
     layout = make_layout()
     watch = AddressGuard([layout])
     shrink(layout.tensors[1], left)
-    assert " ".join(error_text(watch.check).split()) == (
+    assert one_line(watch.check) == (
         "RuntimeError: tensors[1] reaches to byte 96 of its storage, which was freed or resized "
         f"to {left} since the layout was made; make a new layout and pass it to rebind()"
     )
@@ -114,4 +114,4 @@ def test_a_storage_on_a_gpu_that_lost_bytes_is_seen(left: int) -> None:
     watch = AddressGuard([PagedLayout(tensors)])
     watch.check()
     shrink(tensors[1], left)
-    assert f"which was freed or resized to {left}" in " ".join(error_text(watch.check).split())
+    assert f"which was freed or resized to {left}" in one_line(watch.check)

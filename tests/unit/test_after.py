@@ -36,19 +36,13 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
         lambda: resolve_after(Event(0), CUDA),
         lambda: resolve_after(Stream(42, index=1), CUDA),
         lambda: resolve_after(42, CUDA),
-        lambda: resolve_after([], CUDA),
         lambda: resolve_after((Stream(42), None), CUDA),
-        lambda: resolve_after((Stream(42), (Event(7),)), CUDA),
         lambda: resolve_after((Event(7), Event(0)), CUDA),
-        lambda: resolve_after((Event(7), Stream(42, index=1)), CUDA),
         lambda: resolve_after((Stream(42),), CPU),
         lambda: resolve_after(Stream(42), CPU),
-        lambda: resolve_after(Event(7), CPU),
         lambda: resolve_after(42, CPU),
         lambda: resolve_waiting(42, CUDA),
-        lambda: resolve_waiting(Event(7), CUDA),
         lambda: resolve_waiting(torch.Stream("cpu"), CUDA),
-        lambda: resolve_waiting(torch.Stream("cpu"), CPU),
         lambda: resolve_waiting(42, CPU),
     ]
     assert_expected_inline(
@@ -60,27 +54,17 @@ ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an e
 that stream and pass the event
 TypeError: after= must be None (the current stream), a torch.cuda.Stream or a
 torch.cuda.Event, or a tuple of them, not an int
-TypeError: after= must be None (the current stream), a torch.cuda.Stream or a
-torch.cuda.Event, or a tuple of them, not a list
 TypeError: after[1] must be a torch.cuda.Stream or a torch.cuda.Event, not None
-TypeError: after[1] must be a torch.cuda.Stream or a torch.cuda.Event, not a tuple
 ValueError: after[1] is an event that was never recorded, so the transfer would wait for
 nothing; record it behind the work it stands for, or pass that stream
-ValueError: after[1] is a stream of cuda:1, the transfer is on cuda:0; record an event
-on that stream and pass the event
 TypeError: after[0] is a Stream, but transfers of a cache on the CPU run inside the call
 and cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call
 and cannot wait for a stream; wait on the host first, and pass None or ()
-TypeError: after= is an Event, but transfers of a cache on the CPU run inside the call
-and cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: after= is an int, but transfers of a cache on the CPU run inside the call and
 cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: stream is an int; pass a torch.cuda.Stream or None
-TypeError: stream is an Event; pass a torch.cuda.Stream or None
 TypeError: stream is a Stream; pass a torch.cuda.Stream or None
-TypeError: stream is a Stream, but the cache is on the CPU: its transfers have ended
-when store() or load() returns, so no stream has to wait; pass None
 TypeError: stream is an int, but the cache is on the CPU: its transfers have ended when
 store() or load() returns, so no stream has to wait; pass None""",
     )

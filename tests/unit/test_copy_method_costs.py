@@ -49,9 +49,6 @@ def test_json_gives_back_what_it_was_given() -> None:
     assert (again.submit_start, again.submit_copy) == pytest.approx((3e-6, 4e-6))
 
 
-# Where they are from
-
-
 def test_a_gpu_that_is_not_known_has_the_generic_costs() -> None:
     read = read_costs("Imaginary 9000")
     assert read.source == "copy_method_costs.json, NVIDIA H200"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bf16_cache import Bf16Cache
 from encoded_cache import EncodedCache
+from encoded_fuzz import Fuzz
 from error_text import error_text
 from expecttest import assert_expected_inline
+from fuzz import fuzz
+from logged import logged
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.results import BlocksRejectedError
@@ -65,19 +69,6 @@ def test_a_load_rejects_what_its_store_has_rejected_and_loads_the_rest() -> None
         assert cache.is_same(5, before[1])
         assert cache.is_same(6, before[6])  # nothing of it was written
         assert cache.is_same(7, before[3])
-
-
-def test_a_rejected_slot_can_be_stored_again() -> None:
-    with EncodedCache() as cache:
-        cache.spoil(2)
-        before = cache.block(3)
-        cache.store([2], [0])
-        assert outcome(cache) == ("failed", (0,))
-        cache.store([3], [0])
-        assert outcome(cache) == ("done", ())
-        cache.load([0], [5])
-        assert outcome(cache) == ("done", ())
-        assert cache.is_same(5, before)
 
 
 def test_a_rejected_store_leaves_nothing_of_what_the_slot_held_before() -> None:
@@ -169,3 +160,98 @@ def test_a_view_has_encoded_slots_that_are_smaller_than_the_pools() -> None:
         handler.synchronize()
         for tensor, old in zip(tensors, before, strict=True):
             assert torch.equal(tensor[[6, 7]].view(torch.int16), old[[3, 4]].view(torch.int16))
+
+
+@pytest.mark.parametrize("layer_groups", [1, 2])
+@pytest.mark.parametrize("tile", range(4))
+def test_a_load_writes_nothing_of_a_slot_with_one_damaged_entry(
+    tile: int, layer_groups: int
+) -> None:
+    with EncodedCache(layers=4) as cache:
+        before = [cache.block(block) for block in range(16)]
+        cache.store([0, 1], [0, 1])
+        cache.pools[0].pages[1, 0, 16 + 8 * tile] = 0  # its lowest exponent, which is at least 1
+        cache.handler.poll()
+        cache.load([0, 1], [7, 8], layer_groups=layer_groups)
+        assert outcome(cache) == ("failed", (1,))
+        assert cache.is_same(7, before[0])
+        assert cache.is_same(8, before[8])
+
+
+def test_a_rebound_cache_is_encoded_too() -> None:
+    with EncodedCache() as cache, EncodedCache(blocks=4) as other:
+        before = other.block(1)
+        cache.handler.rebind(other.layouts[0])
+        cache.store([1], [0])
+        cache.load([0], [2])
+        cache.handler.synchronize()
+        assert other.is_same(2, before)
+
+
+def many_stores(width: float, rejects: int, blocks: int = 1000) -> list[str]:
+    cache = Bf16Cache(2)
+    cache.fill(0, None)
+    pool = HostPool(cache.layout, 50, encoding="lossless", bits_per_value=width)
+    with OffloadHandler(cache.layout, pool) as handler, logged() as messages:
+        for number in range(rejects):
+            handler.store(gpu_block_ids=[0], page_ids=[number % 50])
+        for _ in range(0, blocks - rejects - 1, 49):
+            count = min(49, blocks - 1 - handler.metrics().stores.blocks)
+            handler.store(gpu_block_ids=[1] * count, page_ids=range(count))
+        handler.poll()
+        assert handler.metrics().stores.blocks == blocks - 1
+        assert messages == []
+        handler.store(gpu_block_ids=[0], page_ids=[0])
+        handler.poll()
+        handler.store(gpu_block_ids=[0], page_ids=[0])
+        handler.poll()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("width", "remedy"),
+    [
+        (
+            12.125,
+            "what recommend_encoding() says of your cache: bits_per_value=12.5 or encoding='raw'",
+        ),
+        (12.5, "encoding='raw'"),
+    ],
+)
+def test_many_rejects_are_warned_of_once_with_what_is_better(width: float, remedy: str) -> None:
+    assert many_stores(width, 10) == [
+        f"11 of 1000 encoded blocks do not fit into slots of {width} bits a value and were "
+        f"rejected; make the host pool with {remedy}"
+    ]
+
+
+def test_few_rejects_are_not_warned_of() -> None:
+    assert many_stores(12.125, 8) == []
+
+
+def test_blocks_of_raw_groups_do_not_count_for_the_warning() -> None:
+    with (
+        EncodedCache(encodings=("lossless", "raw"), per_page=1000, layers=1) as cache,
+        logged() as messages,
+    ):
+        cache.spoil(0)
+        cache.store([[0] * 11, [1] * 1000], [[0], [0]])
+        cache.handler.poll()
+        assert messages == [], "only 11 of these blocks are encoded"
+        for _ in range(4):
+            cache.store([[], [1] * 1000], [[], [0]])
+        cache.store([[1] * 989, []], [[0], []])
+        cache.store([[0], []], [[0], []])
+        cache.handler.poll()
+    assert messages == [
+        "12 of 1001 encoded blocks do not fit into slots of 12.125 bits a value and were "
+        "rejected; make the host pool with what recommend_encoding() says of your cache: "
+        "bits_per_value=12.5 or encoding='raw'"
+    ]
+
+
+def test_random_jobs_leave_the_bits_of_a_model() -> None:
+    counts = fuzz(lambda seed: Fuzz(None, seed), 6)
+    assert counts["done"] > counts["failed"] > 0
+    assert counts["rejected"] > 0
+    assert min(counts[f"loaded {group}"] for group in range(3)) > 0

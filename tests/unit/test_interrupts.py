@@ -36,17 +36,6 @@ def jobs_alive() -> list[Job]:
     return [thing for thing in gc.get_objects() if isinstance(thing, Job)]
 
 
-def test_the_interrupter_reaches_every_point_once() -> None:
-    handler, interrupter = make_handler(), Interrupter()
-    interrupter.call(0, lambda: handler.store(gpu_block_ids=[1], page_ids=[2]))
-    points = interrupter.points
-    assert points > 5
-    for at in range(1, points + 1):
-        with pytest.raises(Interrupted):
-            interrupter.call(at, lambda: handler.store(gpu_block_ids=[1], page_ids=[2]))
-        assert interrupter.points == at
-
-
 @pytest.mark.parametrize(("direction", "has_tag"), [("store", False), ("load", True)])
 def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
     direction: str, has_tag: bool
@@ -150,28 +139,6 @@ def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
 def make_prefix_cache(**options: Any) -> PrefixCache:
     layout = make_layout()
     return PrefixCache(layout, HostPool(layout, BLOCKS), **options)
-
-
-def test_an_interrupted_store_of_a_prefix_cache_ends_the_reservation_of_its_job() -> None:
-    """With a job or without one: the submission knows."""
-    interrupter, outcomes = Interrupter(), []
-    for at in count(1):
-        prefixes = make_prefix_cache()
-        submitted = prefixes.metrics().stores.submitted
-        interrupted = interrupter.stops(at, partial(prefixes.store, [b"a" * 32], [1], tag=at))
-        prefixes.synchronize()
-        submitted = prefixes.metrics().stores.submitted - submitted
-        results = prefixes.poll()
-        assert [(result.ok, result.tag) for result in results] == [(True, at)] * submitted
-        assert prefixes.manager.stats().filling_pages == 0
-        assert prefixes.lookup([b"a" * 32]).ready == submitted
-        assert prefixes._handler._kept == {}
-        outcomes.append(submitted)
-        prefixes.close()
-        if not interrupted:
-            break
-    assert outcomes == sorted(outcomes)
-    assert outcomes.count(1) > 1
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])
@@ -289,19 +256,6 @@ def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str, p
         if not interrupted:
             break
     assert at > 3
-
-
-def test_an_interrupted_preempt_holds_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = make_prefix_cache()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(prefixes, "_jobs_using", interrupt)  # its last call, behind the submission
-    with pytest.raises(KeyboardInterrupt):
-        prefixes.preempt([b"c" * 32], [3])
-    assert [result.ok for result in prefixes.poll(timeout=None)] == [True]
-    assert_no_page_is_held(prefixes)
 
 
 def assert_no_page_is_held(prefixes: PrefixCache) -> None:

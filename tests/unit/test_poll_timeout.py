@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 
@@ -62,31 +61,6 @@ def test_it_does_not_wait_if_there_is_a_result_or_no_job() -> None:
         handler.store(gpu_block_ids=[1], page_ids=[1])
     assert len(handler.poll(None)) == 1  # closed
     assert handler.poll(None) == []
-
-
-@simulated
-def test_a_signal_handler_runs_while_it_waits(driver: Driver) -> None:
-    class StopError(Exception):
-        pass
-
-    def stop(*_: object) -> None:
-        raise StopError
-
-    driver.set_mode("manual")
-    gpu, host = cache(driver)
-    with OffloadHandler(gpu, host) as handler:
-        handler.store(gpu_block_ids=[1], page_ids=[1])
-        before = signal.signal(signal.SIGALRM, stop)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(StopError):
-                handler.poll(PATIENCE)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        driver.set_mode("immediate")
-        driver.run()
-        assert [result.ok for result in handler.poll(PATIENCE)] == [True]
 
 
 def test_a_wrong_timeout_is_refused_also_if_there_is_a_result() -> None:

@@ -87,22 +87,13 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
     layout = PagedLayout([cache])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler:
         wider = PagedLayout([torch.zeros(6, 41, dtype=torch.uint8)])
-        halves = PagedLayout([cache[:, :20], cache[:, 20:]])
         assert_expected_inline(
-            "\n".join(
-                error_text(handler.rebind, moved)
-                for moved in (wider, halves, [layout, layout], [cache], cache, handler.pools[0])
-            ),
+            "\n".join(error_text(handler.rebind, moved) for moved in (wider, [layout, layout])),
             """\
 ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; make
 the pool from this layout
-ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
 TypeError: gpu is a list of 2 PagedLayouts, host is a HostPool; pass one of each, or a
-list of each
-TypeError: gpu is a list of 1 Tensor; pass PagedLayout(tensors)
-TypeError: gpu is a Tensor; pass PagedLayout([tensor])
-TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
-each; got a HostPool instead of a PagedLayout""",
+list of each""",
         )
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 

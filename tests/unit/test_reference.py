@@ -28,9 +28,6 @@ def job_of(handler: Any) -> Any:
     return handler.store(gpu_block_ids=[1], page_ids=[0])
 
 
-# As OffloadHandler
-
-
 def without_times(results: list[Result]) -> list[Result]:
     return [replace(one, submit_seconds=0, queue_seconds=0, copy_seconds=0) for one in results]
 
@@ -115,9 +112,6 @@ def test_pages_and_devices_that_the_op_cannot_copy_are_refused() -> None:
         ReferenceHandler(other, HostPool(layout, 2))
 
 
-# Failures
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """The next copy fails."""
 
@@ -155,9 +149,6 @@ def test_a_call_that_raises_leaves_no_job_and_nothing_in_flight(
     assert not handler._flights.running
     assert handler.poll() == []
     job_of(handler).synchronize()
-
-
-# Ends
 
 
 def test_a_closed_handler_refuses_jobs_and_reports_those_that_it_had() -> None:

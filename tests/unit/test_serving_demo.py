@@ -5,10 +5,8 @@ import re
 import pytest
 from served_engine import serving
 
-import torch_kvswap as kvs
 from serving_demo import demo
 from serving_demo.model import Model
-from serving_demo.server import Server
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The last rows of the table: without the host cache, and with it.
@@ -69,27 +67,3 @@ def test_wrong_tokens_fail(monkeypatch, capsys):
     monkeypatch.setattr(Model, "forward", forward_wrongly)
     assert demo.main(SMALL) == 1
     assert "0 requests differ" not in capsys.readouterr().out
-
-
-def forget_waits(monkeypatch):
-    monkeypatch.setattr(kvs.Job, "wait", lambda *_: None)
-
-
-def free_blocks_at_once(monkeypatch):
-    finish = Server._finish
-
-    def finish_too_early(self, request):
-        finish(self, request)
-        if self._prefixes is not None:
-            self._free += self._leaving.pop()[1]
-
-    monkeypatch.setattr(Server, "_finish", finish_too_early)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [forget_waits, free_blocks_at_once])
-def test_a_fault_of_the_server_shows_where_jobs_end_late(fault, monkeypatch, capsys):
-    fault(monkeypatch)
-    assert demo.main(SMALL) == 1
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "0")
-    assert demo.main(SMALL) == 0

@@ -298,9 +298,12 @@ class DeviceQueue:
                 self._on_failed_thread(error)
             else:
                 raise
-        finally:  # Ctrl-C may come at any point
-            if self._turn._is_owned():
+        finally:
+            # Nothing is asked first: Ctrl-C may come behind any call, and would keep the turn.
+            try:  # noqa: SIM105
                 self._turn.release()
+            except RuntimeError:  # another thread has the turn
+                pass
 
     def _fails_again(self) -> bool:
         try:

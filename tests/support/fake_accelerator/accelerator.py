@@ -33,24 +33,15 @@ class Counters(NamedTuple):
 
     Args:
         calls (dict[str, int]): how often each call was made, also where it failed.
-        copies_to_device, bytes_to_device (int): from the host.
-        copies_to_host, bytes_to_host (int): from the device.
-        copies_on_device (int): from this device to itself or to another.
-        live_streams (int): without the default stream. They live until the test ends, as in PyTorch.
+        copies_to_device (int): from the host.
+        copies_to_host (int): from the device.
         live_events (int): events that were recorded and not freed.
-        live_blocks, live_bytes (int): of device memory.
     """
 
     calls: dict[Call, int]
     copies_to_device: int
-    bytes_to_device: int
     copies_to_host: int
-    bytes_to_host: int
-    copies_on_device: int
-    live_streams: int
     live_events: int
-    live_blocks: int
-    live_bytes: int
 
 
 class Hold:
@@ -76,7 +67,7 @@ class Accelerator:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name in ("failure", "error", "pending"):
             getattr(library, f"accelerator_{name}").restype = ctypes.c_char_p
-        for name in ("hold", "fail", "peek"):
+        for name in ("hold", "fail"):
             getattr(library, f"accelerator_{name}").restype = ctypes.c_int64
         library.accelerator_is_forked.restype = ctypes.c_bool
         self._library = library
@@ -147,14 +138,6 @@ class Accelerator:
         self._library.accelerator_counters(device, found)
         calls = dict(zip(CALLS, found, strict=False))
         return Counters(calls, *found[len(CALLS) :])
-
-    def peek(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor of the device, contiguous, as they are now: waits for no stream."""
-        assert tensor.is_contiguous()
-        found = torch.empty(tensor.shape, dtype=tensor.dtype)
-        address, to = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(found.data_ptr())
-        self._check(self._library.accelerator_peek(address, ctypes.c_int64(tensor.nbytes), to))
-        return found
 
     def pending(self) -> str:
         """What the streams have to do and do now, a line for each operation."""

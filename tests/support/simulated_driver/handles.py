@@ -6,14 +6,14 @@ import torch
 
 
 class Stream(torch.cuda.Stream):
-    """Of GPU 0; any handle, as in `Driver`."""
+    """Any handle, as in `Driver`. index: of the GPU."""
 
-    def __new__(cls, handle: int) -> Stream:
+    def __new__(cls, handle: int, index: int = 0) -> Stream:
         made: Stream = object.__new__(cls)
-        made.cuda_stream, made.device = handle, torch.device("cuda", 0)
+        made.cuda_stream, made.device = handle, torch.device("cuda", index)
         return made
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, *_: int, **__: int) -> None:
         pass
 
     def __repr__(self) -> str:
@@ -24,7 +24,7 @@ class Stream(torch.cuda.Stream):
 
 
 class Event(torch.cuda.Event):
-    """From `driver.cuda.create_event()`; the test destroys it."""
+    """From `driver.cuda.create_event()`; the test destroys it. Handle 0 was never recorded."""
 
     def __new__(cls, handle: int) -> Event:
         made: Event = object.__new__(cls)

@@ -17,8 +17,6 @@ from simulated_driver import HOST, error_of, simulated, without_cuda
 from torch_kvswap._native import loader
 from torch_kvswap._native.loader import native
 
-# Errors
-
 
 @simulated
 def test_a_driver_call_that_fails_is_named_with_its_code(driver):
@@ -69,9 +67,6 @@ no error
 2
 """,
     )
-
-
-# What it says of the driver
 
 
 @without_cuda
@@ -131,9 +126,6 @@ def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
         assert text == f"built with CUDA 12.{int(version) % 1000 // 10}\n"
     else:
         assert text.startswith("none: built without nvcc")
-
-
-# Its Python files
 
 
 def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch, tmp_path):

@@ -99,50 +99,6 @@ def running(queue: Queue) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-def test_a_transfer_is_a_start_its_copies_and_an_end() -> None:
-    queue = Queue()
-    job = queue.submit(STORES, 3, 0)
-    assert queue.result(job) == ("running", None)
-    assert queue.carry_out() == ["record", "blocks", "record"]
-    assert queue.result(job) == ("done", None)
-    assert int(queue.pool.pages.view(torch.int64)[0]) == 3
-    del job
-    assert set(queue.close()) == {"destroy event", "destroy stream"}
-
-
-def test_jobs_that_share_a_page_wait_across_channels() -> None:
-    queue = Queue()
-    jobs = [queue.submit(STORES, 3, 0), queue.submit(LOADS, 5, 0)]
-    assert queue.carry_out()[3:] == ["wait", "record", "blocks", "record"]
-    assert [queue.result(job)[0] for job in jobs] == ["done", "done"]
-    assert queue.cache.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
-    del jobs
-    queue.close()
-
-
-def test_the_error_of_an_end_fails_the_job() -> None:
-    queue = Queue()
-    job = queue.submit(STORES, 3, 0)
-    queue.error = "7 \N{MICRO SIGN}s too late"
-    queue.carry_out()
-    assert queue.result(job) == ("failed", "7 \N{MICRO SIGN}s too late")
-    del job
-    queue.error = None
-    queue.close()
-
-
-def test_a_lost_device_ends_jobs_and_drops_commands() -> None:
-    queue = Queue()
-    job = queue.submit(STORES, 3, 0)
-    queue.commands.lose("it fell off the bus")
-    assert queue.result(job) == (
-        "failed",
-        "the device is lost: test:0: it fell off the bus; only a new process can use it again",
-    )
-    del job
-    assert queue.close() == []
-
-
 def test_a_wait_ends_with_commands_or_when_it_is_woken_or_stopped() -> None:
     queue = Queue()
     assert queue.commands.is_empty

@@ -22,7 +22,6 @@ from torch_kvswap import (
     PrefixHasher,
 )
 from torch_kvswap.encoding.slot import read_verify
-from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.reference import ReferenceHandler
 
 SLAB_VALUES = 6144  # of two tiles, the last one smaller
@@ -252,10 +251,6 @@ def test_what_cannot_be_verified_is_refused() -> None:
         """ValueError: verify is 'always'; it can be off, load or order""",
     )
     assert_expected_inline(
-        error_text(lambda: HostPool(cache, 4, verify=True)),
-        """ValueError: verify is True; it can be off, load or order""",
-    )
-    assert_expected_inline(
         error_text(lambda: pool.view_for(layout(1, 1, 1, 1, 1, 1))),
         """\
 ValueError: the digests of a block take 128 bytes, and the pool has room for 64: it was
@@ -294,12 +289,3 @@ def test_a_pool_says_that_it_verifies() -> None:
         assert "verify='order'" in repr(pool)
         assert pool.verify == "order"
         assert pool.nbytes == 8 * pool.page_bytes == pool.pages.numel()
-
-
-def test_a_handle_with_an_unknown_choice_is_refused() -> None:
-    _, _, handler = stored()
-    handler.close()
-    assert_expected_inline(
-        error_text(lambda: PoolHandle(9, 1, 1, 8, False, [8], verify="never")),
-        """ValueError: verify is 'never'; it can be off, load or order""",
-    )

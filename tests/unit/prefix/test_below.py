@@ -626,19 +626,6 @@ def test_a_write_that_hangs_keeps_its_pages_and_the_others_are_lost(
         assert in_time(lambda: engine.prefixes.manager.stats().idle_pages == 16)
 
 
-def test_an_answer_that_comes_too_late_ends_no_pause(
-    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hurry(monkeypatch)
-    store.held = {"exists"}
-    reader.tier._reads._seconds = 1000.0
-    reader.prefixes.lookup([key_of("a")])
-    assert in_time(lambda: reader.tier._reads.is_on)
-    store.release()
-    assert in_time(lambda: not reader.tier._thread._calls)
-    assert reader.tier._reads.is_on
-
-
 @pytest.mark.parametrize("operation", ["exists", "set"])
 def test_nothing_is_written_during_a_pause(
     operation: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch

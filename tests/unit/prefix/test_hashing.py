@@ -39,9 +39,6 @@ def keys(tokens=TOKENS, multi_modal_items=(), **settings) -> list[bytes]:
     return list(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, multi_modal_items))
 
 
-# Who shares blocks
-
-
 def test_prompts_share_the_keys_of_the_tokens_that_they_begin_with():
     first, second = keys(), keys([*TOKENS[:40], 5, *TOKENS[41:]])
     assert len(first) == 4
@@ -129,9 +126,6 @@ def test_different_values_never_have_equal_bytes(one, other):
     assert repr(one) == repr(other) or not encode(one).startswith(encode(other))
 
 
-# The last token
-
-
 @pytest.mark.parametrize(
     ("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2), (64, 3)]
 )
@@ -181,9 +175,6 @@ def test_the_keys_of_a_prompt_are_a_sequence():
     )
     with pytest.raises(IndexError):
         of_prompt[4]
-
-
-# Errors
 
 
 def test_errors_say_what_was_wrong():

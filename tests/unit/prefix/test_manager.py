@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
-import pickle
 import re
 import threading
 import time
@@ -33,21 +31,6 @@ def stored(manager, keys):
     )
 
 
-# What is found
-
-
-def test_a_lookup_finds_the_longest_prefix_and_says_what_of_it_is_pending():
-    manager = BlockManager(8)
-    stored(manager, ["a", "b"])
-    running = manager.prepare_store(["c"])
-    stored(manager, ["d", "f"])
-    assert manager.lookup(list("abcdef")) == (4, 2, 1, 0)
-    manager.complete(running)
-    assert manager.lookup(list("abcdef")) == (4, 4, 0, 0)
-    assert manager.lookup(list("xabc")) == (0, 0, 0, 0)
-    assert manager.lookup([]) == (0, 0, 0, 0)
-
-
 def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_keys():
     manager = BlockManager(8)
     digests = [os.urandom(32) for _ in range(3)]
@@ -60,9 +43,6 @@ def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_key
     manager.complete(manager.prepare_store(keys))
     assert manager.lookup(list(map(key_digest, keys))).ready == 3
     assert manager.lookup([digests[0].hex()[:32], "x" * 32]).found == 0  # as long as digests
-
-
-# What is stored
 
 
 def test_only_new_blocks_are_stored_and_their_pages_are_neighbours():
@@ -118,9 +98,6 @@ def test_what_was_asked_for_longest_ago_is_not_counted_for_ever():
     assert manager.prepare_store(["b"]).key_indices.tolist() == []
 
 
-# Holding
-
-
 def test_of_too_many_keys_those_at_the_end_of_a_prompt_are_forgotten_first():
     manager = BlockManager(4, store_threshold=2)  # remembers as many keys as it has pages
     for keys in ("abcd", "e", "f"):
@@ -140,31 +117,6 @@ def test_a_threshold_stores_no_block_whose_prefix_it_leaves_out():
     assert manager.lookup(["a", "b", "c"]).ready == manager.stats().stored == 2
 
 
-# Reset
-
-
-def test_a_reset_forgets_all_but_gives_no_page_of_a_running_job_away():
-    manager = BlockManager(4)
-    stored(manager, ["a", "b"])
-    load, store = manager.prepare_load(["a"]), manager.prepare_store(["c"])
-    lease = manager.preempt(["b"])
-    manager.reset()
-    assert manager.lookup(["a"]).found == manager.lookup(["c"]).found == 0
-    assert manager.prepare_store(["x", "y", "z"]) is None
-    again = manager.prepare_store(["a", "c"])
-    assert not {*again.pages.tolist()} & {*load.pages.tolist(), *store.pages.tolist()}
-    manager.complete(load)
-    manager.complete(store)  # its page is free now, and not the one of c
-    assert manager.lookup(["c"]) == (1, 0, 1, 0)
-    assert not manager.release(lease)
-    manager.complete(again)
-    assert manager.lookup(["c"]).ready == 1
-    assert manager.stats().free_pages == 2
-
-
-# Figures
-
-
 def test_statistics_count_blocks():
     manager = BlockManager(4)
     manager.lookup(["a", "b"])
@@ -180,9 +132,6 @@ def test_statistics_count_blocks():
         asked=6, hits=2, pending=1, stored=5, loaded=2, evicted=1, skipped=0, refused=1, failed=1,
         pages=4, free_pages=0, idle_pages=4, filling_pages=0, promoted=0, lost=0,
     )  # fmt: skip
-
-
-# Groups
 
 
 def hybrid(pages=20):
@@ -313,20 +262,16 @@ def test_hold_takes_what_is_ready_in_each_group_and_is_no_use():
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == held.pages[0].tolist()
 
 
-# Errors, threads, processes
-
-
 def test_errors_say_what_was_wrong():
     manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
     store = manager.prepare_store(["a", "b"])
     of_rejected = [error_text(manager.complete, store, some) for some in (1, [2], [-1], [0, 0])]
     manager.complete(store)
     assert manager.lookup(["a", "b"]).ready == 2
-    held, load = manager.preempt(["a"]), two.prepare_store([["a"], []])
+    held = manager.preempt(["a"])
     errors = [
         error_text(BlockManager, "4"),
         error_text(BlockManager, 0),
-        error_text(BlockManager, 2**65),
         error_text(BlockManager, []),
         error_text(BlockManager, [4]),
         error_text(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
@@ -341,15 +286,12 @@ def test_errors_say_what_was_wrong():
         error_text(manager.lookup, [array("q", range(32))]),
         error_text(two.lookup, None),
         error_text(two.lookup, ["a"]),
-        error_text(two.lookup, [["a"], b"x"]),
-        error_text(manager.prepare_store, ["a", "b", "a"]),
         error_text(two.prepare_store, [["a"], ["a", "b", "a"]]),
         error_text(manager.prepare_load, ["a"], 2),
         error_text(manager.prepare_load, ["a"], 2**64),
         *of_rejected,
         error_text(manager.complete, None),
-        error_text(manager.complete, store),
-        error_text(manager.fail, load),
+        error_text(two.complete, store),
         error_text(manager.release, -1),
     ]
     assert_expected_inline(
@@ -358,7 +300,6 @@ def test_errors_say_what_was_wrong():
 TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
 group of layers
 ValueError: groups is 0; it must be 1 to 536870912
-ValueError: groups is 36893488147419103232; it must be 1 to 536870912
 ValueError: groups is empty; pass at least one BlockGroup
 TypeError: groups[0] is an int; pass a BlockGroup
 ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
@@ -377,9 +318,6 @@ TypeError: keys: a key, or a part of one, is of type array; make it of None, boo
 float, str, bytes and tuples of them
 TypeError: keys is None; pass a list with the keys of each group
 ValueError: keys has 1 item for 2 groups; pass one for each group
-ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
-a list of keys
-ValueError: keys[2] is the same key as keys[0]; name a block once
 ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
 ValueError: the prefix needs 2 blocks, but keys has 1 key; pass what lookup() found for
 the same keys
@@ -390,16 +328,9 @@ ValueError: rejected[0] is -1; the reservation has 2 pages, and positions must a
 ValueError: rejected[1] is 0; the reservation has 2 pages, and positions must ascend
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
 ValueError: reservation ~ has ended before, or is another manager's
-ValueError: reservation ~ has ended before, or is another manager's
 ValueError: lease is -1; it must be 0 to 9223372036854775807""",
     )
     assert manager.release(held.lease)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_manager_cannot_be_copied(copied):
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        copied(BlockManager(4))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

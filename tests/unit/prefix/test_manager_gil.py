@@ -80,9 +80,6 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0)  # another thread may need the GIL first
 
 
-# The GIL
-
-
 def test_calls_with_many_keys_let_other_threads_run_and_those_with_few_do_not() -> None:
     seen: set[str] = set()
     with watched() as lets_others_run:

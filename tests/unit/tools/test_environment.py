@@ -20,61 +20,11 @@ SOURCE = ROOT / "tools" / "environment.py"
 CUDA_BUILDS = ["2.15.0", "2.14.1", "2.9.0"]
 
 
-class Machine:
-    """Answers the questions that contain a key of `answers`, fails others, remembers them all."""
-
-    def __init__(self, folder: Path) -> None:
-        self.answers: dict[str, str] = {"pip --version": "pip 23.0"}
-        self.asked: list[str] = []
-        self.ran: list[str] = []
-        self.folder = folder
-
-    def spell(self, command: tuple[object, ...]) -> str:
-        return " ".join(map(str, command)).replace(str(self.folder), "ROOT")
-
-    def ask(self, *command: object) -> subprocess.CompletedProcess[str]:
-        self.asked.append(self.spell(command))
-        for key, answer in self.answers.items():
-            if key in self.asked[-1]:
-                return subprocess.CompletedProcess(command, 0, answer, "")
-        return subprocess.CompletedProcess(command, 1, "", "ERROR: no answer")
-
-    def run(self, *command: object) -> None:
-        self.ran.append(self.spell(command))
-
-
 def load(source: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("environment", source)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def environment() -> ModuleType:
-    return load(SOURCE)
-
-
-@pytest.fixture
-def machine(environment, monkeypatch, tmp_path) -> Machine:
-    machine = Machine(tmp_path)
-    monkeypatch.setattr(environment, "ask", machine.ask)
-    monkeypatch.setattr(environment, "run", machine.run)
-    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(environment, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(environment, "has_nvidia_driver", lambda: False)
-    monkeypatch.setattr(sys, "executable", "ROOT/bin/python3")
-    monkeypatch.setattr(sys, "prefix", "ROOT")
-    monkeypatch.setattr(sys, "base_prefix", "ROOT")
-    return machine
-
-
-def make_venv(machine: Machine) -> Path:
-    python = machine.folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    (machine.folder / ".venv" / "pyvenv.cfg").touch()
-    return python
 
 
 class Index:
@@ -164,25 +114,6 @@ def test_an_old_python_can_read_the_file_and_gets_a_clear_message():
     assert "Python 3.10 or later is needed" in done.stderr
 
 
-def test_only_a_virtual_environment_with_torch_is_used_itself(environment, machine, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", "ROOT/their_venv")
-    machine.answers["m.version('torch')"] = "2.11.0+cu130\n"
-    assert environment.find_python() == Path("ROOT/bin/python3")
-    assert machine.ran == []
-    machine.answers.clear()  # it is left alone if it has none
-    assert environment.find_python() == machine.folder / ".venv/bin/python"
-    assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("versions", [[], ["2.9.0", "2.9.0+cpu"]])
-def test_where_no_torch_can_be_had_it_stops_with_the_way_out(checkout, versions):
-    checkout.index.add("torch", *versions)
-    with pytest.raises(SystemExit, match="KVSWAP_TORCH_INDEX, or use another Python"):
-        checkout.environment.install_torch(checkout.python)
-    assert checkout.packages() == {}
-
-
 @pytest.mark.slow
 def test_a_bare_machine_gets_all_and_the_second_time_asks_nobody(checkout, monkeypatch, capfd):
     checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
@@ -196,13 +127,3 @@ def test_a_bare_machine_gets_all_and_the_second_time_asks_nobody(checkout, monke
     monkeypatch.setattr(checkout.environment, "ensure_pip", lambda python: pytest.fail("used pip"))
     checkout.environment.main("build")
     assert capfd.readouterr().out == f"{checkout.python}\n"
-
-
-def test_lint_builds_no_library_and_the_others_do(environment, machine, capsys):
-    python = make_venv(machine)
-    machine.answers["m.version('torch')"] = "2.13.0\n"
-    environment.main("lint")
-    assert not any("build_ext" in command for command in machine.ran)
-    environment.main("test")
-    assert machine.ran[-1].endswith("setup.py --quiet build_ext --inplace")
-    assert capsys.readouterr().out == f"{python}\n{python}\n"

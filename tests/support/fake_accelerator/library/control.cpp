@@ -98,15 +98,6 @@ void accelerator_reset() {
 
 void accelerator_stop() { Device::stop(); }
 
-int64_t accelerator_peek(void* address, int64_t bytes, void* to) {
-  return attempt([&]() -> int64_t {
-    const auto block = find_block(address, static_cast<size_t>(bytes));
-    if (!block) throw Failure("these bytes are not in one allocation of device memory");
-    std::memcpy(to, behind(address), static_cast<size_t>(bytes));
-    return 0;
-  });
-}
-
 bool accelerator_is_forked() { return Device::is_forked(); }
 
 }  // extern "C"

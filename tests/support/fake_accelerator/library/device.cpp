@@ -325,12 +325,7 @@ std::string Device::pending() {
 
 Counters Device::counters() {
   Lock lock(devices_lock());
-  Counters counters = counters_;
-  counters.live_streams = static_cast<int64_t>(streams_.size()) - 1;
-  const Usage usage = memory_usage(index);
-  counters.live_blocks = usage.blocks;
-  counters.live_bytes = usage.bytes;
-  return counters;
+  return counters_;
 }
 
 void Device::count(const std::function<void(Counters&)>& add) {

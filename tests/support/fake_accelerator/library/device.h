@@ -86,10 +86,8 @@ class Stream {
 // What a test can read. Mirrored by fake_accelerator/accelerator.py.
 struct Counters {
   int64_t calls[kCallNames.size()];
-  int64_t copies_to_device, bytes_to_device;
-  int64_t copies_to_host, bytes_to_host;
-  int64_t copies_on_device;
-  int64_t live_streams, live_events, live_blocks, live_bytes;
+  int64_t copies_to_device, copies_to_host;
+  int64_t live_events;
 };
 
 class Device {

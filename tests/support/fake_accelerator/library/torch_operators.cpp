@@ -131,7 +131,6 @@ void copy_on_device(const at::Tensor& src, const at::Tensor& dst) {
   if (&on != &other) on.wait(stream, other.record(others));
   on.submit(stream, std::move(work), fails);
   if (&on != &other) other.wait(others, on.record(stream));
-  on.count([](Counters& counters) { ++counters.copies_on_device; });
 }
 
 // Asynchronous where it is on other devices: with pinned memory that is copied byte by byte.
@@ -142,16 +141,14 @@ void copy_with_host(const at::Tensor& src, const at::Tensor& dst, bool non_block
   const StreamId stream = current_stream(on.index);
   const bool fails = on.enter(Call::kCopy);
   const View from(src), to(dst);
-  const auto bytes = static_cast<int64_t>(host.nbytes());
   Work work;
-  work.what =
-      "copy " + std::to_string(bytes) + (to_host ? " bytes to the host" : " bytes to the device");
+  work.what = "copy " + std::to_string(host.nbytes()) +
+              (to_host ? " bytes to the host" : " bytes to the device");
   work.copies = true;
   work.run = [from, to] { copy_now(to, from); };
   on.submit(stream, std::move(work), fails);
-  on.count([to_host, bytes](Counters& counters) {
+  on.count([to_host](Counters& counters) {
     ++(to_host ? counters.copies_to_host : counters.copies_to_device);
-    (to_host ? counters.bytes_to_host : counters.bytes_to_device) += bytes;
   });
   const bool pinned = (to_host ? to : from).is_pinned();
   if (!non_blocking || !pinned || !host.is_contiguous() || src.dtype() != dst.dtype())
