@@ -351,8 +351,10 @@ def test_random_requests_are_served_right_from_all_tiers(folder, door, damages, 
     with serving(folder, **how, blocks=28, pages=24, batched=64) as engine:
         promoted = Promoted(engine)
         requests = RandomRequests(engine, chosen)
+        # Under its own connector vLLM 0.26 ends the engine after some aborts (vllm#55503).
+        aborts = 0.4 if IS_033 or not door else 0
         for _ in range(40):
-            requests.go_on(5, aborts=0.4)
+            requests.go_on(5, aborts=aborts)
             rows = sorted(files(folder))
             if damages and rows and chosen.random() < 0.3:
                 damage(chosen.choice(rows))
