@@ -490,6 +490,7 @@ def test_a_lookup_of_a_prompt_is_that_of_vllm_key_by_key(folder, path):
         manager.on_new_request(context)
         asked = _Asked.of(context, manager, manager._cache)
         others = (None, part.config.kv_group_configs[0], 0) if IS_033 else ()
+        assert part._maximal_prefix_lookup([], context, *others) == 0
         for _ in range(2000):
             known = {one: chosen.choice(states) for one in prompt_keys[: chosen.choice([0, 8, 8])]}
             known = {one: state for one, state in known.items() if state is not None}
