@@ -199,10 +199,6 @@ class SchedulerSession(Session):
                 self._awaited.append(then)
             self._flush(message)
 
-    def _exchange(self, message: bytes, has_answer: bool = True) -> None:
-        assert not has_answer, "a scheduler does not wait"
-        self._send(message)
-
     def _say_leave(self) -> bool:
         self._send(pack(Op.LEAVE))
         return self.is_joined and not (self._outbox or self._failure)

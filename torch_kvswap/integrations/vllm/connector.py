@@ -263,11 +263,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         because others may wait for it. vLLM still reserves the blocks of that load, and would
         reserve as many again for another one. If the GPU has fewer, it schedules nothing any more.
 
-        With vLLM 0.26 a request is left out of the step if the GPU has not enough blocks for it and
-        for those that load, or were loaded and are in no step yet. vLLM takes blocks only from
-        running requests. If it found none for this one, it would not come to those behind it, which
-        hold theirs, and would schedule nothing any more. 0.33 begins with them. All others behind
-        this one are left out, too: they must not take its blocks.
+        With vLLM 0.26 a request is left out of the step if the GPU has too few blocks for it and
+        for all in `_loading`. These hold blocks, and vLLM takes blocks from running requests only:
+        with too few for this one it would never come to those behind it, and would schedule nothing
+        any more. 0.33 schedules loaded requests first. All others behind this one are left out,
+        too: they must not take its blocks.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
@@ -300,7 +300,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         load."""
         requests = [request, *(self._req_status[name].req for name in self._loading)]
         needed = sum(
-            -(-(one.num_tokens + self._next_tokens) // group.tokens_per_block)
+            cdiv(one.num_tokens + self._next_tokens, group.tokens_per_block)
             for one in requests
             for group in self.config.kv_group_configs
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -66,6 +67,7 @@ class HostManager(base.OffloadingManager):
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._sizes: list[int] = []  # chunks per store since get_stats()
 
+    @abstractmethod
     def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
         """Looks keys up until one is a miss, as vLLM does with lookup().
 
@@ -73,7 +75,6 @@ class HostManager(base.OffloadingManager):
             int | None: the hits in front of it. None if vLLM must look them up again in a later
                 step.
         """
-        raise NotImplementedError
 
     def fail_pages(self, pages: Iterable[int]) -> None:
         """Names pages that an open store has not written, or that an open load has not read. When
