@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -23,11 +24,7 @@ from torch_kvswap.layout import PagedLayout, allocate_layers
 from torch_kvswap.offload.handler import OffloadHandler
 
 SIZES = tuple(512 << power for power in range(13))  # bytes per fragment
-# Without "kernel" for stores: a kernel that writes to the host nearly stops the compute beside it.
-COPY_METHODS = {
-    "store": ("strided", "batch", "staged"),
-    "load": ("strided", "batch", "staged", "kernel"),
-}
+COPY_METHODS = "strided", "batch", "staged", "kernel"
 _SAMPLES = 5  # after one warm-up
 _BLOCK_BYTES, _TRANSFER_BYTES, _MAX_BLOCKS = 2 << 20, 24 << 20, 64
 _CACHE_BYTES = 2 * _TRANSFER_BYTES
@@ -79,7 +76,7 @@ def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -
     Raises:
         RuntimeError: transfers, or submitting them, seem to take no time.
     """
-    kinds = [(direction, method) for direction in DIRECTIONS for method in COPY_METHODS[direction]]
+    kinds = list(product(DIRECTIONS, COPY_METHODS))
     copying: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
     submitting: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
     for size, slabs, blocks in _SHAPES:
@@ -95,7 +92,7 @@ def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -
             progress()
     costs: Costs = {direction: {} for direction in DIRECTIONS}
     for direction, copy_method in kinds:
-        link = min(_seconds_per_byte(copying[direction, of]) for of in COPY_METHODS[direction])
+        link = min(_seconds_per_byte(copying[direction, of]) for of in COPY_METHODS)
         own = _seconds_per_byte(copying[direction, copy_method])
         start, block, fragment = _fit(copying[direction, copy_method], link)
         submit_start, submit_copy = _fit_submission(submitting[direction, copy_method], copy_method)
@@ -169,7 +166,7 @@ def _blocks(size: int) -> int:
 _SPLIT_SIZE, _FEW = 4096, 32
 _SHAPES = [(size, _slabs(size), _blocks(size)) for size in SIZES]
 _SHAPES.append((_SPLIT_SIZE, _FEW, _MAX_BLOCKS))
-STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
+STEPS = len(_SHAPES) * len(DIRECTIONS) * len(COPY_METHODS)
 
 
 class InlineHandler(OffloadHandler):

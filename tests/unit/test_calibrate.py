@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +48,9 @@ def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Measure:
 def made_up() -> dict[tuple[str, str], CopyMethodCosts]:
     """Other costs for each copy method."""
     costs = {}
-    for direction, copy_methods in COPY_METHODS.items():
-        for copy_method in copy_methods:
-            n = 1 + len(costs)
-            fragment = {size: (n * 30 + size / 50) * 1e-9 for size in SIZES}
-            costs[direction, copy_method] = CopyMethodCosts(
-                n * 5e-6, n * 0.3e-6, n * 2e-6, n * 0.5e-6, fragment
-            )
+    for n, kind in enumerate(product(DIRECTIONS, COPY_METHODS), 1):
+        fragment = {size: (n * 30 + size / 50) * 1e-9 for size in SIZES}
+        costs[kind] = CopyMethodCosts(n * 5e-6, n * 0.3e-6, n * 2e-6, n * 0.5e-6, fragment)
     return costs
 
 
@@ -113,7 +110,7 @@ def test_costs_that_would_leave_every_submission_to_the_caller_are_refused() -> 
 def test_the_machine_measures_calls_of_any_size() -> None:
     machine = Machine(torch.device("cpu"))
     try:
-        for direction in COPY_METHODS:
+        for direction in DIRECTIONS:
             none, one = (machine.measure("auto", direction, 4096, 3, count) for count in (0, 1))
             assert one.total >= one.submit > 0
             assert none.submit > 0
@@ -134,7 +131,7 @@ def test_strided_copies_are_measured_with_layers_at_one_distance_and_the_others_
 
     monkeypatch.setattr(torch_kvswap.calibrate, "InlineHandler", handler_of)
     try:
-        for copy_method in COPY_METHODS["load"]:
+        for copy_method in COPY_METHODS:
             machine.measure(copy_method, "load", 4096, 5, 2)
     finally:
         machine.close()
@@ -197,8 +194,8 @@ def test_a_gpu_is_calibrated() -> None:
         costs = calibrate(machine.measure)
     finally:
         machine.close()
-    for direction, copy_methods in COPY_METHODS.items():
-        assert set(costs[direction]) == set(copy_methods)
+    for direction in DIRECTIONS:
+        assert set(costs[direction]) == set(COPY_METHODS)
         big = max(SIZES)
         for of_method in costs[direction].values():
             assert of_method.fragment_seconds(big) > 0

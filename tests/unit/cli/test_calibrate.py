@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 
 from torch_kvswap.calibrate import COPY_METHODS, SIZES, Seconds
 from torch_kvswap.cli import calibrate as command
-from torch_kvswap.copy_method import CopyMethodCosts, cache_file
+from torch_kvswap.copy_method import DIRECTIONS, CopyMethodCosts, cache_file
 
 
 class FakeMachine:
@@ -52,6 +52,7 @@ store         start, us      block, us     submit, us   per copy, us   fragments
 strided            5.00           2.00           1.00           1.00                           1.0      1.0      1.0      1.0      1.0
 batch              5.00           2.00           1.00           1.00                           1.0      1.0      1.0      1.0      1.0
 staged             5.00           2.00           1.00           1.00                           1.0      1.0      1.0      1.0      1.0
+kernel             5.00           2.00           1.00           1.00                           1.0      1.0      1.0      1.0      1.0
 load          start, us      block, us     submit, us   per copy, us   fragments in GB/s:    1 KiB    4 KiB   16 KiB   64 KiB  512 KiB
 strided            5.00           2.00           1.00           1.00                           1.0      1.0      1.0      1.0      1.0
 batch              5.00           2.00           1.00           1.00                           1.0      1.0      1.0      1.0      1.0
@@ -61,8 +62,8 @@ kernel             5.00           2.00           1.00           1.00            
     file = cache_file("Imaginary 9000")
     assert kept == f"kept in {file}"
     content = json.loads(file.read_text())
-    for direction, copy_methods in COPY_METHODS.items():
-        assert tuple(content[direction]) == copy_methods
+    for direction in DIRECTIONS:
+        assert tuple(content[direction]) == COPY_METHODS
         for costs in content[direction].values():
             assert (costs["submit_start_us"], costs["submit_copy_us"]) == (1.0, 1.0)
 
