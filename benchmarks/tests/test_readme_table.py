@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import readme_table
@@ -32,9 +31,3 @@ def test_the_table_has_cold_medians_of_the_first_arrangement_and_of_the_ways_mea
 
 def test_the_readme_has_the_committed_figures() -> None:
     assert f"\n\n{readme_table.readme_table()}\n\n" in readme_table.README.read_text()
-
-
-def test_the_page_about_benchmarks_has_the_committed_figures_of_another_gpu() -> None:
-    figures = json.loads((readme_table.RESULTS / "bandwidth-h200.json").read_text())
-    page = readme_table.README.with_name("docs") / "benchmarks.md"
-    assert f"\n\n{readme_table.markdown(figures)}\n\n" in page.read_text()
