@@ -14,8 +14,9 @@ that targets are for the calls.
 
 "throughput": tokens per second of generations whose cache is too small, and in how many batches.
 The fastest of many are compared: a generation of this model is launched by the host, which other
-programs slow down for seconds at a time. Their manager runs twice, as two, to show what runs of one
-differ by.
+programs slow down for seconds at a time. All managers are made anew in each round, because each
+generates in a thread of its own, and threads differ by which core they stay on. Their manager runs
+twice, as two, to show what runs of one differ by.
 
 The model has random weights. Blocks that come back with other bytes are counted; in the warm-ups
 they are also overwritten meanwhile, because a request gets the same ones again. Ends with 1 when
@@ -48,6 +49,7 @@ from torch_kvswap.cli.progress import Progress
 from torch_kvswap.integrations import transformers as integration
 
 WARM_UPS = 2
+GENERATIONS = 2  # of each manager, in a round
 
 
 def main(arguments: list[str]) -> int:
@@ -89,7 +91,7 @@ def _parser() -> ArgumentParser:
     add("--block-tokens", type=int, nargs="+", help="tokens in a block (16 64 256)")
     add("--blocks", type=int, nargs="+", help="blocks of the request that is preempted (64 512)")
     add("--samples", type=int, default=5, help="preemptions in a cell, of each manager, at least")
-    add("--rounds", type=int, default=3, help="generations, of each manager, at least")
+    add("--rounds", type=int, default=3, help="of generations, at least")
     add("--seconds", type=float, default=90, help="for both, which go on until then")
     add("--requests", type=int, default=16, help="prompts in a generation")
     add("--tokens", type=int, default=32, help="tokens that each prompt generates")
@@ -159,26 +161,33 @@ def measure(cell: Cell, model: Any, samples: int, deadline: float) -> None:
         cell.wrong += run.wrong
         cell.block_bytes = run.block_bytes
     del run, runs
-    gc.collect()  # their caches and host memory
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free(model)
 
 
 def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> None:
     prompts = new_prompts(options.requests, model.config.vocab_size)
-    with ExitStack() as stack:
-        runs = {}
-        for manager in rate.runs:
-            with managed_by(manager):
-                each = generations(model, options.requests, options.tokens, rate.asynchronous)
-                runs[manager] = stack.enter_context(each)
-            runs[manager].generate(prompts, options.tokens)
-        number, took = 0, 0.0
-        while number < options.rounds or perf_counter() + took < deadline:
-            begin = perf_counter()
-            for manager in in_turn(tuple(rate.runs), number):
+    number, took = 0, 0.0
+    while number < options.rounds or perf_counter() + took < deadline:
+        begin = perf_counter()
+        order = in_turn(tuple(rate.runs), number)
+        with ExitStack() as stack:
+            runs = {}
+            for manager in order:
+                with managed_by(manager):
+                    each = generations(model, options.requests, options.tokens, rate.asynchronous)
+                    runs[manager] = stack.enter_context(each)
+                runs[manager].generate(prompts, options.tokens)
+            for manager in order * GENERATIONS:
                 rate.runs[manager].append(runs[manager].generate(prompts, options.tokens))
-            number, took = number + 1, perf_counter() - begin
+        _free(model)
+        number, took = number + 1, perf_counter() - begin
+
+
+def _free(model: Any) -> None:
+    """Caches and host memory of managers that are gone."""
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
