@@ -26,7 +26,6 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import numpy as np
 import torch
-from report import Column, Verdict, table_of, write_json
+from program import finish, new_parser
+from report import Column, Verdict, table_of
 from timing import Nanoseconds, Spread, in_turn, new_samples, quartiles, rounded
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
@@ -104,7 +104,7 @@ class Pages:
 
 
 def main(arguments: list[str]) -> int:
-    parser = ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__, of_gpu=False)
     parser.add_argument("--folder", type=Path, help="on the file system to be measured")
     parser.add_argument("--valkey", help="URL of a server without anything else in it")
     parser.add_argument("--mooncake", help="URL of the master of a store with 1 GiB or more")
@@ -112,7 +112,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--page-bytes", type=int, default=2_621_440, help="a multiple of 4,096")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--lookups", type=int, default=4000, help="in each situation")
-    parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
     ways = ways_of(options.valkey, options.mooncake)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -139,18 +138,15 @@ def main(arguments: list[str]) -> int:
     for situation, spread in lookups.items():
         print(f"lookup of {KEYS} keys, {situation}: {spread.median:.0f} us, p99 {spread.p99:.0f}")
     print("", *verdicts, sep="\n")
-    print(f"pages with wrong bytes: {sum(wrong.values())}")
-    if options.json:
-        settings = {"pages": options.pages, "page_bytes": options.page_bytes, "threads": THREADS}
-        content = {
-            "benchmark": "below",
-            "settings": {**settings, "samples": options.samples, "lookups": options.lookups},
-            "cells": list(map(asdict, cells)),
-            "digests_gb_per_second": digests,
-            "lookup_us": {name: asdict(spread) for name, spread in lookups.items()},
-        }
-        write_json(options.json, torch.device("cpu"), content, verdicts)
-    return 1 if sum(wrong.values()) else 0
+    settings = {"pages": options.pages, "page_bytes": options.page_bytes, "threads": THREADS}
+    content = {
+        "benchmark": "below",
+        "settings": {**settings, "samples": options.samples, "lookups": options.lookups},
+        "cells": list(map(asdict, cells)),
+        "digests_gb_per_second": digests,
+        "lookup_us": {name: asdict(spread) for name, spread in lookups.items()},
+    }
+    return finish(options, content, verdicts, sum(wrong.values()))
 
 
 def ways_of(valkey: str | None, mooncake: str | None) -> dict[str, Way]:

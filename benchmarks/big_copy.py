@@ -6,7 +6,6 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ def nothing() -> None:
 
 
 _NOT_READY = 600
-_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class BigCopy:
     Calls the driver itself: PyTorch would add several microseconds. Without a GPU, PyTorch's copy.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, driver: Any = None) -> None:
-        self._driver = driver or (ctypes.CDLL("libcuda.so.1") if device.type == "cuda" else None)
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1") if device.type == "cuda" else None
         self._ways = {
             direction: self._new_way(device, nbytes, direction) for direction in ("store", "load")
         }
@@ -117,20 +115,9 @@ class Reference:
         if self._on_cuda:
             directions = ("store", "load")
             self._streams = {direction: torch.cuda.Stream(device) for direction in directions}
-            # Made once, as an engine does. Of several copies in flight each needs its own.
             self._events = {
-                direction: cycle([_new_events() for _ in range(_IN_FLIGHT)])
-                for direction in directions
-            }
-
-    def enqueue(self, direction: str, nbytes: int) -> torch.cuda.Event | None:
-        """Begins a copy, one of at most four at once. Returns the event after it; without a GPU it
-        copies at once, and there is none."""
-        copy = self._big.tensors(direction, nbytes)
-        if self._on_cuda:
-            return self._submit(direction, *copy)
-        copy[1].copy_(copy[0])
-        return None
+                direction: _new_events() for direction in directions
+            }  # as an engine does
 
     def move(self, directions: Sequence[str], nbytes: int, before: Before = nothing) -> Move:
         """Copies nbytes each way at once, and waits until the host sees the end."""
@@ -147,7 +134,7 @@ class Reference:
         return Move((seen - start) / 1e3, (submitted - start) / 1e3)
 
     def _submit(self, direction: str, source: Tensor, target: Tensor) -> torch.cuda.Event:
-        stream, (ready, start, end) = self._streams[direction], next(self._events[direction])
+        stream, (ready, start, end) = self._streams[direction], self._events[direction]
         ready.record()  # on the current stream
         stream.wait_event(ready)
         start.record(stream)

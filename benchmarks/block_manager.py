@@ -2,11 +2,11 @@
 
 Each manager is filled with random prompts; then for some of them, in random order, each call is
 timed, the managers taking turns.
-Ours gets a prompt as one object with all digests ("digests"), as a list of keys ("keys"), or is
-called for every single key ("by key"). vLLM's gets what its scheduler gives it: lookups key by key,
-other calls with a list of keys; "vLLM by key" gets one key in all calls. Memory is what a process
-holds when the manager is full, less what it held before it was made. With --server, the manager of
-a server in another process takes part too ("server", lru only).
+Ours gets a prompt as one object with all digests ("digests"), or is called for every single key
+("by key"). vLLM's gets what its scheduler gives it: lookups key by key, other calls with a list of
+keys; "vLLM by key" gets one key in all calls. All evict by lru. Memory is what a process holds when
+the manager is full, less what it held before it was made. With --server, the manager of a server in
+another process takes part too ("server").
 
 vLLM's modules come from its package, of which nothing else is needed:
     pip download --no-deps --only-binary :all: vllm==0.26.0
@@ -20,10 +20,11 @@ import os
 import random
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,29 +32,54 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import numpy as np
-import torch
-from block_manager_report import (
-    MISS,
-    SERVER,
-    VLLM,
-    VLLM_BY_KEY,
-    Cell,
-    Memory,
-    judge,
-    tables,
-)
-from block_managers import Contestant, OfDigests, OfKeys, OfServer, OfVllm, OneByOne
-from report import write_json
+from block_managers import Contestant, OfDigests, OfServer, OfVllm, OneByOne
+from program import new_parser, write_figures
+from report import Column, Verdict, table_of
 from timing import Spread, no_garbage_collection, resident_bytes
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-Maker = Callable[[int, str], Contestant]
+FASTER = 5.0  # than vLLM's
+BYTES_PER_PAGE = 200.0
+SERVER, SERVER_MICROSECONDS = "server", 60.0  # a lookup of 512 keys
+VLLM, VLLM_BY_KEY = "vLLM", "vLLM by key"
+MISS = "lookup, a miss"  # one key is looked up, so the call itself is all that it costs
+BESIDE = {"digests": VLLM, "by key": VLLM_BY_KEY}  # who is compared with whom
+Maker = Callable[[int], Contestant]
 Times = dict[tuple[str, str], list[int]]  # of each manager and call
 
 
+@dataclass(frozen=True)
+class Cell:
+    """Calls for prompts of so many blocks, microseconds for a prompt; their median is judged."""
+
+    manager: str
+    operation: str
+    blocks: int
+    prompt: Spread
+
+    @property
+    def ns_per_block(self) -> float:
+        return self.prompt.median * 1e3 / self.blocks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory that a full manager has added, without the keys that it was given."""
+
+    manager: str
+    pages: int
+    bytes_per_page: float
+
+
+MEMORY: list[Column[Memory]] = [
+    Column("manager", lambda its: its.manager),
+    Column("bytes a page", lambda its: round(its.bytes_per_page, 1)),
+]
+
+
 def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     count, samples = options.pages // options.blocks, options.samples
     if not 1 <= samples <= count // 2:
         print(f"--samples: with these pages and blocks 1 to {count // 2}", file=sys.stderr)
@@ -62,59 +88,53 @@ def main(arguments: list[str]) -> int:
     length = DIGEST_BYTES * options.blocks
     prompts = [numbers.randbytes(length) for _ in range(count + samples)]  # the last do not fit
     pages = count * options.blocks
-    cells: list[Cell] = []
-    memory: list[Memory] = []
-    for policy in options.policies:
-        every = makers(options.vllm)
-        managers = {name: make(pages, policy) for name, make in every.items()}
-        server = OfServer(pages) if options.server and policy == "lru" else None
-        if server is not None:
-            managers[SERVER] = server
-        for (name, operation), times in measure(managers, prompts, samples).items():
-            spread = Spread.of(np.array(times))
-            cells.append(Cell(policy, name, operation, options.blocks, spread))
-        if server is not None:
-            server.close()
-        del managers
-        for name in ("digests", VLLM)[: 1 + (VLLM in every)]:
-            size = in_a_new_process(bytes_per_page, name, policy, count, options)
-            memory.append(Memory(policy, name, pages, size))
+    every = makers(options.vllm)
+    with ExitStack() as stack:
+        managers = {name: make(pages) for name, make in every.items()}
+        if options.server:
+            managers[SERVER] = OfServer(pages, stack)
+        cells = [
+            Cell(name, operation, options.blocks, Spread.of(np.array(times)))
+            for (name, operation), times in measure(managers, prompts, samples).items()
+        ]
+    del managers
+    memory = [
+        Memory(name, pages, in_a_new_process(bytes_per_page, name, count, options))
+        for name in ("digests", VLLM)
+        if name in every
+    ]
     verdicts = judge(cells, memory)
     print(tables(cells, memory), "", *verdicts, sep="\n")
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("pages", "blocks", "samples")}
-        content = {
-            "benchmark": "block_manager",
-            "settings": settings,
-            "cells": list(map(asdict, cells)),
-            "memory": list(map(asdict, memory)),
-        }
-        write_json(options.json, torch.device("cpu"), content, verdicts)
+    settings = {name: getattr(options, name) for name in ("pages", "blocks", "samples")}
+    content = {
+        "benchmark": "block_manager",
+        "settings": settings,
+        "cells": list(map(asdict, cells)),
+        "memory": list(map(asdict, memory)),
+    }
+    write_figures(options, content, verdicts)
     return 0
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+def _options(arguments: list[str]) -> Namespace:
+    parser = new_parser(__doc__, of_gpu=False)
     add = parser.add_argument
     add("--pages", type=int, default=1_000_000)
     add("--blocks", type=int, default=1000, help="of a prompt")
     add("--samples", type=int, default=100, help="prompts for which each call is timed")
-    add("--policies", nargs="+", choices=("lru", "arc"), default=("lru", "arc"))
     add("--server", action="store_true")
     add("--vllm", type=Path, help="a folder with the folder vllm of its package")
-    add("--json", type=Path, help="where the figures go")
-    return parser
+    return parser.parse_args(arguments)
 
 
 def makers(vllm: Path | None) -> dict[str, Maker]:
     every: dict[str, Maker] = {
         "digests": OfDigests,
-        "keys": OfKeys,
-        "by key": lambda pages, policy: OneByOne(OfDigests(pages, policy)),
+        "by key": lambda pages: OneByOne(OfDigests(pages)),
     }
     if vllm is not None:
-        every[VLLM] = lambda pages, policy: OfVllm(pages, policy, vllm)
-        every[VLLM_BY_KEY] = lambda pages, policy: OneByOne(OfVllm(pages, policy, vllm))
+        every[VLLM] = lambda pages: OfVllm(pages, vllm)
+        every[VLLM_BY_KEY] = lambda pages: OneByOne(OfVllm(pages, vllm))
     return every
 
 
@@ -140,7 +160,7 @@ def calls(
             refuses its work would look fast.
     """
     count = len(prompts) - samples
-    fill(manager, prompts[: count - samples])
+    fill(manager, map(manager.form, prompts[: count - samples]))
     known = random.Random(1).sample(range(count - samples), samples)
     present, new, more = (
         list(map(manager.form, part))
@@ -168,8 +188,9 @@ def calls(
     yield "prepare_store, evicting", taken
 
 
-def fill(manager: Contestant, prompts: Sequence[bytes]) -> None:
-    for prompt in map(manager.form, prompts):
+def fill(manager: Contestant, prompts: Iterable[Any]) -> None:
+    """prompts: in the form of the manager."""
+    for prompt in prompts:
         manager.complete_store(manager.to_complete(prompt, manager.prepare_store(prompt)))
 
 
@@ -191,17 +212,59 @@ def in_a_new_process(call: Callable[..., float], *arguments: object) -> float:
         return result
 
 
-def bytes_per_page(name: str, policy: str, prompts: int, options: Namespace) -> float:
+def bytes_per_page(name: str, prompts: int, options: Namespace) -> float:
     """Of a full manager, without the keys."""
     make = makers(options.vllm)[name]
-    form = make(1, policy).form
+    form = make(1).form
     forms = [form(os.urandom(DIGEST_BYTES * options.blocks)) for _ in range(prompts)]
     pages: int = prompts * options.blocks
     before = resident_bytes()
-    manager = make(pages, policy)
-    for prompt in forms:
-        manager.complete_store(manager.to_complete(prompt, manager.prepare_store(prompt)))
+    manager = make(pages)
+    fill(manager, forms)
     return round((resident_bytes() - before) / pages, 1)
+
+
+def tables(cells: Sequence[Cell], memory: Sequence[Memory]) -> str:
+    found = {(cell.operation, cell.manager): cell.ns_per_block for cell in cells}
+
+    def cost(manager: str) -> Callable[[str], object]:
+        return lambda operation: round(found[operation, manager], 1)
+
+    columns: list[Column[str]] = [
+        Column("lru, ns a block", lambda operation: operation),
+        *(Column(name, cost(name)) for name in dict.fromkeys(cell.manager for cell in cells)),
+    ]
+    operations = dict.fromkeys(cell.operation for cell in cells)
+    return f"{table_of(columns, operations)}\n\n{table_of(MEMORY, memory)}"
+
+
+def judge(cells: Sequence[Cell], memory: Sequence[Memory]) -> list[Verdict]:
+    ours = memory[0]
+    name = f"bytes for each of {ours.pages:,} pages"
+    by_socket = [
+        Verdict(
+            f"{SERVER}, us for a lookup of {of.blocks} keys", SERVER_MICROSECONDS, of.prompt.median
+        )
+        for of in cells
+        if (of.manager, of.operation) == (SERVER, "lookup")
+    ]
+    return [*_speeds(cells), *by_socket, Verdict(name, BYTES_PER_PAGE, ours.bytes_per_page)]
+
+
+def _speeds(cells: Sequence[Cell]) -> Iterator[Verdict]:
+    """For each way of calling the operation that gains least over vLLM's; misses by themselves."""
+    found = {(cell.operation, cell.manager): cell.ns_per_block for cell in cells}
+    for manager, beside in BESIDE.items():
+        gains = {
+            operation: found[operation, beside] / its
+            for (operation, of), its in found.items()
+            if of == manager and (operation, beside) in found
+        }
+        miss = gains.pop(MISS, None)
+        least = min(gains, key=gains.__getitem__, default="all calls but misses")
+        for operation, gain in ((least, gains.get(least)), (MISS, miss)):
+            said = f"{manager}, times as fast as {beside}, least in {operation}"
+            yield Verdict(said, FASTER, gain, at_least=True)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from subprocess import PIPE, Popen
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
+from page_server import serving, tiny_cache
 
-from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap import PrefixCache
 from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-ROOT = Path(__file__).parents[1]
 VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
     "vllm.distributed",
     "vllm.distributed.kv_transfer",
@@ -45,11 +43,9 @@ class Contestant(Protocol):
 class OfDigests:
     """Ours, that gets a prompt as one bytes object."""
 
-    def __init__(self, pages: int, policy: str) -> None:
-        self._use(BlockManager(pages, eviction_policy=policy))
-
-    def _use(self, manager: Any) -> None:
-        self.manager = manager
+    def __init__(self, pages: int, manager: Any = None) -> None:
+        self.manager = manager or BlockManager(pages)
+        manager = self.manager
         self.touch, self.prepare_load = manager.touch, manager.prepare_load
         self.prepare_store = manager.prepare_store
         self.complete_store = self.complete_load = manager.complete
@@ -69,31 +65,12 @@ class OfDigests:
 
 
 class OfServer(OfDigests):
-    """The manager of a server, which runs beside it."""
+    """The manager of a server, which runs until the stack is closed."""
 
-    def __init__(self, pages: int) -> None:
-        cache = PagedLayout([torch.zeros(1, 1, dtype=torch.uint8)])
-        memory = pages * HostPool.page_bytes_of(cache, page_alignment=4096)  # never touched
-        with TemporaryDirectory() as folder:
-            path = f"{folder}/pages"
-            command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
-            self._server = Popen([*command, "--memory", str(memory)], stdout=PIPE, cwd=ROOT)
-            assert self._server.stdout is not None
-            self._server.stdout.readline()  # it serves
-            self._prefixes = PrefixCache.connect(path, cache, model="none")
-        self._use(self._prefixes.manager)
-
-    def close(self) -> None:
-        self._prefixes.close()
-        self._server.terminate()
-        self._server.communicate()
-
-
-class OfKeys(OfDigests):
-    """Ours, that gets a prompt as a list of keys."""
-
-    def form(self, digests: bytes) -> Any:
-        return split(digests)
+    def __init__(self, pages: int, stack: ExitStack) -> None:
+        path = stack.enter_context(serving(pages))
+        connected = PrefixCache.connect(path, tiny_cache(), model="none")
+        super().__init__(pages, stack.enter_context(connected).manager)
 
 
 class OfVllm:
@@ -102,9 +79,9 @@ class OfVllm:
     folder: has the folder vllm of its package.
     """
 
-    def __init__(self, pages: int, policy: str, folder: Path) -> None:
+    def __init__(self, pages: int, folder: Path) -> None:
         manager, base = load_vllm(folder)
-        self._manager = manager.CPUOffloadingManager(pages, policy)
+        self._manager = manager.CPUOffloadingManager(pages, "lru")
         self._key = base.make_offload_key
         self._context = base.ReqContext("request")
         self._hit = base.LookupResult.HIT

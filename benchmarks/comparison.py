@@ -16,7 +16,7 @@ import torch
 from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
 from other_work import CALLS, MIB, OtherWork
-from program import finish
+from program import device_of, finish, new_parser
 from report import Verdict
 from timing import (
     Hold,
@@ -28,7 +28,16 @@ from timing import (
     rounded,
     synchronize,
 )
-from transfers import DIRECTIONS, Kind, Shape, add_transfers, move
+from transfers import (
+    DIRECTIONS,
+    SHAPES,
+    Kind,
+    Shape,
+    add_transfers,
+    blocks_of,
+    move,
+    shapes_of,
+)
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -45,7 +54,7 @@ Timed = Callable[[Before], Move]  # does it once, and tells what it took
 NewHandler = Callable[[NumberedBlocks], Any]  # of what moves these blocks
 Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
 Handlers = TypeVar("Handlers")
-OneCell = TypeVar("OneCell")
+OneCell = TypeVar("OneCell", bound="Cell")
 
 
 @dataclass
@@ -122,8 +131,9 @@ class Cell:
         }
 
 
-def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> None:
-    """The options of a program that compares."""
+def comparison_parser(description: str | None, samples: int, cold_samples: int) -> ArgumentParser:
+    """With the options of a program that compares."""
+    parser = new_parser(description)
     add = parser.add_argument
     add_transfers(parser)
     add("--blocks", type=int, nargs="+", help="in a transfer")
@@ -134,6 +144,7 @@ def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> N
     add("--time-limit", type=float, metavar="SECONDS", help=text)
     text = f"of host memory that the other work reads; default: {MIB}, without a GPU 4"
     add("--other-mib", type=int, help=text)
+    return parser
 
 
 def settings(options: Namespace) -> dict[str, Any]:
@@ -153,6 +164,14 @@ def finish_cells(
     figures = [cell.to_json() for cell in cells]
     content = {"benchmark": benchmark, "settings": settings(options), **more, "cells": figures}
     return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+
+
+def by_kind(cells: Sequence[OneCell]) -> Iterator[tuple[str, list[OneCell]]]:
+    """The cells of each arrangement and direction, and a title that names the two."""
+    kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
+    for kind in kinds:
+        chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
+        yield ", ".join(kind), chosen
 
 
 def alternate(
@@ -191,15 +210,15 @@ class Comparison:
     """Measures transfers beside a big copy and the reference, warm and cold.
 
     Args:
-        options: see add_comparison().
+        options: see comparison_parser().
         nbytes: of the largest transfer.
         parts: how often run() will be called; they share the limit of time.
     """
 
-    def __init__(self, device: torch.device, options: Namespace, nbytes: int, parts: int) -> None:
+    def __init__(self, options: Namespace, nbytes: int, parts: int) -> None:
         if options.other_mib is None:
-            options.other_mib = MIB if device.type == "cuda" else 4
-        self._device = device
+            options.other_mib = MIB if options.device == "cuda" else 4
+        self._device = device = device_of(options)
         self._samples = {WARM: options.samples, HELD: options.samples, COLD: options.cold_samples}
         self._limit = TimeLimit(options.time_limit, parts)
         self._other = OtherWork(device, options.other_mib, CALLS)
@@ -250,9 +269,12 @@ class Plan:
     states: Sequence[str]
 
 
+def plan_of(options: Namespace, states: Sequence[str], shapes: Sequence[str] = SHAPES) -> Plan:
+    return Plan(shapes_of(options, shapes), blocks_of(options), states)
+
+
 def measure_kinds(
     plan: Plan,
-    device: torch.device,
     options: Namespace,
     what: str,
     open_handlers: Callable[[NumberedBlocks, ExitStack], Handlers],
@@ -269,7 +291,8 @@ def measure_kinds(
     number = len(plan.shapes) * len(options.arrangements) * len(kinds)
     progress = Progress(what, number, sys.stderr)
     nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
-    comparison = Comparison(device, options, nbytes, number * len(plan.states))
+    device = device_of(options)
+    comparison = Comparison(options, nbytes, number * len(plan.states))
 
     def of_cache(arrangement: str, shape: Shape) -> Iterator[OneCell]:
         # As many blocks again do not move. With very few a page would soon get a block that it has,
@@ -299,7 +322,6 @@ def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
 
 def measure_all(
     plan: Plan,
-    device: torch.device,
     options: Namespace,
     what: str,
     others: Mapping[str, NewHandler] | None = None,
@@ -321,4 +343,4 @@ def measure_all(
         states = {state: comparison.run(ways, kind, state) for state in plan.states}
         return Cell(kind, states, blocks.wrong())
 
-    return measure_kinds(plan, device, options, what, open_handlers, measure)
+    return measure_kinds(plan, options, what, open_handlers, measure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +31,10 @@ class Compute(Protocol):
 
 
 def computes(device: torch.device, seconds: float) -> list[Compute]:
-    """Those of the table, each for about so many seconds when nothing runs beside it."""
+    """Those of the table, each for about so many seconds when nothing runs beside it. Without a GPU
+    there is none."""
     if device.type != "cuda":
-        return [ThreadCompute(seconds)]
+        return [Idle(seconds)]
     calls = {"decode": _decode, "attention": _attention, "stream": _stream}
     calls |= {"prefill": _prefill, "GEMM": _gemm}
     return [GraphCompute(name, make(device), device, seconds) for name, make in calls.items()]
@@ -139,44 +139,6 @@ class _GraphRun:
     def milliseconds(self) -> float:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end))
-
-
-class ThreadCompute:
-    """Products of matrices by a thread, for a machine without a GPU."""
-
-    name = "CPU"
-
-    def __init__(self, seconds: float) -> None:
-        self._matrix = torch.zeros(128, 128)
-        self._calls = 1
-        once = max(1e-5, min(self.start().milliseconds() for _ in range(5)) / 1e3)
-        self._calls = max(1, round(seconds / once))
-
-    def start(self) -> Run:
-        return _ThreadRun(self._work)
-
-    def _work(self) -> None:
-        for _ in range(self._calls):
-            self._matrix @ self._matrix
-
-
-class _ThreadRun:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._milliseconds = 0.0
-        self._thread = Thread(target=self._run, args=(work,))
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        work()
-        self._milliseconds = (time.perf_counter() - start) * 1e3
-
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def milliseconds(self) -> float:
-        self._thread.join()
-        return self._milliseconds
 
 
 class Idle:

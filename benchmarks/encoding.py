@@ -14,36 +14,50 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
+import comparison
 import torch
 from big_copy import Before
 from blocks import ONE_BY_ONE
-from comparison import WARM, Comparison, Timed, add_comparison, settings
+from comparison import WARM, Comparison, Timed, comparison_parser, settings
 from computes import computes
-from encoding_report import LOSSLESS, RAW, VERIFIED, Cell, judge, tables
+from interference import Cell as BesideCell
 from interference import measure as measure_beside
-from interference_report import Cell as BesideCell
 from model_blocks import ModelBlocks
-from program import device_of, finish, is_judged, new_parser
+from program import device_of, finish, is_judged
+from report import Column, Verdict, table_of
 from timing import Move, TimeLimit, no_garbage_collection, synchronize
-from traffic import HandlerWay, Way
+from traffic import HandlerWay
 from transfers import BOTH, DIRECTIONS, Kind, Shape, blocks_of, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
+RAW, LOSSLESS = "raw", "lossless"
+VERIFIED = {RAW: "raw, verified", LOSSLESS: "lossless, verified"}
+MIB = 1 << 20
+FEW_BLOCKS = 8
+FEW_US = 15.0  # by which few blocks may take longer than from a raw pool
+LARGE_MIB = 16
+# KV bytes per second over those of a raw pool.
+MANY, MANY_SMALL = 1.22, 1.18  # 512 blocks; of fragments below 4 KiB, and of one fragment
+LARGE = 1.10  # 64 blocks of LARGE_MIB and more
+NOT_SLOWER = 1.0
+AT_ONCE = 1.15  # 512 blocks, both directions
+# Of a pool with digests: its time over that without, the us more, the ms of compute for each GB.
+VERIFY, VERIFY_FEW_US, VERIFY_LOST = 1.02, 5.0, 0.2
 SHAPES = ("160x8", "160x4", "160x2", "64x32", "1x2048")
-BESIDE = Shape(160, 8)  # what moves beside the compute, so many MiB at a time
-BESIDE_MIB = 128
+SHAPE_BESIDE = Shape(160, 8)  # what moves beside the compute, so many MiB at a time
+MIB_BESIDE = 128
 # By name: the encoding, and what the pool is asked to verify.
 WAYS = {
     RAW: (RAW, "off"),
@@ -51,6 +65,30 @@ WAYS = {
     VERIFIED[RAW]: (RAW, "load"),
     VERIFIED[LOSSLESS]: (LOSSLESS, "load"),
 }
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    cells = measure_all(options)
+    beside, wrong = measure_compute(options)
+    verdicts = judge(cells, beside) if is_judged(options) else []
+    print(tables(cells, beside), "", *verdicts, "", sep="\n")
+    content = {
+        "benchmark": "encoding",
+        "settings": {**settings(options), "bits": options.bits},
+        "cells": [cell.to_json() for cell in cells],
+        "beside compute": [cell.to_json() for cell in beside],
+    }
+    return finish(options, content, verdicts, wrong + sum(cell.wrong for cell in cells))
+
+
+def _parser() -> ArgumentParser:
+    parser = comparison_parser(__doc__, samples=20, cold_samples=0)
+    parser.set_defaults(arrangements=[ONE_BY_ONE])
+    add = parser.add_argument
+    add("--bits", type=float, default=12.125, help="per value of a slot: 12.125 or 12.5")
+    add("--repeats", type=int, default=4, help="beside the compute")
+    return parser
 
 
 @dataclass(frozen=True)
@@ -78,42 +116,32 @@ class Pools:
         return cls(blocks, handlers)
 
 
-def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
-    device = device_of(options)
-    on_cuda = device.type == "cuda"
-    shapes = shapes_of(options, on_cuda, SHAPES)
-    cells = measure_all(device, shapes, blocks_of(options, on_cuda), options)
-    beside, wrong = measure_compute(device, options, on_cuda)
-    verdicts = judge(cells, beside) if is_judged(device) else []
-    print(tables(cells, beside), "", *verdicts, "", sep="\n")
-    content = {
-        "benchmark": "encoding",
-        "settings": {**settings(options), "bits": options.bits},
-        "cells": [cell.to_json() for cell in cells],
-        "beside compute": [cell.to_json() for cell in beside],
-    }
-    return finish(options, content, verdicts, wrong + sum(cell.wrong for cell in cells))
+class Cell(comparison.Cell):
+    """Transfers of one kind with each encoding."""
+
+    @property
+    def speedup(self) -> float:
+        """KV bytes per second over those of the raw pool; the median over the rounds."""
+        return self.states[WARM].ratio(RAW, LOSSLESS)
+
+    def added_us(self, way: str, to: str = RAW) -> float:
+        """Microseconds that a way takes longer than another; the median over the rounds."""
+        samples = self.states[WARM]
+        pairs = zip(samples.numbers(way), samples.numbers(to), strict=True)
+        return median(mine - other for mine, other in pairs)
+
+    def verified(self, encoding: str) -> float:
+        """Time with digests over that without; the median over the rounds."""
+        return self.states[WARM].ratio(VERIFIED[encoding], encoding)
 
 
-def _parser() -> ArgumentParser:
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    add_comparison(parser, samples=20, cold_samples=0)
-    parser.set_defaults(arrangements=[ONE_BY_ONE])
-    add("--bits", type=float, default=12.125, help="per value of a slot: 12.125 or 12.5")
-    add("--repeats", type=int, default=4, help="beside the compute")
-    return parser
-
-
-def measure_all(
-    device: torch.device, shapes: Sequence[Shape], counts: Sequence[int], options: Namespace
-) -> list[Cell]:
+def measure_all(options: Namespace) -> list[Cell]:
+    device, shapes, counts = device_of(options), shapes_of(options, SHAPES), blocks_of(options)
     kinds = [*product((*DIRECTIONS, BOTH), counts)]
     number = len(shapes) * len(kinds)
     progress = Progress("encoding", number, sys.stderr)
     nbytes = max(counts) * max(shape.block_bytes for shape in shapes)
-    comparison = Comparison(device, options, nbytes, number)
+    compared = Comparison(options, nbytes, number)
     cells = []
     for shape in shapes:
         count = 2 * max(*counts, 16) + 18  # some do not move
@@ -122,7 +150,7 @@ def measure_all(
             stack.enter_context(no_garbage_collection())
             for direction, blocks in kinds:
                 kind = Kind(shape, ONE_BY_ONE, direction, blocks)
-                cells.append(measure(comparison, pools, kind))
+                cells.append(measure(compared, pools, kind))
                 progress.advance(1)
         del pools
         if device.type == "cuda":
@@ -130,7 +158,7 @@ def measure_all(
     return cells
 
 
-def measure(comparison: Comparison, pools: Pools, kind: Kind) -> Cell:
+def measure(compared: Comparison, pools: Pools, kind: Kind) -> Cell:
     def moved(way: str, before: Before) -> Move:
         blocks = pools.blocks[way]
         return move(pools.handlers[way], blocks, kind.directions, kind.blocks, before)
@@ -139,30 +167,29 @@ def measure(comparison: Comparison, pools: Pools, kind: Kind) -> Cell:
     for blocks in pools.blocks.values():
         blocks.refill()
     cell = Cell(kind)
-    cell.states[WARM] = comparison.run({**ways, **comparison.copies(kind)}, kind, WARM)
+    cell.states[WARM] = compared.run({**ways, **compared.copies(kind)}, kind, WARM)
     cell.wrong = sum(blocks.wrong() for blocks in pools.blocks.values())
     return cell
 
 
-def measure_compute(
-    device: torch.device, options: Namespace, on_cuda: bool
-) -> tuple[list[BesideCell], int]:
+def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
     """Cells of decode beside each way; and the blocks and pages with wrong bytes."""
-    shape = BESIDE if on_cuda else Shape(2, 8)
-    count = (BESIDE_MIB << 20) // shape.block_bytes if on_cuda else 8
+    device, on_cuda = device_of(options), options.device == "cuda"
+    shape = SHAPE_BESIDE if on_cuda else Shape(2, 8)
+    count = (MIB_BESIDE << 20) // shape.block_bytes if on_cuda else 8
     decode = computes(device, 0.06 if on_cuda else 0.02)[0]
     limit = TimeLimit(options.time_limit and options.time_limit / 4, len(DIRECTIONS))
     cells, wrong = [], 0
     with ExitStack() as stack:
         pools = Pools.open(device, shape, 3 * count + 2, options, stack)
         for direction in DIRECTIONS:
-            ways: dict[str, Way] = {
+            ways = {
                 name: HandlerWay(pools.handlers[name], pools.blocks[name], direction, count, None)
                 for name in WAYS
             }
             samples = measure_beside(decode, ways, options.repeats, limit.next_part())
             for name, taken in samples.items():
-                used = sorted(_copy_methods(ways[name]))
+                used = sorted(ways[name].copy_methods)
                 kind = shape, ONE_BY_ONE, direction, decode.name, name
                 cells.append(BesideCell(*kind, taken, used, 0.0))
         synchronize(device)
@@ -170,9 +197,70 @@ def measure_compute(
     return cells, wrong
 
 
-def _copy_methods(way: Any) -> set[str]:
-    methods: set[str] = way.copy_methods
-    return methods
+CELLS: list[Column[Cell]] = [
+    Column("layers one by one, warm", lambda cell: str(cell.kind.shape)),
+    Column("blocks", lambda cell: cell.kind.blocks),
+    Column("direction", lambda cell: cell.kind.direction),
+    Column("speedup", lambda cell: cell.speedup),
+    Column("added us", lambda cell: cell.added_us(LOSSLESS)),
+    Column("raw verified / raw", lambda cell: cell.verified(RAW)),
+    Column("added us", lambda cell: cell.added_us(VERIFIED[RAW])),
+    Column("lossless verified / lossless", lambda cell: cell.verified(LOSSLESS)),
+    Column("added us", lambda cell: cell.added_us(VERIFIED[LOSSLESS], LOSSLESS)),
+    Column("method", lambda cell: "/".join(cell.states[WARM].copy_methods[LOSSLESS])),
+]
+BESIDE: list[Column[BesideCell]] = [
+    Column("beside decode", lambda cell: str(cell.shape)),
+    Column("direction", lambda cell: cell.direction),
+    Column("pool", lambda cell: cell.way),
+    Column("lost ms/GB of KV", lambda cell: cell.lost),
+    Column("GB/s of KV", lambda cell: cell.gb_per_s),
+]
+
+
+def tables(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> str:
+    return f"{table_of(CELLS, cells)}\n\n{table_of(BESIDE, beside)}"
+
+
+def judge(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> list[Verdict]:
+    verified = (_of_digests(cell, encoding) for cell in cells for encoding in VERIFIED)
+    return [*(_of_cell(cell) for cell in cells), *verified, *_of_compute(beside)]
+
+
+def _of_digests(cell: Cell, encoding: str) -> Verdict:
+    if cell.kind.blocks <= FEW_BLOCKS:
+        added = cell.added_us(VERIFIED[encoding], encoding)
+        return Verdict(f"{cell.kind}, {encoding}, us more with digests", VERIFY_FEW_US, added)
+    name = f"{cell.kind}, {encoding}, time with digests over without"
+    return Verdict(name, VERIFY, cell.verified(encoding))
+
+
+def _of_cell(cell: Cell) -> Verdict:
+    blocks = cell.kind.blocks
+    if blocks <= FEW_BLOCKS:
+        return Verdict(f"{cell.kind}, us more than raw", FEW_US, cell.added_us(LOSSLESS))
+    name = f"{cell.kind}, KV bytes per second over raw"
+    return Verdict(name, _target(cell), cell.speedup, at_least=True)
+
+
+def _target(cell: Cell) -> float:
+    kind = cell.kind
+    if kind.blocks >= 512:
+        is_small = kind.shape.fragment_kib < 4 or kind.shape.layers == 1
+        return AT_ONCE if kind.direction == BOTH else MANY_SMALL if is_small else MANY
+    is_large = kind.nbytes >= LARGE_MIB * MIB and kind.direction != BOTH
+    return LARGE if is_large else NOT_SLOWER
+
+
+def _of_compute(beside: Sequence[BesideCell]) -> Iterator[Verdict]:
+    for direction in dict.fromkeys(cell.direction for cell in beside):
+        of_way = {cell.way: cell for cell in beside if cell.direction == direction}
+        raw = of_way[RAW]
+        name = f"{direction} beside {raw.compute}, lost ms/GB of KV"
+        yield Verdict(name, raw.most_lost, of_way[LOSSLESS].lost)
+        for encoding, verified in VERIFIED.items():
+            target = of_way[encoding].lost + VERIFY_LOST
+            yield Verdict(f"{name}, {verified}", target, of_way[verified].lost)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     device = device_of(options)
     nbytes = int((options.gib or (16 if device.type == "cuda" else 1)) * 2**30) // PAGE * PAGE
     cells = measure(ways(device), nbytes, options.samples)
-    verdicts = judge(cells) if is_judged(device) else []
+    verdicts = judge(cells) if is_judged(options) else []
     print(table_of(CELLS, cells), "", *verdicts, sep="\n")
     content = {
         "benchmark": "host_memory",

@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 from integration_vllm_report import KINDS, Round, differences, hits_to_json, judge, rounds_table
 from prefix_cache_model import PrefixCacheModel, block_keys
-from program import device_of, new_parser
-from report import write_json
+from program import new_parser, write_figures
 from timing import in_turn
 from vllm_engines import (
     BITS_PER_VALUE,
@@ -83,14 +82,13 @@ def main(arguments: list[str]) -> int:
         "settings": {
             name: value
             for name, value in vars(options).items()
-            if name not in ("json", "logs", "preload", "device", "tier")
+            if name not in ("json", "logs", "device", "tier")
         },
         "engines": about,
         "rounds": [each.to_json() for each in rounds],
         "hits": {name: hits_to_json(pairs) for name, pairs in hits.items()},
     }
-    if options.json:
-        write_json(options.json, device_of(options), content, verdicts)
+    write_figures(options, content, verdicts)
     wrong = [pair for of_one in hits.values() for pair in of_one if pair[0] != pair[1]]
     return 1 if wrong else 0
 
@@ -115,12 +113,8 @@ def _parser() -> ArgumentParser:
     add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
     add("--cpu-gib", type=float, default=10.0)
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
-    add("--dtype", default="bfloat16")
-    add("--backend", default="FLASH_ATTN", help="of attention")
     add("--tier", type=Path, help="a folder for the files of tiers, which are removed at the end")
-    add("--eager", action="store_true", help="no CUDA graphs: launches take most of the time then")
     add("--logs", type=Path, help="where vLLM's words go; by default nowhere")
-    add("--preload", help="a file that each engine runs first")
     return parser
 
 

@@ -3,13 +3,12 @@
 The compute is on a stream of the default priority: a decode GEMM, attention over a cache, a kernel
 bound by memory, a prefill, and a GEMM whose kernels hold every SM. Beside it goes one transfer of
 scattered blocks after another, two at a time, by the handler as it chooses, with a forced copy
-method, or with `copy_method="copy_engines"`; one big pinned copy after another; and one after
-another by PyTorch, with the guarantees of a transfer (the reference of bandwidth.py). "kernel" is
-the method with which an SM kernel copies. In each repeat the compute runs alone once and then
-beside each of them, in changing order; figures are medians of the repeats. Transfers follow each
-other at once, so there is nothing cold here. Without a GPU a thread computes and nothing is
-judged. All bytes are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether
-or not the targets are met.
+method, or with `copy_method="copy_engines"`; and one big pinned copy after another. "kernel" is the
+method with which an SM kernel copies. In each repeat the compute runs alone once and then beside
+each of them, in changing order; figures are medians of the repeats. Transfers follow each other at
+once, so there is nothing cold here. Without a GPU nothing computes and nothing is judged. All bytes
+are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets
+are met.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -28,12 +28,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
-from big_copy import BigCopy, Reference
+from big_copy import BigCopy
 from computes import Compute, Idle, computes
-from interference_report import BIG, COPY_ENGINES_ONLY, REFERENCE, Cell, Sample, judge, tables
 from program import device_of, finish, is_judged, new_parser
-from timing import TimeLimit, in_turn, no_garbage_collection, synchronize
-from traffic import BigWay, HandlerWay, ReferenceWay, Way, beside
+from report import Column, Verdict, table_of
+from timing import TimeLimit, in_turn, no_garbage_collection, summary, synchronize
+from traffic import BigWay, HandlerWay, Way, beside
 from transfers import DIRECTIONS, Shape, add_transfers, shapes_of
 
 from torch_kvswap import OffloadHandler
@@ -44,17 +44,20 @@ SHAPES = ("160x8", "160x4")
 FORCED = ("staged", "kernel")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, which streams share
 LEAST = 2  # repeats that a limit of time leaves
+BIG, COPY_ENGINES_ONLY = "big copy", "copy engines only"
+SHARE = 0.93  # of the link
+TIMES, PLUS = 1.5, 1.0  # of what a big copy costs, and so many ms for each GB more
+HOLDS_ALL = "GEMM"  # the compute whose kernels hold every SM
+SHARE_THEN = 0.6  # of the link beside it, for fragments of 8 KiB and more
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    device = device_of(options)
-    on_cuda = device.type == "cuda"
-    shapes = shapes_of(options, on_cuda, SHAPES, on_cpu=1)
+    on_cuda = options.device == "cuda"
     options.seconds = options.seconds or (0.06 if on_cuda else 0.02)
     options.mib = options.mib or (128 if on_cuda else 4)
-    cells, wrong = measure_all(device, shapes, options)
-    verdicts = judge(cells) if is_judged(device) else []
+    cells, wrong = measure_all(device_of(options), shapes_of(options, SHAPES), options)
+    verdicts = judge(cells) if is_judged(options) else []
     print(tables(cells), "", *verdicts, "", sep="\n")
     names = ("repeats", "seconds", "mib", "arrangements", "staging_mib", "time_limit")
     settings = {name: getattr(options, name) for name in names}
@@ -65,6 +68,69 @@ def main(arguments: list[str]) -> int:
         "cells": [cell.to_json() for cell in cells],
     }
     return finish(options, content, verdicts, wrong)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds of the compute alone and beside transfers; what moved meanwhile, how fast."""
+
+    floor_ms: float
+    ms: float
+    gb: float
+    gb_per_s: float
+
+    @property
+    def lost(self) -> float:
+        """Milliseconds of compute for each GB."""
+        return (self.ms - self.floor_ms) / self.gb
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A compute beside one way of moving. link: GB/s of big copies alone."""
+
+    shape: Shape
+    arrangement: str
+    direction: str
+    compute: str
+    way: str
+    samples: list[Sample]
+    copy_methods: list[str]
+    link: float
+
+    @property
+    def lost(self) -> float:
+        return median(sample.lost for sample in self.samples)
+
+    @property
+    def most_lost(self) -> float:
+        return max(sample.lost for sample in self.samples)
+
+    @property
+    def gb_per_s(self) -> float:
+        return median(sample.gb_per_s for sample in self.samples)
+
+    def to_json(self) -> dict[str, Any]:
+        lost = [sample.lost for sample in self.samples]
+        speeds = [sample.gb_per_s for sample in self.samples]
+        return {
+            "shape": vars(self.shape),
+            "arrangement": self.arrangement,
+            "direction": self.direction,
+            "compute": self.compute,
+            "way": self.way,
+            "copy_methods": self.copy_methods,
+            "link_gb_per_s": self.link,
+            "lost_ms_per_gb": self.lost,
+            "lost_spread": [min(lost), max(lost)],
+            "gb_per_s": self.gb_per_s,
+            "gb_per_s_spread": [min(speeds), max(speeds)],
+            "count": len(self.samples),
+            "compute_ms": {
+                "alone": summary([sample.floor_ms for sample in self.samples]),
+                "beside": summary([sample.ms for sample in self.samples]),
+            },
+        }
 
 
 def _parser() -> ArgumentParser:
@@ -87,7 +153,6 @@ def measure_all(
     nbytes = options.mib << 20
     beside_what = computes(device, options.seconds)  # before there are handlers: it captures graphs
     big = BigCopy(device, nbytes)
-    reference = Reference(big, device)
     links = {way: _link(big, way, nbytes, options.seconds, options.repeats) for way in DIRECTIONS}
     kinds = list(product(DIRECTIONS, beside_what))
     number = len(options.arrangements) * len(shapes) * len(kinds)
@@ -101,10 +166,7 @@ def measure_all(
             stack.enter_context(blocks.host)
             handlers = _handlers(blocks, options.staging_mib << 20, stack)
             for direction, compute in kinds:
-                ways: dict[str, Way] = {
-                    BIG: BigWay(big, direction, nbytes),
-                    REFERENCE: ReferenceWay(reference, direction, nbytes),
-                }
+                ways: dict[str, Way] = {BIG: BigWay(big, direction, nbytes)}
                 for name, handler in handlers.items():
                     copy_method = "copy_engines" if name == COPY_ENGINES_ONLY else None
                     ways[name] = HandlerWay(handler, blocks, direction, count, copy_method)
@@ -156,6 +218,71 @@ def measure(
                 if repeat > 0:
                     samples[name].append(sample)
     return samples
+
+
+def tables(cells: Sequence[Cell]) -> str:
+    kinds = dict.fromkeys((cell.arrangement, cell.direction, cell.shape) for cell in cells)
+    said = ["ms: of compute lost for each GB moved; GB/s: meanwhile; medians"]
+    for kind in kinds:
+        chosen = [cell for cell in cells if (cell.arrangement, cell.direction, cell.shape) == kind]
+        arrangement, direction, shape = kind
+        link = f"{chosen[0].link:.2f} GB/s of the link with nothing beside it"
+        said.append(f"{arrangement}, {direction} {shape}: {link}\n{_of_kind(chosen)}")
+    return "\n\n".join(said)
+
+
+def _of_kind(cells: Sequence[Cell]) -> str:
+    """A row for each way."""
+    found = {(cell.way, cell.compute): cell for cell in cells}
+
+    def methods(way: str) -> str | None:
+        used = {name for cell in cells if cell.way == way for name in cell.copy_methods}
+        return "/".join(sorted(used)) or None
+
+    def lost(compute: str) -> Callable[[str], object]:
+        return lambda way: found[way, compute].lost
+
+    def speed(compute: str) -> Callable[[str], object]:
+        return lambda way: found[way, compute].gb_per_s
+
+    columns: list[Column[str]] = [Column("way", str), Column("method", methods)]
+    for compute in dict.fromkeys(cell.compute for cell in cells):
+        columns += [Column(f"{compute}: ms", lost(compute)), Column("GB/s", speed(compute))]
+    return table_of(columns, dict.fromkeys(cell.way for cell in cells))
+
+
+def judge(cells: Sequence[Cell]) -> list[Verdict]:
+    found: dict[tuple[Shape, str, str, str], dict[str, Cell]] = {}
+    for cell in cells:
+        key = cell.shape, cell.arrangement, cell.direction, cell.compute
+        found.setdefault(key, {})[cell.way] = cell
+    verdicts: list[Verdict] = []
+    for (shape, arrangement, direction, compute), of_kind in found.items():
+        name = f"{direction} of {shape}, {arrangement}, beside {compute}"
+        verdicts += _holding(name, of_kind) if compute == HOLDS_ALL else _others(name, of_kind)
+        verdicts.append(_copy_engines(name, of_kind))
+    return verdicts
+
+
+def _others(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
+    ours = cells["auto"]
+    share = ours.gb_per_s / ours.link
+    yield Verdict(f"{name}, share of the link", SHARE, share, at_least=True)
+    yield Verdict(f"{name}, lost ms/GB", TIMES * max(0.0, cells[BIG].lost) + PLUS, ours.lost)
+
+
+def _holding(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
+    """Of small fragments only the best method's figure is to be told; the table does."""
+    ours = cells["auto"]
+    if ours.shape.fragment_kib >= 8:
+        share = ours.gb_per_s / ours.link
+        yield Verdict(f"{name}, share of the link", SHARE_THEN, share, at_least=True)
+
+
+def _copy_engines(name: str, cells: dict[str, Cell]) -> Verdict:
+    """At the cost of big copies: within what their repeats differ by."""
+    target, ours = max(0.0, cells[BIG].most_lost), cells[COPY_ENGINES_ONLY].lost
+    return Verdict(f"{name}, copy engines only, lost ms/GB", target, ours)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ from blocks import ONE_TENSOR, NumberedBlocks
 from program import device_of, finish, new_parser
 from report import Column, Verdict, table_of
 from timing import Hold, Nanoseconds, Spread, new_samples, no_garbage_collection, resident_bytes
-from transfers import DIRECTIONS, submit
+from transfers import DIRECTIONS, Shape, submit
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
+SHAPE = Shape(2, 8)
 ROUNDS = 2
 FEW, CALLS = 100, 1000  # jobs before the first calls of poll(); calls that are looked at
 GROWTH, TAIL, BYTES = 1.5, 3.0, 512.0  # targets: all over few, p99 over median, of a job
@@ -49,8 +50,7 @@ class Run:
 
     submit_few, submit_all: the first and the last 1,000 calls. poll_few, poll_all: with FEW and
     with all jobs outstanding. left_bytes: resident memory that the round left behind.
-    moving_seconds: from the end of the hold to the last job's end. not_done: jobs that were not
-    reported as done exactly once. wrong: blocks and pages.
+    not_done: jobs that were not reported as done exactly once. wrong: blocks and pages.
     """
 
     scenario: str
@@ -64,8 +64,6 @@ class Run:
     poll_all: Spread
     bytes_per_job: float
     left_bytes: int
-    moving_seconds: float
-    gb_per_s: float
     not_done: int
     wrong: int
 
@@ -76,14 +74,11 @@ COLUMNS: list[Column[Run]] = [
     Column("round", lambda run: run.number),
     Column("submit, first", lambda run: run.submit_few.median),
     Column("last", lambda run: run.submit_all.median),
-    Column("mean", lambda run: run.submit.mean),
     Column("p99", lambda run: run.submit.p99),
-    Column("max", lambda run: run.submit.max),
     Column(f"poll, {FEW}", lambda run: run.poll_few.median if run.held else None),
     Column("all", lambda run: run.poll_all.median if run.held else None),
     Column("bytes/job", lambda run: run.bytes_per_job if run.held else None),
     Column("left, KiB", lambda run: run.left_bytes / 1024),
-    Column("GB/s", lambda run: run.gb_per_s),
 ]
 
 
@@ -91,7 +86,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     count = options.jobs or (100_000 if device.type == "cuda" else 2_000)
-    blocks = NumberedBlocks(device, count, options.layers, options.fragment_kib * 1024, ONE_TENSOR)
+    blocks = SHAPE.new_blocks(device, count, ONE_TENSOR)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         runs = measure_all(handler, blocks)
     verdicts = judge(runs, count)
@@ -101,11 +96,7 @@ def main(arguments: list[str]) -> int:
     print(f"jobs not reported as done once: {not_done}")
     content = {
         "benchmark": "outstanding",
-        "settings": {
-            "jobs": count,
-            "layers": options.layers,
-            "fragment_kib": options.fragment_kib,
-        },
+        "settings": {"jobs": count},
         "runs": list(map(asdict, runs)),
     }
     code = finish(options, content, verdicts, sum(run.wrong for run in runs))
@@ -114,10 +105,8 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--jobs", type=int, help="in a round; default: 100,000, on the CPU 2,000")
-    add("--layers", type=int, default=2, help="tensors of the cache")
-    add("--fragment-kib", type=int, default=8, help="of a block in one layer")
+    text = "in a round; default: 100,000, on the CPU 2,000"
+    parser.add_argument("--jobs", type=int, help=text)
     return parser
 
 
@@ -155,7 +144,6 @@ def run_round(
         memory = resident_bytes()
         hold = new_hold(0.5 + 25e-6 * len(jobs)) if new_hold else None  # a call takes about 10 us
         after = hold.event if hold and scenario == "held" else None
-        start = time.perf_counter()
         _submit(handler, direction, jobs[:FEW], times[:FEW], after)
         results = _poll(handler, few)
         _submit(handler, direction, jobs[FEW:], times[FEW:])
@@ -164,9 +152,7 @@ def run_round(
         held = hold is not None and not hold.is_over and not results
         if hold:
             hold.wait()
-            start = time.perf_counter()
         handler.synchronize()
-        seconds = time.perf_counter() - start
         results += handler.poll()
         done = {result.job_id for result in results if result.ok}
         not_done = max(len(jobs), len(results)) - len(done)
@@ -186,8 +172,6 @@ def run_round(
         poll_all=Spread.of(many),
         bytes_per_job=(full - memory) / len(jobs),
         left_bytes=left,
-        moving_seconds=seconds,
-        gb_per_s=blocks.host.nbytes / seconds / 1e9,
         not_done=not_done,
         wrong=blocks.wrong(),
     )

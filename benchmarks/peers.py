@@ -15,52 +15,49 @@ bytes are wrong, else with 0, whether or not one is faster.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
 from comparison import (
+    BIG,
     COLD,
+    OURS,
     PLAIN,
+    REFERENCE,
     WARM,
+    Cell,
     NewHandler,
-    Plan,
-    add_comparison,
+    Samples,
+    comparison_parser,
     finish_cells,
     measure_all,
     plain_ops,
+    plan_of,
 )
 from peer_handlers import PEERS
-from peers_report import judge, tables
-from program import device_of, is_judged, new_parser
-from transfers import DIRECTIONS, Shape, blocks_of, move, shapes_of
+from program import device_of, is_judged
+from report import Column, Verdict, table_of
+from transfers import DIRECTIONS, Shape, move
+
+AHEAD_US = 3.0  # what calls and launches differ by
 
 
 def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
-    device = device_of(options)
-    on_cuda = device.type == "cuda"
-    blocks = blocks_of(options, on_cuda)
-    left_out = why_not(PEERS, device)
+    options = comparison_parser(__doc__, samples=20, cold_samples=10).parse_args(arguments)
+    left_out = why_not(PEERS, device_of(options))
     found = {name: peer for name, peer in PEERS.items() if name not in left_out}
     versions = {name: peer.version() for name, peer in found.items()}
-    shapes, states = shapes_of(options, on_cuda), (WARM, COLD)
-    others: dict[str, NewHandler] = {**found, PLAIN: plain_ops}
-    cells = measure_all(Plan(shapes, blocks, states), device, options, "peers", others)
+    moving: dict[str, NewHandler] = {**found, PLAIN: plain_ops}
+    cells = measure_all(plan_of(options, (WARM, COLD)), options, "peers", moving)
     said = [f"{name}: {text}" for name, text in versions.items()]
     said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
-    verdicts = judge(cells) if is_judged(device) else []
+    verdicts = judge(cells) if is_judged(options) else []
     print(tables(cells), "", *said, "", sep="\n")
     return finish_cells(options, "peers", cells, verdicts, versions=versions, left_out=left_out)
-
-
-def _parser() -> ArgumentParser:
-    parser = new_parser(__doc__)
-    add_comparison(parser, samples=20, cold_samples=10)
-    return parser
 
 
 def why_not(peers: Mapping[str, NewHandler], device: torch.device) -> dict[str, str]:
@@ -78,6 +75,62 @@ def why_not(peers: Mapping[str, NewHandler], device: torch.device) -> dict[str, 
             except Exception as error:
                 left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return left_out
+
+
+def others(samples: Samples) -> list[str]:
+    """The ways that move the same blocks."""
+    return [way for way in samples.moves if way not in (OURS, BIG, REFERENCE)]
+
+
+def behind_us(samples: Samples, way: str) -> float:
+    """How much longer ours takes than another way in the same round."""
+    pairs = zip(samples.numbers(OURS), samples.numbers(way), strict=True)
+    return median(ours - other for ours, other in pairs)
+
+
+def judge(cells: Sequence[Cell]) -> list[Verdict]:
+    return [
+        Verdict(f"{cell.kind}, {state}, us behind {way}", AHEAD_US, behind_us(samples, way))
+        for cell in cells
+        for state, samples in cell.states.items()
+        for way in others(samples)
+    ]
+
+
+def tables(cells: Sequence[Cell]) -> str:
+    """One for each arrangement and state; a row for each shape, number of blocks and direction."""
+    return "\n\n".join(_tables(cells))
+
+
+def _tables(cells: Sequence[Cell]) -> Iterator[str]:
+    yield f"total / big copy, medians; ! is more than {AHEAD_US:g} us ahead of ours"
+    for arrangement in dict.fromkeys(cell.kind.arrangement for cell in cells):
+        chosen = [cell for cell in cells if cell.kind.arrangement == arrangement]
+        for state in chosen[0].states:
+            yield table_of(_columns(f"{arrangement}, {state}", state, chosen[0]), chosen)
+
+
+def _columns(title: str, state: str, first: Cell) -> list[Column[Cell]]:
+    def ratio(way: str) -> Callable[[Cell], object]:
+        return lambda cell: cell.states[state].ratio(way, BIG)
+
+    def marked(way: str) -> Callable[[Cell], str]:
+        def text(cell: Cell) -> str:
+            samples = cell.states[state]
+            mark = " !" if behind_us(samples, way) > AHEAD_US else ""
+            return f"{samples.ratio(way, BIG):.2f}{mark}"
+
+        return text
+
+    return [
+        Column(title, lambda cell: str(cell.kind.shape)),
+        Column("blocks", lambda cell: cell.kind.blocks),
+        Column("direction", lambda cell: cell.kind.direction),
+        Column("big copy, us", lambda cell: cell.states[state].median(BIG)),
+        Column(OURS, ratio(OURS)),
+        *(Column(way, marked(way)) for way in others(first.states[state])),
+        Column("contiguous copy", ratio(REFERENCE)),
+    ]
 
 
 if __name__ == "__main__":

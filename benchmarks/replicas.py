@@ -15,22 +15,19 @@ import random
 import select
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import PIPE, Popen
-from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import numpy as np
-import torch
-from report import Column, Verdict, table_of, write_json
+from page_server import serving, tiny_cache
+from program import new_parser, write_figures
+from report import Column, Verdict, table_of
 from timing import Spread, new_samples
 
-from torch_kvswap import HostPool, PagedLayout
 from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.client import RemotePools, describe
 from torch_kvswap.prefix.halves import Held, SchedulerSession, WorkerSession
@@ -43,26 +40,25 @@ Prompt = list[bytes]  # the digest of each chunk
 
 
 def main(arguments: list[str]) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, of_gpu=False)
     add = parser.add_argument
     add("--replicas", type=int, default=8)
     add("--chunks", type=int, default=3200, help="in all caches together")
     add("--requests", type=int, default=4000)
     add("--samples", type=int, default=500, help="of the time of an answer")
-    add("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
     prompts = list(conversations(options.requests))
     routes = random.Random(1).choices(range(options.replicas), k=options.requests)
     per_replica = options.chunks // options.replicas
     private = [Private(per_replica).serve for _ in range(options.replicas)]
     found = {"private": share_found(prompts, routes, private)}
-    with server(options.chunks) as path, ExitStack() as open_replicas:
+    with serving(options.chunks) as path, ExitStack() as open_replicas:
         shared = [
             open_replicas.enter_context(replica(path, number)).serve
             for number in range(options.replicas)
         ]
         found["shared"] = share_found(prompts, routes, shared)
-    with server(max(options.chunks, 4 * KEYS)) as path, replica(path, 0) as one:
+    with serving(max(options.chunks, 4 * KEYS)) as path, replica(path, 0) as one:
         answer = time_answers(one, options.samples)
     verdicts = [
         Verdict("found in shared over private", 2.0, found["shared"] / found["private"], True),
@@ -73,11 +69,9 @@ def main(arguments: list[str]) -> int:
         Column("chunks found, %", lambda row: round(100 * row[1], 1)),
     ]
     print(table_of(columns, list(found.items())), "", *verdicts, sep="\n")
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("replicas", "chunks", "requests")}
-        content = {"benchmark": "replicas", "settings": settings, "found": found}
-        content["answer_us"] = asdict(answer)
-        write_json(options.json, torch.device("cpu"), content, verdicts)
+    settings = {name: getattr(options, name) for name in ("replicas", "chunks", "requests")}
+    content = {"benchmark": "replicas", "settings": settings, "found": found}
+    write_figures(options, {**content, "answer_us": asdict(answer)}, verdicts)
     return 0
 
 
@@ -168,26 +162,8 @@ class Shared:
 
 
 @contextmanager
-def server(pages: int) -> Iterator[str]:
-    """The socket of a server in a process of its own."""
-    memory = pages * HostPool.page_bytes_of(_layout(), page_alignment=4096)
-    with TemporaryDirectory() as folder:
-        path = f"{folder}/pages"
-        command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
-        with Popen(
-            [*command, "--memory", str(memory)], stdout=PIPE, cwd=Path(__file__).parents[1]
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # it serves
-            try:
-                yield path
-            finally:
-                process.terminate()
-
-
-@contextmanager
 def replica(path: str, number: int) -> Iterator[Shared]:
-    layout = _layout()
+    layout = tiny_cache()
     cache = describe([layout], None, "none", 0, 1, 1, "raw", None, "off", bytes_of={})
     worker = WorkerSession(path, f"{number}", cache, RemotePools([layout], False, {}))
     worker.join()
@@ -198,10 +174,6 @@ def replica(path: str, number: int) -> Iterator[Shared]:
     finally:
         session.close()
         worker.close()
-
-
-def _layout() -> PagedLayout:
-    return PagedLayout([torch.zeros(1, 1, dtype=torch.uint8)])
 
 
 def time_answers(one: Shared, samples: int) -> Spread:

@@ -13,15 +13,12 @@ are met.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-import numpy as np
-from bandwidth_report import CALLS
+from bandwidth import CALLS
 from comparison import (
     BIG,
     COLD,
@@ -31,78 +28,49 @@ from comparison import (
     SUBMIT,
     WARM,
     Cell,
-    Plan,
     Samples,
-    add_comparison,
+    by_kind,
+    comparison_parser,
     finish_cells,
     measure_all,
+    plan_of,
 )
-from program import device_of, is_judged, new_parser
+from program import is_judged
 from report import Column, Verdict, table_of
-from transfers import blocks_of, shapes_of
 
 SHAPES = ("1x8", "160x8")
 GROWTH = 1.25  # of the median with most layers over that with fewest: noise, not a loop over them
-
-
-class Call(NamedTuple):
-    """Calls of one kind in one state."""
-
-    cell: Cell
-    state: str
-
-    @property
-    def samples(self) -> Samples:
-        return self.cell.states[self.state]
+CAPTION = "host time in the call, us; R: what PyTorch needs for one copy with the same guarantees"
+Row = tuple[Cell, str, Samples]  # of a state
 
 
 def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
-    device = device_of(options)
-    on_cuda = device.type == "cuda"
-    blocks = blocks_of(options, on_cuda, on_cpu=3)
-    states = (WARM, HELD, COLD) if on_cuda else (WARM, COLD)
-    shapes = shapes_of(options, on_cuda, SHAPES)
-    plan = Plan(shapes, blocks, states)
-    cells = measure_all(plan, device, options, "calls")
-    verdicts = [*_calls(cells), *_growths(cells)] if is_judged(device) else []
+    options = comparison_parser(__doc__, samples=50, cold_samples=10).parse_args(arguments)
+    states = (WARM, HELD, COLD) if options.device == "cuda" else (WARM, COLD)
+    cells = measure_all(plan_of(options, states, SHAPES), options, "calls")
+    verdicts = [*_calls(cells), *_growths(cells)] if is_judged(options) else []
     print(tables(cells), "", *verdicts, "", sep="\n")
     return finish_cells(options, "submit_cost", cells, verdicts)
 
 
-def _parser() -> ArgumentParser:
-    parser = new_parser(__doc__)
-    add_comparison(parser, samples=50, cold_samples=10)
-    return parser
-
-
 def tables(cells: Sequence[Cell]) -> str:
     """One for each arrangement and direction; a row for each shape, number of blocks and state."""
-    kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
-    said = [
-        "host time in the call, us; R: what PyTorch needs for one copy with the same guarantees"
-    ]
-    for kind in kinds:
-        chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
-        calls = [Call(cell, state) for cell in chosen for state in cell.states]
-        said.append(table_of(_columns(", ".join(kind)), calls))
+    said = [CAPTION]
+    for title, chosen in by_kind(cells):
+        rows = [(cell, *state) for cell in chosen for state in cell.states.items()]
+        said.append(table_of(_columns(title), rows))
     return "\n\n".join(said)
 
 
-def _columns(title: str) -> list[Column[Call]]:
-    def percentile(share: float) -> Callable[[Call], object]:
-        return lambda call: float(np.percentile(call.samples.numbers(OURS, SUBMIT), share))
-
+def _columns(title: str) -> list[Column[Row]]:
     return [
-        Column(title, lambda call: str(call.cell.kind.shape)),
-        Column("blocks", lambda call: call.cell.kind.blocks),
-        Column("state", lambda call: call.state),
-        Column("median", percentile(50)),
-        Column("p90", percentile(90)),
-        Column("p99", percentile(99)),
-        Column("big copy", lambda call: call.samples.median(BIG, SUBMIT)),
-        Column("R", lambda call: call.samples.median(REFERENCE, SUBMIT)),
-        Column("median / R", lambda call: call.samples.ratio(OURS, REFERENCE, SUBMIT)),
+        Column(title, lambda row: str(row[0].kind.shape)),
+        Column("blocks", lambda row: row[0].kind.blocks),
+        Column("state", lambda row: row[1]),
+        Column("median", lambda row: row[2].median(OURS, SUBMIT)),
+        Column("big copy", lambda row: row[2].median(BIG, SUBMIT)),
+        Column("R", lambda row: row[2].median(REFERENCE, SUBMIT)),
+        Column("median / R", lambda row: row[2].ratio(OURS, REFERENCE, SUBMIT)),
     ]
 
 

@@ -39,17 +39,11 @@ class Spread:
     """How long the calls of a kind took, in microseconds."""
 
     median: float
-    mean: float
-    p90: float
     p99: float
-    p999: float
-    max: float
 
     @classmethod
     def of(cls, samples: Nanoseconds) -> Spread:
-        numbers = [*np.percentile(samples, [50, 90, 99, 99.9, 100]), samples.mean()]
-        median, p90, p99, p999, longest, mean = (round(float(n) / 1e3, 3) for n in numbers)
-        return cls(median, mean, p90, p99, p999, longest)
+        return cls(*(round(float(n) / 1e3, 3) for n in np.percentile(samples, [50, 99])))
 
 
 @dataclass(frozen=True)

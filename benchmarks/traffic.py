@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from big_copy import BigCopy, Reference
+from big_copy import BigCopy
 from blocks import NumberedBlocks
 from computes import Compute
 from transfers import scattered, submit
@@ -42,19 +42,6 @@ class BigWay:
         event = torch.cuda.Event()
         event.record(stream)
         return lambda: bool(event.query())
-
-
-class ReferenceWay:
-    """One copy by PyTorch after another, with the guarantees of a transfer."""
-
-    def __init__(self, reference: Reference, direction: str, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._reference = reference
-        self._direction = direction
-
-    def start(self) -> Callable[[], bool]:
-        end = self._reference.enqueue(self._direction, self.nbytes)
-        return lambda: end is None or bool(end.query())
 
 
 class HandlerWay:

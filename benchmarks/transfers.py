@@ -54,16 +54,14 @@ def add_transfers(parser: ArgumentParser) -> None:
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help=text)
 
 
-def shapes_of(
-    options: Namespace, on_cuda: bool, usual: Sequence[str] = SHAPES, on_cpu: int = 2
-) -> list[Shape]:
-    """Those that were asked for, else the usual ones; without a GPU the last few of them."""
-    return options.shapes or list(map(Shape.parse, usual if on_cuda else usual[-on_cpu:]))
+def shapes_of(options: Namespace, usual: Sequence[str] = SHAPES) -> list[Shape]:
+    """Those that were asked for, else the usual ones; without a GPU the last two of them."""
+    return options.shapes or list(map(Shape.parse, usual[0 if options.device == "cuda" else -2 :]))
 
 
-def blocks_of(options: Namespace, on_cuda: bool, on_cpu: int = 2) -> list[int]:
-    """The option --blocks in order, by default BLOCKS; without a GPU the first few of BLOCKS."""
-    return sorted(set(options.blocks or (BLOCKS if on_cuda else BLOCKS[:on_cpu])))
+def blocks_of(options: Namespace) -> list[int]:
+    """The option --blocks in order, by default BLOCKS; without a GPU the first two of them."""
+    return sorted(set(options.blocks or BLOCKS[: None if options.device == "cuda" else 2]))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import host_memory
 import pytest
 import torch
 from blocks import ARRANGEMENTS, ONE_BY_ONE, ONE_TENSOR, NumberedBlocks, distances
-from encoding_report import LOSSLESS, RAW
+from encoding import LOSSLESS, RAW
 from host_memory import Cell
 from model_blocks import ModelBlocks
 

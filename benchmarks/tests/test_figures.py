@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +63,9 @@ def test_each_way_is_at_every_place_in_turn_with_the_same_before_it_and_warm_ups
 
 
 def test_only_what_is_cold_has_other_work_before_it() -> None:
-    parser = ArgumentParser()
-    comparison.add_comparison(parser, samples=6, cold_samples=2)
-    compared = Comparison(CPU, parser.parse_args(["--other-mib", "1"]), KIND.nbytes, parts=2)
+    parser = comparison.comparison_parser(None, samples=6, cold_samples=2)
+    options = parser.parse_args(["--device", "cpu", "--other-mib", "1"])
+    compared = Comparison(options, KIND.nbytes, parts=2)
     done: list[str] = []
     compared._other = lambda: done.append("work")  # type: ignore[assignment]
     assert compared.run(compared.copies(KIND), KIND, WARM).count == 6

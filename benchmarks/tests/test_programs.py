@@ -26,7 +26,7 @@ PROGRAMS = {
     "submit_cost": (f"{SHAPES} --blocks 1 8", 16),
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
     "encoding": (f"{SHAPES} --blocks 1 8 --repeats 1 --bits 12.5", 12),
-    "interference": ("--shapes 3x4 --repeats 2 --seconds 0.002 --mib 1", 16),
+    "interference": ("--shapes 3x4 --repeats 2 --seconds 0.002 --mib 1", 12),
     "host_memory": ("--gib 0.01 --samples 2", 4),
     "outstanding": ("--jobs 300", None),
 }
@@ -139,9 +139,9 @@ def test_all_calls_of_block_managers_are_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
-    arguments = "--server --pages 400 --blocks 20 --samples 3 --policies lru --json"
+    arguments = "--server --pages 400 --blocks 20 --samples 3 --json"
     assert program.main([*arguments.split(), str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert len(figures["cells"]) == 4 * 8  # ways of calling, and calls
-    assert all(cell["prompt"]["mean"] > 0 for cell in figures["cells"])
-    assert capsys.readouterr().out.count("not measured") == 6  # what is beside vLLM's
+    assert len(figures["cells"]) == 3 * 8  # ways of calling, and calls
+    assert all(cell["prompt"]["median"] > 0 for cell in figures["cells"])
+    assert capsys.readouterr().out.count("not measured") == 4  # what is beside vLLM's
