@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, TypeVar
@@ -53,7 +54,8 @@ _WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
 Timed = Callable[[Before], Move]  # does it once, and tells what it took
 NewHandler = Callable[[NumberedBlocks], Any]  # of what moves these blocks
 Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
-Handlers = TypeVar("Handlers")
+Caches = TypeVar("Caches")
+OpenCaches = Callable[[torch.device, Shape, str, int, ExitStack], Caches]
 OneCell = TypeVar("OneCell", bound="Cell")
 
 
@@ -262,50 +264,53 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: every number of blocks, to and from the host, in every state."""
+    """What is measured: every number of blocks, in each direction, in every state."""
 
     shapes: Sequence[Shape]
     counts: Sequence[int]
     states: Sequence[str]
+    directions: Sequence[str]
 
 
-def plan_of(options: Namespace, states: Sequence[str], shapes: Sequence[str] = SHAPES) -> Plan:
-    return Plan(shapes_of(options, shapes), blocks_of(options), states)
+def plan_of(
+    options: Namespace,
+    states: Sequence[str],
+    shapes: Sequence[str] = SHAPES,
+    directions: Sequence[str] = DIRECTIONS,
+) -> Plan:
+    return Plan(shapes_of(options, shapes), blocks_of(options), states, directions)
 
 
 def measure_kinds(
     plan: Plan,
     options: Namespace,
     what: str,
-    open_handlers: Callable[[NumberedBlocks, ExitStack], Handlers],
-    measure: Callable[[Comparison, Handlers, NumberedBlocks, Kind], OneCell],
+    open_caches: OpenCaches[Caches],
+    measure: Callable[[Comparison, Caches, Kind], OneCell],
 ) -> list[OneCell]:
     """Cells of each arrangement, shape, direction and number of blocks.
 
     Args:
         what: its name in the line of progress.
-        open_handlers: makes what moves the blocks of a cache; the stack closes it.
+        open_caches: makes caches of so many blocks, and what moves them. The stack closes it.
         measure: a cell. The first and the last block and page stay as they are.
     """
-    kinds = [*product(DIRECTIONS, plan.counts)]
+    kinds = [*product(plan.directions, plan.counts)]
     number = len(plan.shapes) * len(options.arrangements) * len(kinds)
     progress = Progress(what, number, sys.stderr)
     nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
     device = device_of(options)
     comparison = Comparison(options, nbytes, number * len(plan.states))
+    # As many blocks again do not move. With very few a page would soon get a block that it has,
+    # and nobody would see when it does not.
+    count = 2 * max(*plan.counts, 16) + 18
 
     def of_cache(arrangement: str, shape: Shape) -> Iterator[OneCell]:
-        # As many blocks again do not move. With very few a page would soon get a block that it has,
-        # and nobody would see when it does not.
-        blocks = shape.new_blocks(device, 2 * max(*plan.counts, 16) + 2, arrangement)
         with ExitStack() as stack:
-            stack.enter_context(blocks.host)
-            handlers = open_handlers(blocks, stack)
+            caches = open_caches(device, shape, arrangement, count, stack)
             stack.enter_context(no_garbage_collection())
-            for direction, count in kinds:
-                kind = Kind(shape, arrangement, direction, count)
-                blocks.refill()
-                yield measure(comparison, handlers, blocks, kind)
+            for direction, blocks in kinds:
+                yield measure(comparison, caches, Kind(shape, arrangement, direction, blocks))
                 progress.advance(1)
 
     cells: list[OneCell] = []
@@ -321,26 +326,29 @@ def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
 
 
 def measure_all(
-    plan: Plan,
-    options: Namespace,
-    what: str,
-    others: Mapping[str, NewHandler] | None = None,
+    plan: Plan, options: Namespace, what: str, others: Mapping[str, NewHandler] | None = None
 ) -> list[Cell]:
     """See measure_kinds(). others: other handlers, which move the same blocks."""
 
-    def open_handlers(blocks: NumberedBlocks, stack: ExitStack) -> dict[str, Any]:
-        ours = OffloadHandler(blocks.layout, blocks.host)
-        more = {name: new(blocks) for name, new in (others or {}).items()}
-        return {OURS: stack.enter_context(ours), **more}
+    def open_cache(
+        device: torch.device, shape: Shape, arrangement: str, count: int, stack: ExitStack
+    ) -> tuple[NumberedBlocks, dict[str, Any]]:
+        blocks = shape.new_blocks(device, count, arrangement)
+        stack.enter_context(blocks.host)
+        ours = stack.enter_context(OffloadHandler(blocks.layout, blocks.host))
+        return blocks, {OURS: ours} | {name: new(blocks) for name, new in (others or {}).items()}
 
     def measure(
-        comparison: Comparison, handlers: dict[str, Any], blocks: NumberedBlocks, kind: Kind
+        comparison: Comparison, cache: tuple[NumberedBlocks, dict[str, Any]], kind: Kind
     ) -> Cell:
-        def by(handler: Any) -> Timed:
-            return lambda before: move(handler, blocks, kind.directions, kind.blocks, before)
-
-        ways = {name: by(handler) for name, handler in handlers.items()} | comparison.copies(kind)
+        blocks, handlers = cache
+        ways: dict[str, Timed] = {
+            name: partial(move, handler, blocks, kind.directions, kind.blocks)
+            for name, handler in handlers.items()
+        }
+        ways |= comparison.copies(kind)
+        blocks.refill()
         states = {state: comparison.run(ways, kind, state) for state in plan.states}
         return Cell(kind, states, blocks.wrong())
 
-    return measure_kinds(plan, options, what, open_handlers, measure)
+    return measure_kinds(plan, options, what, open_cache, measure)

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import comparison
+import torch
 from big_copy import Before
 from blocks import NumberedBlocks
 from comparison import (
@@ -40,7 +41,7 @@ from comparison import (
 from program import is_judged
 from report import Column, Verdict, table_of
 from timing import Move
-from transfers import Kind, move
+from transfers import Kind, Shape, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES
@@ -52,8 +53,8 @@ SLOW, MUCH_SLOWER = 2.0, 10.0  # over the best: no candidate for it; not even wo
 COPIES = (BIG, REFERENCE)
 COPY_ENGINES_ONLY = "copy engines only"
 FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
-# The handlers by copy_method, AUTO first. Then the reasons why other methods have no handler.
-Methods = tuple[dict[str, OffloadHandler], dict[str, str]]
+# The blocks, the handlers by copy_method, and the reasons why other methods have no handler.
+Methods = tuple[NumberedBlocks, dict[str, OffloadHandler], dict[str, str]]
 
 
 def main(arguments: list[str]) -> int:
@@ -95,23 +96,28 @@ class Cell(comparison.Cell):
         return {**super().to_json(), "refused": self.refused, "auto over best forced": found}
 
 
-def open_handlers(blocks: NumberedBlocks, stack: ExitStack) -> Methods:
+def open_handlers(
+    device: torch.device, shape: Shape, arrangement: str, count: int, stack: ExitStack
+) -> Methods:
+    blocks = shape.new_blocks(device, count, arrangement)
+    stack.enter_context(blocks.host)
     ours, refused = {AUTO: OffloadHandler(blocks.layout, blocks.host, copy_method=AUTO)}, {}
-    for copy_method in FORCED if blocks.device.type == "cuda" else ():
+    for copy_method in FORCED if device.type == "cuda" else ():
         try:
             ours[copy_method] = OffloadHandler(blocks.layout, blocks.host, copy_method=copy_method)
         except ValueError as error:
             refused[copy_method] = str(error)
     for handler in ours.values():
         stack.enter_context(handler)
-    return ours, refused
+    return blocks, ours, refused
 
 
-def measure(compared: Comparison, methods: Methods, blocks: NumberedBlocks, kind: Kind) -> Cell:
+def measure(compared: Comparison, methods: Methods, kind: Kind) -> Cell:
     def moved(handler: Any, before: Before, **options: Any) -> Move:
         return move(handler, blocks, kind.directions, kind.blocks, before, **options)
 
-    ours, refused = methods
+    blocks, ours, refused = methods
+    blocks.refill()
     cell = Cell(kind, refused=dict(refused))
     ways: dict[str, Timed] = {name: partial(moved, handler) for name, handler in ours.items()}
     if len(ours) > 1:  # the device has methods to choose from

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -28,19 +27,26 @@ import comparison
 import torch
 from big_copy import Before
 from blocks import ONE_BY_ONE
-from comparison import WARM, Comparison, Timed, comparison_parser, settings
+from comparison import (
+    WARM,
+    Comparison,
+    Timed,
+    comparison_parser,
+    measure_kinds,
+    plan_of,
+    settings,
+)
 from computes import computes
 from interference import Cell as BesideCell
 from interference import measure as measure_beside
 from model_blocks import ModelBlocks
 from program import device_of, finish, is_judged
 from report import Column, Verdict, table_of
-from timing import Move, TimeLimit, no_garbage_collection, synchronize
+from timing import Move, TimeLimit, synchronize
 from traffic import HandlerWay
-from transfers import BOTH, DIRECTIONS, Kind, Shape, blocks_of, move, shapes_of
+from transfers import BOTH, DIRECTIONS, Kind, Shape, move
 
 from torch_kvswap import OffloadHandler
-from torch_kvswap.cli.progress import Progress
 
 RAW, LOSSLESS = "raw", "lossless"
 VERIFIED = {RAW: "raw, verified", LOSSLESS: "lossless, verified"}
@@ -69,7 +75,8 @@ WAYS = {
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    cells = measure_all(options)
+    plan = plan_of(options, (WARM,), SHAPES, (*DIRECTIONS, BOTH))
+    cells = measure_kinds(plan, options, "encoding", partial(Pools.open, options.bits), measure)
     beside, wrong = measure_compute(options)
     verdicts = judge(cells, beside) if is_judged(options) else []
     print(tables(cells, beside), "", *verdicts, "", sep="\n")
@@ -100,15 +107,28 @@ class Pools:
 
     @classmethod
     def open(
-        cls, device: torch.device, shape: Shape, count: int, options: Namespace, stack: ExitStack
+        cls,
+        bits: float,
+        device: torch.device,
+        shape: Shape,
+        arrangement: str,
+        count: int,
+        stack: ExitStack,
     ) -> Pools:
-        """`count` blocks and pages each. The stack closes them."""
+        """`count` blocks and pages each; bits: per value. The stack closes them."""
         blocks, handlers = {}, {}
         for way, (encoding, verify) in WAYS.items():
-            pool = {"encoding": encoding, "verify": verify}
-            if encoding == LOSSLESS:
-                pool["bits_per_value"] = options.bits
-            of_way = ModelBlocks(device, count, shape.layers, shape.fragment_kib * 1024, **pool)
+            width = {"bits_per_value": bits} if encoding == LOSSLESS else {}
+            of_way = ModelBlocks(
+                device,
+                count,
+                shape.layers,
+                shape.fragment_kib * 1024,
+                arrangement,
+                encoding=encoding,
+                verify=verify,
+                **width,
+            )
             stack.enter_context(of_way.host)
             blocks[way] = of_way
             handler = OffloadHandler(of_way.layout, of_way.host)
@@ -135,29 +155,6 @@ class Cell(comparison.Cell):
         return self.states[WARM].ratio(VERIFIED[encoding], encoding)
 
 
-def measure_all(options: Namespace) -> list[Cell]:
-    device, shapes, counts = device_of(options), shapes_of(options, SHAPES), blocks_of(options)
-    kinds = [*product((*DIRECTIONS, BOTH), counts)]
-    number = len(shapes) * len(kinds)
-    progress = Progress("encoding", number, sys.stderr)
-    nbytes = max(counts) * max(shape.block_bytes for shape in shapes)
-    compared = Comparison(options, nbytes, number)
-    cells = []
-    for shape in shapes:
-        count = 2 * max(*counts, 16) + 18  # some do not move
-        with ExitStack() as stack:
-            pools = Pools.open(device, shape, count, options, stack)
-            stack.enter_context(no_garbage_collection())
-            for direction, blocks in kinds:
-                kind = Kind(shape, ONE_BY_ONE, direction, blocks)
-                cells.append(measure(compared, pools, kind))
-                progress.advance(1)
-        del pools
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the next shape has blocks of another size
-    return cells
-
-
 def measure(compared: Comparison, pools: Pools, kind: Kind) -> Cell:
     def moved(way: str, before: Before) -> Move:
         blocks = pools.blocks[way]
@@ -181,7 +178,7 @@ def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
     limit = TimeLimit(options.time_limit and options.time_limit / 4, len(DIRECTIONS))
     cells, wrong = [], 0
     with ExitStack() as stack:
-        pools = Pools.open(device, shape, 3 * count + 2, options, stack)
+        pools = Pools.open(options.bits, device, shape, ONE_BY_ONE, 3 * count + 2, stack)
         for direction in DIRECTIONS:
             ways = {
                 name: HandlerWay(pools.handlers[name], pools.blocks[name], direction, count, None)
@@ -198,7 +195,7 @@ def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
 
 
 CELLS: list[Column[Cell]] = [
-    Column("layers one by one, warm", lambda cell: str(cell.kind.shape)),
+    Column("warm", lambda cell: f"{cell.kind.shape}, {cell.kind.arrangement}"),
     Column("blocks", lambda cell: cell.kind.blocks),
     Column("direction", lambda cell: cell.kind.direction),
     Column("speedup", lambda cell: cell.speedup),

@@ -4,13 +4,7 @@ and ours, in turns.
 "lost": one large request among small ones lacks a block and is preempted, and comes back some
 batches later. All calls of the manager are timed: on the host, and on the stream of the model,
 which has nothing else to do then. So is the cache where it gives the request its blocks again,
-which our manager calls and theirs leaves to the scheduler. "copies" is the host's time without what
-the cache does with blocks, which is code of transformers with either manager. "batches" is by how
-much longer whole batches took, from the one that it was preempted before to the first that had it
-again, beside the usual ones of all samples: that has also what the copies cost the kernels and the
-host beside them. A batch of this model is launched by the host, part of it while the stream still
-copies, so that this is less than what is lost on the stream; and batches vary by more than that, so
-that targets are for the calls.
+which our manager calls and theirs leaves to the scheduler. Whole batches vary by more than that.
 
 "throughput": tokens per second of generations whose cache is too small, and in how many batches.
 The fastest of many are compared: a generation of this model is launched by the host, which other

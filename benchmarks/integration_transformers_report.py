@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from report import Column, Verdict, table_of
-from timing import quartiles, summary
+from timing import summary
 
 if TYPE_CHECKING:
     from generations import Generation
@@ -17,18 +17,13 @@ if TYPE_CHECKING:
 MANAGERS = ("theirs", "ours")
 SHARE = 1 / 3  # of what a preemption costs with their manager
 PARTS = "host", "stream"
-COPIES = "copies"  # the host without what transformers does with blocks, whichever the manager
 RATE = 0.95  # of their throughput: less is less than the fastest generations differ by
 AGAIN = "theirs again"  # shows how much generations of one manager differ
 
 
-def summaries(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each part of the records; a part that is a list counts with all its numbers."""
-    parts: dict[str, list[float]] = {}
-    for record in records:
-        for name, value in record.items():
-            parts.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-    return {name: summary(numbers) for name, numbers in parts.items()}
+def summaries(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each part of the records."""
+    return {name: summary([record[name] for record in records]) for name in records[0]}
 
 
 @dataclass
@@ -52,25 +47,12 @@ class Cell:
         """What is lost with ours over what is lost with theirs."""
         return self.median_of("ours", part) / self.median_of("theirs", part)
 
-    def slower(self, manager: str) -> list[float]:
-        """Quartiles of by how much the batches of a preemption took longer than the usual
-        ones of all samples."""
-        losses = self.losses[manager]
-        usual = median(one for loss in losses for one in loss.usual)
-        usual_with = median(one for loss in losses for one in loss.usual_with)
-        excess = [
-            sum(loss.without) - usual * len(loss.without) + loss.back - usual_with
-            for loss in losses
-        ]
-        return quartiles(excess)
-
     def to_json(self) -> dict[str, Any]:
-        losses = {name: summaries(map(asdict, of)) for name, of in self.losses.items()}
+        losses = {name: summaries(list(map(asdict, of))) for name, of in self.losses.items()}
         sizes = self.block_tokens, self.blocks, self.block_bytes
         return dict(
             zip(("block_tokens", "blocks", "block_bytes"), sizes, strict=True),
-            shares={part: self.share(part) for part in (*PARTS, COPIES)},
-            batches_slower_us={name: self.slower(name) for name in MANAGERS},
+            shares={part: self.share(part) for part in PARTS},
             losses_us=losses,
             wrong=self.wrong,
         )
@@ -101,7 +83,7 @@ class Rate:
         return self.fastest(manager) / max(self.fastest("theirs"), self.fastest(AGAIN))
 
     def to_json(self) -> dict[str, Any]:
-        runs = {name: summaries(map(asdict, of)) for name, of in self.runs.items() if of}
+        runs = {name: summaries(list(map(asdict, of))) for name, of in self.runs.items() if of}
         for name, figures in runs.items():
             figures["tokens_per_second"]["fastest"] = self.fastest(name)
         ratios = {name: self.ratio(name) for name in ("ours", AGAIN)}
@@ -116,11 +98,6 @@ class Lost(NamedTuple):
 
     def share(self, part: str) -> float | None:
         return self.cell.share(part) if self.manager == "ours" else None
-
-    @property
-    def slower(self) -> str:
-        low, middle, high = (f"{quartile:,.0f}" for quartile in self.cell.slower(self.manager))
-        return f"{middle} ({low} to {high})"
 
 
 class Made(NamedTuple):
@@ -143,9 +120,6 @@ LOST: list[Column[Lost]] = [
     Column("manager", lambda line: line.manager),
     *_part_columns("host", "host"),
     *_part_columns("stream", "stream"),
-    *_part_columns(COPIES, f"host, {COPIES} only"),
-    Column("batches slower by", lambda line: line.slower),
-    Column("back in", lambda line: int(line.cell.median_of(line.manager, "batches"))),
     Column("samples", lambda line: len(line.cell.losses[line.manager])),
 ]
 MADE: list[Column[Made]] = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from blocks import NumberedBlocks
+from blocks import ONE_BY_ONE, NumberedBlocks
 from timing import synchronize
 from torch import Tensor
 
@@ -19,8 +19,7 @@ _ODD = 7919  # a prime, so that the blocks begin at different places of the cont
 
 
 class ModelBlocks(NumberedBlocks):
-    """Blocks whose bytes are runs of CONTENTS, each from a place of its own. The layers are
-    allocated one by one.
+    """Blocks whose bytes are runs of CONTENTS, each from a place of its own.
 
     Args:
         pool_options: of the HostPool, such as encoding="lossless".
@@ -32,12 +31,12 @@ class ModelBlocks(NumberedBlocks):
         count: int,
         layers: int,
         fragment_bytes: int,
+        arrangement: str = ONE_BY_ONE,
         **pool_options: Any,
     ) -> None:
         self._contents = torch.from_numpy(np.fromfile(CONTENTS, np.int64)).to(device)
-        super().__init__(
-            device, count, layers, fragment_bytes, dtype=torch.bfloat16, **pool_options
-        )
+        sizes = count, layers, fragment_bytes
+        super().__init__(device, *sizes, arrangement, torch.bfloat16, **pool_options)
 
     def refill(self) -> None:
         self._number_anew()

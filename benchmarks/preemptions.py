@@ -22,30 +22,11 @@ LIMIT = 500  # batches within which it is back
 class Loss:
     """Of one preemption, store and restore, in microseconds. host: in the calls of the manager, and
     wherever the cache gives the request its blocks again, which one manager calls and the other
-    leaves to the scheduler. blocks: the part of it in which the cache takes and gives blocks, which
-    is code of transformers with either manager. stream: from the begin of these calls until the
-    model's stream has done what they gave to it, with the host's time. Then what whole batches
-    took, from scheduling to their tokens: without: those from the preemption on that it was not in.
-    back: the first one that it was in again. usual, usual_with: batches that had nothing to do with
-    it, without and with it."""
+    leaves to the scheduler. stream: from the begin of these calls until the model's stream has done
+    what they gave to it, with the host's time."""
 
     host: float
-    blocks: float
     stream: float
-    without: list[float]
-    back: float
-    usual: list[float]
-    usual_with: list[float]
-
-    @property
-    def batches(self) -> int:
-        """Until it was back, from when there was room on, which there is not in the first two."""
-        return len(self.without) - 1
-
-    @property
-    def copies(self) -> float:
-        """Of the host, without what the cache does."""
-        return self.host - self.blocks
 
 
 class Preemptions:
@@ -85,7 +66,7 @@ class Preemptions:
         self._calls: list[Call] = []
         self._in_call = False
         self._name = ""  # of the large request
-        self._in_blocks = self._outside = 0.0  # microseconds in the cache; those in no call
+        self._outside = 0.0  # microseconds in the cache, for that request, and in no call
         self._batch: list[str] = []  # the requests of the last one
         self._count = self.wrong = 0
         for tensor in self._view.layout.tensors:
@@ -108,36 +89,32 @@ class Preemptions:
         self._count += 1
         self._name = name = f"large {self._count}"
         rest = f"rest {self._count}"
-        usual = [self._step()]
+        self._step()
         state, blocks = self._fill(name, rest)
         before = self._contents(blocks)
         self._calls.clear()
-        self._in_blocks = self._outside = 0.0
-        without = [self._step()]
+        self._outside = 0.0
+        self._step()
         assert state.is_cpu_offloaded, "the large request was not preempted"
         if overwrites:
             self._overwrite(blocks)
         self._cache.free_blocks(rest)
-        without.append(self._step())
+        self._step()
         self._scheduler.block_new_requests = False  # as when another request has ended
-        back = self._step()
-        while name not in self._batch:
-            without.append(back)
-            assert len(without) < LIMIT, "the large request does not come back"
-            back = self._step()
-        calls, in_blocks, outside = list(self._calls), self._in_blocks, self._outside
-        usual_with = [self._step()]
+        for _ in range(LIMIT):
+            self._step()
+            if name in self._batch:
+                break
+        else:
+            raise RuntimeError("the large request does not come back")
+        calls, outside = list(self._calls), self._outside
+        self._step()
         after = self._contents(self._blocks_of(name)[: len(blocks)])
         self.wrong += not all(map(torch.equal, after, before))
         self._scheduler.finish_request(name)
         return Loss(
             host=sum(call.host for call in calls) + outside,
-            blocks=in_blocks,
             stream=sum(call.on_stream for call in calls) + outside,
-            without=without,
-            back=back,
-            usual=usual,
-            usual_with=usual_with,
         )
 
     def _fill(self, name: str, rest: str) -> tuple[Any, list[int]]:
@@ -173,16 +150,14 @@ class Preemptions:
         free = self._cache.pool.num_free_sectors * group.blocks_per_sector
         return int(free + self._cache.pool.count_free_blocks(group.index))
 
-    def _step(self) -> float:
-        """A batch: how long it took as a whole, in microseconds. It ends on the device too."""
+    def _step(self) -> None:
+        """A batch, which ends on the device too."""
         for state in self._small:  # they never need another block
             self._decode(state, self._tokens)
-        begin = perf_counter()
         with torch.no_grad():
             assert self._processor.prepare_next_batch()
             self._processor._generation_step(self._model)
             self._processor.update_batch()
-        return (perf_counter() - begin) * 1e6
 
     def _watch(self, owner: Any, name: str) -> None:
         method = getattr(owner, name)
@@ -206,15 +181,13 @@ class Preemptions:
 
         def watched(*arguments: Any, **options: Any) -> Any:
             names = [getattr(argument, "request_id", argument) for argument in arguments]
-            is_for_large = self._name in names
+            counts = self._name in names and not (self._in_call or options.get("dry_run"))
             begin = perf_counter()
             try:
                 return method(*arguments, **options)
             finally:
-                took = (perf_counter() - begin) * 1e6
-                if is_for_large and not options.get("dry_run"):
-                    self._in_blocks += took
-                    self._outside += 0.0 if self._in_call else took
+                if counts:
+                    self._outside += (perf_counter() - begin) * 1e6
 
         setattr(self._cache, name, watched)
 

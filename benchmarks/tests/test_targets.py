@@ -116,18 +116,11 @@ MISSED       beside, our connector, lossless, ms longer than plain: 3.30, at mos
 
 def test_integration_transformers_compares_medians_of_losses_and_fastest_generations() -> None:
     def losses(*host: float) -> list[Any]:
-        usual = dict(usual=[100.0], usual_with=[200.0])
-        return [
-            SimpleNamespace(
-                host=one, stream=3 * one, copies=1.0, without=[100.0, 130.0], back=210.0, **usual
-            )
-            for one in host
-        ]
+        return [SimpleNamespace(host=one, stream=3 * one) for one in host]
 
     cell = integration_transformers_report.Cell(
         16, 64, 1 << 20, {"theirs": losses(30, 30, 90), "ours": losses(1, 10.5, 99)}
     )
-    assert cell.slower("ours") == [40, 40, 40]  # batches that took longer than the usual ones
     rates = integration_transformers_report.Rate(
         True,
         {
