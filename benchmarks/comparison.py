@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
-from other_work import CALLS, MIB, OtherWork
+from other_work import OtherWork
 from program import device_of, finish, new_parser
 from report import Verdict
 from timing import (
@@ -144,15 +144,13 @@ def comparison_parser(description: str | None, samples: int, cold_samples: int) 
     add("--cold-samples", type=int, default=cold_samples, help=text)
     text = f"for the whole program; cells then have fewer rounds, but {LEAST} at least"
     add("--time-limit", type=float, metavar="SECONDS", help=text)
-    text = f"of host memory that the other work reads; default: {MIB}, without a GPU 4"
-    add("--other-mib", type=int, help=text)
     return parser
 
 
 def settings(options: Namespace) -> dict[str, Any]:
     """What says how a comparison was made, for the JSON file."""
-    names = ("samples", "cold_samples", "arrangements", "time_limit", "other_mib")
-    return {name: getattr(options, name) for name in names} | {"other_calls": CALLS}
+    names = ("samples", "cold_samples", "arrangements", "time_limit")
+    return {name: getattr(options, name) for name in names}
 
 
 def finish_cells(
@@ -218,12 +216,10 @@ class Comparison:
     """
 
     def __init__(self, options: Namespace, nbytes: int, parts: int) -> None:
-        if options.other_mib is None:
-            options.other_mib = MIB if options.device == "cuda" else 4
         self._device = device = device_of(options)
         self._samples = {WARM: options.samples, HELD: options.samples, COLD: options.cold_samples}
         self._limit = TimeLimit(options.time_limit, parts)
-        self._other = OtherWork(device, options.other_mib, CALLS)
+        self._other = OtherWork(device)
         self._big = BigCopy(device, nbytes)
         self._reference = Reference(self._big, device)
         # One for all that is held: of 32 that are made torch would hand out those of the copies.

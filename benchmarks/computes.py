@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
+SECONDS = 0.06  # of compute in a sample, when nothing runs beside it
 _GRAPH_SECONDS = 0.002
 
 
@@ -30,14 +31,13 @@ class Compute(Protocol):
     def start(self) -> Run: ...
 
 
-def computes(device: torch.device, seconds: float) -> list[Compute]:
-    """Those of the table, each for about so many seconds when nothing runs beside it. Without a GPU
-    there is none."""
+def computes(device: torch.device) -> list[Compute]:
+    """Those of the table. Without a GPU there is none."""
     if device.type != "cuda":
-        return [Idle(seconds)]
+        return [Idle()]
     calls = {"decode": _decode, "attention": _attention, "stream": _stream}
     calls |= {"prefill": _prefill, "GEMM": _gemm}
-    return [GraphCompute(name, make(device), device, seconds) for name, make in calls.items()]
+    return [GraphCompute(name, make(device), device) for name, make in calls.items()]
 
 
 def _random(device: torch.device, *shape: int) -> torch.Tensor:
@@ -90,9 +90,7 @@ class GraphCompute:
     """Calls on a stream of the default priority. As graphs of some milliseconds: a stream takes
     about a thousand kernels, then launching more would hold the host up."""
 
-    def __init__(
-        self, name: str, call: Callable[[], object], device: torch.device, seconds: float
-    ) -> None:
+    def __init__(self, name: str, call: Callable[[], object], device: torch.device) -> None:
         self.name = name
         self._call = call  # has the tensors that the graph works on
         self._stream = torch.cuda.Stream(device)
@@ -100,7 +98,7 @@ class GraphCompute:
         calls = max(1, round(_GRAPH_SECONDS / self._seconds_of(20)))
         self._graph = self._captured(call, calls)
         self._replays = 1
-        self._replays = max(1, round(seconds / self._seconds_of(10)))
+        self._replays = max(1, round(SECONDS / self._seconds_of(10)))
 
     def _captured(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self._stream):
@@ -142,25 +140,21 @@ class _GraphRun:
 
 
 class Idle:
-    """Nothing, for so many seconds: what moves meanwhile has the device for itself."""
+    """Nothing, for as long: what moves meanwhile has the device for itself."""
 
     name = "nothing"
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
     def start(self) -> Run:
-        return _IdleRun(self._seconds)
+        return _IdleRun()
 
 
 class _IdleRun:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._end = time.perf_counter() + seconds
+    def __init__(self) -> None:
+        self._end = time.perf_counter() + SECONDS
 
     def is_over(self) -> bool:
         return time.perf_counter() >= self._end
 
     def milliseconds(self) -> float:
         time.sleep(max(0.0, self._end - time.perf_counter()))
-        return self._seconds * 1e3
+        return SECONDS * 1e3

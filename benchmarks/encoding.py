@@ -76,13 +76,13 @@ WAYS = {
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     plan = plan_of(options, (WARM,), SHAPES, (*DIRECTIONS, BOTH))
-    cells = measure_kinds(plan, options, "encoding", partial(Pools.open, options.bits), measure)
+    cells = measure_kinds(plan, options, "encoding", Pools.open, measure)
     beside, wrong = measure_compute(options)
     verdicts = judge(cells, beside) if is_judged(options) else []
     print(tables(cells, beside), "", *verdicts, "", sep="\n")
     content = {
         "benchmark": "encoding",
-        "settings": {**settings(options), "bits": options.bits},
+        "settings": settings(options),
         "cells": [cell.to_json() for cell in cells],
         "beside compute": [cell.to_json() for cell in beside],
     }
@@ -92,9 +92,6 @@ def main(arguments: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = comparison_parser(__doc__, samples=20, cold_samples=0)
     parser.set_defaults(arrangements=[ONE_BY_ONE])
-    add = parser.add_argument
-    add("--bits", type=float, default=12.125, help="per value of a slot: 12.125 or 12.5")
-    add("--repeats", type=int, default=4, help="beside the compute")
     return parser
 
 
@@ -107,18 +104,11 @@ class Pools:
 
     @classmethod
     def open(
-        cls,
-        bits: float,
-        device: torch.device,
-        shape: Shape,
-        arrangement: str,
-        count: int,
-        stack: ExitStack,
+        cls, device: torch.device, shape: Shape, arrangement: str, count: int, stack: ExitStack
     ) -> Pools:
-        """`count` blocks and pages each; bits: per value. The stack closes them."""
+        """`count` blocks and pages each. The stack closes them."""
         blocks, handlers = {}, {}
         for way, (encoding, verify) in WAYS.items():
-            width = {"bits_per_value": bits} if encoding == LOSSLESS else {}
             of_way = ModelBlocks(
                 device,
                 count,
@@ -127,7 +117,6 @@ class Pools:
                 arrangement,
                 encoding=encoding,
                 verify=verify,
-                **width,
             )
             stack.enter_context(of_way.host)
             blocks[way] = of_way
@@ -174,17 +163,17 @@ def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
     device, on_cuda = device_of(options), options.device == "cuda"
     shape = SHAPE_BESIDE if on_cuda else Shape(2, 8)
     count = (MIB_BESIDE << 20) // shape.block_bytes if on_cuda else 8
-    decode = computes(device, 0.06 if on_cuda else 0.02)[0]
+    decode = computes(device)[0]
     limit = TimeLimit(options.time_limit and options.time_limit / 4, len(DIRECTIONS))
     cells, wrong = [], 0
     with ExitStack() as stack:
-        pools = Pools.open(options.bits, device, shape, ONE_BY_ONE, 3 * count + 2, stack)
+        pools = Pools.open(device, shape, ONE_BY_ONE, 3 * count + 2, stack)
         for direction in DIRECTIONS:
             ways = {
                 name: HandlerWay(pools.handlers[name], pools.blocks[name], direction, count, None)
                 for name in WAYS
             }
-            samples = measure_beside(decode, ways, options.repeats, limit.next_part())
+            samples = measure_beside(decode, ways, limit.next_part())
             for name, taken in samples.items():
                 used = sorted(ways[name].copy_methods)
                 kind = shape, ONE_BY_ONE, direction, decode.name, name

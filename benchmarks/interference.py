@@ -43,7 +43,8 @@ from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 SHAPES = ("160x8", "160x4")
 FORCED = ("staged", "kernel")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, which streams share
-LEAST = 2  # repeats that a limit of time leaves
+MIB = 128  # in a transfer
+REPEATS, LEAST = 4, 2  # after one that warms up; that a limit of time leaves
 BIG, COPY_ENGINES_ONLY = "big copy", "copy engines only"
 SHARE = 0.93  # of the link
 TIMES, PLUS = 1.5, 1.0  # of what a big copy costs, and so many ms for each GB more
@@ -53,13 +54,10 @@ SHARE_THEN = 0.6  # of the link beside it, for fragments of 8 KiB and more
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    on_cuda = options.device == "cuda"
-    options.seconds = options.seconds or (0.06 if on_cuda else 0.02)
-    options.mib = options.mib or (128 if on_cuda else 4)
     cells, wrong = measure_all(device_of(options), shapes_of(options, SHAPES), options)
     verdicts = judge(cells) if is_judged(options) else []
     print(tables(cells), "", *verdicts, "", sep="\n")
-    names = ("repeats", "seconds", "mib", "arrangements", "staging_mib", "time_limit")
+    names = ("arrangements", "staging_mib", "time_limit")
     settings = {name: getattr(options, name) for name in names}
     settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
     content = {
@@ -136,9 +134,6 @@ class Cell:
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--repeats", type=int, default=4, help="after one that warms up")
-    add("--seconds", type=float, help="of compute in a sample")
-    add("--mib", type=int, help="in a transfer")
     add_transfers(parser)
     add("--staging-mib", type=int, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
     text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
@@ -150,10 +145,10 @@ def measure_all(
     device: torch.device, shapes: Sequence[Shape], options: Namespace
 ) -> tuple[list[Cell], int]:
     """The cells; and the blocks and pages with wrong bytes."""
-    nbytes = options.mib << 20
-    beside_what = computes(device, options.seconds)  # before there are handlers: it captures graphs
+    nbytes = (MIB if device.type == "cuda" else 1) << 20
+    beside_what = computes(device)  # before there are handlers: it captures graphs
     big = BigCopy(device, nbytes)
-    links = {way: _link(big, way, nbytes, options.seconds, options.repeats) for way in DIRECTIONS}
+    links = {way: _link(big, way, nbytes) for way in DIRECTIONS}
     kinds = list(product(DIRECTIONS, beside_what))
     number = len(options.arrangements) * len(shapes) * len(kinds)
     limit = TimeLimit(options.time_limit, number)
@@ -170,7 +165,7 @@ def measure_all(
                 for name, handler in handlers.items():
                     copy_method = "copy_engines" if name == COPY_ENGINES_ONLY else None
                     ways[name] = HandlerWay(handler, blocks, direction, count, copy_method)
-                samples = measure(compute, ways, options.repeats, limit.next_part())
+                samples = measure(compute, ways, limit.next_part())
                 for name, taken in samples.items():
                     used = sorted(getattr(ways[name], "copy_methods", ()))
                     link, kind = links[direction], (shape, arrangement, direction)
@@ -196,20 +191,18 @@ def _handlers(blocks: Any, staging_bytes: int, stack: ExitStack) -> dict[str, Of
     return {**handlers, COPY_ENGINES_ONLY: handlers["auto"]}
 
 
-def _link(big: BigCopy, direction: str, nbytes: int, seconds: float, repeats: int) -> float:
+def _link(big: BigCopy, direction: str, nbytes: int) -> float:
     """GB/s of big copies with nothing beside them."""
     way = BigWay(big, direction, nbytes)
-    beside(Idle(seconds), way)  # touches the memory
-    return median(beside(Idle(seconds), way)[2] for _ in range(repeats))
+    beside(Idle(), way)  # touches the memory
+    return median(beside(Idle(), way)[2] for _ in range(REPEATS))
 
 
-def measure(
-    compute: Compute, ways: Mapping[str, Way], repeats: int, end: float
-) -> dict[str, list[Sample]]:
+def measure(compute: Compute, ways: Mapping[str, Way], end: float) -> dict[str, list[Sample]]:
     """end: after that time of perf_counter() no repeat begins once there are LEAST samples."""
     samples: dict[str, list[Sample]] = {name: [] for name in ways}
     with no_garbage_collection():
-        for repeat in range(repeats + 1):
+        for repeat in range(REPEATS + 1):
             if repeat > LEAST and time.perf_counter() > end:
                 break
             floor = beside(compute, None)[0]

@@ -9,27 +9,22 @@ import numpy as np
 import torch
 from timing import synchronize
 
-MIB, CALLS = 256, 200
+CALLS = 200  # of PyTorch, on the device and on the CPU
+MIB, MIB_WITHOUT_GPU = 256, 4  # of host memory, which one thread reads
 
 
 class OtherWork:
-    """Reads host memory, calls PyTorch, and waits until the device is idle.
+    """Reads host memory, calls PyTorch, and waits until the device is idle."""
 
-    Args:
-        mib: of host memory, which one thread reads.
-        calls: of PyTorch, on the device and on the CPU.
-    """
-
-    def __init__(self, device: torch.device, mib: int = MIB, calls: int = CALLS) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = np.ones(mib << 17, np.int64)
-        self._count = calls
+        self._memory = np.ones((MIB if device.type == "cuda" else MIB_WITHOUT_GPU) << 17, np.int64)
         self._calls = cycle(_torch_calls(device))
         self()  # what PyTorch loads at a first call is no work of a running server
 
     def __call__(self) -> None:
         self._memory.sum()
-        for call in islice(self._calls, self._count):
+        for call in islice(self._calls, CALLS):
             call()
         synchronize(self._device)
 

@@ -64,7 +64,7 @@ def test_each_way_is_at_every_place_in_turn_with_the_same_before_it_and_warm_ups
 
 def test_only_what_is_cold_has_other_work_before_it() -> None:
     parser = comparison.comparison_parser(None, samples=6, cold_samples=2)
-    options = parser.parse_args(["--device", "cpu", "--other-mib", "1"])
+    options = parser.parse_args(["--device", "cpu"])
     compared = Comparison(options, KIND.nbytes, parts=2)
     done: list[str] = []
     compared._other = lambda: done.append("work")  # type: ignore[assignment]
@@ -164,11 +164,11 @@ class SteadyWay:
 
 
 def test_what_moved_beside_a_compute_is_told_with_its_speed(clock: Clock) -> None:
-    milliseconds, gigabytes, speed = beside(Idle(0.1), SteadyWay(clock))
-    assert milliseconds == 100
+    milliseconds, gigabytes, speed = beside(Idle(), SteadyWay(clock))
+    assert milliseconds == 60
     assert speed == pytest.approx(1, rel=0.01)
-    assert gigabytes == pytest.approx(0.1 * speed, rel=0.01)
-    assert beside(Idle(0.01), None) == (10, 0, 0)
+    assert gigabytes == pytest.approx(0.06 * speed, rel=0.01)
+    assert beside(Idle(), None) == (60, 0, 0)
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -183,7 +183,7 @@ def test_a_handler_moves_other_blocks_to_other_pages_each_time(direction: str) -
 
         spied = SimpleNamespace(store=note, load=note, poll=handler.poll)
         way = HandlerWay(spied, blocks, direction, 8, copy_method=None)
-        beside(Idle(0.005), way)
+        beside(Idle(), way)
     assert way.copy_methods == {"host"}
     assert blocks.wrong() == 0
     assert not {*pairs[0]} & {*pairs[2]}

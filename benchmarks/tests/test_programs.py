@@ -18,15 +18,15 @@ from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
 
-SHAPES = "--shapes 3x4 1x2 --other-mib 1 --samples 2 --cold-samples 1"
+SHAPES = "--shapes 3x4 1x2 --samples 2 --cold-samples 1"
 # By program: small arguments, and the number of cells that they give.
 PROGRAMS = {
     "bandwidth": (f"{SHAPES} --blocks 8 1", 16),
     "peers": (f"{SHAPES} --blocks 8 1", 16),
     "submit_cost": (f"{SHAPES} --blocks 1 8", 16),
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
-    "encoding": (f"{SHAPES} --blocks 1 8 --repeats 1 --bits 12.5", 12),
-    "interference": ("--shapes 3x4 --repeats 2 --seconds 0.002 --mib 1", 12),
+    "encoding": ("--shapes 3x16 1x32 --samples 2 --blocks 1 8", 12),
+    "interference": ("--shapes 3x4", 12),
     "host_memory": ("--gib 0.01 --samples 2", 4),
     "outstanding": ("--jobs 300", None),
 }
