@@ -44,8 +44,7 @@ class OfDigests:
     """Ours, that gets a prompt as one bytes object."""
 
     def __init__(self, pages: int, manager: Any = None) -> None:
-        self.manager = manager or BlockManager(pages)
-        manager = self.manager
+        self.manager = manager = BlockManager(pages) if manager is None else manager
         self.touch, self.prepare_load = manager.touch, manager.prepare_load
         self.prepare_store = manager.prepare_store
         self.complete_store = self.complete_load = manager.complete
