@@ -32,11 +32,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import numpy as np
-from block_managers import Contestant, OfDigests, OfServer, OfVllm, OneByOne
+from block_managers import Contestant, OfDigests, OfVllm, OneByOne
+from page_server import serving, tiny_cache
 from program import new_parser, write_figures
 from report import Column, Verdict, table_of
 from timing import Spread, no_garbage_collection, resident_bytes
 
+from torch_kvswap import PrefixCache
+from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 FASTER = 5.0  # than vLLM's
@@ -92,7 +95,9 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         managers = {name: make(pages) for name, make in every.items()}
         if options.server:
-            managers[SERVER] = OfServer(pages, stack)
+            path = stack.enter_context(serving(pages))
+            connected = PrefixCache.connect(path, tiny_cache(), model="none")
+            managers[SERVER] = OfDigests(stack.enter_context(connected).manager)
         cells = [
             Cell(name, operation, options.blocks, Spread.of(np.array(times)))
             for (name, operation), times in measure(managers, prompts, samples).items()
@@ -129,8 +134,8 @@ def _options(arguments: list[str]) -> Namespace:
 
 def makers(vllm: Path | None) -> dict[str, Maker]:
     every: dict[str, Maker] = {
-        "digests": OfDigests,
-        "by key": lambda pages: OneByOne(OfDigests(pages)),
+        "digests": lambda pages: OfDigests(BlockManager(pages)),
+        "by key": lambda pages: OneByOne(OfDigests(BlockManager(pages))),
     }
     if vllm is not None:
         every[VLLM] = lambda pages: OfVllm(pages, vllm)

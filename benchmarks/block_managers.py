@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from page_server import serving, tiny_cache
-
-from torch_kvswap import PrefixCache
-from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
@@ -41,10 +36,10 @@ class Contestant(Protocol):
 
 
 class OfDigests:
-    """Ours, that gets a prompt as one bytes object."""
+    """Ours, in this process or of a server, that gets a prompt as one bytes object."""
 
-    def __init__(self, pages: int, manager: Any = None) -> None:
-        self.manager = manager = BlockManager(pages) if manager is None else manager
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
         self.touch, self.prepare_load = manager.touch, manager.prepare_load
         self.prepare_store = manager.prepare_store
         self.complete_store = self.complete_load = manager.complete
@@ -61,15 +56,6 @@ class OfDigests:
 
     def to_complete(self, prompt: Any, job: Any) -> Any:
         return job
-
-
-class OfServer(OfDigests):
-    """The manager of a server, which runs until the stack is closed."""
-
-    def __init__(self, pages: int, stack: ExitStack) -> None:
-        path = stack.enter_context(serving(pages))
-        connected = PrefixCache.connect(path, tiny_cache(), model="none")
-        super().__init__(pages, stack.enter_context(connected).manager)
 
 
 class OfVllm:
