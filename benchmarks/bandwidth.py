@@ -8,8 +8,7 @@ torch_kvswap/reference.py. All four in turn, in changing order. "Warm": nothing 
 before each of them, host memory is read and PyTorch is called, as a server does.
 
 Blocks and pages: other random ids, as lists, in every transfer. Without a GPU all copies are of
-PyTorch, nothing is judged, and there are fewer and smaller shapes. All bytes are compared after
-each cell. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
+PyTorch, and there are fewer and smaller shapes. All bytes are compared after each cell.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ all pages in one call of its own client; "MooncakeStore"; and "cache on Mooncake
 Then lookup() of 512 keys in turns: in an idle process without a store; while another cache writes
 pages to files; and with 32 keys that are not there, of which a store is asked that answers after
 50 ms.
-
-Ends with 1 when bytes are wrong, else with 0, whether or not targets are met.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ copies once with each method, and beside them one big copy and the reference of 
 changing order, warm and cold. "copy engines only" is an option of a handler that chooses. A forced
 method or this option, if it takes more than twice as long as the best in the first rounds, is left
 out of the others, and of the cold ones. All handlers share a cache and a pool, whose bytes are
-compared after each cell. Without a GPU no method can be forced. The exit code is 1 if
-bytes are wrong, else 0, whether targets are met or not.
+compared after each cell. Without a GPU no method can be forced.
 """
 
 from __future__ import annotations

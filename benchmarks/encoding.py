@@ -6,8 +6,7 @@ with verify="off" and "load". Each round moves once with each, and beside them o
 raw bytes and the reference of bandwidth.py, in changing order, warm. "both": a store and a load at
 once. Then all run beside a decode GEMM, as in interference.py. All figures count the bytes of the
 KV cache, not those on the link. All bytes are compared after each cell. Without a GPU the shapes
-are smaller, and nothing is judged. The exit code is 1 if bytes are wrong, else 0, whether targets
-are met or not.
+are smaller.
 """
 
 from __future__ import annotations

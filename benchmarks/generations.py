@@ -67,30 +67,35 @@ class Generations:
         )
 
 
+def batching(page_tokens: int, num_blocks: int, gib: float, **more: Any) -> Any:
+    """The settings of a continuous batching. gib: of host memory."""
+    settings = {
+        "block_size" if hf.__version__.startswith("5.17.") else "page_size": page_tokens,
+        "num_blocks": num_blocks,
+        "use_cuda_graph": False,
+        "allow_block_sharing": False,
+        "safety_margin": 0.0,
+        "cpu_offload_space": gib,
+    }
+    if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
+        settings["auto_switch_to_flash"] = False
+    return hf.ContinuousBatchingConfig(**settings, **more)
+
+
 @contextmanager
 def generations(
     model: Any, requests: int, tokens: int, asynchronous: bool
 ) -> Iterator[Generations]:
     """With blocks for three fifths of so many requests, which generate so many tokens each."""
     each = -(-(sum(LENGTHS) // 2 + tokens) // TOKENS)
-    settings = {
-        "block_size" if hf.__version__.startswith("5.17.") else "page_size": TOKENS,
-        "num_blocks": max(each * requests * 3 // 5, 2 * each),
-        "max_batch_tokens": 1024,
-        "use_cuda_graph": False,
-        "use_async_batching": asynchronous,
-        "allow_block_sharing": False,
-        "safety_margin": 0.0,
-        "cpu_offload_space": 0.25,
-    }
-    if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
-        settings["auto_switch_to_flash"] = False
+    num_blocks = max(each * requests * 3 // 5, 2 * each)
+    how = {"max_batch_tokens": 1024, "use_async_batching": asynchronous}
     generation = hf.GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=tokens
     )
     with model.continuous_batching_context_manager(
         generation_config=generation,
-        continuous_batching_config=hf.ContinuousBatchingConfig(**settings),
+        continuous_batching_config=batching(TOKENS, num_blocks, 0.25, **how),
     ) as manager:
         manager.add_requests([[1]], max_new_tokens=1)  # behind its result it has all that it makes
         assert manager.get_result(timeout=120) is not None

@@ -3,9 +3,8 @@
 Each way makes memory of --gib once to warm up and then --samples times, in changing order: pools
 as they are by default, in the background (ready when the first chunk is), on small pages, shared
 between processes; and torch.empty(pin_memory=True), whose cache is emptied in between. Without a
-GPU nothing is pinned, so that no memory is there before it is used, and nothing is judged. A byte
-of each page of the pools is looked at; one that is not zero is wrong. Ends with 1 when memory is
-wrong, else with 0, whether or not the target is met.
+GPU nothing is pinned, so that no memory is there before it is used. A byte of each page of the
+pools is looked at; one that is not zero is wrong.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ generates in a thread of its own, and threads differ by which core they stay on.
 twice, as two, to show what runs of one differ by.
 
 The model has random weights. Blocks that come back with other bytes are counted; in the warm-ups
-they are also overwritten meanwhile, because a request gets the same ones again. Ends with 1 when
-there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
+they are also overwritten meanwhile, because a request gets the same ones again. Needs
+torch_kvswap[transformers].
 """
 
 from __future__ import annotations

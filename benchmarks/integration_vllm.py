@@ -18,7 +18,7 @@ With --tier vLLM's `fs` tier is below the host memory, that of vLLM and ours, an
 prompts. At the end all engines but plain start again and serve all prompts one after the other:
 "restarted". They have to find every full block. Plain's GPU cache should have room for all turns.
 
-Needs vLLM 0.26 or later and a GPU. Ends with 1 when hits differ from the model's, else with 0.
+Needs vLLM 0.26 or later and a GPU. The exit code is 1 when hits differ from the model's.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ scattered blocks after another, two at a time, by the handler as it chooses, wit
 method, or with `copy_method="copy_engines"`; and one big pinned copy after another. "kernel" is the
 method with which an SM kernel copies. In each repeat the compute runs alone once and then beside
 each of them, in changing order; figures are medians of the repeats. Transfers follow each other at
-once, so there is nothing cold here. Without a GPU nothing computes and nothing is judged. All bytes
-are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets
-are met.
+once, so there is nothing cold here. Without a GPU nothing computes. All bytes are compared in the
+end.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Every job moves one block. "held": the first job waits for an event, so all othe
 while the caller's stream is idle. "busy": the caller's own stream is busy. poll() is called when
 few jobs are outstanding, and when all are. Two rounds of each; the second one is judged. Without a
 GPU nothing is held ("free"), and the jobs move meanwhile. All bytes are compared after each round.
-Ends with 1 when bytes are wrong or a job is not reported as done once, else with 0, whether or not
-the targets are met.
+The exit code is also 1 if a job is not reported as done once.
 """
 
 from __future__ import annotations

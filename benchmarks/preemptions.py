@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from generations import batching
 from timing import Call, synchronize
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
@@ -41,22 +42,11 @@ class Preemptions:
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         ) * (block_tokens * model.dtype.itemsize)
         gib = 1.2 * blocks * self.block_bytes / 2**30
-        settings = {
-            "block_size" if self._is_old else "page_size": block_tokens,
-            "num_blocks": blocks + 12 * SMALL,
-            "max_batch_tokens": 64,
-            "use_cuda_graph": False,
-            "use_async_batching": False,
-            "allow_block_sharing": False,
-            "safety_margin": 0.0,
-            "cpu_offload_space": gib,
-        }
-        if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
-            settings["auto_switch_to_flash"] = False
+        how = {"max_batch_tokens": 64, "use_async_batching": False}
         generation = hf.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self._manager = model.init_continuous_batching(
             generation_config=generation,
-            continuous_batching_config=hf.ContinuousBatchingConfig(**settings),
+            continuous_batching_config=batching(block_tokens, blocks + 12 * SMALL, gib, **how),
         )
         self._processor = self._manager._create_batch_processor()
         self._cache, self._scheduler = self._processor.cache, self._processor.scheduler

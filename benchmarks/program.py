@@ -13,7 +13,11 @@ from report import Verdict, write_json
 
 def new_parser(description: str | None, of_gpu: bool = True) -> ArgumentParser:
     """With the options of every program. of_gpu: it measures a GPU, if there is one."""
-    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=description,
+        epilog="The exit code is 1 if bytes are wrong, else 0, whether targets are met or not.",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, help="where the figures go")
     if of_gpu:
         default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,13 +1,8 @@
 """Times the calls of store() and load() alone, by blocks and by layers.
 
-Beside them the calls of one big copy of the same bytes, and of the reference R: what PyTorch needs
-for one contiguous copy with the guarantees of a transfer. All three in turn, as in bandwidth.py.
-"held": the caller's stream is busy, so the transfer begins only after the call. "warm": nothing is
-held, each call comes when all before it has ended. "cold": as that, and before each of the three,
-host memory is read and PyTorch is called. Without a GPU nothing is held, the calls copy too, and
-nothing of them is judged. The ids are other random ones, as lists, in every call; all bytes are
-compared after each cell. Ends with 1 when bytes are wrong, else with 0, whether or not the targets
-are met.
+Beside them the calls of one big copy of the same bytes, and of the reference R. All three in turn,
+warm and cold, as in bandwidth.py. "held": as warm, but the caller's stream is busy, so the transfer
+begins only after the call. Without a GPU nothing is held, and the calls copy too.
 """
 
 from __future__ import annotations
