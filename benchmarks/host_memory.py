@@ -60,7 +60,6 @@ CELLS: list[Column[Cell]] = [
     Column("memory", lambda cell: cell.name),
     Column("GiB", lambda cell: cell.nbytes / 2**30),
     Column("ready, s", lambda cell: median(cell.ready)),
-    Column("s per GiB", lambda cell: median(cell.ready) / cell.nbytes * 2**30),
     Column("huge share", lambda cell: cell.huge_share),
 ]
 
