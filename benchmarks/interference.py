@@ -67,6 +67,16 @@ def main(arguments: list[str]) -> int:
     return finish(options, content, verdicts, wrong)
 
 
+def _parser() -> ArgumentParser:
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add_transfers(parser)
+    add("--staging-mib", type=int, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
+    text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
+    add("--time-limit", type=float, metavar="SECONDS", help=text)
+    return parser
+
+
 @dataclass(frozen=True)
 class Sample:
     """Milliseconds of the compute alone and beside transfers; what moved meanwhile, how fast."""
@@ -128,16 +138,6 @@ class Cell:
                 "beside": summary([sample.ms for sample in self.samples]),
             },
         }
-
-
-def _parser() -> ArgumentParser:
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    add_transfers(parser)
-    add("--staging-mib", type=int, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
-    text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
-    add("--time-limit", type=float, metavar="SECONDS", help=text)
-    return parser
 
 
 def measure_all(
