@@ -41,9 +41,13 @@ class FileStore(BlockingStore):
         super().__init__()
 
     def set(self, key: str, memory: memoryview) -> None:
-        os.makedirs(self._unfinished, exist_ok=True)
         name = os.path.join(self._unfinished, f"{self._names}{next(self._files)}")
-        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory))
+        how = os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory)
+        try:
+            file = self._open(name, *how)
+        except FileNotFoundError:  # the first one. Each system call takes the GIL from the engine.
+            os.makedirs(self._unfinished, exist_ok=True)
+            file = self._open(name, *how)
         try:
             # Tells _remove_unfinished() of other processes that this one lives.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
