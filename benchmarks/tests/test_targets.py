@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import integration_transformers_report
-import integration_vllm_report
+import integration_vllm
 from expecttest import assert_expected_inline
-from integration_vllm_report import LOSSLESS, PLAIN, THEIRS, Round
+from integration_vllm import LOSSLESS, PLAIN, THEIRS, Round
 from report import Verdict
 
 
@@ -60,7 +60,7 @@ def rounds_of(**of_engine: tuple[float, float]) -> list[Round]:
         )
         for engine, (seconds, first) in of_engine.items()
         for turn in (1, 2)
-        for kind in integration_vllm_report.KINDS
+        for kind in integration_vllm.KINDS
     ]
 
 
@@ -68,7 +68,7 @@ def test_integration_vllm_asks_for_throughput_and_a_share_of_the_overhead() -> N
     slow = {"plain": (9.0, 0.1), "theirs": (10.0, 0.2), "lossless": (8.0, 0.14)}
     slow |= {"connector": (8.0, 0.11), "both": (8.0, 0.12)}
     assert_expected_inline(
-        said(integration_vllm_report.judge(rounds_of(**slow, ours=(10.5, 0.15)))),
+        said(integration_vllm.judge(rounds_of(**slow, ours=(10.5, 0.15)))),
         """\
 MISSED       cold, our connector, throughput over vLLM's own offloading: 1.25, at least 1.30
 met          warm, our connector, throughput over vLLM's own offloading: 1.25, at least 1.05
@@ -89,7 +89,7 @@ MISSED       long, our connector, lossless, share of the overhead of the spec: 0
     )
     rounds = rounds_of(**slow, ours=(8.0, 0.15))
     rounds[-1].tokens = [[1, 3]]
-    assert integration_vllm_report.differences(rounds) == (
+    assert integration_vllm.differences(rounds) == (
         "answers of 12 that are not those of plain vLLM: vLLM's own 0, ours, lossless 0, our connector 0, our connector, lossless 0, ours 1"
     )
 
@@ -99,7 +99,7 @@ def test_integration_vllm_compares_connectors_alone_with_vllms_own_offloading() 
     rounds = rounds_of(plain=(9.0, 0.1), theirs=(10.0, 0.2), **both)
     rounds += [replace(each, kind="restarted") for each in rounds if each.kind == "alone"]
     assert_expected_inline(
-        said(integration_vllm_report.judge(rounds)),
+        said(integration_vllm.judge(rounds)),
         """\
 MISSED       cold, our connector, throughput over vLLM's own offloading: 1.25, at least 1.30
 met          warm, our connector, throughput over vLLM's own offloading: 1.25, at least 1.05
