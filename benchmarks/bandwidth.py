@@ -3,9 +3,9 @@
 Total time runs from the call of store() or load() until handler.synchronize() returns; that of the
 big copy, pinned, from the call until the host sees its event. The reference R is one contiguous
 copy by PyTorch with the guarantees of a transfer: an event on the current stream for which a copy
-stream waits, an event, the copy, an event; then the host waits. "Plain ops" is the same transfer by
-torch_kvswap/reference.py. All four in turn, in changing order. "Warm": nothing else runs. "Cold":
-before each of them, host memory is read and PyTorch is called, as a server does.
+stream waits, an event, the copy, an event; then the host waits. All three in turn, in changing
+order. "Warm": nothing else runs. "Cold": before each of them, host memory is read and PyTorch is
+called, as a server does.
 
 Blocks and pages: other random ids, as lists, in every transfer. Without a GPU all copies are of
 PyTorch, and there are fewer and smaller shapes. All bytes are compared after each cell.
@@ -23,7 +23,6 @@ from comparison import (
     BIG,
     COLD,
     OURS,
-    PLAIN,
     REFERENCE,
     SUBMIT,
     WARM,
@@ -32,7 +31,6 @@ from comparison import (
     comparison_parser,
     finish_cells,
     measure_all,
-    plain_ops,
     plan_of,
 )
 from program import is_judged
@@ -64,8 +62,7 @@ CAPTION = (
 
 def main(arguments: list[str]) -> int:
     options = comparison_parser(__doc__, samples=20, cold_samples=10).parse_args(arguments)
-    plan, others = plan_of(options, (WARM, COLD)), {PLAIN: plain_ops}
-    cells = measure_all(plan, options, "bandwidth", others)
+    cells = measure_all(plan_of(options, (WARM, COLD)), options, "bandwidth")
     judged = is_judged(options)
     print(tables(cells, judged), "", *(counts(cells) if judged else ()), "", sep="\n")
     return finish_cells(options, "bandwidth", cells, judge_all(cells) if judged else [])
@@ -135,8 +132,6 @@ def _columns_of(state: str, judged: bool) -> list[Column[Cell]]:
         Column("total / R", with_target(OVER_REFERENCE)),
         Column("call, us", lambda cell: cell.states[state].median(OURS, SUBMIT)),
         Column("call / R's", with_target(CALL_OVER_REFERENCE)),
-        Column("plain ops / big", lambda cell: cell.states[state].ratio(PLAIN, BIG)),
-        Column("their call, us", lambda cell: cell.states[state].median(PLAIN, SUBMIT)),
     ]
 
 

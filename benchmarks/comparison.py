@@ -42,10 +42,8 @@ from transfers import (
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.reference import ReferenceHandler
 
 OURS, BIG, REFERENCE = "ours", "big copy", "reference"
-PLAIN = "plain ops"  # the same transfer by torch_kvswap/reference.py
 WARM, HELD, COLD = "warm", "held", "cold"
 TOTAL, SUBMIT = "total_us", "submit_us"  # of a Move
 LEAST = 5  # samples that a limit of time leaves
@@ -315,10 +313,6 @@ def measure_kinds(
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape has blocks of another size
     return cells
-
-
-def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
-    return ReferenceHandler(blocks.layout, blocks.host)
 
 
 def measure_all(

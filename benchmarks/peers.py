@@ -21,11 +21,11 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
+from blocks import NumberedBlocks
 from comparison import (
     BIG,
     COLD,
     OURS,
-    PLAIN,
     REFERENCE,
     WARM,
     Cell,
@@ -34,13 +34,14 @@ from comparison import (
     comparison_parser,
     finish_cells,
     measure_all,
-    plain_ops,
     plan_of,
 )
 from peer_handlers import PEERS
 from program import device_of, is_judged
 from report import Column, Verdict, table_of
 from transfers import DIRECTIONS, Shape, move
+
+from torch_kvswap.reference import ReferenceHandler
 
 AHEAD_US = 3.0  # what calls and launches differ by
 
@@ -50,13 +51,17 @@ def main(arguments: list[str]) -> int:
     left_out = why_not(PEERS, device_of(options))
     found = {name: peer for name, peer in PEERS.items() if name not in left_out}
     versions = {name: peer.version() for name, peer in found.items()}
-    moving: dict[str, NewHandler] = {**found, PLAIN: plain_ops}
-    cells = measure_all(plan_of(options, (WARM, COLD)), options, "peers", moving)
+    others: dict[str, NewHandler] = {**found, "plain ops": plain_ops}
+    cells = measure_all(plan_of(options, (WARM, COLD)), options, "peers", others)
     said = [f"{name}: {text}" for name, text in versions.items()]
     said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
     verdicts = judge(cells) if is_judged(options) else []
     print(tables(cells), "", *said, "", sep="\n")
     return finish_cells(options, "peers", cells, verdicts, versions=versions, left_out=left_out)
+
+
+def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
+    return ReferenceHandler(blocks.layout, blocks.host)
 
 
 def why_not(peers: Mapping[str, NewHandler], device: torch.device) -> dict[str, str]:
@@ -76,7 +81,7 @@ def why_not(peers: Mapping[str, NewHandler], device: torch.device) -> dict[str, 
     return left_out
 
 
-def others(samples: Samples) -> list[str]:
+def same_blocks(samples: Samples) -> list[str]:
     """The ways that move the same blocks."""
     return [way for way in samples.moves if way not in (OURS, BIG, REFERENCE)]
 
@@ -92,7 +97,7 @@ def judge(cells: Sequence[Cell]) -> list[Verdict]:
         Verdict(f"{cell.kind}, {state}, us behind {way}", AHEAD_US, behind_us(samples, way))
         for cell in cells
         for state, samples in cell.states.items()
-        for way in others(samples)
+        for way in same_blocks(samples)
     ]
 
 
@@ -127,7 +132,7 @@ def _columns(title: str, state: str, first: Cell) -> list[Column[Cell]]:
         Column("direction", lambda cell: cell.kind.direction),
         Column("big copy, us", lambda cell: cell.states[state].median(BIG)),
         Column(OURS, ratio(OURS)),
-        *(Column(way, marked(way)) for way in others(first.states[state])),
+        *(Column(way, marked(way)) for way in same_blocks(first.states[state])),
         Column("contiguous copy", ratio(REFERENCE)),
     ]
 
