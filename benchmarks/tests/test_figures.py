@@ -9,6 +9,7 @@ from typing import Any
 
 import comparison
 import computes
+import numpy as np
 import pytest
 import timing
 import torch
@@ -17,8 +18,9 @@ from big_copy import BigCopy, Reference
 from comparison import BIG, COLD, OURS, REFERENCE, SUBMIT, WARM, Cell, Comparison, Samples
 from computes import Idle
 from fake_clock import Clock
+from interference import Sample
 from prefix_cache_model import PrefixCacheModel, block_keys
-from timing import Move, synchronize
+from timing import Move, Spread, synchronize
 from traffic import HandlerWay, beside
 from transfers import Kind, Shape, move
 
@@ -100,6 +102,11 @@ def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() 
     assert cold["total_us"]["over reference"][BIG] == [3, 4, 5]
     assert cold["submit_us"]["over reference"][OURS] == [2.5, 4, 5]
     assert cell.states[COLD].ratio(OURS, BIG, SUBMIT) == 2
+
+
+def test_calls_have_microseconds_and_compute_loses_milliseconds_for_each_gb() -> None:
+    assert Spread.of(np.arange(0, 101_000, 1000)) == Spread(median=50, p99=99)
+    assert Sample(floor_ms=10, ms=12, gb=4, gb_per_s=50).lost == 0.5
 
 
 # What is timed

@@ -8,11 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import block_manager
 import integration_transformers_report
 import integration_vllm
 from expecttest import assert_expected_inline
 from integration_vllm import LOSSLESS, PLAIN, THEIRS, Round
 from report import Verdict
+from timing import Spread
 
 
 def said(verdicts: Sequence[Verdict]) -> str:
@@ -46,6 +48,25 @@ not measured none: -, at most 3
 not measured nan: nan, at least 3""",
     )
     assert [one.met for one in nothing] == [None, None]
+
+
+def test_a_block_manager_is_judged_by_the_call_that_gains_least_and_by_misses_apart() -> None:
+    times = {"digests": (2, 4, 1), "vLLM": (20, 12, 5)}
+    calls = "touch", "lookup", block_manager.MISS
+    cells = [
+        block_manager.Cell(name, call, 100, Spread(of_call, of_call))
+        for name, of_manager in times.items()
+        for call, of_call in zip(calls, of_manager, strict=True)
+    ]
+    assert_expected_inline(
+        said(block_manager.judge(cells, [block_manager.Memory("digests", 1000, 68.0)])),
+        """\
+MISSED       digests, times as fast as vLLM, least in lookup: 3, at least 5
+met          digests, times as fast as vLLM, least in lookup, a miss: 5, at least 5
+not measured by key, times as fast as vLLM by key, least in all calls but misses: -, at least 5
+not measured by key, times as fast as vLLM by key, least in lookup, a miss: -, at least 5
+met          bytes for each of 1,000 pages: 68, at most 200""",
+    )
 
 
 def rounds_of(**of_engine: tuple[float, float]) -> list[Round]:
