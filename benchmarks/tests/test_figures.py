@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,14 @@ def test_a_cell_has_quartiles_and_the_ratios_to_both_copies_of_the_same_round() 
     assert cold["total_us"]["over reference"][BIG] == [3, 4, 5]
     assert cold["submit_us"]["over reference"][OURS] == [2.5, 4, 5]
     assert cell.states[COLD].ratio(OURS, BIG, SUBMIT) == 2
+
+
+def test_a_table_has_the_cells_of_its_arrangement_and_direction() -> None:
+    cells = [Cell(replace(KIND, direction=way)) for way in ("store", "load", "store")]
+    assert dict(comparison.by_kind(cells)) == {
+        "layers one by one, store": [cells[0], cells[2]],
+        "layers one by one, load": [cells[1]],
+    }
 
 
 def test_calls_have_microseconds_and_compute_loses_milliseconds_for_each_gb() -> None:
