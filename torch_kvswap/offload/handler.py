@@ -250,7 +250,7 @@ class OffloadHandler(NotCopyable):
         groups: Groups,
         copy_method: str | None,
         staging_bytes: int,
-        submit_thread: bool,
+        submit_thread: bool = False,
         assigns_pages: bool = False,
     ) -> None:
         """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
@@ -366,7 +366,7 @@ class OffloadHandler(NotCopyable):
             MemoryError: host memory is exhausted.
         """
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(STORES, ids, after, copy_method, tag)
+        return self._submit(STORES, ids, after, tag, copy_method)
 
     def load(
         self,
@@ -422,7 +422,7 @@ class OffloadHandler(NotCopyable):
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(LOADS, ids, after, copy_method, tag, layer_groups, gate, expedited)
+        return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, gate, expedited)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
@@ -673,8 +673,8 @@ class OffloadHandler(NotCopyable):
         channel: int,
         ids: tuple[Any, Any, Any],
         after: object,
-        copy_method: str | None,
         tag: object,
+        copy_method: str | None = None,
         layer_groups: int | None = None,
         gate: Gate | None = None,
         expedited: bool = False,

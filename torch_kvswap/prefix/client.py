@@ -24,6 +24,7 @@ from torch_kvswap._native.arguments import (
     read_int,
     read_switch,
 )
+from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
@@ -32,7 +33,7 @@ from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, unit_tokens
+from torch_kvswap.prefix.groups import BlockGroup, read_groups, unit_tokens
 from torch_kvswap.prefix.hashing import Keys, read_digests
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
