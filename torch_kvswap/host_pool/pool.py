@@ -258,7 +258,7 @@ class HostPool(NotCopyable):
                 f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
                 "receive() returned"
             )
-        kept = read_encoding(handle.encoding, handle.bits_per_value)
+        kept = handle._encoding
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
@@ -364,10 +364,9 @@ class HostPool(NotCopyable):
         if self._shares_huge_pages is None or fd is None:
             raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
-        sizes, kept = self._memory.slab_sizes, self._memory.encoding
-        encoding = kept.name, kept.bits_per_value
+        kept = self._memory.slab_sizes, self._memory.encoding, self.verify
         rows = self._shape.page_alignment, self._shape.parts
-        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify, *rows)
+        return PoolHandle(os.dup(fd), *shape, *kept, *rows)
 
     def view_for(
         self,
@@ -644,7 +643,7 @@ def _map_private(
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
     if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(shape.mapped_bytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
+        return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
     for name, is_given in (
         ("huge_pages=True", huge_pages is True),
         ("numa_node", pinning.numa_node is not None),
@@ -663,7 +662,7 @@ def _map_private(
         if pinning.pinned:
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(shape.mapped_bytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
+        return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
 
 
 def _map_shared(
@@ -671,7 +670,7 @@ def _map_shared(
 ) -> Mapping:
     """Maps the memory of a pool that other processes can attach to."""
     _check_shared_pinning(device, pinning)
-    return map_new(shape.mapped_bytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
+    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:
