@@ -573,13 +573,6 @@ class HostPool(NotCopyable):
     def _digests(self) -> native.DigestTable:
         return self._shape.digests(self._memory.mapping.address)
 
-    def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
-        """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
-
-        The error calls the layout `name`, and says `advice`.
-        """
-        self._encoding.slot_bytes(layout, advice, is_width_open=False, name=name)
-
     @property
     def _has_pinned_pages(self) -> bool:
         """Whether the pages are pinned when they are ready."""

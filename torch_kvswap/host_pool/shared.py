@@ -131,15 +131,13 @@ class PoolHandle(NotCopyable):
         """Waits for a handle from send() at the other end.
 
         Args:
-            connection (socket.socket): a connected Unix stream socket.
+            connection (socket.socket): see send().
 
         Returns:
             PoolHandle: with a descriptor of its own.
 
         Raises:
-            TypeError: connection is not a socket.
-            ValueError: it is not a Unix stream socket.
-            ConnectionError: it is not connected, it was closed, or something else was sent.
+            TypeError, ValueError, ConnectionError: see send(); also if something else was sent.
         """
         _check_connection(connection)
         message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
@@ -155,8 +153,8 @@ class PoolHandle(NotCopyable):
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                kept = encoding, verified, page_alignment, parts
-                return cls(fds[0], *numbers, sizes, *kept)
+                numbers += [sizes, encoding, verified, page_alignment, parts]
+                return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
         except BaseException:  # a timeout, a signal

@@ -33,7 +33,7 @@ from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
-from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_part
+from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import Keys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
@@ -108,7 +108,7 @@ class Preempted(NamedTuple):
 
 def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[PageFormat]:
     """The formats of the pools' pages. Raises what a PrefixCache does for a wrong argument."""
-    model, rank, world = read_part(model, rank, world, "below_")
+    model, rank, world = read_model(model, rank, world, "below_")
     formats = []
     for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
         if pool.num_parts > 1:

@@ -313,8 +313,7 @@ class RemoteManager(Session):
         others: see Session.
 
     Attributes:
-        groups (tuple[BlockGroup, ...]): the groups.
-        unit_tokens (int): tokens per unit of a prefix's length.
+        groups, unit_tokens: see BlockManager.
     """
 
     def __init__(
@@ -540,7 +539,9 @@ class RemotePools:
         return Groups(*((layouts, pools) if self._is_list else (layouts[0], pools[0])))
 
 
-def read_part(model: object, rank: object, world: object, prefix: str = "") -> tuple[str, int, int]:
+def read_model(
+    model: object, rank: object, world: object, prefix: str = ""
+) -> tuple[str, int, int]:
     """Checks of which part of which model others get the pages; errors name the arguments so."""
     if not isinstance(model, str):
         raise TypeError(
@@ -574,7 +575,7 @@ def describe(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    model, rank, world = read_part(model, rank, world)
+    model, rank, world = read_model(model, rank, world)
     kept = read_encoding(encoding, bits_per_value)
     of_groups = [BlockGroup(1) for _ in layouts] if groups is None else read_groups(groups)
     if len(of_groups) != len(layouts):

@@ -226,8 +226,7 @@ class Swap:
             using = self.handler.jobs_using(array("q", written))
             exposed = [copy for copy in exposed if copy.job in using]
         for copy in exposed:
-            with suppress(TransferError):  # it has ended, so there is nothing to wait for
-                copy.job.wait(self._stream)
+            self._make_stream_wait(copy.job)
             copy.is_exposed = False
 
     def wait(self, load: Copy) -> None:
@@ -241,3 +240,7 @@ class Swap:
             self.handler.synchronize()
         self.handler.poll()
         self._busy, self._num_unreported = [], 0
+
+    def _make_stream_wait(self, job: Job) -> None:
+        with suppress(TransferError):  # it has ended, so there is nothing to wait for
+            job.wait(self._stream)

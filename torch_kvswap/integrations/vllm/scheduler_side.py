@@ -117,8 +117,7 @@ class KVSwapManager(HostManager):
 
     Args:
         num_pages (int): host pages.
-        policy (str): "lru" or "arc".
-        store_threshold (int): number of times that a chunk is offered before it is stored.
+        policy, store_threshold: see SpecOptions.
         events (bool): record events for take_events().
         info (Mapping[str, Any] | None): what config_info() reports.
     """

@@ -86,7 +86,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             )
 
     @staticmethod
-    def _vllms_spec() -> type[OffloadingSpec]:
+    def _vllms_spec() -> Any:
         """vLLM's own spec, whose metrics have the same names."""
         from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 

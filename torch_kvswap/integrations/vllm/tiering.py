@@ -279,7 +279,7 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
             )
 
     @staticmethod
-    def _vllms_spec() -> type[base.OffloadingSpec]:
+    def _vllms_spec() -> Any:
         return TieringOffloadingSpec
 
     def _read_options(self) -> SpecOptions:
