@@ -635,27 +635,25 @@ def _map_private(
         ValueError: an option is not possible where torch pins, or there is not enough memory.
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
-    if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
-    for name, is_given in (
-        ("huge_pages=True", huge_pages is True),
-        ("numa_node", pinning.numa_node is not None),
-    ):
-        if is_given:
-            raise ValueError(
-                f"{name} is not possible for {device}: torch pins memory for it, and takes that "
-                "memory from where it likes; leave it out, or pass pinned=False"
-            )
-    try:
-        return TorchMemory(shape.nbytes, shape.page_bytes)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = (
-            f"torch did not pin {bytes_text(shape.nbytes)} of host memory for {device}: {error}"
-        )
-        if pinning.pinned:
-            raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
-        log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
+    if pinning.pinned is not False and pins_with_torch(device):
+        for name, is_given in (
+            ("huge_pages=True", huge_pages is True),
+            ("numa_node", pinning.numa_node is not None),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"{name} is not possible for {device}: torch pins memory for it, and takes "
+                    "that memory from where it likes; leave it out, or pass pinned=False"
+                )
+        try:
+            return TorchMemory(shape.nbytes, shape.page_bytes)
+        except (RuntimeError, NotImplementedError) as error:
+            nbytes = bytes_text(shape.nbytes)
+            reason = f"torch did not pin {nbytes} of host memory for {device}: {error}"
+            if pinning.pinned:
+                raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
+            log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
+    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
 
 
 def _map_shared(

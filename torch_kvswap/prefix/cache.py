@@ -480,7 +480,9 @@ class PrefixCache(NotCopyable):
             return None
         prompt = self._read(keys, gpu_block_ids)
         with self._handler._reporting:
-            return self._store(prompt, after, tag)
+            job = self._store(prompt, after, tag)
+        # Not returned from within: Ctrl-C right behind the call would leave the lock taken.
+        return job
 
     def evict(self, gpu_block_ids: Ids | Sequence[Ids], *, after: After = None) -> list[Job]:
         """Returns the jobs that must end before these GPU blocks are reused.

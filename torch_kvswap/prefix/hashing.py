@@ -258,15 +258,7 @@ def read_digests(name: str, keys: Keys) -> bytes:
         raise TypeError(
             f"{name} is {kind_of(keys)}; pass keys of a PrefixHasher, or a list of keys"
         )
-    try:
-        return _digests_of(keys)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
-
-
-def _digests_of(keys: Sequence[Hashable]) -> bytes:
-    """The digests of the keys, one after another; fast if all keys are digests."""
-    try:
+    try:  # fast if all keys are digests
         if set(map(len, keys)) == {DIGEST_BYTES}:  # type: ignore[arg-type]
             joined = b"".join(keys)  # type: ignore[arg-type]
             # Differs if a key is a buffer of DIGEST_BYTES items that are larger than a byte.
@@ -274,7 +266,10 @@ def _digests_of(keys: Sequence[Hashable]) -> bytes:
                 return joined
     except (TypeError, BufferError):
         pass  # some keys are not bytes
-    return b"".join(map(key_digest, keys))
+    try:
+        return b"".join(map(key_digest, keys))
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error
 
 
 native.set_python(read_digests=read_digests)

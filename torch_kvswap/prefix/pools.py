@@ -162,12 +162,22 @@ class Pools:
 
     def check_blocks(self, layouts: Sequence[PagedLayout], blocks: list[array[int]]) -> bool:
         """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
-        return any(
-            [  # a list: all are checked
-                _check_blocks(self.name_of("gpu_block_ids", group), layout.num_blocks, of_pool)
-                for group, (layout, of_pool) in enumerate(zip(layouts, blocks, strict=True))
-            ]
-        )
+        some_left_out = False
+        for group, (layout, of_pool) in enumerate(zip(layouts, blocks, strict=True)):
+            count = layout.num_blocks
+            numbers = np.frombuffer(of_pool, np.uint64)  # a negative one is larger than any block's
+            if not len(numbers) or numbers.max() < count:
+                continue
+            some_left_out = True
+            wrong = (numbers >= count) & (numbers != UINT64_MAX)
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise IndexError(
+                    f"{self.name_of('gpu_block_ids', group)}[{at}] is {of_pool[at]}; there are "
+                    f"{count} GPU blocks, 0 to {count - 1}, and -1 is a block that is not on the "
+                    "GPU"
+                )
+        return some_left_out
 
     def check_distinct(self, blocks: list[array[int]]) -> None:
         """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
@@ -213,23 +223,6 @@ class Pools:
     def join(self, of_pools: Sequence[Any]) -> Any:
         """The parts of all pools in the form in which the caller passes arguments."""
         return of_pools if self._is_list else of_pools[0]
-
-
-def _check_blocks(name: str, count: int, blocks: array[int]) -> bool:
-    """Whether one of the blocks is -1. Raises IndexError if one is neither that nor one of the
-    cache's `count` blocks.
-    """
-    numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
-    if not len(numbers) or numbers.max() < count:
-        return False
-    wrong = (numbers >= count) & (numbers != UINT64_MAX)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise IndexError(
-            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}, and -1 "
-            "is a block that is not on the GPU"
-        )
-    return True
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:

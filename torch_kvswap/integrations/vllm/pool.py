@@ -188,7 +188,8 @@ def send_to_next(
         with connection, contextlib.suppress(ConnectionError):
             if user_of(connection) == os.getuid():
                 handle.send(connection)
-                connection.sendall(more)
+                if more:  # sending nothing fails if the other end has closed already
+                    connection.sendall(more)
                 return
 
 
