@@ -93,11 +93,8 @@ def read_groups(groups: int | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
 
 
 def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:
-    """Converts the number of ready pages to a list with one entry per group; None is all pages.
-
-    Raises:
-        TypeError: it is not a number or a list of numbers.
-        ValueError: a group does not have this many pages, or the list has a wrong length.
+    """Converts the number of ready pages to a list with one entry per group; see
+    BlockManager.grow(). Also raises ValueError if the list has a wrong length.
     """
     every = [group.num_pages for group in groups]
     if ready is None:
