@@ -1,5 +1,4 @@
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "bindings/python.h"

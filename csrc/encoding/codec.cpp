@@ -1,6 +1,5 @@
 #include "encoding/codec.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace kvswap {

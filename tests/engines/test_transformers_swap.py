@@ -31,9 +31,9 @@ def test_what_was_stored_comes_back_to_other_blocks():
     stored = swap.store([[3, 1], [7]])
     swap.load(stored, [[10, 11], [12]])
     assert torch.equal(blocks[10:13], before[[3, 1, 7]])
-    assert swap.num_free == 3
+    assert len(swap._free) == 3
     swap.free(stored)
-    assert swap.num_free == 6
+    assert len(swap._free) == 6
 
 
 def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
@@ -72,7 +72,7 @@ def test_groups_are_loaded_as_far_as_both_sides_go():
 def test_a_request_that_does_not_fit_takes_no_page():
     _, swap = make(pages=2)
     assert swap.store([[1, 2, 3]]) is None
-    assert swap.num_free == 2
+    assert len(swap._free) == 2
     assert swap.store([[1, 2]]) is not None
     assert swap.store([[1]]) is None
 
@@ -93,7 +93,7 @@ def test_a_store_that_is_refused_gives_its_pages_back():
         pytest.raises(RuntimeError, match="the device is lost"),
     ):
         swap.store([[1, 2, 3]])
-    assert swap.num_free == 6
+    assert len(swap._free) == 6
 
 
 def test_pages_that_are_free_again_are_taken_in_the_order_in_which_they_lie():
@@ -219,7 +219,7 @@ def test_only_what_nobody_wants_any_more_is_cancelled():
         cancel.assert_not_called()
         swap.discard(dropped)
     assert [call.args for call in cancel.call_args_list] == [(job,) for job in dropped.stores]
-    assert swap.num_free == 6
+    assert len(swap._free) == 6
 
 
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():

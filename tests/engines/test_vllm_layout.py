@@ -17,8 +17,8 @@ from gpu_cache import NEW, OLD, keep_busy
 from vllm_contract import caches
 
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm import retry
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
-from torch_kvswap.integrations.vllm.retry import Retry
 from torch_kvswap.layout import PagedLayout
 
 
@@ -104,8 +104,8 @@ def test_a_copy_waits_for_the_current_stream_unless_its_transfer_has_run(has_run
     pool, cuda = HostPool(layout, 3, 2), mock.MagicMock()
     layout.device = torch.device("cuda", 1)
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(Retry, "_copy", cuda.copies)
-    assert Retry([layout], [pool], "store", places, {}, has_run).error is None
+    monkeypatch.setattr(retry, "_copy", cuda.copies)
+    retry.copy_again([layout], [pool], "store", places, {}, has_run)
     current, made = cuda.current_stream.return_value, cuda.Stream.return_value
     waits = [mock.call.current_stream(layout.device), mock.call.Stream().wait_stream(current)]
     assert cuda.mock_calls == [
@@ -113,10 +113,9 @@ def test_a_copy_waits_for_the_current_stream_unless_its_transfer_has_run(has_run
         *([] if has_run else waits),
         mock.call.stream(made),
         mock.call.stream().__enter__(),
-        mock.call.copies(places),
-        mock.call.Event(),
-        mock.call.Event().record(made),
+        mock.call.copies([layout], "store", places, mock.ANY),
         mock.call.stream().__exit__(None, None, None),
+        mock.call.Stream().synchronize(),
     ]
 
 
@@ -130,14 +129,18 @@ def test_decoded_blocks_are_held_until_their_copies_have_ended(monkeypatch):
         decoded.append(weakref.ref(block))
         return block
 
+    def end() -> None:
+        gc.collect()
+        assert len(decoded) == 2
+        assert all(block() is not None for block in decoded)
+
     monkeypatch.setattr(pool, "read_block", read_block)
+    layout.device, cuda = torch.device("cuda", 1), mock.MagicMock()
+    cuda.Stream.return_value.synchronize.side_effect = end
+    monkeypatch.setattr(torch, "cuda", cuda)
     places = [Place(0, 4, 2, 0), Place(0, 1, 1, 0)]
-    retry = Retry([layout], [pool], "load", places, {}, has_run=True)
-    assert len(decoded) == 2
-    assert all(block() is not None for block in decoded)
-    del retry
-    gc.collect()
-    assert all(block() is None for block in decoded)
+    retry.copy_again([layout], [pool], "load", places, {}, has_run=True)
+    cuda.Stream.return_value.synchronize.assert_called_once()
 
 
 @pytest.mark.gpu
@@ -151,16 +154,14 @@ def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(directio
     pool = HostPool(layout, 3, 2)
     pool.pages.fill_(OLD)
     places = [Place(0, 4, 2, 1)]
-    Retry([layout], [pool], "load", places, {}, has_run).wait()  # the first one takes longer
+    retry.copy_again([layout], [pool], "load", places, {}, has_run)  # the first one takes longer
     torch.cuda.synchronize()
     keep_busy()
     cache.fill_(NEW)
-    retry = Retry([layout], [pool], direction, places, {}, has_run)
-    retry.wait()
+    retry.copy_again([layout], [pool], direction, places, {}, has_run)
     was_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
     assert was_busy is has_run, "it waits for the stream, and only the control does not"
-    assert retry.error is None
     if direction == "store":
         assert pool.pages[2, 1].unique().tolist() == [OLD if has_run else NEW]
     else:

@@ -371,9 +371,7 @@ def test_a_reset_forgets_what_requests_have_had():
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them(is_fenced, monkeypatch):
     """is_fenced: False is vLLM 0.26, which does not tell when they have."""
-    monkeypatch.setattr(base.OffloadingManager, "on_reset_flushed", None, raising=False)
-    if not is_fenced:
-        monkeypatch.delattr(base.OffloadingManager, "on_reset_flushed")
+    monkeypatch.setattr(manager_module, "IS_033", is_fenced)
     ours, one, other = manager(), request(), request("other", 1)
     store(ours, one, 0, 1)
     held = [

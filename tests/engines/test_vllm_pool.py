@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -167,6 +170,39 @@ def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
         has_hung_up.set()
         make(1, 2, engine).close()
         first.result().close()
+
+
+@pytest.fixture
+def listener(engine: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.bind(vllm_pool.address_of(engine))
+        made.listen()
+        yield made
+
+
+@pytest.fixture
+def caller(engine: str, listener: socket.socket) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.connect(vllm_pool.address_of(engine))
+        yield made
+
+
+def test_a_caller_of_another_user_is_sent_nothing(listener, caller, monkeypatch):
+    monkeypatch.setattr(vllm_pool, "user_of", lambda connection: os.getuid() + 1)
+    with (
+        HostPool(layout(), 6, 2, shared=True) as pool,
+        contextlib.closing(pool.share()) as handle,
+        pytest.raises(TimeoutError),
+    ):
+        vllm_pool.send_to_next(listener, handle, deadline=time.monotonic())
+    assert caller.recv(1) == b""
+
+
+def test_a_worker_that_closes_its_end_once_it_has_the_handle_is_counted(listener, caller):
+    handle = mock.Mock()
+    handle.send.side_effect = lambda connection: caller.close()
+    vllm_pool.send_to_next(listener, handle, deadline=time.monotonic())
+    handle.send.assert_called_once()
 
 
 def test_another_user_is_given_nothing(engine, monkeypatch):

@@ -16,6 +16,7 @@ from patience import PATIENCE, in_time
 from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm import pool as vllm_pool
 from torch_kvswap.integrations.vllm import rows as vllm_rows
 from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer, RowsServer
@@ -94,7 +95,8 @@ def test_another_user_is_given_nothing(engine, monkeypatch):
         asked.set()
         return os.getuid() + 1
 
-    monkeypatch.setattr(vllm_rows, "user_of", other)
+    for end in (vllm_pool, vllm_rows):
+        monkeypatch.setattr(end, "user_of", other)
     with pool_of() as pool:
         server = RowsServer(engine, pool.share(), "")
         with pytest.raises(RuntimeError, match="it belongs to another user"):

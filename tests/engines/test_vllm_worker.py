@@ -15,8 +15,9 @@ import torch
 from gpu_cache import Hold, keep_busy
 from patience import in_time
 from torch import Tensor
-from vllm_contract import KVSwapWorker, base, caches, common, worker_module
+from vllm_contract import KVSwapWorker, base, caches, common
 
+from torch_kvswap.integrations.vllm import retry
 from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.rows import RowsOffer
@@ -267,43 +268,6 @@ def test_wait_does_not_raise_for_a_copy_that_failed(checked, monkeypatch):
     assert checked.is_right()
 
 
-def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that is done again moves bytes only when somebody waits for it, so that a wait that
-    is left out is seen."""
-
-    class Late:
-        def __init__(self, copy: Any) -> None:
-            self.copy = copy
-
-        def query(self) -> bool:
-            return self.copy is None
-
-        def synchronize(self) -> None:
-            self.copy()
-            self.copy = None
-
-    def start_late(retry: Any, places: Any, has_run: bool) -> None:
-        retry._end = Late(lambda: retry._copy(places))
-
-    monkeypatch.setattr(worker_module.Retry, "_start", start_late)
-
-
-@pytest.mark.parametrize("is_end", [False, True])
-def test_wait_and_shutdown_wait_for_a_copy_that_is_done_again(checked, monkeypatch, is_end):
-    copy_again_late(monkeypatch)
-    fail_copies(checked, monkeypatch)
-    number = checked.submit("store", [([3, 9], [5, 2], 0)])
-    checked.worker._handler.synchronize()
-    assert checked.worker.get_finished() == [], "it has not been copied yet"
-    pages = checked.worker._pool.pages
-    if is_end:
-        checked.worker.shutdown()
-    else:
-        checked.worker.wait({number})
-        assert checked.finished(1)[0].success
-    assert torch.equal(pages, checked.pages)
-
-
 def test_blocks_of_pages_with_digests_are_copied_again_beside_them_or_not_at_all(
     device, monkeypatch, caplog
 ):
@@ -330,7 +294,7 @@ def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(
         raise RuntimeError("error 719")
 
     fail_copies(checked, monkeypatch)
-    monkeypatch.setattr(worker_module.Retry, "_copy", cannot)
+    monkeypatch.setattr(retry, "_copy", cannot)
     number = checked.submit("load", [([3], [5], 0)])
     (result,) = checked.finished(1)
     assert (result.job_id, result.success) == (number, False)

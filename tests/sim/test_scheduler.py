@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,12 +160,15 @@ def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, s
         driver.set_mode("manual")
 
 
+@pytest.mark.parametrize("option", [{"layer_groups": 2}, {"copy_method": "copy_engines"}])
 @simulated
-def test_a_job_in_layer_groups_is_joined_with_no_other(driver: Driver) -> None:
+def test_a_job_with_layer_groups_or_without_kernels_is_joined_with_no_other(
+    driver: Driver, option: dict[str, Any]
+) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         hold, early = queue_up(sim, "load")
         for i in range(1, 10):
-            sim.submit("load", [i], [i], layer_groups=2 if i == 5 else None)
+            sim.submit("load", [i], [i], **(option if i == 5 else {}))
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.metrics("load").transfers == len(early) - 1 + 3

@@ -131,7 +131,7 @@ class Seen:
         for manager in self.managers:
             swap = manager.parked.swap
             swap.reset()
-            if manager.parked.requests or swap.num_free != swap.pool.num_pages or swap._busy:
+            if manager.parked.requests or len(swap._free) != swap.pool.num_pages or swap._busy:
                 return False
         return True
 

@@ -29,10 +29,6 @@ class Server:
         self.per_page = self.pool.blocks_per_page
         self.is_list = self.rng.random() < 0.3
         layouts, pools = [self.group.layout], [self.pool]
-        options = {
-            "copy_method": self.rng.choice(self.copy_methods()),
-            "submit_thread": self.rng.random() < 0.3,
-        }
         self.is_lazy = self.rng.random() < 0.3
         self.prefixes = PrefixCache(
             layouts if self.is_list else layouts[0],
@@ -40,7 +36,7 @@ class Server:
             [BlockGroup(self.pool.num_pages)] if self.is_list else None,
             store_policy="lazy" if self.is_lazy else "eager",
             eviction_policy=self.rng.choice(["lru", "arc"]),
-            **options,
+            copy_method=self.rng.choice(self.copy_methods()),
         )
         (self.stream,) = device.streams(1)[:1]
         # Prompts share beginnings; a key is the number of its first prompt, and how far in it is.

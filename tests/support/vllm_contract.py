@@ -64,6 +64,7 @@ class OffloadingEvent:
     keys: list[bytes]
     medium: Medium
     removed: bool
+    metadata_only: bool = False
 
 
 @dataclass

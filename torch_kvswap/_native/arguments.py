@@ -80,23 +80,21 @@ def read_switch(name: str, value: object) -> bool:
 
 
 def read_optional_switch(name: str, value: object) -> bool | None:
-    """Converts an option that is True, False or None.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """As read_switch(), for an option that may be None."""
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
     raise TypeError(f"{name} is {value!r}; it must be True, False or None")
 
 
-def read_seconds(name: str, value: object) -> float:
-    """Converts a time in seconds: 0 or more, infinity allowed.
+def read_timeout(name: str, value: object) -> float | None:
+    """Converts a timeout in seconds, 0 or more. None and infinity give None: no timeout.
 
     Raises:
         TypeError: the value is not a number.
         ValueError: the value is negative or NaN.
     """
+    if value is None:
+        return None
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
         raise TypeError(f"{name} is {kind_of(value)}; it must be a number of seconds")
     try:
@@ -107,16 +105,6 @@ def read_seconds(name: str, value: object) -> float:
         raise TypeError(f"{name} must be a number of seconds: {error}") from error
     if not seconds >= 0:
         raise ValueError(f"{name} is {seconds}; it must be 0 seconds or more")
-    return seconds
-
-
-def read_timeout(name: str, value: object) -> float | None:
-    """Converts a timeout in seconds. None and infinity give None: no timeout.
-
-    Raises:
-        TypeError, ValueError: see read_seconds().
-    """
-    seconds = None if value is None else read_seconds(name, value)
     return None if seconds == math.inf else seconds
 
 

@@ -93,22 +93,21 @@ def _from_numpy(name: str, ids: npt.NDArray[Any]) -> array[int]:
     return array("q", ids.astype(np.int64).tobytes())
 
 
-def _split(name: str, several: object, num_groups: int) -> Sequence[Any]:
-    """An argument with an item for each group."""
-    if name == "keys":
-        if isinstance(several, bytes | bytearray | memoryview | str) or not isinstance(
-            several, Sequence
-        ):
-            raise TypeError(f"keys is {kind_of(several)}; pass a list with the keys of each group")
-        if len(several) != num_groups:
-            groups = count_of(num_groups, "group")
-            raise ValueError(
-                f"keys has {count_of(len(several), 'item')} for {groups}; pass one for each group"
-            )
-    elif not isinstance(several, Sequence) or len(several) != num_groups:
+def split_groups(name: str, several: object, num_groups: int) -> Sequence[Any]:
+    """The part of an argument for each group.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: the list has another number of items.
+    """
+    if isinstance(several, bytes | bytearray | memoryview | str) or not isinstance(
+        several, Sequence
+    ):
+        raise TypeError(f"{name} is {kind_of(several)}; pass a list with an item for each group")
+    if len(several) != num_groups:
         raise ValueError(
-            f"{name} must be a list with a list of ids for each group, and this handler has "
-            f"{count_of(num_groups, 'group')}; use an empty list for a group without blocks"
+            f"{name} has {count_of(len(several), 'item')} for {count_of(num_groups, 'group')}; "
+            "pass one for each group, an empty one for a group without blocks"
         )
     return several
 
@@ -133,5 +132,5 @@ def _read_first_slots(first_slot: object, num_groups: int) -> list[int]:
     ]
 
 
-native.set_python(read_ids=read_ids, split_ids=_split, read_first_slots=_read_first_slots)
+native.set_python(read_ids=read_ids, split_ids=split_groups, read_first_slots=_read_first_slots)
 native.set_python(empty=np.empty, int64=np.dtype(np.int64))

@@ -50,11 +50,9 @@ class ThreadedStore:
         """Lets methods that run in other threads end soon. close() waits for them."""
 
     def event_fd(self) -> int:
-        """See PageStore."""
         return self._event_fd
 
     def drain_completions(self) -> list[Completion]:
-        """See PageStore."""
         with contextlib.suppress(BlockingIOError):  # nothing has ended
             os.eventfd_read(self._event_fd)
         ended = []
@@ -138,19 +136,15 @@ class BlockingStore(ThreadedStore, ABC):
         """Deletes these keys, and returns which were there, as far as it knows."""
 
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """See PageStore."""
         return self._submit_each(self.set, keys, memoryviews)
 
     def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """See PageStore."""
         return self._submit_each(self.get, keys, memoryviews)
 
     def submit_batch_exists(self, keys: list[str]) -> int:
-        """See PageStore."""
         return self._submit_parts(self.exists, keys)
 
     def submit_batch_delete(self, keys: list[str]) -> int:
-        """See PageStore."""
         return self._submit_parts(self.delete, keys)
 
     def _submit_each(

@@ -56,8 +56,6 @@ class MooncakeStore(ThreadedStore):
         super().__init__(_THREADS)
 
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """See PageStore."""
-
         def put(_: range) -> tuple[list[bool], str]:
             client, addresses = self._connected(), self._addresses(memoryviews)
             codes = client.batch_upsert_from(keys, addresses, list(map(len, memoryviews)))
@@ -66,8 +64,6 @@ class MooncakeStore(ThreadedStore):
         return self._submit(len(keys), len(keys), put)
 
     def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """See PageStore."""
-
         def get(_: range) -> tuple[list[bool], str]:
             client, addresses = self._connected(), self._addresses(memoryviews)
             sizes = list(map(len, memoryviews))
@@ -76,8 +72,6 @@ class MooncakeStore(ThreadedStore):
         return self._submit(len(keys), len(keys), get)
 
     def submit_batch_exists(self, keys: list[str]) -> int:
-        """See PageStore."""
-
         def exists(_: range) -> tuple[list[bool], str]:
             codes = self._connected().batch_is_exist(keys)
             failed = [code for code in codes if code < 0]
@@ -87,8 +81,6 @@ class MooncakeStore(ThreadedStore):
         return self._submit(len(keys), len(keys), exists)
 
     def submit_batch_delete(self, keys: list[str]) -> int:
-        """See PageStore."""
-
         def delete(_: range) -> tuple[list[bool], str]:
             codes = self._connected().batch_remove(keys, force=True)  # also those that are read
             failed = [code for code in codes if code not in (0, _NOT_THERE)]
@@ -98,7 +90,6 @@ class MooncakeStore(ThreadedStore):
         return self._submit(len(keys), len(keys), delete)
 
     def close(self) -> None:
-        """See PageStore."""
         super().close()
         if self._client is not None:
             self._client.close()

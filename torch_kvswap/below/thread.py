@@ -143,9 +143,16 @@ class StoreThread:
 
     # What steps call, in the thread.
 
-    def run(self, steps: Steps) -> None:
-        """Runs steps until they wait."""
-        self._advance(steps, None)
+    def run(self, steps: Steps, answers: list[bool] | None = None) -> None:
+        """Runs steps until they wait, with the answers of the call that they have waited for."""
+        try:
+            number = next(steps) if answers is None else steps.send(answers)
+        except StopIteration:
+            return
+        if number is None:
+            self._waiting.append(steps)
+        else:
+            self._calls[number].steps = steps
 
     def begin(
         self,
@@ -200,7 +207,7 @@ class StoreThread:
                 for completion in self._drain():
                     self._end_call(*completion)
                 for _ in range(len(self._waiting)):
-                    self._advance(self._waiting.popleft(), None)
+                    self.run(self._waiting.popleft())
         finally:
             with self._lock:
                 os.close(self._wake_fd)
@@ -244,14 +251,4 @@ class StoreThread:
         if len(answers) != call.num_keys:
             answers = [False] * call.num_keys
         self.error, self.was_late = error, call.deadline == float("inf")
-        self._advance(call.steps, answers)
-
-    def _advance(self, steps: Steps, answers: list[bool] | None) -> None:
-        try:
-            number = next(steps) if answers is None else steps.send(answers)
-        except StopIteration:
-            return
-        if number is None:
-            self._waiting.append(steps)
-        else:
-            self._calls[number].steps = steps
+        self.run(call.steps, answers)

@@ -110,7 +110,6 @@ class ValkeyStore(BlockingStore):
                 server.interrupt()
 
     def close(self) -> None:
-        """See PageStore."""
         super().close()
         for server in self._opened:
             server.close()

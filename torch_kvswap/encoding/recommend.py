@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,7 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
     if not room:
         return EncodingRecommendation("raw", None, (), {}, f"raw: {problem}")
     layout._check_unmoved()
-    escapes = tuple(map(_Counter(layout).escapes_of, blocks))
+    escapes = tuple(_escapes(layout, blocks))
     rejected = {
         width: sum(count > fit for count in escapes) / len(escapes) for width, fit in room.items()
     }
@@ -102,25 +102,18 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
     )
 
 
-class _Counter:
-    """Counts the escapes of blocks, which it copies to the host."""
-
-    def __init__(self, layout: PagedLayout) -> None:
-        self._sizes = np.ascontiguousarray(layout.sizes, np.int64)
-        # In the order of the memory, whatever the order of a block's dimensions is. Views of bytes
-        # may begin at an odd address.
-        words = (torch.uint8 if one.itemsize == 1 else torch.int16 for one in layout.tensors)
-        self._views = [
-            as_words(one, layout.block_dim, word)
-            for one, word in zip(layout.tensors, words, strict=True)
-        ]
-        self._block_dim = layout.block_dim
-
-    def escapes_of(self, block: int) -> int:
-        """The escapes of a block."""
-        parts = [view.select(self._block_dim, block).cpu().contiguous() for view in self._views]
-        bases: Int64Array = np.fromiter(_addresses(parts), np.int64, len(self._sizes))
-        return native.count_escapes(bases, self._sizes)
+def _escapes(layout: PagedLayout, blocks: Iterable[int]) -> Iterator[int]:
+    """The escapes of each block, which is copied to the host."""
+    sizes = np.ascontiguousarray(layout.sizes, np.int64)
+    # In the order of the memory, whatever the order of a block's dimensions is. Views of bytes may
+    # begin at an odd address.
+    words = (torch.uint8 if one.itemsize == 1 else torch.int16 for one in layout.tensors)
+    both = zip(layout.tensors, words, strict=True)
+    views = [as_words(one, layout.block_dim, word) for one, word in both]
+    for block in blocks:
+        parts = [view.select(layout.block_dim, block).cpu().contiguous() for view in views]
+        bases: Int64Array = np.fromiter(_addresses(parts), np.int64, len(sizes))
+        yield native.count_escapes(bases, sizes)
 
 
 def _addresses(parts: list[torch.Tensor]) -> Iterator[int]:

@@ -106,8 +106,8 @@ class TorchMemory:
     fd: int | None = None
     huge_bytes = 0  # torch does not report it
 
-    def __init__(self, nbytes: int, page_bytes: int | None = None) -> None:
-        check_room(nbytes, reserved=False, page_bytes=page_bytes)
+    def __init__(self, nbytes: int, page_bytes: int) -> None:
+        check_room(nbytes, page_bytes, reserved=False)
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).zero_()
         if not self.tensor.is_pinned():
             raise RuntimeError("torch has allocated memory that is not pinned")
@@ -118,15 +118,13 @@ class TorchMemory:
         vars(self).pop("tensor", None)  # it may be called again
 
 
-def map_new(
-    nbytes: int, huge_pages: bool | None, *, shared: bool, page_bytes: int | None = None
-) -> Mapping:
+def map_new(nbytes: int, page_bytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
     """Maps the memory of a new pool: a file if other processes will map it too (`shared`).
 
     Raises:
         ValueError: the machine does not have this much memory.
     """
-    check_room(nbytes, reserved=huge_pages is True, page_bytes=page_bytes)
+    check_room(nbytes, page_bytes, reserved=huge_pages is True)
     fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
     return Mapping(nbytes, fd, huge_pages)
 

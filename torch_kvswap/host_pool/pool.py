@@ -258,7 +258,7 @@ class HostPool(NotCopyable):
                 f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
                 "receive() returned"
             )
-        kept = read_encoding(handle.encoding, handle.bits_per_value)
+        kept = handle._encoding
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
@@ -364,10 +364,9 @@ class HostPool(NotCopyable):
         if self._shares_huge_pages is None or fd is None:
             raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
-        sizes, kept = self._memory.slab_sizes, self._memory.encoding
-        encoding = kept.name, kept.bits_per_value
+        kept = self._memory.slab_sizes, self._memory.encoding, self.verify
         rows = self._shape.page_alignment, self._shape.parts
-        return PoolHandle(os.dup(fd), *shape, sizes, *encoding, self.verify, *rows)
+        return PoolHandle(os.dup(fd), *shape, *kept, *rows)
 
     def view_for(
         self,
@@ -574,13 +573,6 @@ class HostPool(NotCopyable):
     def _digests(self) -> native.DigestTable:
         return self._shape.digests(self._memory.mapping.address)
 
-    def _check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
-        """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
-
-        The error calls the layout `name`, and says `advice`.
-        """
-        self._encoding.slot_bytes(layout, advice, is_width_open=False, name=name)
-
     @property
     def _has_pinned_pages(self) -> bool:
         """Whether the pages are pinned when they are ready."""
@@ -643,27 +635,25 @@ def _map_private(
         ValueError: an option is not possible where torch pins, or there is not enough memory.
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
-    if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(shape.mapped_bytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
-    for name, is_given in (
-        ("huge_pages=True", huge_pages is True),
-        ("numa_node", pinning.numa_node is not None),
-    ):
-        if is_given:
-            raise ValueError(
-                f"{name} is not possible for {device}: torch pins memory for it, and takes that "
-                "memory from where it likes; leave it out, or pass pinned=False"
-            )
-    try:
-        return TorchMemory(shape.nbytes, shape.page_bytes)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = (
-            f"torch did not pin {bytes_text(shape.nbytes)} of host memory for {device}: {error}"
-        )
-        if pinning.pinned:
-            raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
-        log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(shape.mapped_bytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
+    if pinning.pinned is not False and pins_with_torch(device):
+        for name, is_given in (
+            ("huge_pages=True", huge_pages is True),
+            ("numa_node", pinning.numa_node is not None),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"{name} is not possible for {device}: torch pins memory for it, and takes "
+                    "that memory from where it likes; leave it out, or pass pinned=False"
+                )
+        try:
+            return TorchMemory(shape.nbytes, shape.page_bytes)
+        except (RuntimeError, NotImplementedError) as error:
+            nbytes = bytes_text(shape.nbytes)
+            reason = f"torch did not pin {nbytes} of host memory for {device}: {error}"
+            if pinning.pinned:
+                raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
+            log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
+    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
 
 
 def _map_shared(
@@ -671,7 +661,7 @@ def _map_shared(
 ) -> Mapping:
     """Maps the memory of a pool that other processes can attach to."""
     _check_shared_pinning(device, pinning)
-    return map_new(shape.mapped_bytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
+    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

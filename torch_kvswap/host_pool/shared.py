@@ -20,11 +20,11 @@ from torch_kvswap._native.arguments import (
     read_int,
 )
 from torch_kvswap.encoding.slot import (
+    RAW,
     VERIFY,
-    EncodingName,
+    Encoding,
     VerifyName,
     encoding_of,
-    read_encoding,
     read_verify,
 )
 from torch_kvswap.host_pool.shape import PoolShape, read_page_alignment
@@ -69,8 +69,7 @@ class PoolHandle(NotCopyable):
         page_bytes: int,
         huge_pages: bool,
         slab_sizes: Sequence[int] | Int64Array,
-        encoding: EncodingName = "raw",
-        bits_per_value: float | None = None,
+        encoding: Encoding = RAW,
         verify: VerifyName = "off",
         page_alignment: int = 1,
         parts: int = 0,
@@ -81,8 +80,8 @@ class PoolHandle(NotCopyable):
         self.huge_pages = bool(huge_pages)
         sizes = [read_int(f"slab_sizes[{i}]", size, 1) for i, size in enumerate(slab_sizes)]
         self.slab_sizes: Int64Array = np.array(sizes, np.int64)
-        self._encoding = read_encoding(encoding, bits_per_value)
-        self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
+        self._encoding = encoding
+        self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
         self.verify: VerifyName = read_verify(verify)
         self.page_alignment = read_page_alignment(page_alignment)
         self.parts = read_int("parts", parts, 0)
@@ -132,15 +131,13 @@ class PoolHandle(NotCopyable):
         """Waits for a handle from send() at the other end.
 
         Args:
-            connection (socket.socket): a connected Unix stream socket.
+            connection (socket.socket): see send().
 
         Returns:
             PoolHandle: with a descriptor of its own.
 
         Raises:
-            TypeError: connection is not a socket.
-            ValueError: it is not a Unix stream socket.
-            ConnectionError: it is not connected, it was closed, or something else was sent.
+            TypeError, ValueError, ConnectionError: see send(); also if something else was sent.
         """
         _check_connection(connection)
         message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
@@ -156,8 +153,7 @@ class PoolHandle(NotCopyable):
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                kept = encoding.name, encoding.bits_per_value, verified, page_alignment, parts
-                numbers += [sizes, *kept]
+                numbers += [sizes, encoding, verified, page_alignment, parts]
                 return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error

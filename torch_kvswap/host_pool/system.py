@@ -192,14 +192,11 @@ def _read(file: str | Path) -> str:
         return ""
 
 
-def check_room(nbytes: int, reserved: bool, page_bytes: int | None = None) -> None:
-    """Checks that the machine has room for a pool of this size, on reserved huge pages or others.
+def check_room(nbytes: int, page_bytes: int, *, reserved: bool) -> None:
+    """Raises ValueError if the machine has no room for a pool of this size and pages, on reserved
+    huge pages or others. The message has the limit, and how many pages fit.
 
-    Without this check the kernel would kill the process when it touches the memory. With the bytes
-    of a page of the pool the error says how many fit.
-
-    Raises:
-        ValueError: it does not fit; the message has the limit and what to do.
+    Without this check the kernel would kill the process when it touches the memory.
     """
     if reserved:
         _check_huge_pages(nbytes, page_bytes)
@@ -225,7 +222,7 @@ def check_room(nbytes: int, reserved: bool, page_bytes: int | None = None) -> No
     )
 
 
-def _check_huge_pages(nbytes: int, page_bytes: int | None) -> None:
+def _check_huge_pages(nbytes: int, page_bytes: int) -> None:
     pages = reserved_huge_pages()
     needed = -(-nbytes // pages.size)
     if needed > pages.free:
@@ -238,12 +235,10 @@ def _check_huge_pages(nbytes: int, page_bytes: int | None) -> None:
         )
 
 
-def _smaller_pool(room: int, page_bytes: int | None) -> str:
+def _smaller_pool(room: int, page_bytes: int) -> str:
     """Advice to ask for a pool that fits into `room` bytes, ending with "or"; "" without room."""
     if room <= 0:
         return ""
-    if page_bytes is None:
-        return "ask for fewer pages, or "
     if room < page_bytes:
         return f"ask for smaller pages (one has {bytes_text(page_bytes)}), or "
     return f"ask for fewer pages (num_pages={room // page_bytes} fits), or "

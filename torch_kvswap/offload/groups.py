@@ -71,10 +71,7 @@ class Groups:
         resolve_after: converts an `after` argument for the native side. The caller keeps the
             result until the job was submitted.
 
-    Raises:
-        TypeError: gpu or host is not a layout or pool, or only one of them is a list.
-        ValueError: they do not match, or the device is not supported.
-        RuntimeError: a pool is closed, or a tensor has moved since its layout was made.
+    Raises what OffloadHandler does for these arguments.
     """
 
     def __init__(
@@ -203,4 +200,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 f"{cache} is on {layout.device}, {host} was made for {pool.device}; {advice}"
             )
         layout._check_same_blocks(pool.layout.sizes, advice, names)
-        pool._check_encodable(layout, cache, f"{advice} with encoding='raw'")
+        # Says what is wrong if the pool encodes blocks and these cannot be encoded.
+        pool._encoding.slot_bytes(
+            layout, f"{advice} with encoding='raw'", is_width_open=False, name=cache
+        )

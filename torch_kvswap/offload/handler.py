@@ -250,7 +250,7 @@ class OffloadHandler(NotCopyable):
         groups: Groups,
         copy_method: str | None,
         staging_bytes: int,
-        submit_thread: bool,
+        submit_thread: bool = False,
         assigns_pages: bool = False,
     ) -> None:
         """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
@@ -366,7 +366,7 @@ class OffloadHandler(NotCopyable):
             MemoryError: host memory is exhausted.
         """
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(STORES, ids, after, copy_method, tag)
+        return self._submit(STORES, ids, after, tag, copy_method)
 
     def load(
         self,
@@ -397,12 +397,10 @@ class OffloadHandler(NotCopyable):
         (`Job.wait(verified=True)`).
 
         Args:
-            page_ids: host pages, as in store().
-            gpu_block_ids: blocks of the cache to overwrite, as in store().
-            first_slot (int | Sequence[int]): as in store().
-            after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): as
-                in store(). None orders the copy behind the kernels that read or wrote the blocks
-                before.
+            page_ids, gpu_block_ids, first_slot, copy_method, tag: as in store(). The blocks of the
+                cache are overwritten.
+            after: as in store(). None orders the copy behind the kernels that read or wrote the
+                blocks before.
             layer_groups (int | None): move the layers in this many groups, one after another, so
                 that `Job.wait(layer_group=...)` can wait for one group. None is 1, or the
                 gate's number of layer groups.
@@ -410,8 +408,6 @@ class OffloadHandler(NotCopyable):
             gate (Gate | None): close this gate in the order of the current stream until the load
                 has landed. Its number of layer groups must be that of the load. The call returns
                 when the load has been given to the device.
-            copy_method (str | None): as in store().
-            tag: as in store().
 
         Returns:
             Job: the submitted job.
@@ -422,7 +418,7 @@ class OffloadHandler(NotCopyable):
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(LOADS, ids, after, copy_method, tag, layer_groups, gate, expedited)
+        return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, gate, expedited)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
@@ -673,8 +669,8 @@ class OffloadHandler(NotCopyable):
         channel: int,
         ids: tuple[Any, Any, Any],
         after: object,
-        copy_method: str | None,
         tag: object,
+        copy_method: str | None = None,
         layer_groups: int | None = None,
         gate: Gate | None = None,
         expedited: bool = False,

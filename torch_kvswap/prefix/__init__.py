@@ -3,14 +3,14 @@
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
 submit transfers themselves, with what it takes and returns, and that of a server
 (`RemoteManager`); what `preempt()`, `resume()` and `below_stats()` return (`Preempted`, `Resumed`,
-`BelowStats`); what the hasher takes and returns (`MultiModalItem`, `PrefixKeys`).
+`BelowStats`), and the hasher (`PrefixKeys`).
 """
 
 from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
 from torch_kvswap.prefix.cache import Preempted, Resumed
 from torch_kvswap.prefix.client import RemoteManager
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import MultiModalItem, PrefixKeys
+from torch_kvswap.prefix.hashing import PrefixKeys
 from torch_kvswap.prefix.manager import (
     BlockManager,
     BlockStats,
@@ -25,7 +25,6 @@ __all__ = [
     "BlockStats",
     "LoadReservation",
     "Lookup",
-    "MultiModalItem",
     "Preempted",
     "PrefixKeys",
     "RemoteManager",

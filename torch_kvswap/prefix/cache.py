@@ -23,7 +23,7 @@ from torch_kvswap._native.ids import Ids
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat
 from torch_kvswap.below.store import PageStore
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, check_job_method
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import check_layout
@@ -33,7 +33,7 @@ from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
-from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_part
+from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import Keys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
@@ -60,10 +60,6 @@ class _Reserved:
     digests: Sequence[bytes]
     job: Job | None = None
     is_ending: bool = False
-
-    @property
-    def is_submitted(self) -> bool:
-        return self.job is not None and self.job.is_submitted
 
 
 class _Prompt(NamedTuple):
@@ -112,7 +108,7 @@ class Preempted(NamedTuple):
 
 def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[PageFormat]:
     """The formats of the pools' pages. Raises what a PrefixCache does for a wrong argument."""
-    model, rank, world = read_part(model, rank, world, "below_")
+    model, rank, world = read_model(model, rank, world, "below_")
     formats = []
     for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
         if pool.num_parts > 1:
@@ -168,7 +164,7 @@ class PrefixCache(NotCopyable):
         store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
             leave the GPU cache.
         eviction_policy, store_threshold: see BlockManager.
-        copy_method, staging_bytes, submit_thread: see OffloadHandler.
+        copy_method, staging_bytes: see OffloadHandler.
         below (str | PageStore | None): a store for pages that leave host memory, which may be
             shared with other processes: "file:PATH", "valkey://HOST:PORT", "mooncake://HOST:PORT",
             or an object, which close() closes. It needs the package xxhash, and pools with
@@ -203,7 +199,6 @@ class PrefixCache(NotCopyable):
         store_threshold: int = 1,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        submit_thread: bool = False,
         below: str | PageStore | None = None,
         below_model: str | None = None,
         below_rank: int = 0,
@@ -214,8 +209,7 @@ class PrefixCache(NotCopyable):
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
         of_handler = Groups(gpu, host)
-        pools = Pools(of_handler.pools, of_handler.is_list)
-        pools.set_groups(groups)
+        pools = Pools(of_handler.pools, of_handler.is_list, groups)
         if below_policy not in BELOW_POLICIES:
             known = " or ".join(BELOW_POLICIES)
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
@@ -230,8 +224,7 @@ class PrefixCache(NotCopyable):
             store_threshold=store_threshold,
             below_policy=None if below is None else below_policy,
         )
-        options = copy_method, staging_bytes, submit_thread
-        self._open(of_handler, pools, manager, store_policy, *options)
+        self._open(of_handler, pools, manager, store_policy, copy_method, staging_bytes)
         if below is not None:
             self._open_below(below, formats, manager, below_bytes)
 
@@ -243,7 +236,6 @@ class PrefixCache(NotCopyable):
         store_policy: str,
         copy_method: str | None,
         staging_bytes: int,
-        submit_thread: bool,
     ) -> None:
         """Initializes a prefix cache of any kind."""
         self._pools, self._ready, self.manager = pools, pools.ready, manager
@@ -252,9 +244,7 @@ class PrefixCache(NotCopyable):
         lazy = of_handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
         self._handler = OffloadHandler.__new__(OffloadHandler)
-        self._handler._open(
-            of_handler, copy_method, staging_bytes, submit_thread, assigns_pages=True
-        )
+        self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
 
     @classmethod
     def connect(
@@ -273,7 +263,6 @@ class PrefixCache(NotCopyable):
         store_policy: Literal["eager", "lazy"] = "eager",
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        submit_thread: bool = False,
     ) -> PrefixCache:
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
@@ -293,8 +282,7 @@ class PrefixCache(NotCopyable):
             model (str): the model and its revision, whatever the keys say.
             rank, world (int): which part of the model this process has, and of how many.
             blocks_per_page, encoding, bits_per_value, verify: of the pages; see HostPool.
-            store_policy: see PrefixCache.
-            copy_method, staging_bytes, submit_thread: see OffloadHandler.
+            store_policy, copy_method, staging_bytes: see PrefixCache.
 
         Raises:
             TypeError: an argument has a wrong type.
@@ -320,10 +308,8 @@ class PrefixCache(NotCopyable):
         made = cls.__new__(cls)
         try:
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
-            pools = Pools(served.pools, is_list)
-            pools.set_groups(groups)
-            options = copy_method, staging_bytes, submit_thread
-            made._open(of_handler, pools, manager, store_policy, *options)
+            pools = Pools(served.pools, is_list, groups)
+            made._open(of_handler, pools, manager, store_policy, copy_method, staging_bytes)
         except BaseException:
             manager.close()
             served.close()
@@ -388,11 +374,9 @@ class PrefixCache(NotCopyable):
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
-        self._pools.check_tokens(keys)
+        of_pools = self._pools.split_keys(keys)
         found = self.manager.lookup(keys, again=again)
-        if self._below is None:
-            return found
-        return self._below.ask(found, self._pools.split("keys", keys))
+        return found if self._below is None else self._below.ask(found, of_pools)
 
     def load(
         self,
@@ -404,7 +388,6 @@ class PrefixCache(NotCopyable):
         layer_groups: int | None = None,
         expedited: bool = False,
         gate: Gate | None = None,
-        copy_method: str | None = None,
         tag: object = None,
     ) -> Job | None:
         """Loads the blocks of the keys.
@@ -419,7 +402,7 @@ class PrefixCache(NotCopyable):
                 block that it leaves out. Without, a key that has a -1 is not loaded.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
-            after, layer_groups, expedited, gate, copy_method, tag: see OffloadHandler.load().
+            after, layer_groups, expedited, gate, tag: see OffloadHandler.load().
 
         Returns:
             Job | None: None if a block is not ready.
@@ -430,7 +413,6 @@ class PrefixCache(NotCopyable):
         """
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
-        check_job_method(copy_method)
         digests, blocks = self._pools.read(keys, gpu_block_ids)
         if self._pools.check_blocks(self.layouts, blocks):
             if prefix is None:
@@ -447,7 +429,6 @@ class PrefixCache(NotCopyable):
             layer_groups=layer_groups,
             expedited=expedited,
             gate=gate,
-            copy_method=copy_method,
             tag=tag,
         )
         if job is None:
@@ -462,7 +443,6 @@ class PrefixCache(NotCopyable):
         gpu_block_ids: Ids | Sequence[Ids],
         *,
         after: After = None,
-        copy_method: str | None = None,
         tag: object = None,
     ) -> Job | None:
         """Stores the blocks that the host does not have.
@@ -480,8 +460,8 @@ class PrefixCache(NotCopyable):
             gpu_block_ids: the blocks of all keys, each once; -1 for a block that is not on the GPU,
                 because a load with `prefix` left it out or it has left a window and was reused. A
                 key with a -1 is not stored.
-            after, copy_method, tag: see OffloadHandler.store(). With a lazy store policy,
-                evict() takes the first two, and its jobs have no tags.
+            after, tag: see OffloadHandler.store(). With a lazy store policy, evict() takes `after`,
+                and its jobs have no tags.
 
         Returns:
             Job | None: None if nothing was stored. With a lazy store policy that is always so.
@@ -493,24 +473,18 @@ class PrefixCache(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
                 and BlockManager.prepare_store(). Nothing is held then.
         """
-        check_job_method(copy_method)
         if self._lazy:
-            if after is not None or copy_method is not None:
-                raise TypeError('with store_policy="lazy", pass after and copy_method to evict()')
+            if after is not None:
+                raise TypeError('with store_policy="lazy", pass after to evict()')
             self._record_computed(keys, gpu_block_ids)
             return None
         prompt = self._read(keys, gpu_block_ids)
         with self._handler._reporting:
-            job = self._store(prompt, after=after, copy_method=copy_method, tag=tag)
+            job = self._store(prompt, after, tag)
+        # Not returned from within: Ctrl-C right behind the call would leave the lock taken.
         return job
 
-    def evict(
-        self,
-        gpu_block_ids: Ids | Sequence[Ids],
-        *,
-        after: After = None,
-        copy_method: str | None = None,
-    ) -> list[Job]:
+    def evict(self, gpu_block_ids: Ids | Sequence[Ids], *, after: After = None) -> list[Job]:
         """Returns the jobs that must end before these GPU blocks are reused.
 
         Call it before blocks are reused; `Job.wait` orders that on a stream. With a lazy store
@@ -519,7 +493,7 @@ class PrefixCache(NotCopyable):
 
         Args:
             gpu_block_ids: the blocks that leave; -1 means no block.
-            after, copy_method: see OffloadHandler.store(), for a lazy store policy.
+            after: see OffloadHandler.store(), for a lazy store policy.
 
         Returns:
             list[Job]: earlier stores and loads that still use these blocks, then the stores that
@@ -530,7 +504,6 @@ class PrefixCache(NotCopyable):
             TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
-        check_job_method(copy_method)
         leaving = self._pools.read_blocks(gpu_block_ids)
         self._pools.check_blocks(self.layouts, leaving)
         started: list[Job] = []
@@ -540,12 +513,7 @@ class PrefixCache(NotCopyable):
                     for keys, ids, loads in lazy.chains_of(leaving[group]):
                         digests, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
                         digests[group], blocks[group] = keys, array("q", ids)
-                        job = self._store(
-                            _Prompt(digests, blocks, blocks, loads),
-                            after=after,
-                            copy_method=copy_method,
-                            tag=None,
-                        )
+                        job = self._store(_Prompt(digests, blocks, blocks, loads), after, None)
                         if job is not None:
                             started.append(job)
                 for lazy, blocks_of_group in zip(self._lazy, leaving, strict=True):
@@ -558,7 +526,6 @@ class PrefixCache(NotCopyable):
         gpu_block_ids: Ids | Sequence[Ids],
         *,
         after: After = None,
-        copy_method: str | None = None,
         tag: object = None,
     ) -> Preempted | None:
         """Stores all blocks of a request and keeps them on the host until resume() or release().
@@ -567,20 +534,18 @@ class PrefixCache(NotCopyable):
             keys: keys of all blocks of the request, in order. See PrefixHasher.request_keys().
             gpu_block_ids: GPU blocks of all keys, as in store(). Where one is -1, pass -1 to
                 resume() too.
-            after, copy_method, tag: see OffloadHandler.store().
+            after, tag: see OffloadHandler.store().
 
         Returns:
             Preempted | None: None if there is not enough room. Each other result needs one
                 resume() that does not say "pending", or one release().
         """
-        check_job_method(copy_method)
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
         held: list[Any] = []
         try:
             with self._handler._reporting:
-                options = {"after": after, "copy_method": copy_method, "tag": tag}
-                job = self._submit_store(self.manager.preempt, held, prompt, **options)
+                job = self._submit_store(self.manager.preempt, held, prompt, after, tag)
                 if not held:
                     return None
                 if self._lazy:  # the host has, or is about to have, all of the blocks
@@ -604,7 +569,6 @@ class PrefixCache(NotCopyable):
         layer_groups: int | None = None,
         expedited: bool = False,
         gate: Gate | None = None,
-        copy_method: str | None = None,
         tag: object = None,
     ) -> Resumed:
         """Loads the blocks of a preempted request, if the host has all of them.
@@ -615,7 +579,7 @@ class PrefixCache(NotCopyable):
         Args:
             preempted (Preempted): from preempt().
             gpu_block_ids: a destination for each block, as in load(); -1 where preempt() had it.
-            after, layer_groups, expedited, gate, copy_method, tag: see OffloadHandler.load().
+            after, layer_groups, expedited, gate, tag: see OffloadHandler.load().
 
         Returns:
             Resumed: "loaded" with the job, which work that uses the blocks must wait for; "pending"
@@ -639,7 +603,6 @@ class PrefixCache(NotCopyable):
             layer_groups=layer_groups,
             expedited=expedited,
             gate=gate,
-            copy_method=copy_method,
             tag=tag,
         )
         if job is None and is_pending:
@@ -802,22 +765,25 @@ class PrefixCache(NotCopyable):
         using = self._handler.jobs_using(self._pools.join(blocks))
         return [*(job for job in using if job not in started), *started]
 
-    def _store(self, prompt: _Prompt, **options: Any) -> Job | None:
-        """Stores the blocks that the host does not have; None if there are none, or no room.
-
-        The caller holds the handler's lock `_reporting`. The options are those of _submit().
-        """
-        job = self._submit_store(self.manager.prepare_store, [], prompt, **options)
+    def _store(self, prompt: _Prompt, after: After, tag: object) -> Job | None:
+        """Stores the blocks that the host does not have; None if there are none, or no room."""
+        job = self._submit_store(self.manager.prepare_store, [], prompt, after, tag)
         if job is None:
-            self._handler._check_options(options["after"])
+            self._handler._check_options(after)
         return job
 
     def _submit_store(
-        self, prepare: Callable[..., Any], held: list[Any], prompt: _Prompt, **options: Any
+        self,
+        prepare: Callable[..., Any],
+        held: list[Any],
+        prompt: _Prompt,
+        after: After,
+        tag: object,
     ) -> Job | None:
         """_submit() for a store. The caller holds `_reporting`: loads stay unreported meanwhile."""
         self._grow()
         prepare = partial(prepare, self._pools.join(prompt.digests))
+        options = {"after": after, "tag": tag}
         return self._submit(STORES, prepare, held, prompt.blocks, prompt.digests, prompt, **options)
 
     def _submit(
@@ -859,7 +825,7 @@ class PrefixCache(NotCopyable):
             entry = _Reserved(reservation, selected, digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
         except BaseException:
-            if held and (entry is None or not entry.is_submitted):
+            if held and not (entry and entry.job and entry.job.is_submitted):
                 # Nothing was copied, so the pages of a load are still valid.
                 (self.manager.complete if is_load else self.manager.fail)(held[0])
             raise

@@ -24,6 +24,7 @@ from torch_kvswap._native.arguments import (
     read_int,
     read_switch,
 )
+from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
@@ -32,7 +33,7 @@ from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups, unit_tokens
+from torch_kvswap.prefix.groups import BlockGroup, read_groups, unit_tokens
 from torch_kvswap.prefix.hashing import Keys, read_digests
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
@@ -312,8 +313,7 @@ class RemoteManager(Session):
         others: see Session.
 
     Attributes:
-        groups (tuple[BlockGroup, ...]): the groups.
-        unit_tokens (int): tokens per unit of a prefix's length.
+        groups, unit_tokens: see BlockManager.
     """
 
     def __init__(
@@ -539,7 +539,9 @@ class RemotePools:
         return Groups(*((layouts, pools) if self._is_list else (layouts[0], pools[0])))
 
 
-def read_part(model: object, rank: object, world: object, prefix: str = "") -> tuple[str, int, int]:
+def read_model(
+    model: object, rank: object, world: object, prefix: str = ""
+) -> tuple[str, int, int]:
     """Checks of which part of which model others get the pages; errors name the arguments so."""
     if not isinstance(model, str):
         raise TypeError(
@@ -573,7 +575,7 @@ def describe(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    model, rank, world = read_part(model, rank, world)
+    model, rank, world = read_model(model, rank, world)
     kept = read_encoding(encoding, bits_per_value)
     of_groups = [BlockGroup(1) for _ in layouts] if groups is None else read_groups(groups)
     if len(of_groups) != len(layouts):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
-from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, count_of, kind_of, read_int
+from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, kind_of, read_int
 
 MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
 
@@ -62,8 +62,8 @@ class BlockGroup:
         return max(-(-(self.window_tokens - 1) // self.block_tokens), 1)
 
 
-def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
-    """Converts the groups argument: a number of pages, a BlockGroup, or a list of them.
+def read_groups(groups: int | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
+    """Converts the groups argument: a number of pages, or a list with a BlockGroup for each group.
 
     Raises:
         TypeError: it is something else.
@@ -72,18 +72,17 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
     """
     if isinstance(groups, SupportsIndex):
         return (BlockGroup(read_int("groups", groups, 1, MAX_PAGES)),)
-    if not isinstance(groups, BlockGroup | Sequence) or isinstance(groups, str | bytes):
+    if not isinstance(groups, Sequence) or isinstance(groups, str | bytes):
         raise TypeError(
             f"groups is {kind_of(groups)}; pass a number of pages, or a list with a "
             "BlockGroup for each group of layers"
         )
-    several = [groups] if isinstance(groups, BlockGroup) else groups
-    if not several:
+    if not groups:
         raise ValueError("groups is empty; pass at least one BlockGroup")
-    for index, group in enumerate(several):
+    for index, group in enumerate(groups):
         if not isinstance(group, BlockGroup):
             raise TypeError(f"groups[{index}] is {kind_of(group)}; pass a BlockGroup")
-    read = tuple(several)
+    read = tuple(groups)
     if unit_tokens(read) > INT64_MAX:
         tokens = [group.block_tokens for group in read]
         raise ValueError(
@@ -94,11 +93,8 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
 
 
 def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:
-    """Converts the number of ready pages to a list with one entry per group; None is all pages.
-
-    Raises:
-        TypeError: it is not a number or a list of numbers.
-        ValueError: a group does not have this many pages, or the list has a wrong length.
+    """Converts the number of ready pages to a list with one entry per group; see
+    BlockManager.grow(). Also raises ValueError if the list has a wrong length.
     """
     every = [group.num_pages for group in groups]
     if ready is None:
@@ -112,23 +108,6 @@ def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | 
         read_int(f"num_ready_pages of group {index}", pages, 0, every[index])
         for index, pages in enumerate(several)
     ]
-
-
-def split_groups(name: str, argument: Any, count: int) -> Sequence[Any]:
-    """The part of an argument for each of `count` groups.
-
-    Raises:
-        TypeError: it is no list.
-        ValueError: the list has another number of items.
-    """
-    if isinstance(argument, bytes | str) or not isinstance(argument, Sequence):
-        raise TypeError(f"{name} is {kind_of(argument)}; pass a list with an item for each group")
-    if len(argument) != count:
-        raise ValueError(
-            f"{name} has {count_of(len(argument), 'item')} for {count_of(count, 'group')}; "
-            "pass one for each group"
-        )
-    return argument
 
 
 def unit_tokens(groups: Sequence[BlockGroup]) -> int:

@@ -81,9 +81,7 @@ class SchedulerSession(Session):
     One thread makes all calls.
 
     Args:
-        path (str): the server's socket.
-        engine (str): the name of the engine, which its workers say too.
-        workers (int): how many they are.
+        path, engine, workers: see Session.
 
     Attributes:
         num_pages (int): of the server.
@@ -298,10 +296,7 @@ class SchedulerSession(Session):
         self._send(pack_keys(Op.ORDER, [renew], [digests]))
 
     def reset(self) -> None:
-        """Forgets all blocks, also those of other engines, and of stores that have not ended.
-
-        If the server does not answer, it forgets them when it is joined again.
-        """
+        """See RemoteManager.reset(). Also forgets the blocks of stores that have not ended."""
         with self._lock:
             self._unheard_resets += 1
             if self.is_joined:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from torch_kvswap._native.arguments import (
     CONVERSION_ERRORS,
     UINT32_MAX,
-    UINT64_MAX,
     kind_of,
     read_int,
 )
@@ -30,8 +29,6 @@ from torch_kvswap._native.loader import native
 DIGEST_BYTES: int = native.DIGEST_BYTES
 # First byte of the hashed bytes, so that digests of different kinds never collide.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
-_BLOCK_HEAD = struct.Struct("<II")  # tokens; multimodal items that begin in the block
-_ITEM_HEAD = struct.Struct("<IQ")  # position of the first token in the block; tokens
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -73,14 +70,6 @@ def key_digest(key: Hashable) -> bytes:
     return sha256(_KEY + encode(key)).digest()
 
 
-def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
-    """How many full blocks of a prompt can come from a cache.
-
-    The last token must be computed to predict the next one, so its block is never reused.
-    """
-    return max(num_tokens - 1, 0) // block_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixKeys(Sequence[bytes]):
     """Keys of a prompt's blocks from a PrefixHasher: a sequence of digests.
@@ -114,36 +103,12 @@ class PrefixKeys(Sequence[bytes]):
         return PrefixKeys(part, self.block_tokens)
 
 
-@dataclass(frozen=True)
-class MultiModalItem:
-    """An item, such as an image, that placeholder tokens of a prompt stand for.
-
-    Attributes:
-        first_token (int): position of its first token in the prompt.
-        num_tokens (int): number of its tokens.
-        key (bytes): hash of its content.
-
-    Raises:
-        TypeError: a field has a wrong type.
-        ValueError: a number is negative or too large.
-    """
-
-    first_token: int
-    num_tokens: int
-    key: bytes
-
-    def __post_init__(self) -> None:
-        read_int("first_token", self.first_token)
-        read_int("num_tokens", self.num_tokens, 0, UINT64_MAX)
-        if not isinstance(self.key, bytes):
-            raise TypeError(f"key is {kind_of(self.key)}; it must be bytes")
-
-
 class PrefixHasher:
     """Computes the keys of prompts' blocks.
 
-    Two blocks have equal keys if and only if their prompts have equal tokens and multimodal items
-    up to the end of the block, under equal settings. Immutable, so any thread may call any method.
+    Two blocks have equal keys if and only if their prompts have equal tokens up to the end of the
+    block, under equal settings. Placeholder tokens do not tell one image from another: pass words
+    of the image's hash in their places. Immutable, so any thread may call any method.
 
     Args:
         model (str): the model; add its revision if it can change.
@@ -193,114 +158,52 @@ class PrefixHasher:
         # The digest is equal for equal settings only, and does not give away the salt.
         return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
 
-    def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> PrefixKeys:
+    def keys(self, tokens: Tokens) -> PrefixKeys:
         """The keys of all full blocks of a prompt: what can be stored.
 
         Args:
             tokens: 1-D sequence, numpy array or CPU tensor of token ids.
-            multi_modal_items (Sequence[MultiModalItem]): items of the prompt.
 
         Returns:
             PrefixKeys: a key for each block.
 
         Raises:
-            TypeError: tokens is not a sequence of integers, or an item is not a MultiModalItem.
-            ValueError: a token is not in 0 to 2**32 - 1, an item begins outside the tokens, or
-                tokens is not 1-D.
+            TypeError: tokens is not a sequence of integers.
+            ValueError: a token is not in 0 to 2**32 - 1, or tokens is not 1-D.
         """
         content = _token_bytes(tokens)
-        return self._first_keys(content, multi_modal_items, len(content) // 4 // self.block_tokens)
+        return self._first_keys(content, len(content) // 4 // self.block_tokens)
 
-    def lookup_keys(
-        self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
-    ) -> PrefixKeys:
+    def lookup_keys(self, tokens: Tokens) -> PrefixKeys:
         """The keys of the blocks that a prompt can reuse: what to look up.
 
-        Like keys(), but without the block that holds the last token, which must be computed.
-
-        Args:
-            tokens, multi_modal_items: see keys().
-
-        Returns:
-            PrefixKeys: a key for each block.
-
-        Raises:
-            TypeError, ValueError: see keys().
+        As keys(), but without the block of the last token, which must be computed to predict the
+        next one.
         """
         content = _token_bytes(tokens)
-        return self._first_keys(
-            content, multi_modal_items, reusable_blocks(len(content) // 4, self.block_tokens)
-        )
+        return self._first_keys(content, max(len(content) // 4 - 1, 0) // self.block_tokens)
 
-    def request_keys(
-        self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
-    ) -> PrefixKeys:
+    def request_keys(self, tokens: Tokens) -> PrefixKeys:
         """The keys of all blocks of a request, also of a partly filled last one: for preempt().
 
-        The key of a partly filled block covers its number of tokens, so it differs from the key of
-        any full block.
-
-        Args:
-            tokens, multi_modal_items: see keys().
-
-        Returns:
-            PrefixKeys: a key for each block; those of keys() come first.
-
-        Raises:
-            TypeError, ValueError: see keys().
+        As keys(), with one more for a partly filled block. It covers the number of tokens, so it
+        differs from the key of any full block.
         """
         content = _token_bytes(tokens)
-        blocks = -(-(len(content) // 4) // self.block_tokens)
-        return self._first_keys(content, multi_modal_items, blocks)
+        return self._first_keys(content, -(-(len(content) // 4) // self.block_tokens))
 
-    def _first_keys(
-        self, content: bytes, multi_modal_items: Sequence[MultiModalItem], blocks: int
-    ) -> PrefixKeys:
+    def _first_keys(self, content: bytes, blocks: int) -> PrefixKeys:
         """The keys of the first blocks; `content` has the tokens as 32-bit words."""
-        of_block = (
-            self._items_of_blocks(multi_modal_items, len(content) // 4)
-            if multi_modal_items != ()
-            else {}
-        )
         size = self.block_tokens * 4
         parent, digests = self._root, []
-        head = _BLOCK + _BLOCK_HEAD.pack(self.block_tokens, 0)
+        head = _BLOCK + self.block_tokens.to_bytes(8, "little")
         for block in range(blocks):
             part = content[block * size : (block + 1) * size]
-            if block in of_block or len(part) < size:
-                its = of_block.get(block, [])
-                start = _BLOCK + _BLOCK_HEAD.pack(len(part) // 4, len(its))
-                parent = sha256(b"".join((start, parent, part, *its))).digest()
-            else:
-                parent = sha256(head + parent + part).digest()
+            if len(part) < size:
+                head = _BLOCK + (len(part) // 4).to_bytes(8, "little")
+            parent = sha256(head + parent + part).digest()
             digests.append(parent)
         return PrefixKeys(b"".join(digests), self.block_tokens)
-
-    def _items_of_blocks(
-        self, multi_modal_items: Sequence[MultiModalItem], num_tokens: int
-    ) -> dict[int, list[bytes]]:
-        """The encoded items that begin in each block; later blocks cover them by their parent."""
-        of_block: dict[int, list[bytes]] = {}
-        if not isinstance(multi_modal_items, Sequence):
-            raise TypeError(
-                f"multi_modal_items is {kind_of(multi_modal_items)}; pass a list of MultiModalItem"
-            )
-        for place, item in enumerate(multi_modal_items):
-            if not isinstance(item, MultiModalItem):
-                raise TypeError(
-                    f"multi_modal_items[{place}] is {kind_of(item)}; pass a MultiModalItem"
-                )
-        for item in sorted(
-            multi_modal_items, key=lambda its: (its.first_token, its.num_tokens, its.key)
-        ):
-            if not 0 <= item.first_token < num_tokens:
-                raise ValueError(
-                    f"an item begins at token {item.first_token} of a prompt of {num_tokens}"
-                )
-            block, first = divmod(item.first_token, self.block_tokens)
-            head = _ITEM_HEAD.pack(first, item.num_tokens)
-            of_block.setdefault(block, []).append(head + encode(item.key))
-        return of_block
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
@@ -355,15 +258,7 @@ def read_digests(name: str, keys: Keys) -> bytes:
         raise TypeError(
             f"{name} is {kind_of(keys)}; pass keys of a PrefixHasher, or a list of keys"
         )
-    try:
-        return _digests_of(keys)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
-
-
-def _digests_of(keys: Sequence[Hashable]) -> bytes:
-    """The digests of the keys, one after another; fast if all keys are digests."""
-    try:
+    try:  # fast if all keys are digests
         if set(map(len, keys)) == {DIGEST_BYTES}:  # type: ignore[arg-type]
             joined = b"".join(keys)  # type: ignore[arg-type]
             # Differs if a key is a buffer of DIGEST_BYTES items that are larger than a byte.
@@ -371,7 +266,10 @@ def _digests_of(keys: Sequence[Hashable]) -> bytes:
                 return joined
     except (TypeError, BufferError):
         pass  # some keys are not bytes
-    return b"".join(map(key_digest, keys))
+    try:
+        return b"".join(map(key_digest, keys))
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error
 
 
 native.set_python(read_digests=read_digests)

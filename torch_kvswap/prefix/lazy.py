@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from torch_kvswap.prefix.hashing import split_digests
-
-
-class Chain(NamedTuple):
-    """Consecutive pages of a prompt.
-
-    Attributes:
-        keys (bytes): their digests, for prepare_store().
-        gpu_block_ids (list[int]): their GPU blocks.
-        loads (tuple[int, ...]): loads that the blocks were computed from; see record().
-    """
-
-    keys: bytes
-    gpu_block_ids: list[int]
-    loads: tuple[int, ...] = ()
 
 
 class LazyStorePolicy:
@@ -63,8 +48,12 @@ class LazyStorePolicy:
                 self._loads[key] = loads
             parent = key
 
-    def chains_of(self, gpu_block_ids: Iterable[int]) -> list[Chain]:
-        """What to store before these GPU blocks are reused or changed."""
+    def chains_of(
+        self, gpu_block_ids: Iterable[int]
+    ) -> list[tuple[bytes, list[int], tuple[int, ...]]]:
+        """What to store before these GPU blocks are reused or changed: consecutive pages of
+        prompts, with their digests, GPU blocks, and the loads that these were computed from.
+        """
         named = [self._key[block] for block in gpu_block_ids if block in self._key]
         keys = dict.fromkeys(key for key in named if key in self._blocks)
         # Only the last key of a chain is followed to the first page; `inner` are those before it.
@@ -76,7 +65,7 @@ class LazyStorePolicy:
                 parent = self._parent[parent]
         chains = [self._chain_to(key) for key in keys if key not in inner]
         return [
-            Chain(
+            (
                 b"".join(chain),
                 [block for key in chain for block in self._blocks[key]],
                 tuple({load: None for key in chain for load in self._loads.get(key, ())}),

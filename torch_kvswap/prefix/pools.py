@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from torch_kvswap._native.arguments import UINT64_MAX, Int64Array, count_of
+from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.prefix.groups import BlockGroup, read_groups, split_groups
+from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, read_digests, split_digests
 
 
@@ -21,22 +22,24 @@ class Pools:
 
     The manager numbers the usable pages of each pool from 0 on. With `is_list`, keys, ids and pages
     are lists with one entry per pool.
+
+    Raises:
+        ValueError: these are not the groups of the pools, or two pools share pages.
     """
 
-    def __init__(self, pools: Sequence[HostPool], is_list: bool) -> None:
+    def __init__(
+        self, pools: Sequence[HostPool], is_list: bool, groups: Sequence[BlockGroup] | None
+    ) -> None:
         self._pools = pools
         self._is_list = is_list
         self.counts = [pool.num_pages for pool in pools]
         self._block_tokens: list[int] = []  # of each group; empty without groups
-
-    def set_groups(self, groups: Sequence[BlockGroup] | None) -> None:
-        """Raises ValueError if these are not the groups of the pools, or two pools share pages."""
-        count = len(self._pools)
-        if groups is None and self._is_list:
+        if groups is None and is_list:
             raise ValueError(
-                f"groups is None, but gpu is a list of {count} layouts; pass a BlockGroup for each"
+                f"groups is None, but gpu is a list of {len(pools)} layouts; pass a BlockGroup for "
+                "each"
             )
-        if groups is not None and not self._is_list:
+        if groups is not None and not is_list:
             raise ValueError(
                 "groups is for a list of layouts; leave it out, or pass a list of one layout and a "
                 "list of one pool"
@@ -49,29 +52,30 @@ class Pools:
                     "make num_pages that of the pool"
                 )
             self._block_tokens = [group.block_tokens for group in groups]
-        for later, pool in enumerate(self._pools):
+        for later, pool in enumerate(pools):
             for earlier in range(later):
-                if self._pools[earlier]._memory is pool._memory:
+                if pools[earlier]._memory is pool._memory:
                     raise ValueError(
                         f"host[{earlier}] and host[{later}] are the same pages, and a PrefixCache "
                         "assigns all pages of each; make a pool for each group"
                     )
 
-    def check_tokens(self, keys: Any) -> None:
-        """Raises ValueError if keys are of other block_tokens than their group.
-
-        Only the keys of a PrefixHasher say so. A cache with one layout has no groups.
+    def split_keys(self, keys: Any) -> Sequence[Any]:
+        """The keys for each pool. Raises ValueError if they are of other block_tokens than their
+        group, which only the keys of a PrefixHasher say.
         """
-        if not self._block_tokens:
-            return
         of_groups = self.split("keys", keys)
-        for group, (of_group, tokens) in enumerate(zip(of_groups, self._block_tokens, strict=True)):
+        # A cache with one layout has no groups.
+        for group, (of_group, tokens) in enumerate(
+            zip(of_groups, self._block_tokens, strict=False)
+        ):
             if isinstance(of_group, PrefixKeys) and of_group.block_tokens != tokens:
                 raise ValueError(
                     f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
                     f"block_tokens of group {group} is {tokens}; make both equal, in the "
                     "PrefixHasher or in the BlockGroup"
                 )
+        return of_groups
 
     @property
     def ready(self) -> list[int]:
@@ -112,24 +116,34 @@ class Pools:
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
-        of_pools = self.split("keys", keys)
-        self.check_tokens(keys)
         digests = [
             read_digests(self.name_of("keys", group), of_pool)
-            for group, of_pool in enumerate(of_pools)
+            for group, of_pool in enumerate(self.split_keys(keys))
         ]
         blocks = self.read_blocks(gpu_block_ids)
         for group, (pool, of_pool) in enumerate(zip(self._pools, digests, strict=True)):
-            name = self.name_of("gpu_block_ids", group)
-            _check_count(pool, name, len(of_pool) // DIGEST_BYTES, blocks[group])
+            count, per_page = len(of_pool) // DIGEST_BYTES, pool.blocks_per_page
+            if -(-len(blocks[group]) // per_page) != count:
+                name = self.name_of("gpu_block_ids", group)
+                raise ValueError(
+                    f"{name} has {count_of(len(blocks[group]), 'id')} for {count_of(count, 'key')} "
+                    f"of {count_of(per_page, 'block')} each; pass one for each block of all keys, "
+                    "-1 for a block that is not on the GPU"
+                )
         return digests, blocks
 
     def keys_on_gpu(
         self, digests: list[bytes], blocks: list[array[int]]
     ) -> tuple[list[bytes], list[array[int]]]:
         """What read() returned, without the keys that have a block of -1."""
-        kept = list(map(_keys_on_gpu, self._pools, digests, blocks))
-        return [digests for digests, _ in kept], [blocks for _, blocks in kept]
+        kept_digests, kept_blocks = [], []
+        for pool, of_pool, numbers in zip(self._pools, digests, blocks, strict=True):
+            rows = np.frombuffer(of_pool, np.uint8).reshape(-1, DIGEST_BYTES)
+            absent = np.flatnonzero(np.frombuffer(numbers, np.int64) == -1) // pool.blocks_per_page
+            kept = np.delete(np.arange(len(rows)), absent)
+            kept_digests.append(rows[kept].tobytes())
+            kept_blocks.append(array("q", _select(pool, numbers, kept).tobytes()))
+        return kept_digests, kept_blocks
 
     def check_needed(self, blocks: list[array[int]], needed: range | list[range]) -> None:
         """Raises ValueError if a key of BlockManager.needed_blocks() has a block of -1."""
@@ -148,17 +162,36 @@ class Pools:
 
     def check_blocks(self, layouts: Sequence[PagedLayout], blocks: list[array[int]]) -> bool:
         """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
-        return any(
-            [  # a list: all are checked
-                _check_blocks(self.name_of("gpu_block_ids", group), layout.num_blocks, of_pool)
-                for group, (layout, of_pool) in enumerate(zip(layouts, blocks, strict=True))
-            ]
-        )
+        some_left_out = False
+        for group, (layout, of_pool) in enumerate(zip(layouts, blocks, strict=True)):
+            count = layout.num_blocks
+            numbers = np.frombuffer(of_pool, np.uint64)  # a negative one is larger than any block's
+            if not len(numbers) or numbers.max() < count:
+                continue
+            some_left_out = True
+            wrong = (numbers >= count) & (numbers != UINT64_MAX)
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise IndexError(
+                    f"{self.name_of('gpu_block_ids', group)}[{at}] is {of_pool[at]}; there are "
+                    f"{count} GPU blocks, 0 to {count - 1}, and -1 is a block that is not on the "
+                    "GPU"
+                )
+        return some_left_out
 
     def check_distinct(self, blocks: list[array[int]]) -> None:
         """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
         for group, of_pool in enumerate(blocks):
-            _check_distinct(self.name_of("gpu_block_ids", group), of_pool)
+            numbers = np.sort(np.frombuffer(of_pool, np.int64))
+            twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
+            if len(twice):
+                name, block = self.name_of("gpu_block_ids", group), int(twice[0])
+                first = of_pool.index(block)
+                second = of_pool.index(block, first + 1)
+                raise ValueError(
+                    f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the "
+                    "contents of two; pass -1 for blocks that are not on the GPU"
+                )
 
     def check_distinct_keys(self, digests: list[bytes]) -> None:
         """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
@@ -190,56 +223,6 @@ class Pools:
     def join(self, of_pools: Sequence[Any]) -> Any:
         """The parts of all pools in the form in which the caller passes arguments."""
         return of_pools if self._is_list else of_pools[0]
-
-
-def _check_count(pool: HostPool, name: str, count: int, blocks: array[int]) -> None:
-    """Checks that there are blocks_per_page for each of `count` keys; the last may have fewer."""
-    per_page = pool.blocks_per_page
-    if -(-len(blocks) // per_page) != count:
-        raise ValueError(
-            f"{name} has {count_of(len(blocks), 'id')} for {count_of(count, 'key')} of "
-            f"{count_of(per_page, 'block')} each; pass one for each block of all keys, -1 for a "
-            "block that is not on the GPU"
-        )
-
-
-def _check_blocks(name: str, count: int, blocks: array[int]) -> bool:
-    """Whether one of the blocks is -1. Raises IndexError if one is neither that nor one of the
-    cache's `count` blocks.
-    """
-    numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
-    if not len(numbers) or numbers.max() < count:
-        return False
-    wrong = (numbers >= count) & (numbers != UINT64_MAX)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise IndexError(
-            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}, and -1 "
-            "is a block that is not on the GPU"
-        )
-    return True
-
-
-def _check_distinct(name: str, blocks: array[int]) -> None:
-    numbers = np.sort(np.frombuffer(blocks, np.int64))
-    twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
-    if len(twice):
-        block = int(twice[0])
-        first = blocks.index(block)
-        second = blocks.index(block, first + 1)
-        raise ValueError(
-            f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the contents "
-            "of two; pass -1 for blocks that are not on the GPU"
-        )
-
-
-def _keys_on_gpu(pool: HostPool, digests: bytes, blocks: array[int]) -> tuple[bytes, array[int]]:
-    """Leaves out the keys with a block of -1, and the blocks of these keys."""
-    per_page = pool.blocks_per_page
-    rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-    left_out = np.flatnonzero(np.frombuffer(blocks, np.int64) == -1) // per_page
-    kept = np.delete(np.arange(len(rows)), left_out)
-    return rows[kept].tobytes(), array("q", _select(pool, blocks, kept).tobytes())
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:

@@ -112,9 +112,8 @@ class _Pages:
             # A block for the sizes: the server has no cache.
             slabs = [torch.empty(1, size, dtype=torch.uint8) for size in described["slab_sizes"]]
             layout = PagedLayout(slabs, 0, dtype=_dtype_of(described["dtypes"]))
-            kept = {name: described[name] for name in ("encoding", "bits_per_value")}
+            kept = {name: described[name] for name in ("encoding", "bits_per_value", "verify")}
             kept["page_alignment"] = ALIGNMENT
-            kept["verify"] = described["verify"]
             if cache["parts"] > 1:
                 kept["part"] = 0, cache["parts"]
             per_page = described["blocks_per_page"]

@@ -9,7 +9,6 @@ from no_number import NoNumber
 
 from torch_kvswap._native.arguments import (
     read_int,
-    read_seconds,
     read_timeout,
 )
 from torch_kvswap._native.ids import read_ids
@@ -38,7 +37,7 @@ def test_what_a_signal_handler_raises_during_a_conversion_arrives_as_it_is():
     try:
         for read in (
             lambda value: read_int("slots", value),
-            lambda value: read_seconds("slots", value),
+            lambda value: read_timeout("slots", value),
             lambda value: read_ids("slots", [value]),
             lambda value: PrefixHasher("m", "bfloat16", 1).keys([value]),
         ):
@@ -57,7 +56,7 @@ def test_an_integer_out_of_range_is_refused_with_the_range(value):
 @pytest.mark.parametrize("value", [torch.tensor([1, 2]), NoNumber()])
 def test_a_time_that_cannot_be_converted_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"^lease must be a number of seconds: ."):
-        read_seconds("lease", value)
+        read_timeout("lease", value)
 
 
 @pytest.mark.parametrize(

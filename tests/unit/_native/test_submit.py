@@ -106,10 +106,10 @@ ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be 
 twice; pass each destination once
 ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_slot=0 on, pass 1
 page
-ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
-handler has 2 groups; use an empty list for a group without blocks
-ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
-handler has 2 groups; use an empty list for a group without blocks
+ValueError: gpu_block_ids has 1 item for 2 groups; pass one for each group, an empty one
+for a group without blocks
+ValueError: gpu_block_ids has 1 item for 2 groups; pass one for each group, an empty one
+for a group without blocks
 TypeError: gpu_block_ids[1] is an int; this handler has 2 groups: pass a list, numpy
 array or CPU tensor for each
 ValueError: first_slot[1]=1 is no slot of the first page: with blocks_per_page=1 a page

@@ -40,7 +40,7 @@ def resident() -> int:
 
 
 def mapping(kind: str, nbytes: int) -> Mapping:
-    return map_new(nbytes, None, shared=kind == "shared")
+    return map_new(nbytes, MIB, None, shared=kind == "shared")
 
 
 KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
@@ -68,7 +68,7 @@ def is_resident(mapped: Mapping, first: int, last: int) -> list[bool]:
 
 @KINDS
 def test_only_what_was_asked_for_is_touched(kind: str) -> None:
-    mapped = map_new(64 * MIB, False, shared=kind == "shared")
+    mapped = map_new(64 * MIB, MIB, False, shared=kind == "shared")
     first, last = 17 * MIB + mmap.PAGESIZE, 24 * MIB + 2 * mmap.PAGESIZE
     mapped.touch(first + 5, last - 5)
     assert all(is_resident(mapped, first, last))
@@ -113,7 +113,7 @@ def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> 
 
 @KINDS
 def test_without_huge_pages_there_are_none(kind: str) -> None:
-    mapped = map_new(16 * MIB, False, shared=kind == "shared")
+    mapped = map_new(16 * MIB, MIB, False, shared=kind == "shared")
     mapped.touch(0, 16 * MIB)
     assert mapped.huge_bytes == 0
 
@@ -274,7 +274,7 @@ def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
 def test_reserved_huge_pages_are_used_on_request() -> None:
     if system.reserved_huge_pages().free < 4:
         pytest.skip("this machine has reserved none")
-    mapped = map_new(5 * MIB, True, shared=False)
+    mapped = map_new(5 * MIB, MIB, True, shared=False)
     mapped.touch(0, 5 * MIB)
     assert mapped.huge_bytes == 5 * MIB
 

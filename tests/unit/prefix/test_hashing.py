@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 from torch_kvswap._C import fold_keys
 from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,
-    MultiModalItem,
     PrefixHasher,
     encode,
     key_digest,
-    reusable_blocks,
 )
 from torch_kvswap.prefix.manager import BlockManager
 
@@ -35,8 +33,8 @@ def split(keys: bytes) -> list[bytes]:
     return [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
 
 
-def keys(tokens=TOKENS, multi_modal_items=(), **settings) -> list[bytes]:
-    return list(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, multi_modal_items))
+def keys(tokens=TOKENS, **settings) -> list[bytes]:
+    return list(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens))
 
 
 def test_prompts_share_the_keys_of_the_tokens_that_they_begin_with():
@@ -78,26 +76,6 @@ def test_equal_tokens_under_other_settings_share_nothing(name, values):
         assert not one & other
 
 
-def test_media_behind_equal_placeholders_are_told_apart_from_where_they_begin():
-    cat, dog = MultiModalItem(20, 24, b"cat"), MultiModalItem(20, 24, b"dog")
-    plain, first, second = keys(), keys(multi_modal_items=[cat]), keys(multi_modal_items=[dog])
-    assert plain[0] == first[0] == second[0]
-    for one, other in combinations((plain, first, second), 2):
-        assert not set(one[1:]) & set(other[1:])
-    others = [
-        [MultiModalItem(21, 24, b"cat")],
-        [MultiModalItem(20, 23, b"cat")],
-        [cat, cat],
-        [cat, dog],
-        [MultiModalItem(20, 24, b"ca"), MultiModalItem(20, 24, b"t")],
-        [MultiModalItem(20, 24, b"cat"), MultiModalItem(50, 1, b"x")],
-    ]
-    last = [keys(multi_modal_items=multi_modal_items)[-1] for multi_modal_items in [[cat], *others]]
-    assert len(set(last)) == len(last)
-    for other in (dog, others[1][0]):
-        assert keys(multi_modal_items=[other, cat]) == keys(multi_modal_items=[cat, other])
-
-
 def test_a_digest_of_one_kind_is_none_of_another_kind():
     (block,) = keys(TOKENS[:16])
     assert key_digest(block) == block
@@ -130,12 +108,12 @@ def test_different_values_never_have_equal_bytes(one, other):
     ("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2), (64, 3)]
 )
 def test_a_fully_cached_prompt_of_n_tokens_yields_n_minus_1_at_most(tokens, blocks):
-    assert reusable_blocks(tokens, 16) == blocks
     hasher, manager = PrefixHasher(**SETTINGS), BlockManager(10)
     prompt = TOKENS[:tokens]
     manager.complete(manager.prepare_store(hasher.keys(prompt)))
     assert manager.lookup(hasher.keys(prompt)).ready == tokens // 16
     assert manager.lookup(hasher.lookup_keys(prompt)).ready == blocks
+    assert len(hasher.lookup_keys(prompt)) == blocks
     assert max(tokens - 1, 0) - 15 <= blocks * 16 <= max(tokens - 1, 0)
 
 
@@ -149,7 +127,7 @@ def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
         return of_all.digests[len(full) * DIGEST_BYTES :]
 
     part = part_of(TOKENS[:20])
-    head = b"\x02" + struct.pack("<II", 4, 0)  # a block of 4 tokens, without items
+    head = b"\x02" + struct.pack("<Q", 4)  # a block of 4 tokens
     assert part == sha256(head + keys()[0] + struct.pack("<4I", *TOKENS[16:20])).digest()
     others = [part_of(TOKENS[:21]), part_of([7, *TOKENS[1:20]]), *keys()]
     assert part not in others
@@ -187,18 +165,12 @@ def test_errors_say_what_was_wrong():
         error_text(hasher.keys, np.ones((2, 2), np.int64)),
         error_text(hasher.keys, torch.ones(2, dtype=torch.bfloat16)),
         *(error_text(call, b"1") for call in (hasher.lookup_keys, hasher.request_keys)),
-        error_text(hasher.keys, TOKENS, [MultiModalItem(64, 2, b"x")]),
-        error_text(hasher.keys, TOKENS, ["x"]),
-        error_text(hasher.keys, TOKENS, MultiModalItem(1, 1, b"x")),
         error_text(PrefixHasher, None, "bfloat16", 16),
         error_text(PrefixHasher, "m", torch.bfloat16, 16),
         error_text(PrefixHasher, "m", "bfloat16", 2**32),
         error_text(PrefixHasher, "m", "bfloat16", 16, group="x"),
         error_text(PrefixHasher, "m", "bfloat16", 16, salt=5),
         error_text(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
-        error_text(MultiModalItem, -1, 2**64, b"x"),
-        error_text(MultiModalItem, 1, 2**64, b"x"),
-        error_text(MultiModalItem, 1, 1, "x"),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -212,19 +184,13 @@ TypeError: tokens cannot be read as an array of integers: Got unsupported Scalar
 BFloat16
 TypeError: tokens is a bytes; pass a list or an array of integers
 TypeError: tokens is a bytes; pass a list or an array of integers
-ValueError: an item begins at token 64 of a prompt of 64
-TypeError: multi_modal_items[0] is a str; pass a MultiModalItem
-TypeError: multi_modal_items is a MultiModalItem; pass a list of MultiModalItem
 TypeError: model is None; it must be a str
 TypeError: dtype is a dtype; pass its name, such as 'bfloat16'
 ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
 TypeError: group is a str; it must be an integer
 TypeError: salt is an int; it must be a str, bytes or None
 TypeError: adapter: a key, or a part of one, is of type list; make it of None, bool,
-int, float, str, bytes and tuples of them
-ValueError: first_token is -1; it must be 0 to 9223372036854775807
-ValueError: num_tokens is 18446744073709551616; it must be 0 to 18446744073709551615
-TypeError: key is a str; it must be bytes""",
+int, float, str, bytes and tuples of them""",
     )
 
 

@@ -316,8 +316,9 @@ list of keys
 TypeError: keys is a str; pass keys of a PrefixHasher, or a list of keys
 TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
 float, str, bytes and tuples of them
-TypeError: keys is None; pass a list with the keys of each group
-ValueError: keys has 1 item for 2 groups; pass one for each group
+TypeError: keys is None; pass a list with an item for each group
+ValueError: keys has 1 item for 2 groups; pass one for each group, an empty one for a
+group without blocks
 ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
 ValueError: the prefix needs 2 blocks, but keys has 1 key; pass what lookup() found for
 the same keys

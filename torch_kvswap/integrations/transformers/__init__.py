@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,12 +62,7 @@ class Enabled:
     def __enter__(self) -> Enabled:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
 

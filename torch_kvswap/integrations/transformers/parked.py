@@ -206,7 +206,9 @@ class ParkedRequests:
                 state.status = RequestStatus.DECODING
             else:
                 state.status = RequestStatus.PREFILLING
-        self._free_pages(parked)
+        del self.requests[name]
+        self.swap.free(parked.stored)
+        state.is_cpu_offloaded = False
         self._restored.add(name)
 
     def _begin_anew(self, parked: Parked) -> Any:
@@ -228,8 +230,3 @@ class ParkedRequests:
             parked.load.is_exposed = True
             parked.load = None
         self.view.release(parked.state)
-
-    def _free_pages(self, parked: Parked) -> None:
-        del self.requests[parked.state.request_id]
-        self.swap.free(parked.stored)
-        parked.state.is_cpu_offloaded = False

@@ -31,11 +31,8 @@ class SwapOptions:
     """Copy options.
 
     Attributes:
-        copy_method (str | None): see OffloadHandler.
-        staging_bytes (int): see OffloadHandler.
-        encoding (str): see HostPool.
-        bits_per_value (float | None): see HostPool.
-        verify (str): see HostPool.
+        copy_method, staging_bytes: see OffloadHandler.
+        encoding, bits_per_value, verify: see HostPool.
     """
 
     copy_method: str | None = None
@@ -124,11 +121,6 @@ class Swap:
         self._busy: list[Copy] = []  # not seen to end
         self._num_unreported = 0  # jobs since the last poll()
 
-    @property
-    def num_free(self) -> int:
-        """Number of free pages."""
-        return len(self._free)
-
     def store(self, groups: Sequence[Sequence[int]]) -> Stored | None:
         """Starts to store the blocks of a request.
 
@@ -150,7 +142,9 @@ class Swap:
             return None
         if any(copy.job.direction == "load" for copy in self._busy):
             self.collect()  # the units of a failed load cannot be stored before it was reported
-        pages = self._take(len(units))
+        first = len(self._free) - len(units)
+        pages = self._free[first:]
+        del self._free[first:]
         stored = Stored([pages[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
         begin, size = 0, self._part
         try:
@@ -248,13 +242,5 @@ class Swap:
         self._busy, self._num_unreported = [], 0
 
     def _make_stream_wait(self, job: Job) -> None:
-        try:
+        with suppress(TransferError):  # it has ended, so there is nothing to wait for
             job.wait(self._stream)
-        except TransferError:  # the job has already ended, so there is nothing to wait for
-            assert job.query()
-
-    def _take(self, count: int) -> array[int]:
-        first = len(self._free) - count
-        pages = self._free[first:]
-        del self._free[first:]
-        return pages

@@ -12,6 +12,7 @@ and what happens when a copy fails. vLLM is imported when one of them is first a
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch_kvswap.integrations.vllm.patch import patch_ops
@@ -21,25 +22,15 @@ if TYPE_CHECKING:
     from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
     from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 
-__all__ = [
-    "KVSwapConnector",
-    "KVSwapOffloadingSpec",
-    "KVSwapTieringOffloadingSpec",
-    "patch_ops",
-]
+__all__ = ["KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec", "patch_ops"]
+_MODULES = {
+    "KVSwapConnector": "connector",
+    "KVSwapOffloadingSpec": "spec",
+    "KVSwapTieringOffloadingSpec": "tiering",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVSwapOffloadingSpec":
-        from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
-
-        return KVSwapOffloadingSpec
-    if name == "KVSwapTieringOffloadingSpec":
-        from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
-
-        return KVSwapTieringOffloadingSpec
-    if name == "KVSwapConnector":
-        from torch_kvswap.integrations.vllm.connector import KVSwapConnector
-
-        return KVSwapConnector
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,6 +35,8 @@ class Move(NamedTuple):
         blocks (list[np.ndarray]): int64, GPU blocks.
         pages (list[np.ndarray]): int64, host pages.
         first_slots (list[int]): slot of the first block in the first page.
+
+    The `slots` of its methods are the blocks per page.
     """
 
     blocks: list[Int64Array]
@@ -42,11 +44,7 @@ class Move(NamedTuple):
     first_slots: list[int]
 
     def places(self, slots: int) -> list[Place]:
-        """The places of all blocks, in the order of Result.rejected.
-
-        Args:
-            slots (int): blocks per page.
-        """
+        """The places of all blocks, in the order of Result.rejected."""
         return [
             Place(group, block, int(pages[place // slots]), place % slots)
             for group, (blocks, pages, first) in enumerate(zip(*self, strict=True))
@@ -65,13 +63,7 @@ class Move(NamedTuple):
         return cls(blocks, pages, moves[0].first_slots)
 
     def of_turn(self, turn: int, turns: int, slots: int) -> Move:
-        """What a store of whole pages has in pages with the number `turn` modulo `turns`.
-
-        Args:
-            turn (int): 0 to turns - 1.
-            turns (int): at least 1.
-            slots (int): blocks per page.
-        """
+        """What a store of whole pages has in pages with the number `turn` modulo `turns`."""
         mine = [pages % turns == turn for pages in self.pages]
         blocks = [
             of_group.reshape(-1, slots)[one].reshape(-1)
@@ -81,16 +73,10 @@ class Move(NamedTuple):
         return Move(blocks, pages, self.first_slots)
 
     def check_whole_pages(self, slots: int) -> None:
-        """Checks that a store fills its pages.
+        """Raises ValueError if a page is stored in part.
 
         vLLM leaves blocks outside of a sliding window out of a store. It does not say which, so the
         others could get into wrong slots.
-
-        Args:
-            slots (int): blocks per page.
-
-        Raises:
-            ValueError: a page is stored in part.
         """
         for group, (blocks, pages, first) in enumerate(zip(*self, strict=True)):
             if first or len(blocks) != slots * len(pages):

@@ -62,12 +62,8 @@ class SpecOptions:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): number of times that a chunk is offered before it is stored.
-        copy_method (str | None): see OffloadHandler.
-        staging_bytes (int): see OffloadHandler.
-        encoding (str): see HostPool.
-        bits_per_value (float | None): see HostPool.
-        verify (str): see HostPool.
-        pin_in_background (bool): see HostPool.
+        copy_method, staging_bytes: see OffloadHandler.
+        encoding, bits_per_value, verify, pin_in_background: see HostPool.
         host_server (str | None): "unix:PATH", a server that has the host memory.
     """
 

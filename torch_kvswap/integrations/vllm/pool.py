@@ -63,14 +63,12 @@ def this_host() -> Host:
 
 
 def check_one_host(hosts: Sequence[Host]) -> None:
-    """Checks that all workers can attach one host pool, which a worker elsewhere never would.
+    """Raises RuntimeError if the workers are on several machines or in several network namespaces,
+    from where some would never attach to the pool.
 
     Args:
         hosts (Sequence[Host]): the host of each worker, by rank; the same in all workers, so that
             all of them raise.
-
-    Raises:
-        RuntimeError: the workers are on several machines or in several network namespaces.
     """
     for rank, host in enumerate(hosts):
         if host != hosts[0]:
@@ -99,13 +97,10 @@ def replicated_pool(
     engine, in the network namespace that they share. Only processes of the same user are served.
 
     Args:
-        layout (PagedLayout): the cache; the same in all workers.
-        num_pages (int): see HostPool; the same in all workers.
-        blocks_per_page (int): see HostPool; the same in all workers.
+        layout, num_pages, blocks_per_page, options: see HostPool; the same in all workers.
         replicas (Replicas): this worker.
         timeout (float): seconds to wait for another worker; the time to pin memory is not counted.
         pin_in_background (bool): see HostPool.
-        options: further arguments of HostPool; the same in all workers.
 
     Raises:
         TimeoutError: a worker has not come.
@@ -161,7 +156,14 @@ def _serve(
     try:
         deadline = time.monotonic() + timeout
         for served in range(1, replicas.world):
-            _serve_one(meeting, handle, served, replicas, deadline)
+            try:
+                send_to_next(meeting, handle, deadline=deadline)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"only {served} of the {replicas.world} workers of engine "
+                    f"{replicas.engine_id!r} have attached to the host pool; see the logs of the "
+                    "others"
+                ) from error
     except BaseException:
         pool.close()
         raise
@@ -170,23 +172,24 @@ def _serve(
     return pool
 
 
-def _serve_one(
-    meeting: socket.socket, handle: PoolHandle, served: int, replicas: Replicas, deadline: float
+def send_to_next(
+    listener: socket.socket, handle: PoolHandle, more: bytes = b"", deadline: float | None = None
 ) -> None:
-    """Sends the handle to the next worker that connects."""
+    """Sends the handle, and then `more`, to the next process of this user that connects.
+
+    One that hangs up is not counted: it was no worker or scheduler, or its engine ends. Raises
+    TimeoutError after the deadline, as time.monotonic() says it, and OSError if the listener is
+    shut down.
+    """
     while True:
-        meeting.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            connection, _ = meeting.accept()
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"only {served} of the {replicas.world} workers of engine {replicas.engine_id!r} "
-                "have attached to the host pool; see the logs of the others"
-            ) from error
-        # A peer that hangs up is not counted. If it was a worker, the wait times out.
+        if deadline is not None:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection, _ = listener.accept()
         with connection, contextlib.suppress(ConnectionError):
             if user_of(connection) == os.getuid():
                 handle.send(connection)
+                if more:  # sending nothing fails if the other end has closed already
+                    connection.sendall(more)
                 return
 
 

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import Part
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.integrations.vllm.canonical import Share
-from torch_kvswap.integrations.vllm.pool import address_of, user_of
+from torch_kvswap.integrations.vllm.pool import address_of, send_to_next, user_of
 
 # Direct I/O needs rows that begin at a multiple of it. vLLM's file tier stores nothing else.
 ROW_ALIGNMENT = 4096
@@ -78,6 +77,7 @@ class RowsServer:
     def __init__(self, engine_id: str, handle: PoolHandle, namespace: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._handle, self._namespace = handle, namespace.encode()
+        self._is_closing = False
         try:
             self._socket.bind(_address(engine_id))
         except OSError as error:
@@ -93,20 +93,15 @@ class RowsServer:
 
     def _serve(self) -> None:
         with self._socket, contextlib.closing(self._handle):
-            while True:
-                try:
-                    connection, _ = self._socket.accept()
-                except OSError:  # close()
-                    return
-                # A peer that hangs up was not the scheduler, or its engine ends.
-                with connection, contextlib.suppress(ConnectionError):
-                    if user_of(connection) == os.getuid():
-                        self._handle.send(connection)
-                        connection.sendall(self._namespace)
-                        return
+            try:
+                send_to_next(self._socket, self._handle, self._namespace)
+            except OSError:
+                if not self._is_closing:
+                    raise
 
     def close(self) -> None:
         """Ends the thread, if the scheduler has not come."""
+        self._is_closing = True
         with contextlib.suppress(OSError):  # it was served
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -149,9 +144,8 @@ class Rows:
             self.row_bytes = handle.page_bytes
             self._slot_bytes = handle.page_bytes // handle.blocks_per_page
             self._sizes = handle.slab_sizes
-            encoding = read_encoding(handle.encoding, handle.bits_per_value)
-            self._width = encoding.width_eighths
-            nbytes = encoding.for_native(handle.slab_sizes).slot_bytes
+            self._width = handle._encoding.width_eighths
+            nbytes = handle._encoding.for_native(handle.slab_sizes).slot_bytes
             row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(handle.slab_sizes)
             part = Part.of(nbytes, row_bytes)
             mapping = Mapping(

@@ -16,8 +16,8 @@ from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Reservation
 
 Key = bytes  # vLLM's OffloadKey
-# In vLLM 0.26 the medium is a string, in later releases an enum member.
-_MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
+IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
+_MEDIUM = base.Medium.CPU if IS_033 else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
@@ -117,8 +117,7 @@ class KVSwapManager(HostManager):
 
     Args:
         num_pages (int): host pages.
-        policy (str): "lru" or "arc".
-        store_threshold (int): number of times that a chunk is offered before it is stored.
+        policy, store_threshold: see SpecOptions.
         events (bool): record events for take_events().
         info (Mapping[str, Any] | None): what config_info() reports.
     """
@@ -317,7 +316,7 @@ class KVSwapManager(HostManager):
                 self._states[one] = _HIT
             stored += of_store
         self._record_event(stored, removed=False)
-        if lost and hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
+        if lost and IS_033:
             self._record_event(lost, removed=True, metadata_only=True)
 
     def _end(self, reservation: Reservation) -> list[Key]:
@@ -360,7 +359,7 @@ class KVSwapManager(HostManager):
             known.clear()
         self._cache, self._was_reset = object(), True
         self._usage = None
-        if not hasattr(base.OffloadingManager, "on_reset_flushed"):
+        if not IS_033:
             self.on_reset_flushed()
 
     def on_reset_flushed(self) -> None:

@@ -15,7 +15,13 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.integrations.vllm.scheduler_side import HostManager, Key, OpenLoads, usage_of
+from torch_kvswap.integrations.vllm.scheduler_side import (
+    IS_033,
+    HostManager,
+    Key,
+    OpenLoads,
+    usage_of,
+)
 from torch_kvswap.prefix.halves import Held, SchedulerSession
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
@@ -23,7 +29,6 @@ _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
 # What a request knows of a key without a page. ASKED: the server was asked, or will be. ARRIVES: it
 # is being stored, or read from the store below the server. ABSENT: neither.
 _ASKED, _ARRIVES, _ABSENT = -1, -2, -3
-_IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
 _MOST_KEYS = 8192  # that are asked for at once
 _STATS_SECONDS = 1.0
 
@@ -271,7 +276,7 @@ class SharedManager(HostManager):
             self._ask()
         # vLLM 0.26 does not say when the worker has ended the jobs of a reset. It waits for them in
         # the first step after it, whose end is reported before the third is scheduled.
-        if not _IS_033 and self._step >= self._reset_step + 2:
+        if not IS_033 and self._step >= self._reset_step + 2:
             self.on_reset_flushed()
         self._step += 1
         self._is_new_step = True

@@ -85,20 +85,21 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 version,
             )
 
+    @staticmethod
+    def _vllms_spec() -> Any:
+        """vLLM's own spec, whose metrics have the same names."""
+        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+        return CPUOffloadingSpec
+
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> Any:
-        """The metrics of vLLM's own spec, whose names our manager uses, too."""
-        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-        return CPUOffloadingSpec.build_metric_definitions(extra_config)
+        return cls._vllms_spec().build_metric_definitions(extra_config)
 
     @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """The labels of vllm:kv_offload_config_info, as of vLLM's own spec; for 0.33."""
-        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-        keys: tuple[str, ...] = CPUOffloadingSpec.config_info_keys(extra_config)
-        return keys
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> Any:
+        """The labels of vllm:kv_offload_config_info; for 0.33."""
+        return cls._vllms_spec().config_info_keys(extra_config)
 
     def get_manager(self) -> OffloadingManager:
         """The manager, made at the first call."""
@@ -126,9 +127,30 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         return self._worker
 
     def _size_pools(self, copies: int) -> None:
-        """Sets the number of chunks, and their bytes, if so many workers keep a part of each."""
-        sizes = self.config, copies, self.options, self._row_alignment
-        self.num_pages, self._chunk_bytes = _size_pools(*sizes)
+        """Sets how many chunks fit into the bytes of all workers, and the bytes of one in all.
+
+        Equal in the scheduler and in all workers with as many layers as the first one.
+
+        Args:
+            copies (int): number of workers that keep a chunk, or a part of it in aligned rows.
+
+        Raises:
+            ValueError: not a single chunk fits, or the model has no KV cache.
+        """
+        block, nbytes = self.config.worker_kv_bytes_per_block, self.options.cpu_bytes_to_use
+        if block == 0:
+            raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
+        encoding = read_encoding(self.options.encoding, self.options.bits_per_value)
+        blocks = self.config.cache.blocks_per_chunk
+        slot = encoding.bytes_for(block)
+        parts = copies if self._row_alignment > 1 else 1
+        chunk = padded_slot(slot, blocks, self._row_alignment, parts) * blocks * (copies // parts)
+        if self.options.host_server is None and nbytes < chunk:
+            raise ValueError(
+                f"cpu_bytes_to_use is {nbytes}, but one chunk of {blocks} blocks takes {chunk} "
+                "bytes in all workers together"
+            )
+        self.num_pages, self._chunk_bytes = int(nbytes // chunk), int(chunk)
 
     def _read_options(self) -> SpecOptions:
         return read_options(self.extra_config)
@@ -230,14 +252,11 @@ def _hosts_of_workers(replicas: Replicas) -> list[Host]:
 
 
 def _check_chunks(config: OffloadingConfig) -> None:
-    """Checks that all blocks of a chunk are stored together.
+    """Raises ValueError if a chunk has several blocks, and vLLM may store a part of it.
 
     vLLM frees blocks that have left a sliding window, and states that were replaced, one by one. It
     then stores what is left of a chunk, without saying which blocks are missing, and 0.26 also
     counts such a chunk as complete.
-
-    Raises:
-        ValueError: a chunk has several blocks, and vLLM may store a part of it.
     """
     groups, blocks = config.groups, config.cache.blocks_per_chunk
     if blocks == 1:
@@ -257,11 +276,7 @@ def _check_chunks(config: OffloadingConfig) -> None:
 
 
 def _check_shared(config: OffloadingConfig, options: SpecOptions, repeats: bool) -> None:
-    """Checks that engines can share the pages of a server.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raises ValueError if engines cannot share the pages of a server."""
     why = ""
     of = config.parallel
     if of.pp_size * of.pcp_size * of.dcp_size > 1:
@@ -298,11 +313,7 @@ def kv_layout_of(config: OffloadingConfig) -> str:
 
 
 def _check_encoding(config: OffloadingConfig, is_replicated: bool) -> None:
-    """Checks that pages of this cache can be encoded.
-
-    Raises:
-        ValueError: the cache is not bfloat16, or workers share their pages.
-    """
+    """Raises ValueError if the cache is not bfloat16, or workers share their pages."""
     dtype = str(config.model.dtype).removeprefix("torch.")
     # vLLM 0.26 says "auto" for the type of the model, which a spec is not told.
     if dtype not in ("bfloat16", "auto"):
@@ -316,35 +327,3 @@ def _check_encoding(config: OffloadingConfig, is_replicated: bool) -> None:
             f"kv_connector_extra_config: encoding is 'lossless', but the {world} workers "
             "have the same cache and share raw pages; leave encoding out"
         )
-
-
-def _size_pools(
-    config: OffloadingConfig, copies: int, options: SpecOptions, alignment: int
-) -> tuple[int, int]:
-    """How many chunks fit into the bytes of all workers, and the bytes of one in all of them.
-
-    Equal in the scheduler and in all workers with as many layers as the first one.
-
-    Args:
-        config: vLLM's configuration.
-        copies (int): number of workers that keep a chunk.
-        options (SpecOptions): host memory of all workers together, and the encoding.
-        alignment (int): of the pages, in bytes. Above 1 a page has the blocks of all copies.
-
-    Raises:
-        ValueError: not a single chunk fits, or the model has no KV cache.
-    """
-    block, nbytes = config.worker_kv_bytes_per_block, options.cpu_bytes_to_use
-    if block == 0:
-        raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
-    encoding = read_encoding(options.encoding, options.bits_per_value)
-    blocks = config.cache.blocks_per_chunk
-    slot = encoding.bytes_for(block)
-    parts = copies if alignment > 1 else 1
-    chunk = padded_slot(slot, blocks, alignment, parts) * blocks * (copies // parts)
-    if options.host_server is None and nbytes < chunk:
-        raise ValueError(
-            f"cpu_bytes_to_use is {nbytes}, but one chunk of {blocks} blocks takes {chunk} bytes "
-            "in all workers together"
-        )
-    return int(nbytes // chunk), int(chunk)

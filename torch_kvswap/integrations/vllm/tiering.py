@@ -22,11 +22,10 @@ from torch_kvswap.integrations.vllm.canonical import Share, is_canonical, kv_hea
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
 from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer
-from torch_kvswap.integrations.vllm.scheduler_side import Key, KVSwapManager
+from torch_kvswap.integrations.vllm.scheduler_side import IS_033, Key, KVSwapManager
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec, kv_layout_of
 
 _log = logging.getLogger(__name__)
-_IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
 
 
 class PrimaryTier(KVSwapManager):
@@ -143,7 +142,6 @@ class PrimaryTier(KVSwapManager):
         return spec
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """As KVSwapManager's."""
         self._holds_promotions = False
         self._damaged.update(self._last_on_page[page] for page in self._failed & self._written)
         super().complete_load(keys, req_context)
@@ -151,7 +149,6 @@ class PrimaryTier(KVSwapManager):
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        """As KVSwapManager's."""
         output = super().prepare_store(keys, req_context)
         if output is not None:
             self._written.difference_update(output.store_spec.block_ids.tolist())
@@ -160,7 +157,6 @@ class PrimaryTier(KVSwapManager):
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """As KVSwapManager's."""
         # vLLM reports no job from before a reset, so all workers have ended those by now.
         self._holds_promotions = False
         self._end_stores(keys, self._pages_of_stores(keys), req_context, success)
@@ -189,7 +185,7 @@ class PrimaryTier(KVSwapManager):
         self._reads.clear()
         self._ended.clear()
         self._written.clear()
-        self._holds_promotions = not _IS_033
+        self._holds_promotions = not IS_033
         super().reset_cache()
 
     def shutdown(self) -> None:
@@ -207,12 +203,10 @@ class KVSwapTieringManager(of_vllm.TieringOffloadingManager):
     primary_tier: PrimaryTier
 
     def on_new_request(self, req_context: base.ReqContext, **options: Any) -> Any:
-        """As vLLM's."""
         self.primary_tier.on_new_request(req_context)
         return super().on_new_request(req_context, **options)
 
     def lookup(self, key: Key, req_context: base.ReqContext, **options: Any) -> base.LookupResult:
-        """As vLLM's."""
         self.primary_tier.restart(req_context)
         if not self.primary_tier.is_readable(key, req_context):
             return self.primary_tier.lookup(key, req_context)
@@ -240,11 +234,10 @@ class KVSwapTieringManager(of_vllm.TieringOffloadingManager):
         super().complete_store(stored, req_context, success and bool(stored))
 
     def fail_pages(self, pages: Collection[int]) -> None:
-        """See KVSwapManager."""
         self.primary_tier.fail_pages(pages)
 
     def on_reset_flushed(self) -> None:
-        """As vLLM's; since 0.33."""
+        # vLLM 0.26 does not call it.
         self.primary_tier.on_reset_flushed()
         super().on_reset_flushed()
 
@@ -279,22 +272,15 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
                 f"{of.pp_size} and prefill_context_parallel_size {of.pcp_size}, which must be 1 "
                 "there; use TieringOffloadingSpec"
             )
-        if not _IS_033 and self.kv_events_config.self_describing_kv_events:
+        if not IS_033 and self.kv_events_config.self_describing_kv_events:
             raise ValueError(
                 "kv_connector_extra_config: self_describing_kv_events is set, which vLLM 0.26 "
                 "cannot do with secondary tiers; leave it out"
             )
 
-    @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> Any:
-        """The metrics of vLLM's own spec, and of the tiers."""
-        return TieringOffloadingSpec.build_metric_definitions(extra_config)
-
-    @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """The labels of vllm:kv_offload_config_info, as of vLLM's own spec; for 0.33."""
-        keys: tuple[str, ...] = TieringOffloadingSpec.config_info_keys(extra_config)
-        return keys
+    @staticmethod
+    def _vllms_spec() -> Any:
+        return TieringOffloadingSpec
 
     def _read_options(self) -> SpecOptions:
         options = read_options(self.extra_config, has_tiers=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch_kvswap.integrations.vllm.canonical import check_equal_groups
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
-from torch_kvswap.integrations.vllm.retry import Kept, Retry
+from torch_kvswap.integrations.vllm.retry import Kept, copy_again
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, RowsOffer, RowsServer
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
@@ -52,13 +53,6 @@ class _Open(NamedTuple):
     job: Job
 
 
-class _Repeated(NamedTuple):
-    """A transfer that failed, and the copies of the blocks that it did not copy."""
-
-    result: Result
-    retry: Retry
-
-
 class KVSwapWorker(base.OffloadingWorker):
     """vLLM's OffloadingWorker on an OffloadHandler.
 
@@ -68,8 +62,8 @@ class KVSwapWorker(base.OffloadingWorker):
     synchronous load or by an earlier step for the previous owner of the block.
 
     vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated
-    once by a Retry, and if that fails too, the error is logged and reported, which ends the engine.
-    So do loads that a Retry cannot answer, because it compares no digests (HostPool.verify). For
+    once by copy_again(), and if that fails too, the error is logged and reported, which ends the
+    engine. So do loads that it cannot answer, because it compares no digests (HostPool.verify). For
     the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
     KVSwapConnector asks for take_failures() instead.
 
@@ -144,7 +138,6 @@ class KVSwapWorker(base.OffloadingWorker):
             self._served.start(self._handler)
         _log.info("torch_kvswap moves the KV-cache blocks of vLLM: %s", self._pool)
         self._open: dict[int, _Open] = {}  # key: vLLM's number
-        self._repeated: dict[int, _Repeated] = {}  # key: vLLM's number
         self._ended: list[base.TransferResult] = []
         self._server: RowsServer | None = None
         if rows is not None and (replicas is None or replicas.rank == 0):
@@ -219,14 +212,11 @@ class KVSwapWorker(base.OffloadingWorker):
         """Reports each ended transfer once, with the bytes copied and the seconds taken."""
         if self._open:  # vLLM asks in every step
             self._collect()
-        for number, repeated in list(self._repeated.items()):
-            if repeated.retry.has_ended():
-                self._end_retry(number)
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Blocks the host until transfers have ended, including retries.
+        """Blocks the host until transfers have ended, also those that are repeated.
 
         Unknown numbers are ignored. get_finished() still reports the transfers.
         """
@@ -235,14 +225,9 @@ class KVSwapWorker(base.OffloadingWorker):
         with contextlib.suppress(TransferError):
             self._handler.synchronize([self._open[number].job for number in known])
         self._collect()
-        for number in job_ids & self._repeated.keys():
-            self._repeated[number].retry.wait()
-            self._end_retry(number)
 
     def shutdown(self) -> None:
         """Waits for running transfers, then frees the host memory."""
-        for repeated in self._repeated.values():
-            repeated.retry.wait()
         if self._server is not None:
             self._server.close()
         if self._served is not None:
@@ -340,10 +325,7 @@ class KVSwapWorker(base.OffloadingWorker):
                 _log.debug("%s; copying these blocks as they are", error_of([result]))
             else:
                 _log.error("%s; retrying with plain copies", error_of([result]))
-            groups = self._handler.layouts, self._handler.pools
-            places = [place for _, place in lost]
-            retry = Retry(*groups, result.direction, places, self._kept, bool(result.rejected))
-            self._repeated[number] = _Repeated(result, retry)
+            self._repeat(number, result, [place for _, place in lost])
 
     def _fail(self, number: int, places: Sequence[Place]) -> None:
         """Reports the end of a transfer whose job has failed and not copied these blocks of it."""
@@ -352,16 +334,20 @@ class KVSwapWorker(base.OffloadingWorker):
             self._failures[number] = Failure(blocks, pages)
         self._ended.append(_result_of(number, True))
 
-    def _end_retry(self, number: int) -> None:
-        result, retry = self._repeated.pop(number)
-        if retry.error is not None:
+    def _repeat(self, number: int, result: Result, places: Sequence[Place]) -> None:
+        """Copies what a job has not copied, and reports its end."""
+        groups = self._handler.layouts, self._handler.pools
+        began, ok = time.perf_counter(), True
+        try:
+            copy_again(*groups, result.direction, places, self._kept, bool(result.rejected))
+        except Exception as error:  # whatever torch raises
+            ok = False
             _log.error(
                 "plain copies of %s %d failed, too: %s; the blocks are lost, and vLLM ends the "
                 "engine because it requires every transfer to succeed",
-                *(retry.direction, number, retry.error),
+                *(result.direction, number, error),
             )
-        seconds = result.copy_seconds + retry.seconds
-        ok = retry.error is None
+        seconds = result.copy_seconds + time.perf_counter() - began
         self._ended.append(base.TransferResult(number, ok, result.nbytes, seconds))
 
     def _report(self, numbers: Sequence[int], nbytes: int, seconds: float) -> None:
