@@ -35,7 +35,8 @@ def computes(device: torch.device) -> list[Compute]:
     """Those of the table. Without a GPU there is none."""
     if device.type != "cuda":
         return [Idle()]
-    calls = {"decode": _decode, "prefill": _prefill, "GEMM": _gemm}
+    calls = {"decode": _decode, "attention": _attention, "stream": _stream}
+    calls |= {"prefill": _prefill, "GEMM": _gemm}
     return [GraphCompute(name, make(device), device) for name, make in calls.items()]
 
 
@@ -46,6 +47,19 @@ def _random(device: torch.device, *shape: int) -> torch.Tensor:
 def _decode(device: torch.device) -> Callable[[], object]:
     x, weights = _random(device, 64, 8192), _random(device, 8192, 8192)
     return lambda: x @ weights
+
+
+def _attention(device: torch.device) -> Callable[[], object]:
+    """A new token of 32 sequences with 8 heads, each over 8,192 tokens."""
+    query = _random(device, 32, 8, 1, 128)
+    keys, values = (_random(device, 32, 8, 8192, 128) for _ in range(2))
+    return lambda: scaled_dot_product_attention(query, keys, values)
+
+
+def _stream(device: torch.device) -> Callable[[], object]:
+    """512 MiB, read and written."""
+    x = torch.zeros(256 << 20, device=device, dtype=torch.bfloat16)
+    return lambda: x.add_(1)
 
 
 def _prefill(device: torch.device) -> Callable[[], object]:

@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
         "settings": {
             name: value
             for name, value in vars(options).items()
-            if name not in ("json", "logs", "device", "tier")
+            if name not in ("json", "logs", "preload", "device", "tier")
         },
         "engines": about,
         "rounds": [each.to_json() for each in rounds],
@@ -164,8 +164,12 @@ def _parser() -> ArgumentParser:
     add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
     add("--cpu-gib", type=float, default=10.0)
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
+    add("--dtype", default="bfloat16")
+    add("--backend", default="FLASH_ATTN", help="of attention")
     add("--tier", type=Path, help="a folder for the files of tiers, which are removed at the end")
+    add("--eager", action="store_true", help="no CUDA graphs: launches take most of the time then")
     add("--logs", type=Path, help="where vLLM's words go; by default nowhere")
+    add("--preload", help="a file that each engine runs first, on machines without a GPU")
     return parser
 
 

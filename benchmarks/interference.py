@@ -1,12 +1,13 @@
 """Runs compute beside transfers: what it loses for each GB moved, and how fast they are meanwhile.
 
-The compute is on a stream of the default priority: a decode GEMM, which is bound by memory, a
-prefill, and a GEMM whose kernels hold every SM. Beside it goes one transfer of scattered blocks
-after another, two at a time, by the handler as it chooses, with a forced copy method, or with
-`copy_method="copy_engines"`; and one big pinned copy after another. "kernel" is the method with
-which an SM kernel copies. In each repeat the compute runs alone once and then beside each of them,
-in changing order; figures are medians of the repeats. Transfers follow each other at once, so there
-is nothing cold here. Without a GPU nothing computes. All bytes are compared in the end.
+The compute is on a stream of the default priority: a decode GEMM, attention over a cache, a kernel
+bound by memory, a prefill, and a GEMM whose kernels hold every SM. Beside it goes one transfer of
+scattered blocks after another, two at a time, by the handler as it chooses, with a forced copy
+method, or with `copy_method="copy_engines"`; and one big pinned copy after another. "kernel" is the
+method with which an SM kernel copies. In each repeat the compute runs alone once and then beside
+each of them, in changing order; figures are medians of the repeats. Transfers follow each other at
+once, so there is nothing cold here. Without a GPU nothing computes. All bytes are compared in the
+end.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ def _common(options: Namespace, model: str) -> dict[str, Any]:
         "model": model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": options.dtype,
         "seed": 0,
+        "enforce_eager": options.eager,
         "compilation_config": _graphs(options),
         "max_model_len": _most_tokens(options),
         "max_num_seqs": options.running,
@@ -86,15 +87,18 @@ def _common(options: Namespace, model: str) -> dict[str, Any]:
         "gpu_memory_utilization": 0.1,
         "enable_prefix_caching": True,
         "disable_log_stats": False,
-        "attention_config": {"backend": "FLASH_ATTN"},
+        "attention_config": {"backend": options.backend},
         "tensor_parallel_size": options.tensor_parallel,
         "disable_custom_all_reduce": True,  # all by NCCL, whether GPUs reach each other or not
+        "preload": options.preload,
     }
 
 
 def _graphs(options: Namespace) -> dict[str, Any]:
     """Graphs of decoding steps and, between the attentions, of the new tokens of "continued" and
     "long", as servers have them, but nothing is compiled: engines are up soon."""
+    if options.eager:
+        return {}
     sizes = [2**exponent for exponent in range(options.running.bit_length())]
     sizes += [new + options.block_tokens for new in (options.new, options.long_new)]
     graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
@@ -124,5 +128,6 @@ def hits_tokens(options: Namespace) -> int:
 
 
 def block_bytes(options: Namespace) -> int:
-    of_token = 2 * options.layers * options.kv_heads * options.head_size * 2
+    element = 4 if options.dtype == "float32" else 2
+    of_token = 2 * options.layers * options.kv_heads * options.head_size * element
     return int(options.block_tokens * of_token)

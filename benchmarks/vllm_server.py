@@ -166,12 +166,18 @@ def replace_ends(
 
 
 def start(settings: Mapping[str, Any]) -> Engine:
-    """settings: arguments of vllm.LLM."""
+    """settings: arguments of vllm.LLM, and `preload`, a file to run first (for machines without a
+    GPU)."""
+    arguments = dict(settings)
+    preload = arguments.pop("preload", None)
+    if preload:
+        with open(preload) as file:
+            exec(compile(file.read(), preload, "exec"), {"__name__": "preload"})
     from vllm import LLM
 
-    with open(os.path.join(settings["model"], "config.json")) as file:
+    with open(os.path.join(arguments["model"], "config.json")) as file:
         vocabulary = json.load(file)["vocab_size"]
-    llm = LLM(**settings)
+    llm = LLM(**arguments)
     llm.apply_model(randomize)
     engine = Engine(llm, vocabulary)
     engine.serve(0, 2, (40, 40), 4, prefixes=1, prefix=8, drop=True)  # kernels are compiled
