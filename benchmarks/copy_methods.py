@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class Cell(comparison.Cell):
-    """Transfers of one kind by each method. refused: why a method cannot be had."""
+    """Transfers of one kind by each method. refused: why another method has no handler."""
 
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -144,7 +144,8 @@ def tables(cells: Sequence[Cell]) -> str:
     for title, chosen in by_kind(cells):
         rows = [(cell, state) for cell in chosen for state in cell.states]
         said.append(table_of(_columns(title, chosen), rows))
-    said += ["\n".join(f"{name} cannot be had: {why}" for name, why in refused)] if refused else []
+    if refused:
+        said.append("\n".join(f"no handler with {name}: {why}" for name, why in refused))
     return "\n\n".join(said)
 
 

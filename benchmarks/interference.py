@@ -176,7 +176,7 @@ def measure_all(
 
 
 def _handlers(blocks: Any, staging_bytes: int, stack: ExitStack) -> dict[str, OffloadHandler]:
-    """By way; the methods that cannot be had are left out."""
+    """By way. Methods that the handler refuses are left out."""
     handlers = {}
     for copy_method in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
         try:
@@ -184,7 +184,7 @@ def _handlers(blocks: Any, staging_bytes: int, stack: ExitStack) -> dict[str, Of
                 blocks.layout, blocks.host, copy_method=copy_method, staging_bytes=staging_bytes
             )
         except ValueError as error:
-            print(f"{copy_method} cannot be had: {error}")
+            print(f"no handler with {copy_method}: {error}")
             continue
         handlers[copy_method] = stack.enter_context(handler)
     return {**handlers, COPY_ENGINES_ONLY: handlers["auto"]}

@@ -55,7 +55,7 @@ def add_transfers(parser: ArgumentParser) -> None:
 
 
 def shapes_of(options: Namespace, usual: Sequence[str] = SHAPES) -> list[Shape]:
-    """Those that were asked for, else the usual ones; without a GPU the last two of them."""
+    """The option --shapes, by default the usual ones; without a GPU the last two of them."""
     return options.shapes or list(map(Shape.parse, usual[0 if options.device == "cuda" else -2 :]))
 
 

@@ -24,7 +24,7 @@ from torch_kvswap.layout import PagedLayout, allocate_layers
 from torch_kvswap.offload.handler import OffloadHandler
 
 SIZES = tuple(512 << power for power in range(13))  # bytes per fragment
-COPY_METHODS = "strided", "batch", "staged", "kernel"
+MEASURED = "strided", "batch", "staged", "kernel"
 _SAMPLES = 5  # after one warm-up
 _BLOCK_BYTES, _TRANSFER_BYTES, _MAX_BLOCKS = 2 << 20, 24 << 20, 64
 _CACHE_BYTES = 2 * _TRANSFER_BYTES
@@ -76,7 +76,7 @@ def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -
     Raises:
         RuntimeError: transfers, or submitting them, seem to take no time.
     """
-    kinds = list(product(DIRECTIONS, COPY_METHODS))
+    kinds = list(product(DIRECTIONS, MEASURED))
     copying: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
     submitting: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
     for size, slabs, blocks in _SHAPES:
@@ -92,7 +92,7 @@ def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -
             progress()
     costs: Costs = {direction: {} for direction in DIRECTIONS}
     for direction, copy_method in kinds:
-        link = min(_seconds_per_byte(copying[direction, of]) for of in COPY_METHODS)
+        link = min(_seconds_per_byte(copying[direction, of]) for of in MEASURED)
         own = _seconds_per_byte(copying[direction, copy_method])
         start, block, fragment = _fit(copying[direction, copy_method], link)
         submit_start, submit_copy = _fit_submission(submitting[direction, copy_method], copy_method)
@@ -166,7 +166,7 @@ def _blocks(size: int) -> int:
 _SPLIT_SIZE, _FEW = 4096, 32
 _SHAPES = [(size, _slabs(size), _blocks(size)) for size in SIZES]
 _SHAPES.append((_SPLIT_SIZE, _FEW, _MAX_BLOCKS))
-STEPS = len(_SHAPES) * len(DIRECTIONS) * len(COPY_METHODS)
+STEPS = len(_SHAPES) * len(DIRECTIONS) * len(MEASURED)
 
 
 class InlineHandler(OffloadHandler):

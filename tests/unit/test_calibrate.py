@@ -16,7 +16,7 @@ from simulated_driver import Driver, on_device, simulated
 import torch_kvswap.calibrate
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.calibrate import (
-    COPY_METHODS,
+    MEASURED,
     SIZES,
     InlineHandler,
     Machine,
@@ -48,7 +48,7 @@ def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Measure:
 def made_up() -> dict[tuple[str, str], CopyMethodCosts]:
     """Other costs for each copy method."""
     costs = {}
-    for n, kind in enumerate(product(DIRECTIONS, COPY_METHODS), 1):
+    for n, kind in enumerate(product(DIRECTIONS, MEASURED), 1):
         fragment = {size: (n * 30 + size / 50) * 1e-9 for size in SIZES}
         costs[kind] = CopyMethodCosts(n * 5e-6, n * 0.3e-6, n * 2e-6, n * 0.5e-6, fragment)
     return costs
@@ -131,7 +131,7 @@ def test_strided_copies_are_measured_with_layers_at_one_distance_and_the_others_
 
     monkeypatch.setattr(torch_kvswap.calibrate, "InlineHandler", handler_of)
     try:
-        for copy_method in COPY_METHODS:
+        for copy_method in MEASURED:
             machine.measure(copy_method, "load", 4096, 5, 2)
     finally:
         machine.close()
@@ -195,7 +195,7 @@ def test_a_gpu_is_calibrated() -> None:
     finally:
         machine.close()
     for direction in DIRECTIONS:
-        assert set(costs[direction]) == set(COPY_METHODS)
+        assert set(costs[direction]) == set(MEASURED)
         big = max(SIZES)
         for of_method in costs[direction].values():
             assert of_method.fragment_seconds(big) > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from torch_kvswap.calibrate import COPY_METHODS, SIZES, Seconds
+from torch_kvswap.calibrate import MEASURED, SIZES, Seconds
 from torch_kvswap.cli import calibrate as command
 from torch_kvswap.copy_method import DIRECTIONS, CopyMethodCosts, cache_file
 
@@ -63,7 +63,7 @@ kernel             5.00           2.00           1.00           1.00            
     assert kept == f"kept in {file}"
     content = json.loads(file.read_text())
     for direction in DIRECTIONS:
-        assert tuple(content[direction]) == COPY_METHODS
+        assert tuple(content[direction]) == MEASURED
         for costs in content[direction].values():
             assert (costs["submit_start_us"], costs["submit_copy_us"]) == (1.0, 1.0)
 

@@ -23,7 +23,6 @@ from itertools import count
 from typing import Any
 
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -42,15 +41,13 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy, make_offloa
 from vllm.v1.request import RequestStatus
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.integrations.vllm.scheduler_side import HostManager, load_source
+from torch_kvswap.integrations.vllm.scheduler_side import IS_033, HostManager, load_source
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import TransferError
 
 _MODULE = "torch_kvswap.integrations.vllm"
-# Since 0.33 a worker can name requests whose loads failed, and a job can be an in-step load.
-_IS_033 = hasattr(connector_base, "KVConnectorTransferResults")
 # So many tokens are loaded about as fast as one is computed. If others are running, a request may
 # load so many in its step for each token that it has to compute. In any case a step loads no more
 # than so many for each token of vLLM's largest step.
@@ -248,7 +245,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._failed_loads: dict[str, int] = {}
         self.block_pool: Any = None
         self.config: Any
-        if _IS_033:
+        if IS_033:
             self.config = self.config._replace(sync_load_budget_bytes=0)
         else:
             self._current_batch_sync_loads: set[str] = set()
@@ -273,7 +270,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._current_batch_sync_loads.discard(name)
         self._add_keys(self._req_status[name])
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
-        if hit is not None and self._loading and not _IS_033 and name not in self._loading:
+        if hit is not None and self._loading and not IS_033 and name not in self._loading:
             self._lacks_blocks = self._lacks_blocks or not self._has_blocks_for(request)
             if self._lacks_blocks:
                 return None, False
@@ -323,7 +320,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             hashes = status.req.block_hashes[step * done + step - 1 :: step]
             keys = [one + number for one in hashes]
             state.offload_keys += keys
-            if _IS_033:
+            if IS_033:
                 ends = count((done + 1) * group.tokens_per_chunk, group.tokens_per_chunk)
                 deque(map(status.req_context.set_offload_key_position, keys, ends), 0)
 
@@ -334,7 +331,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         is_in_step = name in self._current_batch_sync_loads
         if num_external_tokens and not is_in_step:
             self._loading.add(name)
-        is_ours = self._has_one_source or (is_in_step and not _IS_033)
+        is_ours = self._has_one_source or (is_in_step and not IS_033)
         if num_external_tokens and is_ours:
             (taken,) = blocks.blocks
             numbers = [block.block_id for block in taken]
@@ -344,7 +341,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def _add_load(self, status: Any, blocks: list[int], num_tokens: int, is_in_step: bool) -> None:
         """Makes a load of so many tokens into blocks of a request, of the only group of layers."""
-        if _IS_033:
+        if IS_033:
             self._acquire_step()
         name = status.req.request_id
         (group,), (state,) = self.config.kv_group_configs, status.group_states
@@ -362,11 +359,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         job = _InStepJob if is_in_step else TransferJob
         self._current_batch_load_jobs[number] = job(name, source, target)
         status.transfer_jobs.add(number)
-        of_status = {"is_sync_load": is_in_step} if _IS_033 else {}
+        of_status = {"is_sync_load": is_in_step} if IS_033 else {}
         self._jobs[number] = TransferJobStatus(
             name, self.config.num_workers, set(keys), is_store=False, **of_status
         )
-        if self._chunks_being_loaded is not None and not (_IS_033 and is_in_step):
+        if self._chunks_being_loaded is not None and not (IS_033 and is_in_step):
             self._chunks_being_loaded.update(keys)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
@@ -378,14 +375,14 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
         preempted = scheduler_output.preempted_req_ids or ()
-        if self._in_step and not _IS_033:
+        if self._in_step and not IS_033:
             self._discard_tokens(preempted)
         self._in_step |= {
             number
             for number, job in self._current_batch_load_jobs.items()
             if getattr(job, "sync", False)
         }
-        hidden = [] if _IS_033 else self._hide_loads(preempted)
+        hidden = [] if IS_033 else self._hide_loads(preempted)
         meta = super().build_connector_meta(scheduler_output)
         for jobs, number in hidden:
             jobs.add(number)
@@ -438,7 +435,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             job = self._jobs.get(number)
             if job is None:  # it was running when the cache was reset
                 continue
-            with self._manager_locked() if _IS_033 else contextlib.nullcontext():
+            with self._manager_locked() if IS_033 else contextlib.nullcontext():
                 self.manager.fail_pages(pages)
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
@@ -473,7 +470,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._loading.discard(request.request_id)
         self._failed_loads.pop(request.request_id, None)
         status = self._req_status.get(request.request_id)
-        if _IS_033 or status is None:
+        if IS_033 or status is None:
             return finished
         computed = request.num_computed_tokens
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
@@ -506,7 +503,7 @@ class KVSwapConnector(OffloadingConnector):
         self._is_layer_by_layer = vllm_config.speculative_config is None
         spec = spec_class(
             build_offloading_config(vllm_config, kv_cache_config),
-            repeats=not (names_blocks or _IS_033),
+            repeats=not (names_blocks or IS_033),
         )
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
@@ -519,7 +516,7 @@ class KVSwapConnector(OffloadingConnector):
                 has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
-            of_engine = (vllm_config,) if _IS_033 else ()
+            of_engine = (vllm_config,) if IS_033 else ()
             self.connector_worker = WorkerPart(
                 *(spec, *of_engine, kv_cache_config),
                 names_blocks=names_blocks,

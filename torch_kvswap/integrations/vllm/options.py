@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch_kvswap.copy_method import CHOICES as COPY_METHODS
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+from torch_kvswap.copy_method import CHOICES, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import (
     ENCODINGS,
     VERIFY,
@@ -41,7 +40,7 @@ _OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do no
 _BEFORE_033 = "which vLLM 0.26 does not have; leave it out"
 _CHOICES = {
     "eviction_policy": POLICIES,
-    "copy_method": COPY_METHODS,
+    "copy_method": CHOICES,
     "encoding": ENCODINGS,
     "verify": VERIFY,
 }

@@ -216,7 +216,7 @@ class KVSwapWorker(base.OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Blocks the host until transfers have ended, also those that are repeated.
+        """Blocks the host until transfers have ended, including a second attempt.
 
         Unknown numbers are ignored. get_finished() still reports the transfers.
         """
