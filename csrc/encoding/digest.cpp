@@ -120,7 +120,7 @@ void digest_block(const DigestArguments& a, uint32_t i) {
   const uint64_t tag = digest_tag(a.slots[i], a.stores[i]);
   const bool was_rejected = a.rejects != 0 && state != 0;
   if (a.task == DigestTask::kCompareAgain && was_rejected) {
-    row->tag = ~tag;
+    write_number(row->tag, ~tag);
     return;
   }
   if (a.task == DigestTask::kCompare && (a.stores[i] == 0 || row->tag == ~tag)) {
@@ -146,9 +146,9 @@ void digest_block(const DigestArguments& a, uint32_t i) {
     is_bad |= is_different;
   }
   if (a.task == DigestTask::kWrite) {
-    row->tag = was_rejected ? ~tag : tag;
+    write_number(row->tag, was_rejected ? ~tag : tag);
   } else if (is_bad) {
-    if (a.task == DigestTask::kCompareAgain) row->tag = ~tag;
+    if (a.task == DigestTask::kCompareAgain) write_number(row->tag, ~tag);
     state = static_cast<uint8_t>(a.task == DigestTask::kCompare ? SlotState::kCorrupted
                                                                 : SlotState::kOverwritten);
   }
