@@ -326,8 +326,9 @@ class Fuzz:
                 pass
             elif is_known and (slot.is_empty or is_of_another):
                 rejected.append(position)
-                if is_of_another and self.has_digests:
-                    state.blocks[group, block] = None  # what the slot has
+                # Digests are compared with what was copied.
+                if self.has_digests and (is_of_another or ENCODINGS[group] == "raw"):
+                    state.blocks[group, block] = None
             else:
                 state.blocks[group, block] = slot.content if slot.group == group else None
         places = {(group, block) for group, block, _ in submitted.moves}
