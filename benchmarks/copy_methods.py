@@ -40,7 +40,7 @@ from comparison import (
 from program import is_judged
 from report import Column, Verdict, table_of
 from timing import Move
-from transfers import Kind, Shape, move
+from transfers import Kind, Shape, move, open_handlers
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES
@@ -59,7 +59,7 @@ Methods = tuple[NumberedBlocks, dict[str, OffloadHandler], dict[str, str]]
 def main(arguments: list[str]) -> int:
     options = comparison_parser(__doc__, samples=10, cold_samples=5).parse_args(arguments)
     plan = plan_of(options, STATES)
-    cells = measure_kinds(plan, options, "copy methods", open_handlers, measure)
+    cells = measure_kinds(plan, options, "copy methods", open_methods, measure)
     verdicts = judge(cells) if is_judged(options) else []
     missed = [verdict for verdict in verdicts if verdict.met is False]
     print(tables(cells), "", *missed, "", sep="\n")
@@ -95,20 +95,12 @@ class Cell(comparison.Cell):
         return {**super().to_json(), "refused": self.refused, "auto over best forced": found}
 
 
-def open_handlers(
+def open_methods(
     device: torch.device, shape: Shape, arrangement: str, count: int, stack: ExitStack
 ) -> Methods:
     blocks = shape.new_blocks(device, count, arrangement)
     stack.enter_context(blocks.host)
-    ours, refused = {AUTO: OffloadHandler(blocks.layout, blocks.host, copy_method=AUTO)}, {}
-    for copy_method in FORCED if device.type == "cuda" else ():
-        try:
-            ours[copy_method] = OffloadHandler(blocks.layout, blocks.host, copy_method=copy_method)
-        except ValueError as error:
-            refused[copy_method] = str(error)
-    for handler in ours.values():
-        stack.enter_context(handler)
-    return blocks, ours, refused
+    return blocks, *open_handlers(blocks, (AUTO, *FORCED), stack)
 
 
 def measure(compared: Comparison, methods: Methods, kind: Kind) -> Cell:

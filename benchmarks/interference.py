@@ -33,9 +33,8 @@ from program import device_of, finish, is_judged, new_parser
 from report import Column, Verdict, table_of
 from timing import TimeLimit, in_turn, no_garbage_collection, summary, synchronize
 from traffic import BigWay, HandlerWay, Way, beside
-from transfers import DIRECTIONS, Shape, add_transfers, shapes_of
+from transfers import DIRECTIONS, Shape, add_transfers, open_handlers, shapes_of
 
-from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 
@@ -158,7 +157,12 @@ def measure_all(
         blocks = shape.new_blocks(device, 3 * count + 2, arrangement)  # a third does not move
         with ExitStack() as stack:
             stack.enter_context(blocks.host)
-            handlers = _handlers(blocks, options.staging_mib << 20, stack)
+            staging_bytes = options.staging_mib << 20
+            methods = ("auto", *FORCED)
+            handlers, refused = open_handlers(blocks, methods, stack, staging_bytes=staging_bytes)
+            for refusal in refused.items():
+                print("no handler with {}: {}".format(*refusal))
+            handlers[COPY_ENGINES_ONLY] = handlers["auto"]
             for direction, compute in kinds:
                 ways: dict[str, Way] = {BIG: BigWay(big, direction, nbytes)}
                 for name, handler in handlers.items():
@@ -173,21 +177,6 @@ def measure_all(
             synchronize(device)
             wrong += blocks.wrong()
     return cells, wrong
-
-
-def _handlers(blocks: Any, staging_bytes: int, stack: ExitStack) -> dict[str, OffloadHandler]:
-    """By way. Methods that the handler refuses are left out."""
-    handlers = {}
-    for copy_method in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
-        try:
-            handler = OffloadHandler(
-                blocks.layout, blocks.host, copy_method=copy_method, staging_bytes=staging_bytes
-            )
-        except ValueError as error:
-            print(f"no handler with {copy_method}: {error}")
-            continue
-        handlers[copy_method] = stack.enter_context(handler)
-    return {**handlers, COPY_ENGINES_ONLY: handlers["auto"]}
 
 
 def _link(big: BigCopy, direction: str, nbytes: int) -> float:

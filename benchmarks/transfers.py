@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from big_copy import Before, nothing
 from blocks import ARRANGEMENTS, ONE_BY_ONE, NumberedBlocks
 from timing import Move
 from torch import Tensor
+
+from torch_kvswap import OffloadHandler
 
 SHAPES = ("160x8", "160x4", "160x2", "64x32")
 BLOCKS = (1, 8, 64, 512)
@@ -101,6 +104,22 @@ def submit(
     if direction == "store":
         return handler.store(gpu_block_ids=blocks, page_ids=pages, **options)
     return handler.load(page_ids=pages, gpu_block_ids=blocks, **options)
+
+
+def open_handlers(
+    blocks: NumberedBlocks, copy_methods: Iterable[str], stack: ExitStack, **options: Any
+) -> tuple[dict[str, OffloadHandler], dict[str, str]]:
+    """A handler for each copy method, which the stack closes, and why others were refused.
+    Without a GPU there is one with "auto" only."""
+    opened, refused = {}, {}
+    for copy_method in copy_methods if blocks.device.type == "cuda" else ("auto",):
+        try:
+            handler = OffloadHandler(blocks.layout, blocks.host, copy_method=copy_method, **options)
+        except ValueError as error:
+            refused[copy_method] = str(error)
+        else:
+            opened[copy_method] = stack.enter_context(handler)
+    return opened, refused
 
 
 def move(
