@@ -76,7 +76,7 @@ class RandomEngine(ServedEngine):
 
 def run(path: str, seed: int) -> int:
     """Runs engines at random, and the server too. Returns how many loads were right."""
-    rng = random.Random(seed)
+    rng, checked = random.Random(seed), 0
     with ExitStack() as stack:
         server = stack.enter_context(ExitStack())
         server.enter_context(serving(path, PAGES))
@@ -92,6 +92,7 @@ def run(path: str, seed: int) -> int:
             if rng.random() < 0.01:
                 left = rng.randrange(ENGINES)
                 engines[left].prefixes.close()
+                checked += engines[left].checked
                 engines[left] = stack.enter_context(RandomEngine(path, rng))
         for engine in engines:
             for load in list(engine.loads):
@@ -103,7 +104,7 @@ def run(path: str, seed: int) -> int:
             engine.until(lambda engine=engine: engine.is_served)  # type: ignore[misc]
         pages = engines[0].pages
         assert pages.free_pages + pages.idle_pages == PAGES
-        return sum(engine.checked for engine in engines)
+        return checked + sum(engine.checked for engine in engines)
 
 
 @pytest.fixture(autouse=True)
