@@ -105,13 +105,13 @@ class Server:
         return blocks
 
     def evict(self, blocks: list[int]) -> list[Job]:
-        try:
-            return self.prefixes.evict(self.passed(blocks))
-        except RuntimeError:  # some of its jobs may have been submitted
-            assert self.device.faults()[0]
+        while True:
+            try:
+                return self.prefixes.evict(self.passed(blocks))
+            except RuntimeError:  # some of its jobs may have been submitted
+                assert self.device.faults()[0]
             self.device.wait_for(self.prefixes, None)
             self.poll(known=False)
-            return []
 
     def stream_waits(self, job: Job) -> None:
         try:
