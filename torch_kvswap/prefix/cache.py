@@ -821,6 +821,10 @@ class PrefixCache(NotCopyable):
             if is_load and self._served is not None:  # perhaps since a store of ours has failed
                 self._handler._native.mark_written(reservation.pages)
             selected = self._pools.select(blocks, reservation.key_indices)
+            if is_load and self._lazy:  # in case nobody has called evict()
+                with self._handler._reporting:
+                    for lazy, overwritten in zip(self._lazy, selected, strict=True):
+                        lazy.forget(overwritten)
             ids = self._pools.join(selected), reservation.pages, 0
             entry = _Reserved(reservation, selected, digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)

@@ -142,6 +142,19 @@ def test_a_block_that_has_left_is_never_stored_under_its_old_key():
         assert prefixes.lookup(["a"]).found == 0
 
 
+def test_what_a_load_has_overwritten_is_never_stored_under_its_old_key():
+    tensor = torch.arange(4.0)[:, None].repeat(1, 4)
+    layout = PagedLayout([tensor])
+    with PrefixCache(layout, HostPool(layout, 4), store_policy="lazy") as prefixes:
+        prefixes.store(["a"], [1])
+        prefixes.evict([1])
+        prefixes.poll()
+        prefixes.store(["b"], [2])
+        prefixes.load(["a"], [2])  # without evict([2])
+        assert prefixes.evict([2]) == []
+        assert prefixes.lookup(["b"]).found == 0
+
+
 def test_each_group_of_layers_stores_what_leaves_it():
     tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
     layouts = [PagedLayout([tensor]) for tensor in tensors]
