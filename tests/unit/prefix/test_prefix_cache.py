@@ -637,6 +637,7 @@ def test_errors_say_what_was_wrong():
             error_text(PrefixCache, layout, pool, [BlockGroup(PAGES)]),
             error_text(PrefixCache, [layout], [pool], [BlockGroup(3)]),
             error_text(PrefixCache, [layout], [pool], [4]),
+            error_text(PrefixCache, [layout], [pool], 4),
             error_text(PrefixCache, layout, pool, store_policy="never"),
             error_text(prefixes.lookup, {"a": 1}),
             error_text(prefixes.store, ["a"], None),
@@ -653,11 +654,11 @@ def test_errors_say_what_was_wrong():
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; got None instead of a PagedLayout
-ValueError: groups is None, but gpu is a list of 1 layouts; pass a BlockGroup for each
-ValueError: groups is for a list of layouts; leave it out, or pass a list of one layout
-and a list of one pool
+ValueError: groups is None, but gpu is a list of 1 layout; pass a BlockGroup for each
+ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list
 ValueError: the groups have [3] pages, their pools [4]; make num_pages that of the pool
 TypeError: groups[0] is an int; pass a BlockGroup
+TypeError: groups is an int; pass a list with a BlockGroup for each layout
 ValueError: store_policy is 'never'; it can be eager or lazy
 TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
 TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor

@@ -272,6 +272,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> 
     errors.append(refusal(model=None))
     errors.append(refusal([layout], [BlockGroup(4)] * 2))
     errors.append(refusal([layout]))
+    errors.append(refusal(groups=[BlockGroup(4)]))
     assert_expected_inline(
         "\n".join(errors),
         """\
@@ -300,7 +301,8 @@ one with `python -m torch_kvswap serve --socket PATH --memory ...`
 TypeError: model is None; name the model and its revision, because others may use the
 same pages
 ValueError: 2 groups and 1 layout; pass a BlockGroup for each layout
-ValueError: groups is for a list of layouts; pass both, or none""",
+ValueError: groups is None, but gpu is a list of 1 layout; pass a BlockGroup for each
+ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list""",
     )
 
 
