@@ -76,7 +76,6 @@ INTEGERS: list[tuple[Callable[..., object], str]] = [
         "num_pages blocks_per_page chunk_bytes page_alignment numa_node?",
     ),
     (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page chunk_bytes"),
-    (lambda **given: attach_pool(**given), "chunk_bytes"),
     (lambda **given: PagedLayout([torch.zeros(4, 4)], **given), "block_dim?"),
     (lambda **given: make_handler(**given), "staging_bytes"),
     (lambda layer_groups: new_handler().gate(layer_groups), "layer_groups"),

@@ -137,9 +137,7 @@ class DeviceQueue:
         self._callers: torch.Stream | None = None  # waits for the callers' events
         self._callers_lock = threading.Lock()
         self._process = ForkGuard()
-        thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self.commands), name="kvswap-queue", daemon=True
-        )
+        thread = threading.Thread(target=self._work, name="kvswap-queue", daemon=True)
         thread.start()
         # At exit the finalizers run in the reverse order of their creation: after those of the
         # handlers, whose jobs need the thread.
@@ -320,11 +318,21 @@ class DeviceQueue:
             if not is_over():
                 time.sleep(_SHORTEST_PAUSE)
 
-    def work(self) -> float:
-        """For the queue's thread: carries out all commands, and looks at the events in flight.
+    def _work(self) -> None:
+        """The queue's thread."""
+        pause = 0.0
+        while self.commands.wait(pause) >= 0 and self.lost is None:
+            try:
+                pause = self._carry_out_all()
+            except BaseException as error:
+                self._on_failed_thread(error)
+                raise
+
+    def _carry_out_all(self) -> float:
+        """Carries out all commands, and looks at the events in flight.
 
         Returns:
-            float: seconds until it must look again.
+            float: seconds until the queue's thread must look again.
         """
         with self._turn:
             self._run(_FOREVER)
@@ -625,21 +633,6 @@ def _is_plain_thread() -> bool:
 
 def _text_of(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _work(queue: weakref.ref[DeviceQueue], commands: native.CommandQueue) -> None:
-    """The queue's thread."""
-    pause = 0.0
-    while commands.wait(pause) >= 0:
-        owner = queue()
-        if owner is None or owner.lost is not None:
-            return
-        try:
-            pause = owner.work()
-        except BaseException as error:
-            owner._on_failed_thread(error)
-            raise
-        del owner  # the queue may be dropped while this thread waits
 
 
 def _stop(process: ForkGuard, commands: native.CommandQueue, thread: threading.Thread) -> None:

@@ -35,7 +35,6 @@ from torch_kvswap.encoding.slot import (
 from torch_kvswap.host_pool.memory import (
     Mapping,
     TorchMemory,
-    is_pinned,
     map_new,
     pins_with_torch,
 )
@@ -212,7 +211,8 @@ class HostPool(NotCopyable):
         verify = read_verify(verify, layout.device)
         part = read_part(part)
         shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment, part)
-        if part is not None and not read_switch("shared", shared):
+        shared = read_switch("shared", shared)
+        if part is not None and not shared:
             raise ValueError(
                 f"part is {part}, but shared is False, so that nobody has the others; pass "
                 "shared=True, or leave part out"
@@ -221,8 +221,12 @@ class HostPool(NotCopyable):
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
         )
-        map_pool = _map_shared if read_switch("shared", shared) else _map_private
-        mapping = map_pool(layout.device, shape, pinning, huge_pages)
+        mapping: Mapping | TorchMemory
+        if shared:
+            _check_shared_pinning(layout.device, pinning)
+            mapping = map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
+        else:
+            mapping = _map_private(layout.device, shape, pinning, huge_pages)
         self._shares_huge_pages = huge_pages is not False if shared else None
         self._open(layout, shape, mapping, kept, pinning)
 
@@ -232,26 +236,25 @@ class HostPool(NotCopyable):
         layout: PagedLayout,
         handle: PoolHandle,
         *,
-        pinned: bool | None = None,
         pin_in_background: bool = False,
-        on_progress: Progress | None = None,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         rank: int = 0,
     ) -> HostPool:
         """Makes a pool on the memory of another process's pool, which has placed the pages.
+
+        Pins all of them; if the driver refuses, logs a warning and uses them as pageable memory.
 
         Args:
             layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
                 handle. The encoding, `verify` and `page_alignment` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
-            pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
+            pin_in_background (bool): see HostPool.
             rank (int): which part of the slots this process uses: see HostPool's `part`.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
             ValueError: the handle has another page size or other slab sizes, the layout's blocks
                 cannot be encoded as the handle says, or an argument is out of range.
-            RuntimeError: the driver does not pin the memory, or the handle is closed.
+            RuntimeError: the kernel does not map the memory, or the handle is closed.
         """
         if not isinstance(handle, PoolHandle):
             raise TypeError(
@@ -268,12 +271,10 @@ class HostPool(NotCopyable):
         shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
         handle._check(shape, layout)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
+            layout, kept, None, pin_in_background, None, None, DEFAULT_CHUNK_BYTES, verify
         )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
-        # Huge pages are allowed if its maker allows them.
-        nbytes = shape.mapped_bytes
-        mapping = Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
+        mapping = Mapping(shape.mapped_bytes, os.dup(handle.fd), handle.huge_pages)
         pool = cls.__new__(cls)
         pool._shares_huge_pages = handle.huge_pages
         pool._open(layout, shape, mapping, kept, pinning)
@@ -513,10 +514,8 @@ class HostPool(NotCopyable):
         if memory.pages is None or self._ready_range.end_page < self.num_pages:
             return False
         if memory.pinning is not None:
-            return memory.pinning.registration.is_known()
-        if isinstance(memory.mapping, TorchMemory):
-            return memory.mapping.tensor.is_pinned()
-        return is_pinned(memory.pages.data_ptr())
+            return memory.pinning.registration.is_pinned()
+        return self._is_pinned_by_torch
 
     @property
     def huge_bytes(self) -> int:
@@ -574,12 +573,9 @@ class HostPool(NotCopyable):
         return self._shape.digests(self._memory.mapping.address)
 
     @property
-    def _has_pinned_pages(self) -> bool:
-        """Whether the pages are pinned when they are ready."""
-        memory = self._memory
-        if memory.pinning is not None:
-            return not memory.pinning.registration.is_empty
-        return isinstance(memory.mapping, TorchMemory)
+    def _is_pinned_by_torch(self) -> bool:
+        """Whether torch has allocated the pages, as pinned memory."""
+        return isinstance(self._memory.mapping, TorchMemory)
 
     def _all_bytes(self) -> Tensor:
         """The memory, uint8 [bytes of all pages], of all ranks."""
@@ -654,14 +650,6 @@ def _map_private(
                 raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
             log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
     return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
-
-
-def _map_shared(
-    device: torch.device, shape: PoolShape, pinning: PinningOptions, huge_pages: bool | None
-) -> Mapping:
-    """Maps the memory of a pool that other processes can attach to."""
-    _check_shared_pinning(device, pinning)
-    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

@@ -466,7 +466,7 @@ def test_several_processes_store_into_the_same_pages(shm: None) -> None:
         from torch_kvswap import OffloadHandler
         cache = PagedLayout([torch.full((2, 1 << 20), 2, dtype=torch.uint8, device="cuda")])
         handle = PoolHandle.receive(connection)
-        pool = HostPool.attach(cache, handle, pinned=True, chunk_bytes=2 << 20)
+        pool = HostPool.attach(cache, handle)
         assert pool.is_pinned
         with pool, OffloadHandler(cache, pool) as handler:
             handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[3, 5]))
