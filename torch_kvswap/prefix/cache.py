@@ -267,8 +267,9 @@ class PrefixCache(NotCopyable):
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
         The server is `python -m torch_kvswap serve`. It has the memory, the block manager and the
-        store below; docs/serve.md says what holds. This process pins all of the memory. The caches
-        of all engines must be equal, as the arguments say it; the first engine that comes decides.
+        store below; docs/serve.md says what holds. This process pins all of the memory: see
+        HostPool.attach(). The caches of all engines must be equal, as the arguments say it; the
+        first engine that comes decides.
 
         If the server is lost, lookups find nothing and stores are dropped, until it is there again
         with new pages; `pools` are others then.
@@ -288,7 +289,7 @@ class PrefixCache(NotCopyable):
             TypeError: an argument has a wrong type.
             ValueError: an argument is out of range, or the server refuses this cache, and why.
             OSError: no server answers at the path.
-            RuntimeError: the memory cannot be pinned, or a tensor of a layout has moved.
+            RuntimeError: the kernel does not map the memory, or a tensor of a layout has moved.
         """
         _check_store_policy(store_policy)
         is_list = isinstance(gpu, Sequence)

@@ -113,7 +113,7 @@ class Session(NotCopyable):
         Raises:
             OSError: no server answers there.
             ValueError: the server refuses this cache, and says why.
-            RuntimeError: the memory cannot be pinned.
+            RuntimeError: the kernel does not map the memory.
         """
         connection, generation = connect_to(self._path)
         try:
