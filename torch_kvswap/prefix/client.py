@@ -65,7 +65,7 @@ class RemoteReservation(NamedTuple):
 
 
 class Session(NotCopyable):
-    """What an engine, its scheduler or its worker is at a server.
+    """A connection to a server, of an engine, or of its scheduler or one of its workers.
 
     A server that does not answer for DEADLINE, or has closed the connection, is given up. A thread
     then tries to join it again, once no job uses its pages.
