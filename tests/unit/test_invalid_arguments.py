@@ -248,8 +248,6 @@ def test_what_is_no_layout_no_handle_and_no_function_is_refused_by_a_pool() -> N
             HostPool(layout, 4).view_for(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
         HostPool.attach(layout, "x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^on_progress is a str; it must be callable"):
-        HostPool(layout, 4, on_progress="x")  # type: ignore[arg-type]
 
 
 def test_what_has_no_blocks_is_refused_by_a_layout() -> None:

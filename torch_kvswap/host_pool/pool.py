@@ -43,7 +43,6 @@ from torch_kvswap.host_pool.pinning import (
     ONE_CHUNK,
     Pinning,
     PinningOptions,
-    Progress,
     read_pinning,
 )
 from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
@@ -145,9 +144,6 @@ class HostPool(NotCopyable):
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
-        on_progress: called as `on_progress(ready_pages, all_pages)` after each chunk, in the thread
-            that pins. Held until all pages are pinned. If it raises, pinning stops, and this call
-            raises or, if it has returned, wait_ready(). Not called for pageable memory.
         huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
             uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
             is refused, if PyTorch pins.
@@ -198,7 +194,6 @@ class HostPool(NotCopyable):
         verify: VerifyName = "off",
         pinned: bool | None = None,
         pin_in_background: bool = False,
-        on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -219,7 +214,7 @@ class HostPool(NotCopyable):
             )
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
+            layout, kept, pinned, pin_in_background, numa_node, chunk_bytes, verify
         )
         mapping: Mapping | TorchMemory
         if shared:
@@ -271,7 +266,7 @@ class HostPool(NotCopyable):
         shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
         handle._check(shape, layout)
         pinning = read_pinning(
-            layout, kept, None, pin_in_background, None, None, DEFAULT_CHUNK_BYTES, verify
+            layout, kept, None, pin_in_background, None, DEFAULT_CHUNK_BYTES, verify
         )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
         mapping = Mapping(shape.mapped_bytes, os.dup(handle.fd), handle.huge_pages)
@@ -325,10 +320,7 @@ class HostPool(NotCopyable):
         self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
         is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
-        if isinstance(mapping, TorchMemory):
-            if pinning.on_progress is not None:
-                pinning.on_progress(shape.num_pages, shape.num_pages)
-        elif is_registered and pinning.pinned is not False:
+        if isinstance(mapping, Mapping) and is_registered and pinning.pinned is not False:
             if pinning.places:
                 mapping.place(layout.device, pinning.numa_node)
             self._memory.make_pinning(shape, layout.device).start(pinning)

@@ -236,7 +236,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
     steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
-    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True}
     with HostPool(layout, 12, **options) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         prefixes = PrefixCache(layout, pool)
@@ -265,7 +265,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
 def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
-    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True}
     with HostPool(layout, 12, **options) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
