@@ -76,8 +76,7 @@ void bind_memory(nb::module_& module) {
   module.def(
       "is_pinned",
       [](int device, uintptr_t address) { return cuda_device(device).is_pinned(at(address)); },
-      "device"_a, "address"_a, ReleaseGil(),
-      "Whether the driver says that the address is pinned.");
+      "device"_a, "address"_a, ReleaseGil(), "Whether the driver says that the address is pinned.");
   module.def("pci_address", pci_address, "device"_a, ReleaseGil(),
              "PCI domain, bus and device of a GPU.");
 
