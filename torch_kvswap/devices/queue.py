@@ -171,34 +171,31 @@ class DeviceQueue:
 
     def _event_after(self, after: object) -> torch.Event | None:
         """An event for what `after` stands for; None if that has happened."""
-        if isinstance(after, tuple):
-            named = [self._point_of(item, f"after[{i}]") for i, item in enumerate(after)]
-            events = [event for event in named if event is not None]
-            return self._after_all(events) if len(events) > 1 else next(iter(events), None)
-        return self._point_of(after, "after=")
+        if not isinstance(after, tuple):
+            return self._point_of(
+                torch.accelerator.current_stream(self.device) if after is None else after,
+                "after=",
+                "None (the current stream), a torch.Stream, a torch.Event or a tuple of streams "
+                "and events",
+            )
+        expected = "a torch.Stream or a torch.Event"
+        named = [self._point_of(item, f"after[{i}]", expected) for i, item in enumerate(after)]
+        events = [event for event in named if event is not None]
+        return self._after_all(events) if len(events) > 1 else next(iter(events), None)
 
-    def _point_of(self, after: object, name: str) -> torch.Event | None:
-        """An event for a stream or event; None if that has happened. name: of it, in errors."""
+    def _point_of(self, after: object, name: str, expected: str) -> torch.Event | None:
+        """An event for a stream or event; None if that has happened. The others are for errors."""
         if isinstance(after, torch.Event):
             return self._copy_event(after, name)
-        if after is None and name != "after=":
-            raise TypeError(f"{name} must be a torch.Stream or a torch.Event, not None")
-        stream = self._stream_of(after, name)
+        stream = self._checked_stream(after, name, expected)
         if stream.query():
             return None
         event = self._new_event()
         event.record(stream)
         return event
 
-    def _stream_of(self, stream: object, name: str) -> torch.Stream:
-        if stream is None:
-            return torch.accelerator.current_stream(self.device)
+    def _checked_stream(self, stream: object, name: str, expected: str) -> torch.Stream:
         if not isinstance(stream, torch.Stream):
-            expected = {
-                "stream": "None (the current stream) or a torch.Stream",
-                "after=": "None (the current stream), a torch.Stream, a torch.Event or a tuple of "
-                "streams and events",
-            }.get(name, "a torch.Stream or a torch.Event")
             raise TypeError(f"{name} must be {expected}, not {kind_of(stream)}")
         if stream.device != self.device:
             raise ValueError(
@@ -257,7 +254,10 @@ class DeviceQueue:
             DeviceLostError: the device is lost.
         """
         self.check()
-        waiting = Waiting(self._stream_of(stream, "stream"))
+        if stream is None:
+            stream = torch.accelerator.current_stream(self.device)
+        expected = "None (the current stream) or a torch.Stream"
+        waiting = Waiting(self._checked_stream(stream, "stream", expected))
         with self._callers_lock:
             self._last_token += 1
             self._waiting[self._last_token] = waiting
