@@ -8,7 +8,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
@@ -423,7 +422,7 @@ class PrefixCache(NotCopyable):
                 self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
         job = self._submit(
             LOADS,
-            partial(self.manager.prepare_load, prefix=prefix),
+            lambda keys, held: self.manager.prepare_load(keys, prefix, held=held),
             [],
             _Prompt(digests, blocks, blocks),
             after=after,
