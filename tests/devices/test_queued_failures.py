@@ -306,6 +306,8 @@ def test_a_caller_whose_thread_fails_behind_its_submission_gets_the_job(
     with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
         job.synchronize(PATIENCE)
     assert [result.job_id for result in rows.handler.poll()] == [job.id]
+    # The queue's thread would find the command that failed again and again.
+    assert in_time(lambda: "kvswap-queue" not in {one.name for one in threading.enumerate()})
 
 
 # Cancelling, rebinding, closing

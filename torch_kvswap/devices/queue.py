@@ -321,6 +321,7 @@ class DeviceQueue:
     def _work(self) -> None:
         """The queue's thread."""
         pause = 0.0
+        # A lost device keeps the command that failed, so that wait() returns at once.
         while self.commands.wait(pause) >= 0 and self.lost is None:
             try:
                 pause = self._carry_out_all()
