@@ -12,10 +12,7 @@
 namespace kvswap::bindings {
 namespace {
 
-// -1 for host memory.
-Device& cuda_or_host(int index) {
-  return find_device(index < 0 ? DeviceKind::kHost : DeviceKind::kCuda, index);
-}
+Device& cuda_device(int index) { return find_device(DeviceKind::kCuda, index); }
 
 void* at(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -68,20 +65,18 @@ void bind_memory(nb::module_& module) {
   module.def(
       "register_host",
       [](int device, uintptr_t address, uint64_t nbytes) {
-        cuda_or_host(device).register_host(at(address), nbytes);
+        cuda_device(device).register_host(at(address), nbytes);
       },
       "device"_a, "address"_a, "nbytes"_a, ReleaseGil(),
       "Pins memory for every device of the process. Safe while another thread captures a graph.");
   module.def(
       "unregister_host",
-      [](int device, uintptr_t address) { cuda_or_host(device).unregister_host(at(address)); },
+      [](int device, uintptr_t address) { cuda_device(device).unregister_host(at(address)); },
       "device"_a, "address"_a, ReleaseGil());
   module.def(
       "is_pinned",
-      [](int device, uintptr_t address) { return cuda_or_host(device).is_pinned(at(address)); },
-      "device"_a, "address"_a, ReleaseGil(),
-      "Whether the driver says that the address is pinned. device: asks in its context; -1 asks in "
-      "the thread's context and does not initialise CUDA.");
+      [](int device, uintptr_t address) { return cuda_device(device).is_pinned(at(address)); },
+      "device"_a, "address"_a, ReleaseGil(), "Whether the driver says that the address is pinned.");
   module.def("pci_address", pci_address, "device"_a, ReleaseGil(),
              "PCI domain, bus and device of a GPU.");
 

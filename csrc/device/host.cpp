@@ -5,7 +5,6 @@
 #include <exception>
 #include <mutex>
 
-#include "copy/address_map.h"
 #include "environment.h"
 
 namespace kvswap {
@@ -132,11 +131,6 @@ class HostDevice : public Device {
     if (first.error != nullptr) std::rethrow_exception(first.error);
     const std::chrono::duration<double> passed = last.time - first.time;
     return passed.count();
-  }
-
-  // By whatever CUDA device this process uses.
-  bool is_pinned(const void* address) override {
-    return AddressMap().find(reinterpret_cast<uint64_t>(address)).kind == MemoryKind::kPinned;
   }
 
   const std::vector<CopyMethod>& copy_methods() const override {

@@ -300,12 +300,14 @@ def test_a_caller_whose_thread_fails_behind_its_submission_gets_the_job(
     rows = Rows()
     queue = queue_of(rows.handler)
 
-    queue.work = lambda: 3600.0  # type: ignore[method-assign]  # so that the caller carries it out
+    queue._carry_out_all = lambda: 3600.0  # type: ignore[method-assign]  # so that the caller carries it out
     queue._carry_out = run_out_of_memory  # type: ignore[method-assign]
     job = rows.store(3, 0)
     with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
         job.synchronize(PATIENCE)
     assert [result.job_id for result in rows.handler.poll()] == [job.id]
+    # The queue's thread would find the command that failed again and again.
+    assert in_time(lambda: "kvswap-queue" not in {one.name for one in threading.enumerate()})
 
 
 # Cancelling, rebinding, closing

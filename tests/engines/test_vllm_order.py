@@ -117,7 +117,7 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
     layout = place(driver, PagedLayout([cache]))
 
     def slowly(*shape: Any, **options: Any) -> HostPool:
-        return HostPool(*shape, chunk_bytes=32 * mib, on_progress=steps, **options)
+        return HostPool(*shape, chunk_bytes=32 * mib, **options)
 
     wait_ready = HostPool.wait_ready
 

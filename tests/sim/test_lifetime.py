@@ -8,7 +8,6 @@ import copy
 import gc
 import pickle
 import signal
-import threading
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
-from error_text import error_text, one_line
+from error_text import error_text
 from gpu_cache import Hold
 from interrupts import Interrupted, Interrupter
 from patience import PATIENCE
@@ -26,7 +25,8 @@ from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap._native.loader import native
+from torch_kvswap._native import loader
+from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.offload.gate import Gate
 from torch_kvswap.prefix import BlockManager
 
@@ -37,26 +37,15 @@ def make_layout(tensors: int = 1, row_bytes: int = 64) -> PagedLayout:
     return PagedLayout([torch.zeros(8, row_bytes, dtype=torch.uint8) for _ in range(tensors)])
 
 
-def pin_in_background(
-    driver: Driver, on_progress: Callable[..., object], num_pages: int = 64
-) -> HostPool:
+def pin_in_background(driver: Driver, num_pages: int = 64) -> HostPool:
     """Pages of 1 MiB: the first 32 are pinned, and the others by a thread, 32 at a time."""
     layout = place(driver, make_layout(row_bytes=MIB))
-    options = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
-    return HostPool(layout, num_pages, on_progress=on_progress, **options)  # type: ignore[arg-type]
+    return HostPool(layout, num_pages, chunk_bytes=32 * MIB, pin_in_background=True)
 
 
 def is_mapped(address: int) -> bool:
     maps = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(first, 16) <= address < int(last, 16) for first, last in maps)
-
-
-def join(pool: HostPool) -> None:
-    """Waits for the thread that pins."""
-    thread = pool._memory.pinning._thread  # type: ignore[union-attr]
-    assert thread is not None
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
 
 
 @simulated
@@ -282,58 +271,34 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
     assert (other.block_dim, other.sizes.tolist()) == (1, layout.sizes.tolist())
 
 
-class Server:
-    """Refers to its pool, and is what the pool tells about its progress."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.steps = PinningSteps()
-        self.pool = pin_in_background(driver, self.progress)
-
-    def progress(self, ready: int, count: int) -> None:
-        self.steps(ready, count)
-
-
 @simulated
-def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> None:
-    server = Server(driver)
-    server.steps.pin_more()
-    assert server.pool.wait_ready(PATIENCE)
-    join(server.pool)
-    gone = weakref.ref(server)
-    del server
-    gc.collect()
-    assert gone() is None
-    assert driver.calls("cuMemHostUnregister") == 2
+def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driver) -> None:
+    """The garbage collector runs in any thread."""
+    steps, kept = PinningSteps(), list[HostPool]()
+    touch, unregister, mapped = Mapping.touch, loader.native.unregister_host, list[bool]()
 
-
-@simulated
-def test_a_callback_may_close_its_pool(driver: Driver) -> None:
-    pools: list[HostPool] = []
-    turn = threading.Semaphore(0)
-
-    def progress(ready: int, count: int) -> None:
-        if ready == 64:
-            assert turn.acquire(timeout=PATIENCE)
-            pools[0].close()
-
-    unregister, mapped = native.unregister_host, list[bool]()
+    def drop_and_touch(mapping: Mapping, first: int, last: int) -> None:
+        if first == 96 * MIB:
+            kept.clear()
+        touch(mapping, first, last)
 
     def look(device: int, address: int) -> None:
         mapped.append(is_mapped(address))
         unregister(device, address)
 
-    pools.append(pin_in_background(driver, progress, 128))
-    address = pools[0].pages.data_ptr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "unregister_host", look)
-        turn.release()
-        assert one_line(pools[0].wait_ready, PATIENCE) == (
-            "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
-        )
-        join(pools[0])
+        patch.setattr(Mapping, "touch", drop_and_touch)
+        patch.setattr(loader.native, "unregister_host", look)
+        kept.append(pin_in_background(driver, 128))
+        pinning = kept[0]._memory.pinning
+        assert pinning is not None
+        assert pinning._thread is not None
+        steps.pin_more(3)
+        pinning._thread.join(PATIENCE)
+        assert not pinning._thread.is_alive()
+    assert not kept
     assert mapped == [True] * driver.calls("cuMemHostRegister")
-    assert driver.calls("cuMemHostUnregister") == len(mapped)
-    assert not is_mapped(address)
+    assert driver.calls("cuMemHostUnregister") == len(mapped) > 0
 
 
 @simulated
@@ -354,7 +319,7 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
     driver.set_mode("manual")
     layout = place(driver, make_layout())
     steps = PinningSteps()
-    pool = pin_in_background(driver, steps, 128)
+    pool = pin_in_background(driver, 128)
     before = signal.signal(signal.SIGALRM, interrupt)
     with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:
         job = handler.store(gpu_block_ids=[0], page_ids=[0], after=())

@@ -52,15 +52,14 @@ def registered(driver: Driver) -> list[int]:
 
 @simulated
 def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver) -> None:
-    progress: list[tuple[int, int]] = []
+    steps = PinningSteps()
     pool = HostPool(
         gpu_cache(driver),
         11,
         chunk_bytes=5 * BLOCK,  # 4 pages: a power of two
-        on_progress=lambda *pages: progress.append(pages),
     )
     assert registered(driver) == [4 * BLOCK, 4 * BLOCK, 3 * BLOCK]
-    assert progress == [(4, 11), (8, 11), (11, 11)]
+    assert steps.seen == [0, 4, 8, 11]
     assert pool.is_pinned
     pool.close()
     assert driver.calls("cuMemHostUnregister") == 3
@@ -173,17 +172,6 @@ fewer pages, or pass pinned=False for pageable memory""",
 
 
 @simulated
-def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
-    def fail(*pages: int) -> None:
-        raise ValueError("from the callback")
-
-    with pytest.raises(ValueError, match="from the callback") as raised:
-        megabytes(driver, on_progress=fail)
-    assert driver.calls("cuMemHostUnregister") == 1
-    del raised  # whose frames held the pool
-
-
-@simulated
 def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None:
     layout, nodes = gpu_cache(driver), []
     bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
@@ -244,8 +232,8 @@ def test_smaller_chunks_end_where_copies_are_split(driver: Driver) -> None:
     layout = place(driver, PagedLayout([torch.zeros(2, MIB, dtype=torch.uint8)]))
     driver.limit_registration(in_one=16 * MIB)
     options: dict[str, Any] = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
-    pool = HostPool(layout, 33, on_progress=steps, **options)
-    assert steps.seen[0] == (16, 33)
+    pool = HostPool(layout, 33, **options)
+    assert steps.seen[1] == 16
     assert pool.wait_ready(PATIENCE, pages=32)
     assert not pool.wait_ready(0, pages=33)
     steps.pin_more(3)
@@ -260,8 +248,8 @@ def test_smaller_chunks_end_where_copies_are_split(driver: Driver) -> None:
 @simulated
 def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
-    assert steps.seen[0] == (32, 128)
+    pool = megabytes(driver, 128, pin_in_background=True)
+    assert steps.seen[1] == 32
     assert pool.wait_ready(PATIENCE, pages=64)
     assert (pool.num_ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
     assert not pool.wait_ready(timeout=0.01)
@@ -269,7 +257,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     steps.pin_more(3)
     assert pool.wait_ready()
     assert (pool.num_ready_pages, pool.is_ready, pool.is_pinned) == (128, True, True)
-    assert steps.seen == [(32, 128), (64, 128), (96, 128), (128, 128)]
+    assert steps.seen == [0, 32, 64, 96, 128]
     pool.close()
     assert driver.calls("cuMemHostUnregister") == 4
 
@@ -279,7 +267,7 @@ def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
-    pool = HostPool(layout, 96, chunk_bytes=32 * MIB, pin_in_background=True, on_progress=steps)
+    pool = HostPool(layout, 96, chunk_bytes=32 * MIB, pin_in_background=True)
     assert pool.wait_ready(PATIENCE, pages=64)
     with OffloadHandler(layout, pool) as handler:
         handler.synchronize(
@@ -313,7 +301,7 @@ HostPool.wait_ready(pages=96) waits for it""",
 @simulated
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_background=True)
     assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
     waiter = threading.Thread(target=lambda: said.append(error_text(pool.wait_ready, 1e300)))
@@ -353,7 +341,7 @@ def test_closing_waits_for_the_thread_that_touches_pages(driver: Driver) -> None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mapping, "touch", wait_and_touch)
-        pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
+        pool = megabytes(driver, 128, pin_in_background=True)
         assert pool.wait_ready(PATIENCE, pages=64)
         closer = threading.Thread(target=pool.close)
         closer.start()
@@ -366,35 +354,11 @@ def test_closing_waits_for_the_thread_that_touches_pages(driver: Driver) -> None
 
 
 @simulated
-def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driver) -> None:
-    """The garbage collector runs in any thread."""
-    steps, kept = PinningSteps(), list[HostPool]()
-    touch = Mapping.touch
-
-    def drop_and_touch(mapping: Mapping, first: int, last: int) -> None:
-        if first == 96 * MIB:
-            kept.clear()
-        touch(mapping, first, last)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mapping, "touch", drop_and_touch)
-        kept.append(megabytes(driver, 128, pin_in_background=True, on_progress=steps))
-        pinning = kept[0]._memory.pinning
-        assert pinning is not None
-        assert pinning._thread is not None
-        steps.pin_more(3)
-        pinning._thread.join(PATIENCE)
-        assert not pinning._thread.is_alive()
-    assert not kept
-    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
-
-
-@simulated
 def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
     steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, logged() as messages:
         patch.setattr(system, "memlock_limit", lambda: None)
-        pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
+        pool = megabytes(driver, 128, pin_in_background=True)
         assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)
         steps.pin_more(3)
@@ -430,7 +394,7 @@ def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
 @simulated
 def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_background=True)
     child = os.fork()
     if child == 0:
         said = error_text(pool.wait_ready)

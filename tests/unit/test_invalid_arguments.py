@@ -76,7 +76,6 @@ INTEGERS: list[tuple[Callable[..., object], str]] = [
         "num_pages blocks_per_page chunk_bytes page_alignment numa_node?",
     ),
     (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page chunk_bytes"),
-    (lambda **given: attach_pool(**given), "chunk_bytes"),
     (lambda **given: PagedLayout([torch.zeros(4, 4)], **given), "block_dim?"),
     (lambda **given: make_handler(**given), "staging_bytes"),
     (lambda layer_groups: new_handler().gate(layer_groups), "layer_groups"),
@@ -249,8 +248,6 @@ def test_what_is_no_layout_no_handle_and_no_function_is_refused_by_a_pool() -> N
             HostPool(layout, 4).view_for(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
         HostPool.attach(layout, "x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^on_progress is a str; it must be callable"):
-        HostPool(layout, 4, on_progress="x")  # type: ignore[arg-type]
 
 
 def test_what_has_no_blocks_is_refused_by_a_layout() -> None:

@@ -137,9 +137,7 @@ class DeviceQueue:
         self._callers: torch.Stream | None = None  # waits for the callers' events
         self._callers_lock = threading.Lock()
         self._process = ForkGuard()
-        thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self.commands), name="kvswap-queue", daemon=True
-        )
+        thread = threading.Thread(target=self._work, name="kvswap-queue", daemon=True)
         thread.start()
         # At exit the finalizers run in the reverse order of their creation: after those of the
         # handlers, whose jobs need the thread.
@@ -173,34 +171,31 @@ class DeviceQueue:
 
     def _event_after(self, after: object) -> torch.Event | None:
         """An event for what `after` stands for; None if that has happened."""
-        if isinstance(after, tuple):
-            named = [self._point_of(item, f"after[{i}]") for i, item in enumerate(after)]
-            events = [event for event in named if event is not None]
-            return self._after_all(events) if len(events) > 1 else next(iter(events), None)
-        return self._point_of(after, "after=")
+        if not isinstance(after, tuple):
+            return self._point_of(
+                torch.accelerator.current_stream(self.device) if after is None else after,
+                "after=",
+                "None (the current stream), a torch.Stream, a torch.Event or a tuple of streams "
+                "and events",
+            )
+        expected = "a torch.Stream or a torch.Event"
+        named = [self._point_of(item, f"after[{i}]", expected) for i, item in enumerate(after)]
+        events = [event for event in named if event is not None]
+        return self._after_all(events) if len(events) > 1 else next(iter(events), None)
 
-    def _point_of(self, after: object, name: str) -> torch.Event | None:
-        """An event for a stream or event; None if that has happened. name: of it, in errors."""
+    def _point_of(self, after: object, name: str, expected: str) -> torch.Event | None:
+        """An event for a stream or event; None if that has happened. The others are for errors."""
         if isinstance(after, torch.Event):
             return self._copy_event(after, name)
-        if after is None and name != "after=":
-            raise TypeError(f"{name} must be a torch.Stream or a torch.Event, not None")
-        stream = self._stream_of(after, name)
+        stream = self._checked_stream(after, name, expected)
         if stream.query():
             return None
         event = self._new_event()
         event.record(stream)
         return event
 
-    def _stream_of(self, stream: object, name: str) -> torch.Stream:
-        if stream is None:
-            return torch.accelerator.current_stream(self.device)
+    def _checked_stream(self, stream: object, name: str, expected: str) -> torch.Stream:
         if not isinstance(stream, torch.Stream):
-            expected = {
-                "stream": "None (the current stream) or a torch.Stream",
-                "after=": "None (the current stream), a torch.Stream, a torch.Event or a tuple of "
-                "streams and events",
-            }.get(name, "a torch.Stream or a torch.Event")
             raise TypeError(f"{name} must be {expected}, not {kind_of(stream)}")
         if stream.device != self.device:
             raise ValueError(
@@ -259,7 +254,10 @@ class DeviceQueue:
             DeviceLostError: the device is lost.
         """
         self.check()
-        waiting = Waiting(self._stream_of(stream, "stream"))
+        if stream is None:
+            stream = torch.accelerator.current_stream(self.device)
+        expected = "None (the current stream) or a torch.Stream"
+        waiting = Waiting(self._checked_stream(stream, "stream", expected))
         with self._callers_lock:
             self._last_token += 1
             self._waiting[self._last_token] = waiting
@@ -320,11 +318,22 @@ class DeviceQueue:
             if not is_over():
                 time.sleep(_SHORTEST_PAUSE)
 
-    def work(self) -> float:
-        """For the queue's thread: carries out all commands, and looks at the events in flight.
+    def _work(self) -> None:
+        """The queue's thread."""
+        pause = 0.0
+        # A lost device keeps the command that failed, so that wait() returns at once.
+        while self.commands.wait(pause) >= 0 and self.lost is None:
+            try:
+                pause = self._carry_out_all()
+            except BaseException as error:
+                self._on_failed_thread(error)
+                raise
+
+    def _carry_out_all(self) -> float:
+        """Carries out all commands, and looks at the events in flight.
 
         Returns:
-            float: seconds until it must look again.
+            float: seconds until the queue's thread must look again.
         """
         with self._turn:
             self._run(_FOREVER)
@@ -625,21 +634,6 @@ def _is_plain_thread() -> bool:
 
 def _text_of(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _work(queue: weakref.ref[DeviceQueue], commands: native.CommandQueue) -> None:
-    """The queue's thread."""
-    pause = 0.0
-    while commands.wait(pause) >= 0:
-        owner = queue()
-        if owner is None or owner.lost is not None:
-            return
-        try:
-            pause = owner.work()
-        except BaseException as error:
-            owner._on_failed_thread(error)
-            raise
-        del owner  # the queue may be dropped while this thread waits
 
 
 def _stop(process: ForkGuard, commands: native.CommandQueue, thread: threading.Thread) -> None:

@@ -35,7 +35,7 @@ class Mapping:
         RuntimeError: the kernel does not map the memory.
     """
 
-    def __init__(self, nbytes: int, fd: int | None = None, huge_pages: bool | None = None) -> None:
+    def __init__(self, nbytes: int, fd: int | None = None, huge_pages: bool = True) -> None:
         self.nbytes = nbytes
         self.fd = fd
         if fd is not None:
@@ -45,16 +45,15 @@ class Mapping:
             unit = status.st_blksize  # the huge page size, if the file is on huge pages
         else:
             mapped, unit = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE, SYSTEM_PAGE
-        wants_huge = huge_pages is not False
         file = -1 if fd is None else fd
-        address = native.map_host(file, mapped, max(_ALIGNMENT, unit), wants_huge)
+        address = native.map_host(file, mapped, max(_ALIGNMENT, unit), huge_pages)
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         # Not at exit, when copies may still run.
         weakref.finalize(memory, native.unmap_host, address, mapped).atexit = False
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address, self._last = address, address + mapped
         # From Linux 6.1 on also where the setting for shared memory is "never".
-        self._collapse = fd is not None and wants_huge and unit == SYSTEM_PAGE
+        self._collapse = fd is not None and huge_pages and unit == SYSTEM_PAGE
         self._cpus: list[int] = []
 
     @property
@@ -126,7 +125,7 @@ def map_new(nbytes: int, page_bytes: int, huge_pages: bool | None, *, shared: bo
     """
     check_room(nbytes, page_bytes, reserved=huge_pages is True)
     fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
-    return Mapping(nbytes, fd, huge_pages)
+    return Mapping(nbytes, fd, huge_pages is not False)
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -189,15 +188,13 @@ class Registration:
             del self._bytes[address]
         return reason
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is registered."""
-        return not self._bytes
-
-    def is_known(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether something is registered, and the driver reports all of it as pinned."""
-        addresses = list(self._bytes)
-        return bool(addresses) and all(is_pinned(address, self._device) for address in addresses)
+        device, addresses = self._device.index, list(self._bytes)
+        try:
+            return bool(addresses) and all(native.is_pinned(device, at) for at in addresses)
+        except RuntimeError:  # the driver does not answer
+            return False
 
     def remove(self) -> None:
         """Unregisters everything. Does nothing in a forked child, which has no registrations."""
@@ -232,15 +229,3 @@ def pins_with_torch(device: torch.device) -> bool:
     Where it does, existing memory cannot be registered.
     """
     return not is_native(device.type)
-
-
-def is_pinned(address: int, device: torch.device | None = None) -> bool:
-    """Whether the driver reports an address as pinned.
-
-    Without a device it asks in the thread's context, which does not initialise CUDA.
-    """
-    index = -1 if device is None else device.index
-    try:
-        return native.is_pinned(index, address)
-    except RuntimeError:  # the driver does not answer
-        return False

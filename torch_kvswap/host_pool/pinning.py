@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from torch_kvswap._native.arguments import (
     bytes_text,
-    kind_of,
     read_int,
     read_optional_switch,
     read_switch,
@@ -28,7 +27,6 @@ DEFAULT_CHUNK_BYTES = 1 << 30
 MAX_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one call
 _LEAST_CHUNK_BYTES = 16 << 20
 ONE_CHUNK = 1 << 62  # ReadyRange.chunk_blocks of memory that is not registered in chunks
-Progress = Callable[[int, int], object]  # called with the ready pages and all pages
 
 
 class PinningOptions(NamedTuple):
@@ -40,7 +38,6 @@ class PinningOptions(NamedTuple):
 
     pinned: bool | None
     in_background: bool
-    on_progress: Progress | None
     numa_node: int | None
     chunk_bytes: int
     places: bool = True
@@ -79,9 +76,6 @@ class Pinning:
     def start(self, options: PinningOptions) -> None:
         """Pins the pages; called once.
 
-        The options are not stored in this object: a finalizer keeps it alive, so an `on_progress`
-        that refers to the pool would keep the pool alive forever.
-
         Raises:
             RuntimeError: the driver refuses, and `pinned` is True.
         """
@@ -90,7 +84,7 @@ class Pinning:
             shape.chunk_of(options.chunk_bytes), 1 << (shape.num_pages - 1).bit_length()
         )
         self._publish(0)
-        chunks = self._chunks(options.on_progress)
+        chunks = self._chunks()
         try:
             next(chunks)
             if options.in_background:
@@ -133,9 +127,8 @@ class Pinning:
     def close(self) -> None:
         """Stops pinning, joins the thread and unregisters everything.
 
-        A thread of this object calls it if `on_progress` closes the pool, or if the garbage
-        collector runs there. It cannot wait for itself: the background thread then unregisters
-        everything when it ends.
+        A thread of this object calls it if the garbage collector runs there. It cannot wait for
+        itself: the background thread then unregisters everything when it ends.
         """
         self._is_closed = True
         if self._stop():
@@ -165,7 +158,7 @@ class Pinning:
             self._thread.join()
         return True
 
-    def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
+    def _chunks(self) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
         begin, all_pages = 0, self._shape.num_pages
         self._register_table()
@@ -177,11 +170,7 @@ class Pinning:
                 # Touch the next chunk while the driver registers this one.
                 touching = self._touch(end, self._end_of(end))
                 begin = self._register(begin, end)
-                with self._changed:
-                    self._publish(begin)
-                    self._changed.notify_all()
-                if on_progress is not None:
-                    on_progress(begin, all_pages)
+                self._publish(begin)
                 yield
         finally:
             touching.join()
@@ -192,7 +181,9 @@ class Pinning:
         Native, because only a native release store orders it behind the registrations on every CPU.
         """
         blocks = chunk_blocks or self._chunk * self._shape.blocks_per_page
-        self._ready_range.publish(end_page, blocks)
+        with self._changed:
+            self._ready_range.publish(end_page, blocks)
+            self._changed.notify_all()
 
     def _end_of(self, begin: int) -> int:
         """The end of the chunk that contains page `begin`."""
@@ -232,8 +223,8 @@ class Pinning:
         try:
             for _ in chunks:
                 pass
-        except BaseException as error:  # also SystemExit, or wait() would wait forever
-            self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
+        except BaseException as error:  # whatever it is, or wait() would wait forever
+            self._fail(error.with_traceback(None))  # the traceback's frames hold the memory
         finally:
             if self._is_closed:  # close() did not wait for this thread
                 self.registration.remove()
@@ -309,7 +300,6 @@ def read_pinning(
     encoding: Encoding,
     pinned: bool | None,
     in_background: bool,
-    on_progress: Progress | None,
     numa_node: int | None,
     chunk_bytes: int,
     verify: VerifyName,
@@ -323,8 +313,6 @@ def read_pinning(
     """
     pinned = read_optional_switch("pinned", pinned)
     in_background = read_switch("pin_in_background", in_background)
-    if on_progress is not None and not callable(on_progress):
-        raise TypeError(f"on_progress is {kind_of(on_progress)}; it must be callable")
     if numa_node is not None:
         numa_node = read_int("numa_node", numa_node, 0, MAX_NODES - 1)
     chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MAX_CHUNK_BYTES)
@@ -353,4 +341,4 @@ def read_pinning(
     if numa_node is not None and nodes and numa_node not in nodes:
         known = ", ".join(map(str, nodes))
         raise ValueError(f"numa_node is {numa_node}; this machine has the NUMA nodes {known}")
-    return PinningOptions(pinned, in_background, on_progress, numa_node, chunk_bytes)
+    return PinningOptions(pinned, in_background, numa_node, chunk_bytes)

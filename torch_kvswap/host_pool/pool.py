@@ -35,7 +35,6 @@ from torch_kvswap.encoding.slot import (
 from torch_kvswap.host_pool.memory import (
     Mapping,
     TorchMemory,
-    is_pinned,
     map_new,
     pins_with_torch,
 )
@@ -44,7 +43,6 @@ from torch_kvswap.host_pool.pinning import (
     ONE_CHUNK,
     Pinning,
     PinningOptions,
-    Progress,
     read_pinning,
 )
 from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
@@ -146,9 +144,6 @@ class HostPool(NotCopyable):
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
-        on_progress: called as `on_progress(ready_pages, all_pages)` after each chunk, in the thread
-            that pins. Held until all pages are pinned. If it raises, pinning stops, and this call
-            raises or, if it has returned, wait_ready(). Not called for pageable memory.
         huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
             uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
             is refused, if PyTorch pins.
@@ -199,7 +194,6 @@ class HostPool(NotCopyable):
         verify: VerifyName = "off",
         pinned: bool | None = None,
         pin_in_background: bool = False,
-        on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -212,17 +206,22 @@ class HostPool(NotCopyable):
         verify = read_verify(verify, layout.device)
         part = read_part(part)
         shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment, part)
-        if part is not None and not read_switch("shared", shared):
+        shared = read_switch("shared", shared)
+        if part is not None and not shared:
             raise ValueError(
                 f"part is {part}, but shared is False, so that nobody has the others; pass "
                 "shared=True, or leave part out"
             )
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes, verify
+            layout, kept, pinned, pin_in_background, numa_node, chunk_bytes, verify
         )
-        map_pool = _map_shared if read_switch("shared", shared) else _map_private
-        mapping = map_pool(layout.device, shape, pinning, huge_pages)
+        mapping: Mapping | TorchMemory
+        if shared:
+            _check_shared_pinning(layout.device, pinning)
+            mapping = map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
+        else:
+            mapping = _map_private(layout.device, shape, pinning, huge_pages)
         self._shares_huge_pages = huge_pages is not False if shared else None
         self._open(layout, shape, mapping, kept, pinning)
 
@@ -232,26 +231,25 @@ class HostPool(NotCopyable):
         layout: PagedLayout,
         handle: PoolHandle,
         *,
-        pinned: bool | None = None,
         pin_in_background: bool = False,
-        on_progress: Progress | None = None,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         rank: int = 0,
     ) -> HostPool:
         """Makes a pool on the memory of another process's pool, which has placed the pages.
+
+        Pins all of them; if the driver refuses, logs a warning and uses them as pageable memory.
 
         Args:
             layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
                 handle. The encoding, `verify` and `page_alignment` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
-            pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
+            pin_in_background (bool): see HostPool.
             rank (int): which part of the slots this process uses: see HostPool's `part`.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
             ValueError: the handle has another page size or other slab sizes, the layout's blocks
                 cannot be encoded as the handle says, or an argument is out of range.
-            RuntimeError: the driver does not pin the memory, or the handle is closed.
+            RuntimeError: the kernel does not map the memory, or the handle is closed.
         """
         if not isinstance(handle, PoolHandle):
             raise TypeError(
@@ -268,12 +266,10 @@ class HostPool(NotCopyable):
         shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
         handle._check(shape, layout)
         pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, on_progress, None, chunk_bytes, verify
+            layout, kept, None, pin_in_background, None, DEFAULT_CHUNK_BYTES, verify
         )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
-        # Huge pages are allowed if its maker allows them.
-        nbytes = shape.mapped_bytes
-        mapping = Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
+        mapping = Mapping(shape.mapped_bytes, os.dup(handle.fd), handle.huge_pages)
         pool = cls.__new__(cls)
         pool._shares_huge_pages = handle.huge_pages
         pool._open(layout, shape, mapping, kept, pinning)
@@ -324,10 +320,7 @@ class HostPool(NotCopyable):
         self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
         is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
-        if isinstance(mapping, TorchMemory):
-            if pinning.on_progress is not None:
-                pinning.on_progress(shape.num_pages, shape.num_pages)
-        elif is_registered and pinning.pinned is not False:
+        if isinstance(mapping, Mapping) and is_registered and pinning.pinned is not False:
             if pinning.places:
                 mapping.place(layout.device, pinning.numa_node)
             self._memory.make_pinning(shape, layout.device).start(pinning)
@@ -513,10 +506,8 @@ class HostPool(NotCopyable):
         if memory.pages is None or self._ready_range.end_page < self.num_pages:
             return False
         if memory.pinning is not None:
-            return memory.pinning.registration.is_known()
-        if isinstance(memory.mapping, TorchMemory):
-            return memory.mapping.tensor.is_pinned()
-        return is_pinned(memory.pages.data_ptr())
+            return memory.pinning.registration.is_pinned()
+        return self._is_pinned_by_torch
 
     @property
     def huge_bytes(self) -> int:
@@ -574,12 +565,9 @@ class HostPool(NotCopyable):
         return self._shape.digests(self._memory.mapping.address)
 
     @property
-    def _has_pinned_pages(self) -> bool:
-        """Whether the pages are pinned when they are ready."""
-        memory = self._memory
-        if memory.pinning is not None:
-            return not memory.pinning.registration.is_empty
-        return isinstance(memory.mapping, TorchMemory)
+    def _is_pinned_by_torch(self) -> bool:
+        """Whether torch has allocated the pages, as pinned memory."""
+        return isinstance(self._memory.mapping, TorchMemory)
 
     def _all_bytes(self) -> Tensor:
         """The memory, uint8 [bytes of all pages], of all ranks."""
@@ -654,14 +642,6 @@ def _map_private(
                 raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
             log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
     return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
-
-
-def _map_shared(
-    device: torch.device, shape: PoolShape, pinning: PinningOptions, huge_pages: bool | None
-) -> Mapping:
-    """Maps the memory of a pool that other processes can attach to."""
-    _check_shared_pinning(device, pinning)
-    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

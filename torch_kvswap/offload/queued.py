@@ -31,7 +31,7 @@ class QueuedHandler(NativeHandler):
         self._submit_thread = submit_thread
         self._staging_bytes = options.staging_bytes // _CHANNELS
         self._bind(groups)
-        if not all(pool._has_pinned_pages for pool in groups.pools):
+        if not all(pool._is_pinned_by_torch for pool in groups.pools):
             warn_once(
                 f"host pages for {groups.device} are not pinned: their copies are synchronous, and "
                 "delay other transfers of the device"
@@ -51,7 +51,7 @@ class QueuedHandler(NativeHandler):
                 layout.block_dim,
                 layout.tensor_of_slab,
                 pool._slots(),
-                pool._has_pinned_pages,
+                pool._is_pinned_by_torch,
             )
             bound = QueuedGroup(self._queue, tensors, self._staging_bytes)
             groups.bound.append(bound)

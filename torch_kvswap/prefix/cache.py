@@ -8,7 +8,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
@@ -34,7 +33,7 @@ from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
-from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.groups import BlockGroup, read_layer_groups
 from torch_kvswap.prefix.hashing import Keys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
@@ -63,13 +62,13 @@ class _Reserved:
 
 
 class _Prompt(NamedTuple):
-    """The arguments of a store, per pool.
+    """The blocks that a job is to move, per pool.
 
     Attributes:
-        digests (list[bytes]): of the keys whose blocks are on the GPU.
+        digests (list[bytes]): of the keys whose blocks are on the GPU, or are to be there.
         blocks (list[array]): the GPU blocks of these keys.
-        named (list[array]): all blocks that the caller has named; some may be -1.
-        loads (tuple[int, ...]): further loads that the blocks were computed from.
+        named (list[array]): of a store, all blocks that the caller has named; some may be -1.
+        loads (tuple[int, ...]): of a store, further loads that the blocks were computed from.
     """
 
     digests: list[bytes]
@@ -132,12 +131,12 @@ def _check_store_policy(store_policy: object) -> None:
         raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
 
 
-def _close_served(handler: OffloadHandler, manager: RemoteManager, served: RemotePools) -> None:
+def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
     """Waits for all jobs, leaves the server, and frees its memory here."""
     if handler._native.is_current_process:  # a forked child has none of them
         handler.close()
         manager.close()
-        served.close()
+        manager._pools.close()
 
 
 def _check_preempted(preempted: object) -> None:
@@ -209,7 +208,8 @@ class PrefixCache(NotCopyable):
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
         of_handler = Groups(gpu, host)
-        pools = Pools(of_handler.pools, of_handler.is_list, groups)
+        groups = read_layer_groups(groups, len(of_handler.layouts), of_handler.is_list)
+        pools = Pools(of_handler.pools, groups)
         if below_policy not in BELOW_POLICIES:
             known = " or ".join(BELOW_POLICIES)
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
@@ -240,7 +240,6 @@ class PrefixCache(NotCopyable):
         """Initializes a prefix cache of any kind."""
         self._pools, self._ready, self.manager = pools, pools.ready, manager
         self._below: Tier | None = None
-        self._served: RemotePools | None = None
         lazy = of_handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
         self._handler = OffloadHandler.__new__(OffloadHandler)
@@ -267,8 +266,9 @@ class PrefixCache(NotCopyable):
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
         The server is `python -m torch_kvswap serve`. It has the memory, the block manager and the
-        store below; docs/serve.md says what holds. This process pins all of the memory. The caches
-        of all engines must be equal, as the arguments say it; the first engine that comes decides.
+        store below; docs/serve.md says what holds. This process pins all of the memory: see
+        HostPool.attach(). The caches of all engines must be equal, as the arguments say it; the
+        first engine that comes decides.
 
         If the server is lost, lookups find nothing and stores are dropped, until it is there again
         with new pages; `pools` are others then.
@@ -288,35 +288,36 @@ class PrefixCache(NotCopyable):
             TypeError: an argument has a wrong type.
             ValueError: an argument is out of range, or the server refuses this cache, and why.
             OSError: no server answers at the path.
-            RuntimeError: the memory cannot be pinned, or a tensor of a layout has moved.
+            RuntimeError: the kernel does not map the memory, or a tensor of a layout has moved.
         """
         _check_store_policy(store_policy)
         is_list = isinstance(gpu, Sequence)
         layouts = list(gpu) if isinstance(gpu, Sequence) else [gpu]
         for layout in layouts:
             check_layout(layout)
-        if is_list != (groups is not None):
-            raise ValueError("groups is for a list of layouts; pass both, or none")
-        kept: dict[str, Any] = {"encoding": encoding, "bits_per_value": bits_per_value}
-        cache = describe(
-            layouts, groups, model, rank, world, blocks_per_page, **kept, verify=verify, bytes_of={}
-        )
-        kept.update(blocks_per_page=blocks_per_page, verify=verify, page_alignment=ALIGNMENT)
-        served = RemotePools(layouts, is_list, kept)
+        groups = read_layer_groups(groups, len(layouts), is_list)
+        how: dict[str, Any] = {
+            "blocks_per_page": blocks_per_page,
+            "encoding": encoding,
+            "bits_per_value": bits_per_value,
+            "verify": verify,
+        }
+        cache = describe(layouts, groups, model, rank, world, **how, bytes_of={})
+        served = RemotePools(layouts, is_list, {**how, "page_alignment": ALIGNMENT})
         manager = RemoteManager(path, 1 if groups is None else groups, cache, served)
         manager.join()
         made = cls.__new__(cls)
         try:
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
-            pools = Pools(served.pools, is_list, groups)
+            pools = Pools(served.pools, groups)
             made._open(of_handler, pools, manager, store_policy, copy_method, staging_bytes)
         except BaseException:
             manager.close()
             served.close()
             raise
-        made._served, served.handler = served, made._handler
+        served.handler = made._handler
         manager.start()
-        weakref.finalize(made, _close_served, made._handler, manager, served)
+        weakref.finalize(made, _close_served, made._handler, manager)
         return made
 
     def _open_below(
@@ -421,10 +422,9 @@ class PrefixCache(NotCopyable):
                 self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
         job = self._submit(
             LOADS,
-            partial(self.manager.prepare_load, self._pools.join(digests), prefix),
+            lambda keys, held: self.manager.prepare_load(keys, prefix, held=held),
             [],
-            blocks,
-            digests,
+            _Prompt(digests, blocks, blocks),
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
@@ -545,7 +545,8 @@ class PrefixCache(NotCopyable):
         held: list[Any] = []
         try:
             with self._handler._reporting:
-                job = self._submit_store(self.manager.preempt, held, prompt, after, tag)
+                preempt = self.manager.preempt
+                job = self._submit(STORES, preempt, held, prompt, after=after, tag=tag)
                 if not held:
                     return None
                 if self._lazy:  # the host has, or is about to have, all of the blocks
@@ -679,7 +680,8 @@ class PrefixCache(NotCopyable):
 
         See OffloadHandler.rebind().
         """
-        with contextlib.nullcontext() if self._served is None else self._served.changing:
+        served = self.manager if isinstance(self.manager, RemoteManager) else None
+        with contextlib.nullcontext() if served is None else served._pools.changing:
             self._handler.rebind(gpu)
 
     def below_stats(self) -> BelowStats:
@@ -698,8 +700,8 @@ class PrefixCache(NotCopyable):
         """
         if self._below is not None:
             self._below.close()
-        if isinstance(self.manager, RemoteManager) and self._served is not None:
-            _close_served(self._handler, self.manager, self._served)
+        if isinstance(self.manager, RemoteManager):
+            _close_served(self._handler, self.manager)
         self._handler.close()
 
     def __enter__(self) -> PrefixCache:
@@ -767,43 +769,28 @@ class PrefixCache(NotCopyable):
 
     def _store(self, prompt: _Prompt, after: After, tag: object) -> Job | None:
         """Stores the blocks that the host does not have; None if there are none, or no room."""
-        job = self._submit_store(self.manager.prepare_store, [], prompt, after, tag)
+        prepare = self.manager.prepare_store
+        job = self._submit(STORES, prepare, [], prompt, after=after, tag=tag)
         if job is None:
             self._handler._check_options(after)
         return job
-
-    def _submit_store(
-        self,
-        prepare: Callable[..., Any],
-        held: list[Any],
-        prompt: _Prompt,
-        after: After,
-        tag: object,
-    ) -> Job | None:
-        """_submit() for a store. The caller holds `_reporting`: loads stay unreported meanwhile."""
-        self._grow()
-        prepare = partial(prepare, self._pools.join(prompt.digests))
-        options = {"after": after, "tag": tag}
-        return self._submit(STORES, prepare, held, prompt.blocks, prompt.digests, prompt, **options)
 
     def _submit(
         self,
         channel: int,
         prepare: Callable[..., Any],
         held: list[Any],
-        blocks: Sequence[array[int]],
-        digests: Sequence[bytes],
-        prompt: _Prompt | None = None,
+        prompt: _Prompt,
         **options: Any,
     ) -> Job | None:
-        """Reserves pages, and submits the job for them, of the GPU blocks of all keys, per pool.
+        """Reserves pages for the keys of a prompt, and submits the job that moves their blocks.
 
-        Ends the reservation if the job cannot be submitted.
+        Ends the reservation if the job cannot be submitted. For a store the caller holds
+        `_reporting`: loads stay unreported meanwhile.
 
         Args:
-            prepare: reserves the pages, with a list for what it has reserved.
+            prepare: reserves the pages of keys, with a list for what it has reserved.
             held (list): this list, which is empty.
-            prompt (_Prompt | None): of a store.
             options: those of OffloadHandler._submit(), without ids.
 
         Returns:
@@ -811,22 +798,24 @@ class PrefixCache(NotCopyable):
         """
         is_load = channel == LOADS
         entry = None
+        if not is_load:
+            self._grow()
         try:
-            reservation = prepare(held=held)
+            reservation = prepare(self._pools.join(prompt.digests), held=held)
             if reservation is None or reservation.id == 0:
                 return None
-            if prompt is not None:
+            if not is_load:
                 unreported = self._handler._native.unreported_loads(self._pools.join(prompt.named))
                 options["computed_from"] = [*prompt.loads, *unreported]
-            if is_load and self._served is not None:  # perhaps since a store of ours has failed
+            elif isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
                 self._handler._native.mark_written(reservation.pages)
-            selected = self._pools.select(blocks, reservation.key_indices)
+            selected = self._pools.select(prompt.blocks, reservation.key_indices)
             if is_load and self._lazy:  # in case nobody has called evict()
                 with self._handler._reporting:
                     for lazy, overwritten in zip(self._lazy, selected, strict=True):
                         lazy.forget(overwritten)
             ids = self._pools.join(selected), reservation.pages, 0
-            entry = _Reserved(reservation, selected, digests)
+            entry = _Reserved(reservation, selected, prompt.digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
         except BaseException:
             if held and not (entry and entry.job and entry.job.is_submitted):

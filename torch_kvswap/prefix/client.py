@@ -19,7 +19,6 @@ import numpy as np
 from torch_kvswap._native.arguments import (
     INT64_MAX,
     NotCopyable,
-    count_of,
     kind_of,
     read_int,
     read_switch,
@@ -66,7 +65,7 @@ class RemoteReservation(NamedTuple):
 
 
 class Session(NotCopyable):
-    """What an engine, its scheduler or its worker is at a server.
+    """A connection to a server, of an engine, or of its scheduler or one of its workers.
 
     A server that does not answer for DEADLINE, or has closed the connection, is given up. A thread
     then tries to join it again, once no job uses its pages.
@@ -114,7 +113,7 @@ class Session(NotCopyable):
         Raises:
             OSError: no server answers there.
             ValueError: the server refuses this cache, and says why.
-            RuntimeError: the memory cannot be pinned.
+            RuntimeError: the kernel does not map the memory.
         """
         connection, generation = connect_to(self._path)
         try:
@@ -568,6 +567,7 @@ def describe(
     """What must be equal for engines to share pages; see PrefixCache.connect().
 
     Args:
+        groups (Sequence[BlockGroup] | None): as read_layer_groups() returns them.
         bytes_of (Mapping[str, str]): what else the bytes of a block depend on.
         parts (int): ranks that have a part of each page: see `part` of HostPool.
         others: see PrefixCache.connect().
@@ -577,12 +577,7 @@ def describe(
     """
     model, rank, world = read_model(model, rank, world)
     kept = read_encoding(encoding, bits_per_value)
-    of_groups = [BlockGroup(1) for _ in layouts] if groups is None else read_groups(groups)
-    if len(of_groups) != len(layouts):
-        raise ValueError(
-            f"{count_of(len(of_groups), 'group')} and {count_of(len(layouts), 'layout')}; pass a "
-            "BlockGroup for each layout"
-        )
+    of_groups = [BlockGroup(1) for _ in layouts] if groups is None else groups
     described = []
     for layout, group in zip(layouts, of_groups, strict=True):
         described.append(

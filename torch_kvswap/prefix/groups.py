@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, kind_of, read_int
+from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, count_of, kind_of, read_int
 
 MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
 
@@ -88,6 +88,37 @@ def read_groups(groups: int | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
         raise ValueError(
             f"blocks of {tokens} tokens end together only every {unit_tokens(read)} tokens; "
             "give the groups block_tokens that divide each other"
+        )
+    return read
+
+
+def read_layer_groups(
+    groups: Sequence[BlockGroup] | None, layouts: int, is_list: bool
+) -> tuple[BlockGroup, ...] | None:
+    """Checks the groups of a cache: one for each of so many layouts, or None for a single layout.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: see read_groups(); or the groups do not match the layouts.
+    """
+    if groups is None and is_list:
+        raise ValueError(
+            f"groups is None, but gpu is a list of {count_of(layouts, 'layout')}; pass a "
+            "BlockGroup for each"
+        )
+    if groups is None:
+        return None
+    if not is_list:
+        raise ValueError("groups is for a list of layouts; leave it out, or pass gpu as a list")
+    if isinstance(groups, SupportsIndex):
+        raise TypeError(
+            f"groups is {kind_of(groups)}; pass a list with a BlockGroup for each layout"
+        )
+    read = read_groups(groups)
+    if len(read) != layouts:
+        raise ValueError(
+            f"{count_of(len(read), 'group')} and {count_of(layouts, 'layout')}; pass a BlockGroup "
+            "for each layout"
         )
     return read
 

@@ -13,45 +13,35 @@ from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.prefix.groups import BlockGroup, read_groups
+from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, read_digests, split_digests
 
 
 class Pools:
     """Host pools: their usable pages (`counts`), and the conversion of arguments per pool.
 
-    The manager numbers the usable pages of each pool from 0 on. With `is_list`, keys, ids and pages
-    are lists with one entry per pool.
+    The manager numbers the usable pages of each pool from 0 on.
+
+    Args:
+        pools (Sequence[HostPool]): one, or one for each group.
+        groups (Sequence[BlockGroup] | None): of the pools, as read_layer_groups() returns them.
+            Unless it is None, keys, ids and pages are lists with one entry per pool.
 
     Raises:
-        ValueError: these are not the groups of the pools, or two pools share pages.
+        ValueError: a pool has other pages than its group, or two pools share pages.
     """
 
-    def __init__(
-        self, pools: Sequence[HostPool], is_list: bool, groups: Sequence[BlockGroup] | None
-    ) -> None:
+    def __init__(self, pools: Sequence[HostPool], groups: Sequence[BlockGroup] | None) -> None:
         self._pools = pools
-        self._is_list = is_list
+        self._groups = groups
+        self._is_list = groups is not None
         self.counts = [pool.num_pages for pool in pools]
-        self._block_tokens: list[int] = []  # of each group; empty without groups
-        if groups is None and is_list:
+        named = self.counts if groups is None else [group.num_pages for group in groups]
+        if named != self.counts:
             raise ValueError(
-                f"groups is None, but gpu is a list of {len(pools)} layouts; pass a BlockGroup for "
-                "each"
+                f"the groups have {named} pages, their pools {self.counts}; "
+                "make num_pages that of the pool"
             )
-        if groups is not None and not is_list:
-            raise ValueError(
-                "groups is for a list of layouts; leave it out, or pass a list of one layout and a "
-                "list of one pool"
-            )
-        if groups is not None:
-            named = [group.num_pages for group in read_groups(groups)]
-            if named != self.counts:
-                raise ValueError(
-                    f"the groups have {named} pages, their pools {self.counts}; "
-                    "make num_pages that of the pool"
-                )
-            self._block_tokens = [group.block_tokens for group in groups]
         for later, pool in enumerate(pools):
             for earlier in range(later):
                 if pools[earlier]._memory is pool._memory:
@@ -65,10 +55,8 @@ class Pools:
         group, which only the keys of a PrefixHasher say.
         """
         of_groups = self.split("keys", keys)
-        # A cache with one layout has no groups.
-        for group, (of_group, tokens) in enumerate(
-            zip(of_groups, self._block_tokens, strict=False)
-        ):
+        for group, of in enumerate(self._groups or ()):  # one layout knows no number of tokens
+            of_group, tokens = of_groups[group], of.block_tokens
             if isinstance(of_group, PrefixKeys) and of_group.block_tokens != tokens:
                 raise ValueError(
                     f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "

@@ -355,6 +355,7 @@ class PageServer:
                 self._disconnect(session)
 
     def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
+        # A member has said HELLO or MEET, once. LEAVE may come first: for a session that is lost.
         is_in_turn = op == Op.LEAVE or session.is_member != (op in (Op.HELLO, Op.MEET))
         if op not in self._handlers or not is_in_turn:
             raise ProtocolError(f"{op} is no request{'' if session.is_member else ' before HELLO'}")

@@ -354,26 +354,28 @@ class Tier:
 
     def _longest(self, ask: _Ask, there: list[bool]) -> int:
         """The longest prefix, in units, of which the store has all that is not in memory."""
-        rest, of_groups = iter(there), []
-        for keys in ask.keys:
-            of_groups.append([next(rest) for _ in keys])
-        groups = list(zip(self._manager.groups, self._ratios, ask.first, of_groups, strict=True))
-        ends = []
-        for group, ratio, first, present in groups:
-            all_needed = group.window == 0 and False in present
-            ends.append((first + (present.index(False) if all_needed else len(present))) // ratio)
+        rest, ends, windows = iter(there), [], []
+        for keys, group, ratio, first in zip(
+            ask.keys, self._manager.groups, self._ratios, ask.first, strict=True
+        ):
+            present = [next(rest) for _ in keys]
+            end = len(present)
+            if group.window:
+                windows.append((group.window, ratio, first, present))
+            elif False in present:
+                end = present.index(False)
+            ends.append((first + end) // ratio)
         units = min(ends)
+        # A missing block is in the windows of all prefixes that end behind it, up to this one.
         # Blocks in front of `first` that a window needs are in memory: the prefix there needs them.
-        shorter = True
-        while shorter and units > ask.units:
-            shorter = False
-            for group, ratio, first, present in groups:
-                end = units * ratio
-                for place in range(end - 1, max(first, end - group.window) - 1, -1):
-                    if group.window and not present[place - first]:
-                        units, shorter = place // ratio, True
-                        break
-        return max(units, ask.units)
+        while missing := [
+            place // ratio
+            for window, ratio, first, present in windows
+            for place in range(max(first, units * ratio - window), units * ratio)
+            if not present[place - first]
+        ]:
+            units = min(missing)
+        return units
 
     def _needed(self, ask: _Ask, units: int) -> list[list[bytes]]:
         """The keys of each group that a prefix of this length needs, and that were missed."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import simulated_driver
 import torch
-from error_text import error_text
 from expecttest import assert_expected_inline
 from simulated_driver import HOST, error_of, simulated, without_cuda
 
@@ -31,13 +30,6 @@ def test_a_driver_call_that_fails_is_named_with_its_code(driver):
     assert driver.cuda.memory_type(memory) == HOST
     native.unregister_host(*arguments[:2])
     assert driver.cuda.memory_type(memory) == 0
-
-
-def test_host_memory_cannot_be_registered_for_host_memory():
-    address = torch.zeros(4096, dtype=torch.uint8).data_ptr()
-    expected = "RuntimeError: host memory is registered for CUDA devices, not for host memory"
-    assert error_text(native.register_host, -1, address, 4096) == expected
-    assert error_text(native.unregister_host, -1, address) == expected
 
 
 @pytest.mark.gpu

@@ -152,11 +152,22 @@ def test_each_process_pins_all_pages(driver: Driver) -> None:
     assert other.pages.eq(7).all()  # touching and pinning change nothing
 
 
-def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
-    handle = HostPool(layout(), 4, huge_pages=False, shared=True).share()
-    assert not handle.huge_pages
+@pytest.mark.parametrize("wanted", [True, False])
+def test_all_processes_map_huge_pages_or_none(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    map_host, allowed = native.map_host, []
+
+    def note(file: int, nbytes: int, alignment: int, transparent: bool) -> int:
+        allowed.append(transparent)
+        return map_host(file, nbytes, alignment, transparent)
+
+    monkeypatch.setattr(native, "map_host", note)
+    handle = HostPool(layout(), 4, huge_pages=None if wanted else False, shared=True).share()
+    assert handle.huge_pages == wanted
     other = HostPool.attach(layout(), through_a_socket(handle))
-    assert not other.share().huge_pages
+    assert other.share().huge_pages == wanted
+    assert allowed == [wanted, wanted]
 
 
 @simulated
@@ -466,7 +477,7 @@ def test_several_processes_store_into_the_same_pages(shm: None) -> None:
         from torch_kvswap import OffloadHandler
         cache = PagedLayout([torch.full((2, 1 << 20), 2, dtype=torch.uint8, device="cuda")])
         handle = PoolHandle.receive(connection)
-        pool = HostPool.attach(cache, handle, pinned=True, chunk_bytes=2 << 20)
+        pool = HostPool.attach(cache, handle)
         assert pool.is_pinned
         with pool, OffloadHandler(cache, pool) as handler:
             handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[3, 5]))

@@ -236,7 +236,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
     steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
-    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True}
     with HostPool(layout, 12, **options) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         prefixes = PrefixCache(layout, pool)
@@ -265,7 +265,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
 def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
-    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True}
     with HostPool(layout, 12, **options) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
@@ -637,6 +637,7 @@ def test_errors_say_what_was_wrong():
             error_text(PrefixCache, layout, pool, [BlockGroup(PAGES)]),
             error_text(PrefixCache, [layout], [pool], [BlockGroup(3)]),
             error_text(PrefixCache, [layout], [pool], [4]),
+            error_text(PrefixCache, [layout], [pool], 4),
             error_text(PrefixCache, layout, pool, store_policy="never"),
             error_text(prefixes.lookup, {"a": 1}),
             error_text(prefixes.store, ["a"], None),
@@ -653,11 +654,11 @@ def test_errors_say_what_was_wrong():
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; got None instead of a PagedLayout
-ValueError: groups is None, but gpu is a list of 1 layouts; pass a BlockGroup for each
-ValueError: groups is for a list of layouts; leave it out, or pass a list of one layout
-and a list of one pool
+ValueError: groups is None, but gpu is a list of 1 layout; pass a BlockGroup for each
+ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list
 ValueError: the groups have [3] pages, their pools [4]; make num_pages that of the pool
 TypeError: groups[0] is an int; pass a BlockGroup
+TypeError: groups is an int; pass a list with a BlockGroup for each layout
 ValueError: store_policy is 'never'; it can be eager or lazy
 TypeError: keys is a dict; pass keys of a PrefixHasher, or a list of keys
 TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor

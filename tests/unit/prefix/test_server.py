@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from processes import in_child
 from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_process, serving
 
-from torch_kvswap import PagedLayout, PrefixCache
+from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup
 from torch_kvswap.prefix.client import RemoteReservation
 from torch_kvswap.prefix.manager import Lookup
@@ -240,6 +240,32 @@ def test_an_engine_that_leaves_gives_its_pages_back_and_lets_others_go_on(path: 
         assert len(server._sessions) == 1
 
 
+def test_an_engine_that_is_closed_keeps_no_memory_of_the_server(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine:
+        (pool,) = engine.prefixes.pools
+        engine.prefixes.close()
+        closed = "RuntimeError: the host pool is closed; make a new one"
+        assert error_text(lambda: pool.pages) == closed
+
+
+def test_a_cache_moves_while_no_other_thread_gives_the_handler_new_pages(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(path), ServedEngine(path) as engine:
+        engine.compute("ab")
+        changing, rebind, held = engine.prefixes.manager._pools.changing, OffloadHandler.rebind, []
+
+        def look(*of: Any) -> None:
+            held.append(changing.locked())
+            rebind(*of)
+
+        monkeypatch.setattr(OffloadHandler, "rebind", look)
+        engine.tensor = torch.zeros_like(engine.tensor)
+        engine.prefixes.rebind(PagedLayout([engine.tensor]))
+        assert held == [True]
+        assert engine.load("ab") == 2
+
+
 def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> None:
     tensor = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
     wider = torch.zeros(4, BLOCK_BYTES + 1, dtype=torch.uint8)
@@ -272,6 +298,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> 
     errors.append(refusal(model=None))
     errors.append(refusal([layout], [BlockGroup(4)] * 2))
     errors.append(refusal([layout]))
+    errors.append(refusal(groups=[BlockGroup(4)]))
     assert_expected_inline(
         "\n".join(errors),
         """\
@@ -300,7 +327,8 @@ one with `python -m torch_kvswap serve --socket PATH --memory ...`
 TypeError: model is None; name the model and its revision, because others may use the
 same pages
 ValueError: 2 groups and 1 layout; pass a BlockGroup for each layout
-ValueError: groups is for a list of layouts; pass both, or none""",
+ValueError: groups is None, but gpu is a list of 1 layout; pass a BlockGroup for each
+ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list""",
     )
 
 

@@ -149,9 +149,7 @@ class Rows:
             row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(handle.slab_sizes)
             part = Part.of(nbytes, row_bytes)
             mapping = Mapping(
-                handle.num_pages * handle.page_bytes,
-                os.dup(handle.fd),
-                None if handle.huge_pages else False,
+                handle.num_pages * handle.page_bytes, os.dup(handle.fd), handle.huge_pages
             )
             self._parts = [mapping.address + at * part.nbytes for at in range(handle.parts)]
             self._digests = [part.table(one, self._slot_bytes) for one in self._parts]

@@ -46,7 +46,7 @@ class ServedPool(RemotePools):
 
     Raises:
         ValueError: the server refuses this cache, and says why.
-        RuntimeError: the memory cannot be pinned.
+        RuntimeError: the kernel does not map the memory.
     """
 
     def __init__(
