@@ -153,9 +153,6 @@ def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
     gpu.handler.synchronize(timeout=PATIENCE)
 
 
-# Cancelling
-
-
 # Expedited loads
 
 
@@ -176,6 +173,3 @@ def test_an_expedited_load_passes_thousands_of_queued_loads(gpu: GpuCache, exped
     assert only(gpu.cache[2001:2047]) == OLD
     gpu.handler.synchronize(timeout=PATIENCE)
     assert only(gpu.cache[:2001]) == NEW
-
-
-# What it costs

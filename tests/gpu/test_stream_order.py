@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from drained import drain
 from gpu_cache import NEW, OLD, GpuCache, only
 from processes import run_script
 
@@ -187,9 +186,6 @@ def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
     assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
-# What the caller passes is read in the call
-
-
 # Whoever uses loaded blocks waits for the job
 
 
@@ -221,24 +217,6 @@ def test_the_time_of_a_job_is_that_of_its_copy(gpu: GpuCache) -> None:
 
 
 # What submission leaves as it was
-
-
-def test_the_callers_stream_and_device_stay_current(gpu: GpuCache) -> None:
-    for stream in (torch.cuda.default_stream(), gpu.side):
-        with torch.cuda.stream(stream):
-            for call in (
-                lambda: gpu.handler.store(gpu_block_ids=[0], page_ids=[0]).wait(gpu.consumer),
-                lambda: gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=gpu.consumer),
-                lambda: gpu.handler.cancel(
-                    gpu.handler.load(page_ids=[1], gpu_block_ids=[1], expedited=True)
-                ),
-                gpu.handler.poll,
-                lambda: drain(gpu.handler),
-                lambda: gpu.handler.rebind(gpu.layout),
-            ):
-                call()
-                assert torch.cuda.current_stream() == stream
-                assert torch.cuda.current_device() == 0
 
 
 def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:
