@@ -118,25 +118,6 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
 
 @needs_transformers
 @simulated
-def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
-    from torch_kvswap.integrations.transformers.swap import Swap
-
-    with late(driver) as (seen, steps):
-        steps.until(lambda: seen.parked > 0)
-        [parked] = parked_of(seen).requests.values()
-        store = parked.stored.stores[0]
-        # The batch that was scheduled when the request was preempted has its blocks already.
-        assert not store.query()
-        with mock.patch.object(Swap, "_make_stream_wait") as waited:
-            seen.swap.guard([])
-        waited.assert_not_called()
-        with mock.patch.object(Swap, "_make_stream_wait") as waited:
-            seen.swap.guard(None)
-        waited.assert_called_once_with(store)
-
-
-@needs_transformers
-@simulated
 def test_a_batch_with_a_fork_waits_for_all_copies(driver):
     """Forks copy into free blocks after their batch."""
     from torch_kvswap.integrations.transformers.swap import Swap

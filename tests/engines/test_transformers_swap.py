@@ -13,7 +13,6 @@ from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
-from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
@@ -114,60 +113,6 @@ def test_no_page_is_taken_twice():
     assert sorted(int(stored.pages[0][0]) for stored in held) == list(range(6))
 
 
-class Group:
-    def __init__(self, table: dict[str, list[int]], units: int, window: int | None = None) -> None:
-        self.block_table, self.units = table, units
-        if window:
-            self.sliding_window = window
-
-
-class View(Cache):
-    """Of a cache with blocks of 4 tokens."""
-
-    groups = ()
-
-    def tokens_per_block(self, group):
-        return 4
-
-    def units_per_block(self, group):
-        return group.units
-
-    host_bytes = has_margin = fits = demand = allocate = mark_restored = None
-
-    def free(self, request_id):
-        for group in self.groups:
-            del group.block_table[request_id]
-
-
-View.__abstractmethods__ = frozenset()
-
-
-def test_a_block_of_several_layers_is_as_many_units():
-    view = View(None)
-    view.groups = [Group({"a": [5, 2]}, 3), Group({"a": [4]}, 1)]
-    assert view.units(view.tables("a")) == [[15, 16, 17, 6, 7, 8], [4]]
-    assert view.tables("b") == [[], []]
-
-
-def test_a_batch_writes_the_blocks_that_grow_and_all_of_a_window():
-    view = View(None)
-    view.groups = [Group({"a": [5, 2, 9]}, 1), Group({"a": [4, 7]}, 2, window=8)]
-    future = mock.Mock(state=mock.Mock(request_id="a", position_offset=8))
-    assert list(view.written([future])) == [9, 8, 9, 14, 15]
-
-
-def test_a_request_that_has_no_blocks_is_not_freed():
-    view = View(None)
-    view.groups = [Group({"a": [1]}, 1)]
-    state = mock.Mock(request_id="b", allocated_blocks=3)
-    view.release(state)
-    assert view.groups[0].block_table == {"a": [1]}
-    assert state.allocated_blocks == 0
-    state.request_id = "a"
-    view.release(state)
-    assert view.groups[0].block_table == {}
-
-
 def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:
     """The ids of the jobs that guard() makes the stream wait for."""
     with mock.patch.object(swap, "_make_stream_wait") as waited:
@@ -209,17 +154,6 @@ def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away(driver: 
     assert waits_of(swap, [3]) == [load.job.id]
     driver.set_mode("immediate")
     swap.reset()
-
-
-def test_only_what_nobody_wants_any_more_is_cancelled():
-    _, swap = make(first_part_bytes=512)
-    kept, dropped = swap.store([[1]]), swap.store([[2, 3]])
-    with mock.patch.object(OffloadHandler, "cancel") as cancel:
-        swap.free(kept)
-        cancel.assert_not_called()
-        swap.discard(dropped)
-    assert [call.args for call in cancel.call_args_list] == [(job,) for job in dropped.stores]
-    assert len(swap._free) == 6
 
 
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():
