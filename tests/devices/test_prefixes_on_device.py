@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -12,8 +11,7 @@ from fuzz import fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Accelerated
 from fuzz_prefixes import Server
-from prefix_bytes import CHECKS
-from queued_devices import DEVICE, on_queued_device
+from queued_devices import on_queued_device
 
 
 class Unstalled(Accelerated):
@@ -34,11 +32,3 @@ def test_prefix_caches_load_the_bytes_of_the_keys(accelerator: Accelerator) -> N
 def test_as_a_control_blocks_that_were_not_computed_are_found(accelerator: Accelerator) -> None:
     with pytest.raises(MismatchError):
         fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed, stale=True), 20)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@on_queued_device
-def test_a_prefix_cache_loads_the_bytes_that_it_stored(
-    accelerator: Accelerator, check: Callable[[str], None]
-) -> None:
-    check(DEVICE)

@@ -153,23 +153,6 @@ def test_a_damaged_row_is_computed_again_and_not_read_again(folder, runner, is_a
         assert nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("new", [0, 40], ids=["before the step", "in the step"])
-def test_with_the_policy_fail_a_damaged_row_fails_its_request_once(folder, new):
-    one = {"a": prompt(1, 97)}
-    with serving(folder, extra=tier(folder, verify="load")) as engine:
-        engine.serve(one)
-    damage(max(files(folder)))
-    with serving(folder, extra=tier(folder, verify="load")) as engine:
-        first, second = again("first", one, [7] * new), again("second", one, [7] * new)
-        if not new:
-            engine.start_decoding()
-        engine.serve(first)
-        assert (engine.ends["first a"], engine.tokens["first a"]) == ("error", [])
-        engine.forget_gpu()
-        engine.serve(second)
-        check(engine, second)
-
-
 def test_without_digests_a_damaged_row_gives_a_wrong_answer(folder):
     """The control of the tests above."""
     one = {"a": prompt(1, 97)}
