@@ -146,26 +146,6 @@ def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_sub
     assert seen == (right if order == "kept" else wrong)
 
 
-def test_a_load_submitted_before_the_store_of_its_page_has_run_reads_what_is_stored(
-    gpu: GpuCache, order: str
-) -> None:
-    second = second_handler(gpu, order)
-    with torch.cuda.stream(gpu.side):
-        busy = gpu.hold()
-        gpu.cache[1].fill_(NEW + 1)
-        gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-    load = second.load(page_ids=[0], gpu_block_ids=[2], after=())
-    load.wait(gpu.consumer)
-    with torch.cuda.stream(gpu.consumer):
-        gpu.look()
-    assert not busy.query()  # the host waited for nothing
-    if order == "kept":
-        gpu.release()
-    gpu.consumer.synchronize()
-    gpu.release()
-    assert only(gpu.seen[2]) == (NEW + 1 if order == "kept" else NEW)
-
-
 # Order within a direction
 
 
