@@ -13,6 +13,7 @@ from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
+from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
@@ -111,6 +112,53 @@ def test_no_page_is_taken_twice():
         swap.free(stored)
     held = held[1::2] + [swap.store([[n]]) for n in range(3)]
     assert sorted(int(stored.pages[0][0]) for stored in held) == list(range(6))
+
+
+class Group:
+    def __init__(self, table: dict[str, list[int]], units: int, window: int | None = None) -> None:
+        self.block_table, self.units = table, units
+        if window:
+            self.sliding_window = window
+
+
+class View(Cache):
+    """Of a cache with blocks of 4 tokens."""
+
+    groups = ()
+
+    def tokens_per_block(self, group):
+        return 4
+
+    def units_per_block(self, group):
+        return group.units
+
+    host_bytes = has_margin = fits = demand = allocate = mark_restored = None
+
+    def free(self, request_id):
+        for group in self.groups:
+            del group.block_table[request_id]
+
+
+View.__abstractmethods__ = frozenset()
+
+
+def test_a_batch_writes_the_blocks_that_grow_and_all_of_a_window():
+    view = View(None)
+    view.groups = [Group({"a": [5, 2, 9]}, 1), Group({"a": [4, 7]}, 2, window=8)]
+    future = mock.Mock(state=mock.Mock(request_id="a", position_offset=8))
+    assert list(view.written([future])) == [9, 8, 9, 14, 15]
+
+
+def test_a_request_that_has_no_blocks_is_not_freed():
+    view = View(None)
+    view.groups = [Group({"a": [1]}, 1)]
+    state = mock.Mock(request_id="b", allocated_blocks=3)
+    view.release(state)
+    assert view.groups[0].block_table == {"a": [1]}
+    assert state.allocated_blocks == 0
+    state.request_id = "a"
+    view.release(state)
+    assert view.groups[0].block_table == {}
 
 
 def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:
