@@ -6,7 +6,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from fake_accelerator import Accelerator
 from fuzz import fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Accelerated
@@ -22,13 +21,13 @@ class Unstalled(Accelerated):
 
 
 @on_queued_device
-def test_prefix_caches_load_the_bytes_of_the_keys(accelerator: Accelerator) -> None:
+def test_prefix_caches_load_the_bytes_of_the_keys(accelerator):
     counts = fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed), 4)
     assert counts["compared"] > 0
     assert counts["evicted"] > 0
 
 
 @on_queued_device
-def test_as_a_control_blocks_that_were_not_computed_are_found(accelerator: Accelerator) -> None:
+def test_as_a_control_blocks_that_were_not_computed_are_found(accelerator):
     with pytest.raises(MismatchError):
         fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed, stale=True), 20)

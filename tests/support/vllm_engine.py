@@ -32,7 +32,6 @@ __all__ = [
     "KVSwapWorker",
     "base",
     "caches",
-    "submit",
 ]
 
 SPEC = {
