@@ -111,6 +111,18 @@ def test_a_stream_that_cannot_wait_for_a_job_is_an_error(accelerator):
     load.synchronize(PATIENCE)
 
 
+@on_queued_device
+def test_no_stream_can_wait_for_copies_without_an_event(accelerator):
+    rows = Rows()
+    with accelerator.hold_copies():
+        accelerator.fail("record", 2)  # behind the start
+        load = rows.load(0, 3, after=())
+        text = error_text(load.wait)
+    assert text.startswith("RuntimeError: the stream cannot wait:")
+    with pytest.raises(TransferError):
+        load.synchronize(PATIENCE)
+
+
 # A lost device ends all jobs.
 
 

@@ -204,6 +204,19 @@ def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away(driver: 
     swap.reset()
 
 
+@simulated
+def test_only_what_nobody_wants_any_more_is_cancelled(driver: Driver) -> None:
+    swap = make_late(driver)
+    kept, dropped = swap.store([[1]]), swap.store([[2, 3]])
+    swap.free(kept)
+    swap.discard(dropped)
+    assert len(swap._free) == 6
+    driver.set_mode("immediate")
+    swap.reset()
+    jobs = [job for stored in (kept, dropped) for job in stored.stores]
+    assert [job.result.state for job in jobs] == ["done", "cancelled"]
+
+
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():
     _, swap = make()
     stored = swap.store([[1]])
