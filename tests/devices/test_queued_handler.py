@@ -76,26 +76,6 @@ def test_a_load_waits_for_the_kernels_on_the_current_stream(accelerator, waits):
     assert rows.block(3) == {100}
 
 
-@pytest.mark.parametrize("kind", ["stream", "event", "earlier event"])
-@on_queued_device
-def test_a_job_starts_after_the_stream_or_event_that_is_named(accelerator, kind):
-    rows, stream = Rows(), torch.Stream(device=DEVICE)
-    event = torch.Event(DEVICE)
-    if kind == "earlier event":
-        event.record(stream)
-    with accelerator.hold(stream):
-        rows.write(3, 100, stream)
-        if kind == "event":
-            event.record(stream)
-        store = rows.store(3, 0, after=stream if kind == "stream" else event)
-        let_it_run(rows)
-        if kind == "earlier event":
-            store.synchronize(PATIENCE)
-    store.synchronize(PATIENCE)
-    assert rows.page(0) == ({3} if kind == "earlier event" else {100})
-    stream.synchronize()  # before the cache is freed
-
-
 @pytest.mark.parametrize("names_it", [True, False])
 @pytest.mark.parametrize("kind", ["stream", "event"])
 @on_queued_device

@@ -385,6 +385,19 @@ def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
 
 
 @RUNNERS
+def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(tmp_path, runner):
+    with with_old(tmp_path, runner, is_async=True) as engine:
+        Faults(engine, only("load"))
+        engine.add("aborted", NEW)
+        engine.step()
+        assert engine.steps, "it is not reported yet"
+        engine.abort("aborted")
+        engine.run()
+        engine.serve({"new": NEW})
+        check(engine, {"new": NEW})
+
+
+@RUNNERS
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
 def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_it(

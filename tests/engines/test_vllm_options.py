@@ -11,20 +11,6 @@ from processes import run_script
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
 
 
-def test_what_is_not_said_has_a_default():
-    assert read_options({"cpu_bytes_to_use": 10}) == SpecOptions(
-        cpu_bytes_to_use=10,
-        eviction_policy="lru",
-        store_threshold=1,
-        copy_method=None,
-        staging_bytes=256 << 20,
-        encoding="raw",
-        bits_per_value=None,
-        verify="off",
-        pin_in_background=False,
-    )
-
-
 def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
     ours = {
         "cpu_bytes_to_use": 7.0,  # vLLM makes a float of it for --kv-offloading-size

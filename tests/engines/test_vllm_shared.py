@@ -49,7 +49,6 @@ from vllm_serving import (
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import shared
 from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
@@ -482,39 +481,6 @@ def test_what_was_found_before_a_reset_by_another_engine_is_no_hit(folder, path)
         assert in_time(lambda: b.step() or b.find([key]) == ["MISS"])
         a.shutdown()
         b.shutdown()
-
-
-def test_a_lookup_of_a_prompt_is_that_of_vllm_key_by_key(folder, path):
-    """From any state: what it says, and what it asks for and remembers."""
-    chosen, said, prompt_keys = random.Random(4), set[int | None](), keys(*range(8))
-    states = [None, None, shared._ASKED, shared._ARRIVES, shared._ABSENT, *[7] * 9]
-    with page_server(path), engine(folder, "a") as a:
-        part, manager, context = (
-            a.scheduler.connector.connector_scheduler,
-            a.manager,
-            base.ReqContext("r"),
-        )
-        manager.on_new_request(context)
-        asked = _Asked.of(context, manager, manager._cache)
-        others = (None, part.config.kv_group_configs[0], 0) if IS_033 else ()
-        assert part._maximal_prefix_lookup([], context, *others) == 0
-        for _ in range(2000):
-            known = {one: chosen.choice(states) for one in prompt_keys[: chosen.choice([0, 8, 8])]}
-            known = {one: state for one, state in known.items() if state is not None}
-            manager._storing = dict.fromkeys(
-                chosen.sample(prompt_keys, chosen.choice([0, 0, 2])), 1
-            )
-            results = []
-            for look in (
-                part._maximal_prefix_lookup,
-                super(type(part), part)._maximal_prefix_lookup,
-            ):
-                asked.answers, asked.unknown = dict(known), []
-                results.append((look(prompt_keys, context, *others), asked.answers, asked.unknown))
-            assert results[0] == results[1]
-            said.add(results[0][0])
-        manager._storing = {}
-    assert said == {None, *range(9)}
 
 
 def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):

@@ -21,9 +21,7 @@ from patience import PATIENCE
 from vllm_contract import bytes_of
 from vllm_engine import (
     HAS_REPLICAS,
-    SPEC,
     CPULoadStoreSpec,
-    KVSwapManager,
     KVSwapOffloadingSpec,
     Ranks,
     base,
@@ -38,16 +36,6 @@ from torch_kvswap.integrations.vllm import patch_ops
 from torch_kvswap.ops import swap_blocks_batch
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_vllm_finds_the_spec_by_configuration():
-    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-
-    assert OffloadingSpecFactory.get_spec_cls(SPEC) is KVSwapOffloadingSpec
-    spec = OffloadingSpecFactory.create_spec(config(cpu_bytes_to_use=5000))
-    assert isinstance(spec, KVSwapOffloadingSpec)
-    assert isinstance(spec.get_manager(), KVSwapManager)
-    assert spec.get_manager() is spec.get_manager()
 
 
 @pytest.mark.parametrize(
