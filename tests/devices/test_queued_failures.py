@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,6 +365,30 @@ def test_an_interrupted_call_loses_no_command(accelerator, direction):
             break
     assert rows.page(0) == rows.block(3)
     assert jobs > 1
+
+
+@on_queued_device
+def test_a_record_that_is_interrupted_is_made_once(accelerator):
+    """A record that was made twice would take an error that is of the next one."""
+    rows = Rows()
+    queue, interrupter = queue_of(rows.handler), Interrupter()
+    rows.handler.synchronize(rows.store(3, 0))
+    (stream,) = queue._streams.values()
+    queue.stop()  # only this thread carries out commands
+    for at in itertools.count(1):
+        command: Any = SimpleNamespace(event=1 << 40, record=at, timed=False)
+        kept = len(stream.records)
+        stream.error = "of this record only"
+        interrupted = interrupter.stops(at, partial(queue._record, command, stream))
+        if interrupted:
+            queue._record(command, stream)
+        assert len(stream.records) == kept + 1
+        assert stream.records[-1].error == "of this record only"
+        assert stream.error is None
+        if not interrupted:
+            break
+    stream.records.clear()
+    assert at > 3
 
 
 @on_queued_device
