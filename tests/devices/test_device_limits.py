@@ -14,15 +14,10 @@ from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 @on_queued_device
 def test_a_method_that_the_device_lacks_is_refused(accelerator):
     rows = Rows()
-    lacking = [
-        one_line(OffloadHandler, rows.layout, rows.pool, copy_method=method)
-        for method in ("batch", "strided", "staged", "kernel")
-    ]
-    assert lacking == [
-        f"ValueError: copy_method='{method}' is no copy method of fakeaccel:0; it can be auto, "
+    assert one_line(OffloadHandler, rows.layout, rows.pool, copy_method="strided") == (
+        "ValueError: copy_method='strided' is no copy method of fakeaccel:0; it can be auto, "
         "copy_engines, generic"
-        for method in ("batch", "strided", "staged", "kernel")
-    ]
+    )
     assert one_line(rows.handler.gate) == (
         "ValueError: a gate makes CUDA streams wait, but the cache is on fakeaccel:0, whose streams "
         "cannot wait for a word in memory; let them wait for each job with Job.wait()"

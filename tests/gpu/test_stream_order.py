@@ -88,22 +88,6 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
     assert only(gpu.cache[[0, 2, 3]]) == OLD
 
 
-@pytest.mark.parametrize("named", ["stream", "event", "control"])
-def test_a_load_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
-    with torch.cuda.stream(gpu.side):
-        gpu.hold()
-        gpu.look()
-        event = gpu.side.record_event()
-    after = {"stream": gpu.side, "event": event, "control": None}[named]
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
-    if named != "control":
-        gpu.release()
-    gpu.handler.synchronize(job)
-    gpu.release()
-    torch.cuda.synchronize()
-    assert only(gpu.seen[1]) == (NEW if named == "control" else OLD)
-
-
 # Order between the directions, by the pages and the blocks
 
 
@@ -144,26 +128,6 @@ def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_sub
         ("load", "block"): (NEW, OLD),  # the page that was loaded, or the block before that
     }[first, shared]
     assert seen == (right if order == "kept" else wrong)
-
-
-# Order within a direction
-
-
-def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
-    gpu: GpuCache, order: str
-) -> None:
-    second = second_handler(gpu, order)
-    gpu.host.pages[1].fill_(NEW + 1)
-    busy = gpu.hold_on(gpu.side)
-    for _ in range(100):  # more than are given to the device at once
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy)
-    job = second.load(page_ids=[1], gpu_block_ids=[0], after=(), expedited=True)
-    if order == "kept":
-        gpu.release()
-    second.synchronize(job)
-    gpu.release()
-    gpu.handler.synchronize()
-    assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
 # Whoever uses loaded blocks waits for the job
