@@ -119,6 +119,7 @@ def test_a_store_reads_what_kernels_before_it_write(driver: Driver, waits: bool)
         hold = driver.hold(CURRENT)
         zeros = zero(driver, cache)
         submit(worker, 1, "store", [BLOCK], common.CPULoadStoreSpec([PAGE]))
+        driver.run()  # what waits for nothing
         if waits:
             driver.release(hold)
         ended(driver, worker, 1)
