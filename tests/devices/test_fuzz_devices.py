@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_accelerator import Accelerator
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Accelerated
@@ -13,7 +12,7 @@ from queued_devices import on_queued_device
 
 
 @on_queued_device
-def test_random_jobs_leave_the_bytes_of_the_model(accelerator: Accelerator) -> None:
+def test_random_jobs_leave_the_bytes_of_the_model(accelerator):
     def make(seed: int) -> Scenario:
         return Scenario(Accelerated(accelerator, seed), seed)
 
@@ -23,9 +22,7 @@ def test_random_jobs_leave_the_bytes_of_the_model(accelerator: Accelerator) -> N
 
 
 @on_queued_device
-def test_random_jobs_of_several_threads_leave_the_bytes_of_the_model(
-    accelerator: Accelerator,
-) -> None:
+def test_random_jobs_of_several_threads_leave_the_bytes_of_the_model(accelerator):
     def make(seed: int) -> Scenario:
         sessions = random.Random(f"{seed} several").randint(2, 3)
         options = Options(steps=80, sessions=sessions, handlers=random.Random(seed).randint(1, 2))
@@ -38,7 +35,7 @@ def test_random_jobs_of_several_threads_leave_the_bytes_of_the_model(
 
 @pytest.mark.parametrize("wrong", ["after_nothing", "no_waits"])
 @on_queued_device
-def test_a_missing_wait_is_found(accelerator: Accelerator, wrong: str) -> None:
+def test_a_missing_wait_is_found(accelerator, wrong):
     def make(seed: int) -> Scenario:
         return Scenario(Accelerated(accelerator, seed), seed, Options(**{wrong: True}))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from device_pairs import place
 from error_text import message_of
 from fake_accelerator import DEVICE_TYPE, on_fake_accelerator
 
@@ -13,10 +14,6 @@ FIRST, SECOND = f"{DEVICE_TYPE}:0", f"{DEVICE_TYPE}:1"
 PLACES = ("cpu", "pinned", FIRST, SECOND)
 PAIRS = [(src, dst) for src in PLACES for dst in PLACES if src in PLACES[2:] or dst in PLACES[2:]]
 ONE_BLOCK = torch.tensor([[0, 1]])
-
-
-def place(tensor, where):
-    return tensor.pin_memory() if where == "pinned" else tensor.to(where)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

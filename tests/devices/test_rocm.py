@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from error_text import one_line
-from fake_accelerator import Accelerator, as_rocm
+from fake_accelerator import as_rocm
 from logged import logged
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, ops
@@ -25,7 +25,7 @@ def cache(blocks: int = 8) -> tuple[torch.Tensor, PagedLayout]:
 
 
 @as_rocm
-def test_blocks_come_back_through_pytorchs_operations(accelerator: Accelerator) -> None:
+def test_blocks_come_back_through_pytorchs_operations(accelerator):
     values, layout = cache()
     with HostPool(layout, 6) as pool, OffloadHandler(layout, pool) as handler:
         assert pool.is_pinned
@@ -45,7 +45,7 @@ def test_blocks_come_back_through_pytorchs_operations(accelerator: Accelerator) 
 
 
 @as_rocm
-def test_a_store_waits_for_the_stream_that_is_current(accelerator: Accelerator) -> None:
+def test_a_store_waits_for_the_stream_that_is_current(accelerator):
     _, layout = cache()
     with HostPool(layout, 4) as pool, OffloadHandler(layout, pool) as handler:
         torch.accelerator.synchronize()
@@ -62,7 +62,7 @@ class VendorsEvent(torch.Event):
     """As torch.cuda.Event: torch's own part knows nothing of it."""
 
     event_id = 0
-    device = None  # type: ignore[assignment]
+    device = None
 
     def record(self, stream: torch.Stream | None = None) -> None:
         super().record(stream)
@@ -78,10 +78,10 @@ class VendorsStream(torch.Stream):
 
 
 @as_rocm
-def test_a_transfer_waits_for_an_event_of_torch_cuda(accelerator: Accelerator) -> None:
+def test_a_transfer_waits_for_an_event_of_torch_cuda(accelerator):
     _, layout = cache()
     plain = torch.cuda.Stream, torch.cuda.Event
-    torch.cuda.Stream, torch.cuda.Event = VendorsStream, VendorsEvent  # type: ignore[misc, assignment]
+    torch.cuda.Stream, torch.cuda.Event = VendorsStream, VendorsEvent
     try:
         with HostPool(layout, 4) as pool, OffloadHandler(layout, pool) as handler:
             event = VendorsEvent(GPU)
@@ -95,14 +95,12 @@ def test_a_transfer_waits_for_an_event_of_torch_cuda(accelerator: Accelerator) -
                 assert not job.query()
             job.synchronize()
     finally:
-        torch.cuda.Stream, torch.cuda.Event = plain  # type: ignore[misc]
+        torch.cuda.Stream, torch.cuda.Event = plain
 
 
 @pytest.mark.parametrize("pair", [("cpu", GPU), (GPU, "cpu"), (GPU, GPU), (GPU, "cuda:1")])
 @as_rocm
-def test_the_ops_take_tensors_of_the_device(
-    accelerator: Accelerator, pair: tuple[str, str]
-) -> None:
+def test_the_ops_take_tensors_of_the_device(accelerator, pair):
     src, dst = torch.randn(6, 8).to(pair[0]), torch.zeros(5, 8).to(pair[1])
     ops.swap_blocks(src, dst, 32, torch.tensor([[5, 0], [2, 4]]))
     ops.swap_kv_blocks([src], [dst], torch.tensor([1]), torch.tensor([2]))
@@ -112,7 +110,7 @@ def test_the_ops_take_tensors_of_the_device(
 
 
 @as_rocm
-def test_what_needs_cuda_is_refused(accelerator: Accelerator) -> None:
+def test_what_needs_cuda_is_refused(accelerator):
     _, layout = cache()
     bf16 = PagedLayout([torch.zeros(4, 2, 64, dtype=torch.bfloat16).to(GPU)])
     one = torch.tensor([8])
@@ -136,7 +134,7 @@ def test_what_needs_cuda_is_refused(accelerator: Accelerator) -> None:
 
 
 @as_rocm
-def test_nothing_is_said_of_cuda(accelerator: Accelerator) -> None:
+def test_nothing_is_said_of_cuda(accelerator):
     _, layout = cache()
     with logged() as messages, HostPool(layout, 4) as pool, OffloadHandler(layout, pool):
         assert messages == []

@@ -28,6 +28,8 @@ from simulated_driver import Driver, place, pool, simulated
 if TYPE_CHECKING:
     from continuous_batching import Seen
 
+pytestmark = needs_transformers
+
 
 @contextlib.contextmanager
 def late(driver: Driver, kind: str = "full", guarded: bool = True) -> Iterator[tuple[Seen, Steps]]:
@@ -93,7 +95,6 @@ def parked_of(seen: Seen) -> Any:
     return seen.managers[0].parked
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @simulated
 def test_copies_that_come_late_spoil_no_block(driver, kind):
@@ -106,7 +107,6 @@ def test_copies_that_come_late_spoil_no_block(driver, kind):
     assert steps.free_blocks == 1
 
 
-@needs_transformers
 @simulated
 def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
     """The control of the test above."""
@@ -116,26 +116,6 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
     assert seen.wrong > 0
 
 
-@needs_transformers
-@simulated
-def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
-    from torch_kvswap.integrations.transformers.swap import Swap
-
-    with late(driver) as (seen, steps):
-        steps.until(lambda: seen.parked > 0)
-        [parked] = parked_of(seen).requests.values()
-        store = parked.stored.stores[0]
-        # The batch that was scheduled when the request was preempted has its blocks already.
-        assert not store.query()
-        with mock.patch.object(Swap, "_make_stream_wait") as waited:
-            seen.swap.guard([])
-        waited.assert_not_called()
-        with mock.patch.object(Swap, "_make_stream_wait") as waited:
-            seen.swap.guard(None)
-        waited.assert_called_once_with(store)
-
-
-@needs_transformers
 @simulated
 def test_a_batch_with_a_fork_waits_for_all_copies(driver):
     """Forks copy into free blocks after their batch."""
@@ -197,7 +177,6 @@ def running(steps: Steps, seen: Seen, driver: Driver) -> str:
 STATES = {state.__name__: state for state in (waiting_for_its_store, stored, loading, running)}
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("state", STATES)
 @simulated
@@ -219,7 +198,6 @@ def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
     assert steps.free_blocks == 1
 
 
-@needs_transformers
 @pytest.mark.parametrize("state", STATES)
 @simulated
 def test_when_all_requests_fail_nothing_is_left(driver, state):
@@ -231,7 +209,6 @@ def test_when_all_requests_fail_nothing_is_left(driver, state):
     assert not steps.scheduler.has_pending_requests()
 
 
-@needs_transformers
 @pytest.mark.parametrize("direction", ["store", "load"])
 @simulated
 def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
@@ -276,7 +253,6 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
         yield failed
 
 
-@needs_transformers
 @simulated
 def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
     from torch_kvswap.offload.handler import OffloadHandler
@@ -293,7 +269,6 @@ def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
     assert seen.is_empty
 
 
-@needs_transformers
 @simulated
 def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
     want = alone("full", prompts())
@@ -311,7 +286,6 @@ def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
     assert seen.is_empty
 
 
-@needs_transformers
 @simulated
 def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
     want = alone("full", prompts())
@@ -324,7 +298,6 @@ def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
     assert seen.is_empty
 
 
-@needs_transformers
 @simulated
 def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
     with late(driver) as (seen, steps):
@@ -343,7 +316,6 @@ def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
     assert seen.is_empty
 
 
-@needs_transformers
 @simulated
 def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
     with late(driver) as (seen, steps):

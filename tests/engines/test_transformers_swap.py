@@ -142,13 +142,6 @@ class View(Cache):
 View.__abstractmethods__ = frozenset()
 
 
-def test_a_block_of_several_layers_is_as_many_units():
-    view = View(None)
-    view.groups = [Group({"a": [5, 2]}, 3), Group({"a": [4]}, 1)]
-    assert view.units(view.tables("a")) == [[15, 16, 17, 6, 7, 8], [4]]
-    assert view.tables("b") == [[], []]
-
-
 def test_a_batch_writes_the_blocks_that_grow_and_all_of_a_window():
     view = View(None)
     view.groups = [Group({"a": [5, 2, 9]}, 1), Group({"a": [4, 7]}, 2, window=8)]
@@ -211,15 +204,17 @@ def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away(driver: 
     swap.reset()
 
 
-def test_only_what_nobody_wants_any_more_is_cancelled():
-    _, swap = make(first_part_bytes=512)
+@simulated
+def test_only_what_nobody_wants_any_more_is_cancelled(driver: Driver) -> None:
+    swap = make_late(driver)
     kept, dropped = swap.store([[1]]), swap.store([[2, 3]])
-    with mock.patch.object(OffloadHandler, "cancel") as cancel:
-        swap.free(kept)
-        cancel.assert_not_called()
-        swap.discard(dropped)
-    assert [call.args for call in cancel.call_args_list] == [(job,) for job in dropped.stores]
+    swap.free(kept)
+    swap.discard(dropped)
     assert len(swap._free) == 6
+    driver.set_mode("immediate")
+    swap.reset()
+    jobs = [job for stored in (kept, dropped) for job in stored.stores]
+    assert [job.result.state for job in jobs] == ["done", "cancelled"]
 
 
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():

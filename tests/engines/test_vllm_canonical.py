@@ -16,7 +16,7 @@ import torch
 from vllm_contract import bytes_of
 from vllm_engine import base, keys
 from vllm_serving import DOORS, IS_033, PROMPTS, RUNNERS, again, check, serving
-from vllm_tiers import Ranks, files, on_one_host, tier
+from vllm_tiers import TieredRanks, files, on_one_host, tier
 
 if not IS_033:
     pytest.skip("vLLM 0.26 has no canonical layout", allow_module_level=True)
@@ -158,17 +158,17 @@ def row_of(model: Model, ranks: list[Any], blocks: Sequence[int]) -> bytes:
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
-    def made(model: Model, ranks: list[Any], chunk: int = 1, **how: Any) -> Ranks:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TieredRanks]:
+    def made(model: Model, ranks: list[Any], chunk: int = 1, **how: Any) -> TieredRanks:
         monkeypatch.setattr(tiering_module, "kv_heads", lambda: model.heads)
         page = model.spec(len(ranks)).page_size_bytes
         how |= {"chunk": chunk, "block_bytes": len(LAYERS) * page, "replicated": model.is_latent}
-        return Ranks(tmp_path, ranks, canonical_layout=True, cpu_bytes_to_use=4 << 20, **how)
+        return TieredRanks(tmp_path, ranks, canonical_layout=True, cpu_bytes_to_use=4 << 20, **how)
 
     return made
 
 
-def store(engine: Ranks, chunk: int) -> list[bytes]:
+def store(engine: TieredRanks, chunk: int) -> list[bytes]:
     """Stores blocks 0 to 7."""
     named = keys(*range(8 // chunk))
     request = engine.request("old")
@@ -337,7 +337,9 @@ def test_what_rows_for_any_number_of_workers_cannot_have_is_refused(
     tmp_path, options, change, said
 ):
     """By every process."""
-    settings = Ranks.config(tmp_path, 4, 0, canonical_layout=True, block_bytes=4096, **options)
+    settings = TieredRanks.config(
+        tmp_path, 4, 0, canonical_layout=True, block_bytes=4096, **options
+    )
     said = f"kv_connector_extra_config: canonical_layout is set, but {said}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         KVSwapTieringOffloadingSpec(change(settings))
@@ -396,20 +398,4 @@ def test_a_cache_that_does_not_fit_into_rows_is_refused(tmp_path, monkeypatch, c
     monkeypatch.setattr(tiering_module, "kv_heads", lambda: 8)
     said = f"kv_connector_extra_config: canonical_layout is set, but {said}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        Ranks(tmp_path, [cache()], canonical_layout=True)
-
-
-def test_rows_have_other_names_than_those_of_ranks_and_of_other_heads(tmp_path, engine):
-    model = MODELS["grouped"]
-    store(engine(model, caches_of(model, 4)), 1)
-    stored = files(tmp_path)
-    ranks = caches_of(model, 4)
-    plain = Ranks(tmp_path, ranks, block_bytes=3 * 4096, cpu_bytes_to_use=4 << 20)
-    assert plain.found(plain.request("new"), keys(1)) == ["MISS"]
-    plain.shutdown()
-    # As many bytes of half as many heads.
-    other = Model(heads=4, size=128)
-    found = engine(other, caches_of(other, 4))
-    assert found.found(found.request("new"), keys(1)) == ["MISS"]
-    found.shutdown()
-    assert files(tmp_path) == stored
+        TieredRanks(tmp_path, [cache()], canonical_layout=True)

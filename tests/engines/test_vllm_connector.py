@@ -329,17 +329,6 @@ def test_with_the_policy_fail_only_the_requests_of_the_load_fail(
         check(engine, again("third", longer))
 
 
-def test_what_could_not_be_stored_is_not_found(engine):
-    faults = Faults(engine, only("store"))
-    one = prompt(1, 100)
-    engine.serve({"first": one})
-    engine.forget_gpu()
-    engine.serve({"again": one})
-    check(engine, {"first": one, "again": one})
-    assert faults.count["store"] > 0
-    assert faults.seen["load"] == 0
-
-
 def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     one = prompt(1, 101)  # six full blocks
     faults = Faults(engine, only("store", "rejected"))
@@ -393,24 +382,6 @@ def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
         expected = expected_tokens(one, 4, window)
         assert [engine.tokens["first"], engine.tokens["again"]] == [expected] * 2
         assert engine.worker._repeats == (not IS_033)
-
-
-@RUNNERS
-@SCHEDULERS
-def test_nothing_that_was_computed_from_a_failed_load_is_stored(tmp_path, runner, is_async):
-    """Neither by the step of the load nor by the next one, which is scheduled already if scheduling
-    is asynchronous."""
-    new = [*OLD, *prompt(2, 128)]
-    with with_old(tmp_path, runner, is_async=is_async, batched=64) as engine:
-        faults = Faults(engine, only("load"))
-        engine.serve({"failed": new})
-        assert engine.ends["failed"] == "error"
-        faults.chooses = never
-        for name in ("computed", "loaded"):
-            engine.forget_gpu()
-            engine.serve({name: new})
-            check(engine, {name: new})
-        assert faults.seen["load"] == 2
 
 
 @RUNNERS

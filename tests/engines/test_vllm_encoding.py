@@ -69,15 +69,6 @@ def encoded(device: str) -> Iterator[Encoded]:
     one.worker.shutdown()
 
 
-def test_what_was_kept_ends_when_its_page_is_stored_again(encoded: Encoded) -> None:
-    encoded.fill(0, None)
-    encoded.copy("store", [0], [3])
-    assert set(encoded.worker._kept) == {(3, 0)}
-    encoded.fill(0, "normal")
-    encoded.copy("store", [0], [3])
-    assert not encoded.worker._kept
-
-
 def test_what_was_kept_survives_a_store_that_is_refused(encoded: Encoded) -> None:
     expected = encoded.fill(0, None)
     encoded.copy("store", [0], [3])

@@ -108,6 +108,7 @@ LOADS = """
         worker._pool.pages[page] = page + 1
     for layer in layers:
         layer.zero_()
+    torch.accelerator.synchronize()
     loads = {
         page: TransferJob(f"{page}", CPULoadStoreSpec([page]), base.GPULoadStoreSpec([9 + page], [1], [0]))
         for page in range(3)

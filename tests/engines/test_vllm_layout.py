@@ -43,11 +43,6 @@ def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
     assert layout.sizes.tolist() == [48]
 
 
-def test_each_group_has_its_own_first_slot_and_may_be_empty():
-    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), [True] * 3, 3)
-    assert lists(move) == ([[1, 2], [], [3, 4, 5]], [[7], [], [8, 9]], [0, 0, 1])
-
-
 def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
     move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), [True] * 3, 3)
     assert move.places(3) == [
@@ -64,24 +59,6 @@ def test_of_a_store_by_turns_each_worker_has_whole_pages():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "pages", "index"),
-    [
-        ([1, 3, 4, 5, 6, 7], [7, 8], 0),  # one in the middle of the first chunk is missing
-        ([3, 4, 5, 6, 7], [7, 8], 1),  # the first one, and one in the second chunk
-        ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1),  # the first one
-        ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1),  # as many as in two chunks
-    ],
-)
-def test_a_store_of_a_part_of_a_chunk_is_refused(blocks, pages, index):
-    move = read_move(
-        gpu([9, 9, 9, 9, *blocks], [4, len(blocks)], [8, index]), host(1, *pages), [True] * 2, 4
-    )
-    said = f"group 1 of a store has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
-    with pytest.raises(ValueError, match=said):
-        move.check_whole_pages(4)
-
-
-@pytest.mark.parametrize(
     ("blocks", "pages"), [([1, 2, 3], [7]), ([1, 2], [7, 8, 9]), ([1, 2, 3, 4], [7, 8])]
 )
 def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
@@ -95,28 +72,6 @@ def test_a_transfer_of_another_number_of_groups_is_refused():
     move = gpu([1], [1, 0], [0, 0])
     with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
         read_move(move, host(1), [True], 1)
-
-
-@pytest.mark.parametrize("has_run", [False, True])
-def test_a_copy_waits_for_the_current_stream_unless_its_transfer_has_run(has_run, monkeypatch):
-    """Without a GPU. The last test in this file is the one with bytes."""
-    layout, places = PagedLayout([torch.zeros(6, 64, dtype=torch.int8)]), [Place(0, 4, 2, 1)]
-    pool, cuda = HostPool(layout, 3, 2), mock.MagicMock()
-    layout.device = torch.device("cuda", 1)
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(retry, "_copy", cuda.copies)
-    retry.copy_again([layout], [pool], "store", places, {}, has_run)
-    current, made = cuda.current_stream.return_value, cuda.Stream.return_value
-    waits = [mock.call.current_stream(layout.device), mock.call.Stream().wait_stream(current)]
-    assert cuda.mock_calls == [
-        mock.call.Stream(layout.device),
-        *([] if has_run else waits),
-        mock.call.stream(made),
-        mock.call.stream().__enter__(),
-        mock.call.copies([layout], "store", places, mock.ANY),
-        mock.call.stream().__exit__(None, None, None),
-        mock.call.Stream().synchronize(),
-    ]
 
 
 def test_decoded_blocks_are_held_until_their_copies_have_ended(monkeypatch):

@@ -11,20 +11,6 @@ from processes import run_script
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
 
 
-def test_what_is_not_said_has_a_default():
-    assert read_options({"cpu_bytes_to_use": 10}) == SpecOptions(
-        cpu_bytes_to_use=10,
-        eviction_policy="lru",
-        store_threshold=1,
-        copy_method=None,
-        staging_bytes=256 << 20,
-        encoding="raw",
-        bits_per_value=None,
-        verify="off",
-        pin_in_background=False,
-    )
-
-
 def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
     ours = {
         "cpu_bytes_to_use": 7.0,  # vLLM makes a float of it for --kv-offloading-size
@@ -70,12 +56,9 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
             {"cpu_bytes": 1, "polic": 2},
             "has cpu_bytes, polic, which KVSwapOffloadingSpec does not know; it takes cpu_bytes_to_",
         ),
-        ({"cpu_bytes_to_use": 0.5}, "cpu_bytes_to_use is 0.5; it must be a whole number from 1 on"),
         ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
-        ({"cpu_bytes_to_use": math.nan}, "cpu_bytes_to_use is nan; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
         ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number from 0 on"),
-        ({"store_threshold": "2"}, "store_threshold is '2'; it must be a whole number from 0 on"),
         ({"eviction_policy": "mru"}, "eviction_policy is 'mru'; it must be lru or arc"),
         ({"copy_method": 3}, "copy_method is 3; it must be auto or copy_engines or batch or"),
         ({"encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),
@@ -149,7 +132,6 @@ def test_tiers_have_their_own_backpressure_over_the_common_one():
             "secondary_tiers[0]: backpressure is True; it must be a dictionary",
         ),
         ({"tier_poll_interval_s": "1"}, "tier_poll_interval_s is '1'; it must be a number of sec"),
-        ({"tier_poll_interval_s": math.nan}, "tier_poll_interval_s is nan; it must be a number"),
     ],
 )
 def test_a_wrong_option_of_tiers_is_refused_by_name_and_value(wrong, said):

@@ -13,7 +13,7 @@ from patience import PATIENCE
 from pinning_steps import PinningSteps
 from simulated_cache import CURRENT, run_until
 from simulated_driver import Driver, place, simulated
-from vllm_contract import KVSwapWorker, base, common, worker_module
+from vllm_contract import KVSwapWorker, base, common, submit, worker_module
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.options import SpecOptions
@@ -109,6 +109,25 @@ def test_a_load_that_waits_for_nothing_is_zeroed(driver: Driver, expedited: bool
         del kept
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
+@simulated
+def test_a_store_reads_what_kernels_before_it_write(driver: Driver, waits: bool) -> None:
+    with worker_of(driver) as (worker, cache):
+        before, store = cache[BLOCK].clone(), worker._handler.store
+        if not waits:
+            worker._handler.store = lambda *ids, **options: store(*ids, **options, after=())
+        hold = driver.hold(CURRENT)
+        zeros = zero(driver, cache)
+        submit(worker, 1, "store", [BLOCK], common.CPULoadStoreSpec([PAGE]))
+        driver.run()  # what waits for nothing
+        if waits:
+            driver.release(hold)
+        ended(driver, worker, 1)
+        assert torch.equal(worker._pool.pages[PAGE, 0], zeros if waits else before)
+        driver.release(hold)
+        driver.run()
+
+
 @simulated
 def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
     """pin_in_background: the scheduler assigns pages, and does not know which are pinned."""
@@ -134,8 +153,7 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
         worker = KVSwapWorker(None, 96, 1, SpecOptions(1, pin_in_background=True))
         assert not worker._pool.is_ready
         for number, (page, block) in enumerate(((95, 0), (0, 1))):
-            gpu = base.GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
-            assert worker.submit_store(number, gpu, common.CPULoadStoreSpec([page]))
+            submit(worker, number, "store", [block], common.CPULoadStoreSpec([page]))
         worker.wait({0, 1})
         assert asked == [(None, 96)], "afterwards all are pinned"
         assert torch.equal(worker._pool.pages[[95, 0], 0], cache)

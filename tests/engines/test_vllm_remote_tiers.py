@@ -4,7 +4,6 @@ and for objects moto as the store, are installed."""
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from patience import in_time
+from processes import free_port
 from vllm_serving import CHUNKS, IS_033, PROMPTS, Serving, check, serving
 from vllm_tiers import TIERS
 
@@ -22,11 +22,6 @@ pytest.importorskip("nixl")
 
 def extra(verify: str, **tier: Any) -> dict[str, Any]:
     return {**TIERS, "secondary_tiers": [tier], "verify": verify}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return int(made.getsockname()[1])
 
 
 @pytest.fixture

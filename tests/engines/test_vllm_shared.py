@@ -13,11 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from patience import PATIENCE, in_time
 from served_engine import server_process
 from served_engine import serving as page_server
-from vllm_engine import HAS_REPLICAS, SPEC, KVSwapOffloadingSpec, base, caches, config, keys
+from vllm_contract import bytes_of
+from vllm_engine import (
+    HAS_REPLICAS,
+    SPEC,
+    KVSwapOffloadingSpec,
+    Ranks,
+    base,
+    bf16_cache,
+    caches,
+    config,
+    folder,
+    keys,
+)
 from vllm_serving import (
     BLOCK,
     CHUNKS,
@@ -38,19 +49,14 @@ from vllm_serving import (
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import shared
 from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
 from torch_kvswap.prefix.protocol import Op
 
+__all__ = ["folder"]
+
 TWO: dict[str, Any] = {"workers": 2, "heads": 2}  # each rank has other bytes
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    return tmp_path
 
 
 @pytest.fixture
@@ -467,52 +473,19 @@ def test_a_reset_forgets_the_blocks_of_all_engines_and_loses_no_page(folder, pat
 def test_what_was_found_before_a_reset_by_another_engine_is_no_hit(folder, path):
     with page_server(path, 64):
         of = caches([[(0, 4096)]], [4096], "cpu")
-        a, b = (Replica(name, path, of, block_bytes=4096) for name in "ab")
+        a, b = (ServedRanks(name, path, of, block_bytes=4096) for name in "ab")
         (key,) = keys(1)
         a.store([key])
         assert b.find([key]) == ["HIT"]
         a.manager.reset_cache()
         assert in_time(lambda: b.step() or b.find([key]) == ["MISS"])
-        a.close()
-        b.close()
-
-
-def test_a_lookup_of_a_prompt_is_that_of_vllm_key_by_key(folder, path):
-    """From any state: what it says, and what it asks for and remembers."""
-    chosen, said, prompt_keys = random.Random(4), set[int | None](), keys(*range(8))
-    states = [None, None, shared._ASKED, shared._ARRIVES, shared._ABSENT, *[7] * 9]
-    with page_server(path), engine(folder, "a") as a:
-        part, manager, context = (
-            a.scheduler.connector.connector_scheduler,
-            a.manager,
-            base.ReqContext("r"),
-        )
-        manager.on_new_request(context)
-        asked = _Asked.of(context, manager, manager._cache)
-        others = (None, part.config.kv_group_configs[0], 0) if IS_033 else ()
-        assert part._maximal_prefix_lookup([], context, *others) == 0
-        for _ in range(2000):
-            known = {one: chosen.choice(states) for one in prompt_keys[: chosen.choice([0, 8, 8])]}
-            known = {one: state for one, state in known.items() if state is not None}
-            manager._storing = dict.fromkeys(
-                chosen.sample(prompt_keys, chosen.choice([0, 0, 2])), 1
-            )
-            results = []
-            for look in (
-                part._maximal_prefix_lookup,
-                super(type(part), part)._maximal_prefix_lookup,
-            ):
-                asked.answers, asked.unknown = dict(known), []
-                results.append((look(prompt_keys, context, *others), asked.answers, asked.unknown))
-            assert results[0] == results[1]
-            said.add(results[0][0])
-        manager._storing = {}
-    assert said == {None, *range(9)}
+        a.shutdown()
+        b.shutdown()
 
 
 def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):
     with page_server(path, 64) as server:
-        a = Replica("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
+        a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
         hold, lent = server._handlers[Op.HOLD], []
 
         def note_and_hold(session: Any, *message: Any) -> None:
@@ -522,7 +495,7 @@ def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path
         server._handlers[Op.HOLD] = note_and_hold
         assert a.find(keys(1)) == ["MISS"]
         assert lent[0] > 0
-        a.close()
+        a.shutdown()
 
 
 @DOORS
@@ -591,7 +564,7 @@ def test_a_request_of_an_earlier_server_ends_nothing_at_the_next(folder, path):
 
     (key,) = keys(1)
     with server_process(path) as server:
-        a = Replica("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
+        a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
         session = a.manager._session
         a.store([key])
         until(40)
@@ -608,7 +581,7 @@ def test_a_request_of_an_earlier_server_ends_nothing_at_the_next(folder, path):
             session.ask_stats(lambda stats: idle.append(stats.idle_pages))
             assert in_time(lambda: session.poll() or len(idle) == 2)
             assert idle[0] == idle[1]
-            a.close()
+            a.shutdown()
 
 
 @pytest.mark.parametrize("below_policy", ["all", "reused"])
@@ -630,39 +603,16 @@ def test_what_the_server_has_evicted_comes_from_the_store_below(folder, path, be
         assert stats(server).evicted > 0
 
 
-class Replica:
-    """Workers, with a cache each, and a manager, without vLLM's scheduler."""
+class ServedRanks(Ranks):
+    """On the pages of a server."""
 
     def __init__(self, name: str, path: str, *of_ranks: Any, **how: Any) -> None:
-        from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-
         def spec(rank: int) -> KVSwapOffloadingSpec:
             settings = config(len(of_ranks), rank=rank, host_server=f"unix:{path}", **how)
             return KVSwapOffloadingSpec(replace(settings, engine_id=name), repeats=False)
 
-        self.caches, self.is_replicated = of_ranks, how.get("replicated", False)
-        with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-            # They ask it for the KV layout.
-            self.workers = [spec(rank).get_worker(one) for rank, one in enumerate(of_ranks)]
-        self.manager: Any = spec(0).get_manager()
-        self.context = base.ReqContext(name)
-        self.manager.on_new_request(self.context)
-
-    def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
-        """The pages that some rank has not copied."""
-        failed = set[int]()
-        gpu = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
-        is_store = direction == "store"
-        for worker in self.workers[: 1 if is_store and self.is_replicated else None]:
-            getattr(worker, f"submit_{direction}")(1, *((gpu, spec) if is_store else (spec, gpu)))
-            worker.wait({1})
-            (one,) = worker.get_finished()
-            assert one.success
-            failed.update(*(failure.pages for failure in worker.take_failures().values()))
-        return failed
-
-    def step(self) -> None:
-        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        super().__init__(spec, of_ranks, storing=1 if how.get("replicated") else None)
+        self.caches, self.context = of_ranks, self.request(name)
 
     def reserve(self, named: list[bytes], context: Any) -> Any:
         """What prepare_store() returns as soon as there are pages."""
@@ -695,8 +645,7 @@ class Replica:
 
     def bytes_of(self, block: int) -> list[bytes]:
         """Of each rank."""
-        tensors = [[one.tensor[block] for one in cache.tensors] for cache in self.caches]
-        return [torch.cat(of_rank).numpy().tobytes() for of_rank in tensors]
+        return [bytes_of(cache, block) for cache in self.caches]
 
     def find(self, named: list[bytes]) -> list[str]:
         results: list[str] = []
@@ -710,34 +659,18 @@ class Replica:
         results[:] = [self.manager.lookup(key, self.context).name for key in named]
         return results
 
-    def close(self) -> None:
-        self.manager.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
-
-
-def values(seed: int, blocks: int = 12) -> Any:
-    """Makes a cache of bfloat16 values. With an odd seed block 2 does not fit into its slot."""
-    cache = caches([[(0, 2048), (1, 2048)]], [2048, 2048], "cpu", blocks)
-    generator = torch.Generator().manual_seed(seed)
-    for one in cache.tensors:
-        made = (1 + torch.rand(blocks, 1024, generator=generator)).bfloat16()
-        if seed % 2:
-            made[2] = torch.exp2(torch.arange(1024) % 60).bfloat16()
-        one.tensor.copy_(made.view(torch.int8))
-    return cache
-
 
 @pytest.mark.parametrize("verify", ["off", "load"])
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
-@pytest.mark.parametrize("seeds", [[1], [0, 1]], ids=["one rank", "two ranks"])
-def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, seeds, encoding, verify):
+@pytest.mark.parametrize("wide", [[(2,)], [(), (2,)]], ids=["one rank", "two ranks"])
+def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, wide, encoding, verify):
     """And is not, if one of them did not fit, or was damaged."""
     how: dict[str, Any] = {"block_bytes": 4096, "encoding": encoding, "verify": verify}
     named, fits = keys(1, 2, 3), encoding == "raw"
     with page_server(path, 128):
-        a = Replica("a", path, *map(values, seeds), **how)
-        b = Replica("b", path, *(values(seed + 2) for seed in seeds), **how)
+        ranks = [bf16_cache(rank, wide=blocks) for rank, blocks in enumerate(wide)]
+        a = ServedRanks("a", path, *ranks, **how)
+        b = ServedRanks("b", path, *(bf16_cache(rank + 2) for rank in range(len(wide))), **how)
         a.store(named, [1, 2, 3])
         assert b.find(named) == ["HIT", "HIT" if fits else "MISS", "HIT"]
         pages, failed = b.load(named if fits else named[::2], [5, 6, 7] if fits else [5, 7])
@@ -749,24 +682,24 @@ def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, seeds, encod
             assert b.find(named[:1]) == ["HIT"]
             assert b.load(named[:1], [8])[1] == {pages[0]}
             assert a.find(named[::2]) == ["MISS", "HIT"]
-        a.close()
-        b.close()
+        a.shutdown()
+        b.shutdown()
 
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_ranks_with_equal_caches_share_one_copy_also_with_an_engine_of_one_rank(folder, path):
     how: dict[str, Any] = {"block_bytes": 4096}
     with page_server(path, 64):
-        a = Replica("a", path, values(0), values(0), replicated=True, **how)
-        b = Replica("b", path, values(2), values(4), replicated=True, **how)
-        c = Replica("c", path, values(6), **how)
+        a = ServedRanks("a", path, bf16_cache(0), bf16_cache(0), replicated=True, **how)
+        b = ServedRanks("b", path, bf16_cache(1), bf16_cache(2), replicated=True, **how)
+        c = ServedRanks("c", path, bf16_cache(3), **how)
         a.store(keys(1), [1])
         for one in (b, c):
             assert one.find(keys(1)) == ["HIT"]
             assert one.load(keys(1), [5])[1] == set()
             assert set(one.bytes_of(5)) == set(a.bytes_of(1))
-            one.close()
-        a.close()
+            one.shutdown()
+        a.shutdown()
 
 
 @pytest.mark.parametrize("verify", ["off", "load"])
@@ -775,7 +708,7 @@ def test_pages_of_two_ranks_come_back_from_the_store_below(folder, path, verify)
     below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
     how: dict[str, Any] = {"block_bytes": 4096, "verify": verify}
     with page_server(path, 24, **below) as server:
-        a = Replica("a", path, values(0, 40), values(2, 40), **how)
+        a = ServedRanks("a", path, bf16_cache(0, 40), bf16_cache(1, 40), **how)
         tier, (pool,) = server._pages.tier, server._pages.pools
         assert pool.nbytes <= server._memory, "digests are in the pages"
         for number in range(20):
@@ -786,7 +719,7 @@ def test_pages_of_two_ranks_come_back_from_the_store_below(folder, path, verify)
             assert a.load(keys(number), [30])[1] == set()
             assert a.bytes_of(30) == a.bytes_of(number)
         assert stats(server).promoted > 0
-        a.close()
+        a.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -798,15 +731,15 @@ def test_pages_below_are_those_of_equal_engines(folder, path, seed, ranks, found
     below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
     cache = caches([[(0, 1000)]], [1000], "cpu")
     with page_server(path, 64, **below) as server:
-        a = Replica("a", path, cache)
+        a = ServedRanks("a", path, cache)
         a.store(keys(1), [1])
         assert in_time(lambda: server._pages.tier.stats().written == 1)
-        a.close()
+        a.shutdown()
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     with page_server(path, 64, **below):
-        a = Replica("a", path, *[cache] * ranks)
+        a = ServedRanks("a", path, *[cache] * ranks)
         assert in_time(lambda: a.find(keys(1)) == [found])
-        a.close()
+        a.shutdown()
 
 
 def refused(**how: Any) -> str:
@@ -850,10 +783,10 @@ def test_a_server_refuses_an_engine_with_other_pages(folder, path, how, said, mo
         return caches([[(0, nbytes)]], [nbytes], "cpu")
 
     with page_server(path, 64):
-        first = Replica("a", path, cache(1000), block_bytes=1000)
+        first = ServedRanks("a", path, cache(1000), block_bytes=1000)
         monkeypatch.setenv("PYTHONHASHSEED", how.pop("seed", "0"))
         of_ranks = [cache(how.setdefault("block_bytes", 1000))] * how.pop("world", 1)
         with pytest.raises(ValueError, match="the pages at") as error:
-            Replica("b", path, *of_ranks, **how)
+            ServedRanks("b", path, *of_ranks, **how)
         assert str(error.value) == (f"the pages at {path} {said}; start a server of its own for it")
-        first.close()
+        first.shutdown()

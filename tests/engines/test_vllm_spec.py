@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 from patience import PATIENCE
+from vllm_contract import bytes_of
 from vllm_engine import (
     HAS_REPLICAS,
-    SPEC,
     CPULoadStoreSpec,
-    KVSwapManager,
     KVSwapOffloadingSpec,
+    Ranks,
     base,
+    bf16_cache,
     caches,
     config,
     keys,
@@ -35,26 +36,6 @@ from torch_kvswap.integrations.vllm import patch_ops
 from torch_kvswap.ops import swap_blocks_batch
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_vllm_finds_the_spec_by_configuration():
-    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-
-    assert OffloadingSpecFactory.get_spec_cls(SPEC) is KVSwapOffloadingSpec
-    spec = OffloadingSpecFactory.create_spec(config(cpu_bytes_to_use=5000))
-    assert isinstance(spec, KVSwapOffloadingSpec)
-    assert isinstance(spec.get_manager(), KVSwapManager)
-    assert spec.get_manager() is spec.get_manager()
-
-
-def test_the_spec_can_be_imported_in_a_process_without_a_gpu_and_leaves_cuda_alone():
-    code = (
-        "import torch, torch_kvswap.integrations.vllm as m\n"
-        "m.KVSwapOffloadingSpec.build_metric_definitions({})\n"
-        "assert not torch.cuda.is_initialized()"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(
@@ -161,28 +142,21 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
 def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
     on_one_host(monkeypatch)
 
-    def worker_of(rank: int) -> Any:
-        # The caches of the ranks differ, so that a load is seen.
-        canonical = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
-        for one in canonical.tensors:
-            one.tensor.add_(rank)
-        settings = config(3, 1, 128, rank=rank, replicated=True, cpu_bytes_to_use=10 * 128)
-        return KVSwapOffloadingSpec(settings).get_worker(canonical), canonical.tensors
+    def spec(rank: int) -> Any:
+        settings = config(3, 1, 4096, rank=rank, replicated=True, cpu_bytes_to_use=10 * 4096)
+        return KVSwapOffloadingSpec(settings)
 
-    with ThreadPoolExecutor(3) as threads:
-        workers = list(threads.map(worker_of, range(3)))
-    gpu = base.GPULoadStoreSpec([3, 4], group_sizes=[2], block_indices=[0])
-    assert workers[0][0].submit_store(1, gpu, CPULoadStoreSpec([7, 8]))
-    workers[0][0].wait({1})
-    assert [one.success for one in workers[0][0].get_finished()] == [True]
-    for worker, tensors in workers[1:]:
-        assert worker.submit_load(2, CPULoadStoreSpec([7, 8]), gpu)
-        worker.wait({2})
-        for one, first in zip(tensors, workers[0][1], strict=True):
-            assert torch.equal(one.tensor[[3, 4]], first.tensor[[3, 4]])
-            assert not torch.equal(one.tensor[5], first.tensor[5])
-    for worker, _ in workers:
-        worker.shutdown()
+    first, *others = ranks = [bf16_cache(rank) for rank in range(3)]
+    engine = Ranks(spec, ranks, storing=1)
+    engine.copy("store", [3, 4], CPULoadStoreSpec([7, 8]))
+    engine.copy("load", [5, 6], CPULoadStoreSpec([7, 8]))
+    for one in others:
+        assert [bytes_of(one, block) for block in (5, 6)] == [
+            bytes_of(first, 3),
+            bytes_of(first, 4),
+        ]
+        assert bytes_of(one, 3) != bytes_of(first, 3)
+    engine.shutdown()
 
 
 WORKER = """

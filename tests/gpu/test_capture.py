@@ -12,7 +12,6 @@ from patience import PATIENCE
 from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.results import TransferError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 
@@ -49,19 +48,6 @@ def store_and_load(gpu: GpuCache) -> None:
     assert (gpu.page(1), gpu.page(2)) == (OLD, NEW)
 
 
-def submit_behind_a_busy_stream(gpu: GpuCache) -> None:
-    with torch.cuda.stream(gpu.side):
-        gpu.slow(20)
-        jobs = [
-            gpu.handler.store(gpu_block_ids=[1], page_ids=[1]),
-            gpu.handler.load(page_ids=[2], gpu_block_ids=[2], after=gpu.side),
-        ]
-        jobs.append(
-            gpu.handler.load(page_ids=[3], gpu_block_ids=[3], after=gpu.side.record_event())
-        )
-    gpu.handler.synchronize(jobs)
-
-
 def poll(gpu: GpuCache) -> None:
     hold = gpu.hold_on(gpu.side)
     job = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=hold)
@@ -86,24 +72,6 @@ def fill_the_queue(gpu: GpuCache) -> None:
     jobs = [gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=busy) for _ in range(300)]
     jobs[-1].wait(gpu.consumer)
     gpu.handler.synchronize(jobs)
-
-
-def cancel(gpu: GpuCache) -> None:
-    busy = gpu.slow_on(gpu.side, ms=20)
-    jobs = [gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=busy) for _ in range(100)]
-    assert gpu.handler.cancel(jobs[0])
-    assert gpu.handler.cancel(jobs[-1])
-    with pytest.raises(TransferError):
-        gpu.handler.synchronize(jobs)
-
-
-def time_out(gpu: GpuCache) -> None:
-    hold = gpu.hold_on(gpu.side)
-    job = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=hold)
-    with pytest.raises(TimeoutError):
-        gpu.handler.synchronize(job, timeout=0.005)
-    hold.release()
-    gpu.handler.synchronize(job)
 
 
 def close_a_gate(gpu: GpuCache) -> None:
@@ -135,12 +103,9 @@ def drop_a_handler(gpu: GpuCache) -> None:
 
 ACTIONS = [
     store_and_load,
-    submit_behind_a_busy_stream,
     poll,
     wait_on_a_stream,
     fill_the_queue,
-    cancel,
-    time_out,
     close_a_gate,
     pin_and_close,
     make_and_close_a_handler,

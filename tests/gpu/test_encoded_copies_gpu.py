@@ -48,49 +48,6 @@ def test_a_store_encodes_what_its_stream_has_written(method: str, waits: bool) -
         assert bool(cache.block(2).any()) is not waits
 
 
-@pytest.mark.parametrize("expedited", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_load_behind_a_rejected_store_rejects_the_same_blocks(
-    method: str, expedited: bool
-) -> None:
-    with EncodedCache(device="cuda:0", blocks=64, pages=64, copy_method=method) as cache:
-        cache.spoil(2, 9, 31)
-        before = [cache.block(block) for block in range(64)]
-        cache.synchronize()
-        with Hold():  # both are given to the device before anything is known
-            store = cache.store(range(32), range(32), after=None)
-            load = cache.load(range(32), range(32, 64), expedited=expedited, layer_groups=3)
-        for job in (store, load):
-            with pytest.raises(BlocksRejectedError) as error:
-                job.synchronize(60)
-            assert error.value.rejected == (2, 9, 31)
-        for block in range(32):
-            is_loaded = block not in (2, 9, 31)
-            assert cache.is_same(32 + block, before[block if is_loaded else 32 + block])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_kernels_behind_a_layer_group_see_its_blocks(method: str) -> None:
-    layers = 16
-    with EncodedCache(
-        device="cuda:0", layers=layers, values=1 << 17, blocks=32, copy_method=method
-    ) as cache:
-        tensors = cache.tensors[0]
-        expected = torch.stack([layer[:16] for layer in tensors])
-        cache.synchronize()
-        cache.store(range(16), range(16)).synchronize(60)
-        for _ in range(10):
-            for layer in tensors:
-                layer[16:] = 0
-            load = cache.load(range(16), range(16, 32), after=None, layer_groups=layers)
-            seen = []
-            for number, layer in enumerate(tensors):
-                load.wait(layer_group=number)
-                seen.append(layer[16:].clone())
-            assert torch.equal(torch.stack(seen).view(torch.int16), expected.view(torch.int16))
-            load.synchronize(60)
-
-
 def test_memory_of_the_gpu_and_of_the_host_is_given_back() -> None:
     EncodedCache(device="cuda:0").handler.close()
     torch.cuda.synchronize()

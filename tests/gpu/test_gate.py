@@ -91,18 +91,6 @@ def test_a_replay_waits_for_a_load_that_is_late(gpu: GpuCache, gated: bool) -> N
     gpu.handler.synchronize(job)
 
 
-def test_a_load_behind_the_current_stream_is_waited_for_by_the_next_replay(gpu: GpuCache) -> None:
-    # The load waits for the stream on which the replay waits for the load: no deadlock.
-    gate = gpu.handler.gate()
-    graph = wait_and_look(gpu, gate)
-    for value in range(50):
-        gpu.cache.fill_(OLD)
-        gpu.host.pages[0].fill_(value)
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], gate=gate)
-        ends(gpu, gate, replay(gpu, graph))
-        assert only(gpu.seen[1]) == value
-
-
 @pytest.mark.parametrize("late", ["first", "second", "both"])
 def test_each_replay_of_two_in_a_row_waits_for_its_own_load(gpu: GpuCache, late: str) -> None:
     gate = gpu.handler.gate()
@@ -232,16 +220,3 @@ def test_a_replay_after_close_waits_for_nothing(gpu: GpuCache, running: bool) ->
         gpu.cache.fill_(value)
         ends(gpu, gate, replay(gpu, graph))
         assert only(gpu.seen) == value
-
-
-def test_a_graph_outlives_the_handler_for_whose_load_it_waits(gpu: GpuCache) -> None:
-    handler = gpu.another_handler()
-    gate = handler.gate()
-    graph = wait_and_look(gpu, gate)
-    handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.slow_on(gpu.side, ms=50), gate=gate)
-    event = replay(gpu, graph)
-    handler.close()
-    assert in_time(event.query)
-    del handler
-    ends(gpu, gate, replay(gpu, graph))
-    assert only(gpu.seen[1]) == NEW

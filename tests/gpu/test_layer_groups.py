@@ -74,21 +74,3 @@ def test_a_layer_can_be_read_before_the_whole_load_has_ended(gpu: GpuCache, grou
     last_layer = (NEW if is_last_there else OLD) + LAYERS - 1
     assert seen(gpu)[:3] == [NEW, last_layer, NEW + LAYERS - 1]
     gpu.handler.synchronize(job)
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
-@pytest.mark.parametrize("groups", [LAYERS, 5, 1])
-def test_who_waits_for_each_layer_sees_the_bytes_of_each(
-    gpu: GpuCache, groups: int, waits: bool
-) -> None:
-    busy, job = load(gpu, groups)
-    with torch.cuda.stream(gpu.consumer):
-        for layer in range(LAYERS):
-            if waits:
-                job.wait(layer_group=job.layer_group_of(layer))  # the current stream
-            look(gpu, layer, layer)
-    assert not busy.query()
-    if not waits:
-        gpu.consumer.synchronize()
-    assert seen(gpu)[:LAYERS] == [(NEW if waits else OLD) + layer for layer in range(LAYERS)]
-    gpu.handler.synchronize(job)

@@ -108,22 +108,6 @@ def test_loads_in_many_layer_groups_do_not_fill_the_queue_of_the_driver(method: 
         assert {only(layer) for layer in gpu.layers} == {NEW}
 
 
-@pytest.mark.parametrize("direction", ["store", "load"])
-def test_one_job_of_thousands_of_fragments_is_submitted_at_once(
-    gpu: GpuCache, direction: str
-) -> None:
-    noise = fill_with_noise(gpu, direction)
-    order = torch.randperm(BLOCKS)
-    busy = gpu.hold_on(gpu.side)
-    submit(gpu.handler, direction, list(range(BLOCKS)), order.tolist(), after=busy)
-    assert not busy.query()
-    gpu.release()
-    gpu.handler.synchronize(timeout=PATIENCE)
-    torch.cuda.synchronize()
-    assert torch.equal(gpu.host.pages[order, 0], gpu.cache.cpu())
-    assert torch.equal(gpu.cache.cpu(), noise if direction == "store" else noise[order])
-
-
 # Waiting for a queued job on a stream
 
 
@@ -151,31 +135,3 @@ def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
     assert only(gpu.seen[: count + 1]) == (NEW if waits else OLD)
     assert only(gpu.seen[count + 1 :]) == OLD
     gpu.handler.synchronize(timeout=PATIENCE)
-
-
-# Cancelling
-
-
-# Expedited loads
-
-
-@pytest.mark.parametrize("expedited", [True, False], ids=["expedited", "control"])
-def test_an_expedited_load_passes_thousands_of_queued_loads(gpu: GpuCache, expedited: bool) -> None:
-    hold(gpu, "load")
-    for j in JOBS:
-        gpu.handler.load(page_ids=[j], gpu_block_ids=[j], after=())
-    job = gpu.handler.load(page_ids=[2047], gpu_block_ids=[2047], after=(), expedited=expedited)
-    if expedited:
-        gpu.handler.synchronize(job, timeout=PATIENCE)
-    else:
-        with pytest.raises(TimeoutError):
-            gpu.handler.synchronize(job, timeout=0.1)
-    gpu.release()
-    gpu.handler.synchronize(job, timeout=PATIENCE)
-    assert only(gpu.cache[2047]) == NEW
-    assert only(gpu.cache[2001:2047]) == OLD
-    gpu.handler.synchronize(timeout=PATIENCE)
-    assert only(gpu.cache[:2001]) == NEW
-
-
-# What it costs

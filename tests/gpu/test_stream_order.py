@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from drained import drain
 from gpu_cache import NEW, OLD, GpuCache, only
 from processes import run_script
 
@@ -89,22 +88,6 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
     assert only(gpu.cache[[0, 2, 3]]) == OLD
 
 
-@pytest.mark.parametrize("named", ["stream", "event", "control"])
-def test_a_load_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
-    with torch.cuda.stream(gpu.side):
-        gpu.hold()
-        gpu.look()
-        event = gpu.side.record_event()
-    after = {"stream": gpu.side, "event": event, "control": None}[named]
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
-    if named != "control":
-        gpu.release()
-    gpu.handler.synchronize(job)
-    gpu.release()
-    torch.cuda.synchronize()
-    assert only(gpu.seen[1]) == (NEW if named == "control" else OLD)
-
-
 # Order between the directions, by the pages and the blocks
 
 
@@ -147,49 +130,6 @@ def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_sub
     assert seen == (right if order == "kept" else wrong)
 
 
-def test_a_load_submitted_before_the_store_of_its_page_has_run_reads_what_is_stored(
-    gpu: GpuCache, order: str
-) -> None:
-    second = second_handler(gpu, order)
-    with torch.cuda.stream(gpu.side):
-        busy = gpu.hold()
-        gpu.cache[1].fill_(NEW + 1)
-        gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-    load = second.load(page_ids=[0], gpu_block_ids=[2], after=())
-    load.wait(gpu.consumer)
-    with torch.cuda.stream(gpu.consumer):
-        gpu.look()
-    assert not busy.query()  # the host waited for nothing
-    if order == "kept":
-        gpu.release()
-    gpu.consumer.synchronize()
-    gpu.release()
-    assert only(gpu.seen[2]) == (NEW + 1 if order == "kept" else NEW)
-
-
-# Order within a direction
-
-
-def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
-    gpu: GpuCache, order: str
-) -> None:
-    second = second_handler(gpu, order)
-    gpu.host.pages[1].fill_(NEW + 1)
-    busy = gpu.hold_on(gpu.side)
-    for _ in range(100):  # more than are given to the device at once
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy)
-    job = second.load(page_ids=[1], gpu_block_ids=[0], after=(), expedited=True)
-    if order == "kept":
-        gpu.release()
-    second.synchronize(job)
-    gpu.release()
-    gpu.handler.synchronize()
-    assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
-
-
-# What the caller passes is read in the call
-
-
 # Whoever uses loaded blocks waits for the job
 
 
@@ -221,24 +161,6 @@ def test_the_time_of_a_job_is_that_of_its_copy(gpu: GpuCache) -> None:
 
 
 # What submission leaves as it was
-
-
-def test_the_callers_stream_and_device_stay_current(gpu: GpuCache) -> None:
-    for stream in (torch.cuda.default_stream(), gpu.side):
-        with torch.cuda.stream(stream):
-            for call in (
-                lambda: gpu.handler.store(gpu_block_ids=[0], page_ids=[0]).wait(gpu.consumer),
-                lambda: gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=gpu.consumer),
-                lambda: gpu.handler.cancel(
-                    gpu.handler.load(page_ids=[1], gpu_block_ids=[1], expedited=True)
-                ),
-                gpu.handler.poll,
-                lambda: drain(gpu.handler),
-                lambda: gpu.handler.rebind(gpu.layout),
-            ):
-                call()
-                assert torch.cuda.current_stream() == stream
-                assert torch.cuda.current_device() == 0
 
 
 def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from patience import in_time
+from processes import free_port
 
 
 class MooncakeCluster:
@@ -54,11 +55,6 @@ class MooncakeCluster:
         command = [str(self._programs / program), *options, "--minloglevel=2"]
         (self._programs / program).chmod(0o755)
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def is_open(port: int, process: subprocess.Popen[bytes]) -> bool:

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import os
 import signal
+import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -58,6 +59,12 @@ def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
     """Runs a script in another process, with the module search path of this one, and returns what it
     printed. The script can also import the modules of `folder`."""
     return _fork_server().run(textwrap.dedent(script), os.environ, arguments, folder)
+
+
+def free_port() -> int:
+    """Of loopback, on which a program can listen."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return int(made.getsockname()[1])
 
 
 @contextmanager

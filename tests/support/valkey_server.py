@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from patience import in_time
+from processes import free_port
 
 
 def find_binary() -> str | None:
@@ -30,8 +31,7 @@ class ValkeyServer:
         binary = find_binary()
         if binary is None:
             pytest.skip("no Valkey or Redis server is installed")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         address = ["--bind", "127.0.0.1", "--port", str(self.port)]
         self._command = [binary, *address, "--save", "", "--appendonly", "no", *options]
         self.start()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if not os.environ.get("KVSWAP_TEST_VLLM"):
     pytest.skip("`make test-vllm` runs these", allow_module_level=True)
@@ -18,7 +21,7 @@ with warnings.catch_warnings():  # vLLM's own are not ours to mend
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload import config as offload_config
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-    from vllm_contract import KVSwapManager, KVSwapWorker, caches
+    from vllm_contract import KVSwapManager, KVSwapWorker, caches, submit
 
     from torch_kvswap.integrations.vllm import KVSwapOffloadingSpec
 
@@ -86,3 +89,67 @@ def config(
         parallel=offload_config.OffloadingParallelConfig(**parallel),
         **more,
     )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, in a process whose engines name equal chunks alike."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    if not HAS_REPLICAS:  # 0.26 asks a configuration that not all tests have
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    return tmp_path
+
+
+def bf16_cache(seed: int = 0, blocks: int = 12, wide: Sequence[int] = ()) -> Any:
+    """A cache of values. Those of `wide` blocks do not fit into encoded slots."""
+    cache = caches([[(0, 2048), (1, 2048)]], [2048, 2048], "cpu", blocks)
+    generator = torch.Generator().manual_seed(seed)
+    for one in cache.tensors:
+        values = (1 + torch.rand(blocks, 1024, generator=generator)).bfloat16()
+        values[list(wide)] = torch.exp2(torch.arange(1024) % 60).bfloat16()
+        one.tensor.copy_(values.view(torch.int8))
+    return cache
+
+
+class Ranks:
+    """The workers of an engine, made in threads, and its manager, without vLLM's scheduler.
+
+    Args:
+        spec: makes the spec of a rank.
+        caches: of each rank, as caches().
+        storing: how many ranks store.
+    """
+
+    def __init__(
+        self, spec: Callable[[int], Any], caches: Sequence[Any], storing: int | None = None
+    ) -> None:
+        with ThreadPoolExecutor(len(caches)) as threads:
+            ranks = range(len(caches))
+            self.workers = list(
+                threads.map(lambda rank: spec(rank).get_worker(caches[rank]), ranks)
+            )
+        self.manager: Any = spec(0).get_manager()
+        self.number, self._storing = 0, storing
+
+    def request(self, name: str) -> Any:
+        context = base.ReqContext(name)
+        self.manager.on_new_request(context)
+        return context
+
+    def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
+        """The pages that some rank has not copied."""
+        self.number, failed = self.number + 1, set[int]()
+        for worker in self.workers[: self._storing if direction == "store" else None]:
+            submit(worker, self.number, direction, blocks, spec)
+            worker.wait({self.number})
+            assert [one.success for one in worker.get_finished()] == [True]
+            failed.update(*(failure.pages for failure in worker.take_failures().values()))
+        return failed
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
+
+    def shutdown(self) -> None:
+        self.manager.shutdown()
+        for worker in self.workers:
+            worker.shutdown()

@@ -408,8 +408,8 @@ class Serving:
             drafts = {name: self.runner.states[name].drafts for name in output.req_ids}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), [*drafts.values()]))
 
-    def run(self, most: int = 2000) -> None:
-        for _ in range(most):
+    def run(self) -> None:
+        for _ in range(2000):
             if not self.is_busy:
                 return
             self.step()
@@ -417,11 +417,10 @@ class Serving:
         if not in_time(lambda: not self.is_busy or bool(self.step())):
             raise AssertionError(f"requests did not end: {self.scheduler.get_request_counts()}")
 
-    def serve(self, prompts: dict[str, Sequence[int]], count: int = 4) -> dict[str, list[int]]:
+    def serve(self, prompts: dict[str, list[int]], count: int = 4) -> None:
         for name, prompt in prompts.items():
             self.add(name, prompt, count)
         self.run()
-        return {name: self.tokens[name] for name in prompts}
 
     def start_decoding(self) -> None:
         """Starts a request that decodes for long. Beside it a prompt is loaded before its step, if it

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from patience import in_time
-from vllm_contract import submit
-from vllm_engine import SPEC, base, config
+from vllm_engine import SPEC, Ranks, config
 
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import spec as spec_module
@@ -34,8 +32,8 @@ def on_one_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(spec_module, "_hosts_of_workers", hosts)
 
 
-class Ranks:
-    """The workers of an engine as threads, and its manager, without vLLM's scheduler.
+class TieredRanks(Ranks):
+    """With the file tier.
 
     Args:
         caches: of each rank, as vllm_engine.caches().
@@ -43,49 +41,33 @@ class Ranks:
     """
 
     def __init__(self, folder: Path, caches: list[Any], **how: Any) -> None:
-        def worker(rank: int) -> Any:
-            spec = KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
-            return spec.get_worker(caches[rank])
+        def spec(rank: int) -> Any:
+            return KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
 
-        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(caches)) as threads:
+        with pytest.MonkeyPatch.context() as patch:
             on_one_host(patch)
-            self.workers = list(threads.map(worker, range(len(caches))))
-        self.manager: Any = KVSwapTieringOffloadingSpec(
-            self.config(folder, len(caches), 0, **how)
-        ).get_manager()
-        self.number = 0
+            super().__init__(spec, caches)
 
     @staticmethod
     def config(folder: Path, world: int, rank: int, **how: Any) -> Any:
         settings = config(world, rank=rank, **tier(folder, cpu_bytes_to_use=1 << 20) | how)
         return replace(settings, engine_id=str(folder))
 
-    def request(self, name: str) -> Any:
-        context = base.ReqContext(name)
-        self.manager.on_new_request(context)
-        return context
-
-    def copy(self, direction: str, blocks: list[int], spec: Any) -> None:
-        self.number += 1
-        for worker in self.workers:
-            submit(worker, self.number, direction, blocks, spec)
-            worker.wait({self.number})
-            assert [one.success for one in worker.get_finished()] == [True]
-
     def store(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
         output = self.manager.prepare_store(named, context)
         assert output.keys_to_store == named
-        self.copy("store", blocks, output.store_spec)
+        assert self.copy("store", blocks, output.store_spec) == set()
         self.manager.complete_store(named, context)
         self.settle()
 
     def load(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
-        self.copy("load", blocks, self.manager.prepare_load(named, context))
+        spec = self.manager.prepare_load(named, context)
+        assert self.copy("load", blocks, spec) == set()
         self.manager.complete_load(named, context)
 
     def settle(self) -> None:
         """Waits until the tier has done everything."""
-        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        self.step()
         for tier in self.manager.secondary_tiers:
             tier.drain_jobs()
         self.manager._process_finished_jobs()
@@ -104,8 +86,3 @@ class Ranks:
 
     def end(self, context: Any) -> None:
         self.manager.on_request_finished(context)
-
-    def shutdown(self) -> None:
-        self.manager.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
