@@ -516,8 +516,7 @@ class PrefixCache(NotCopyable):
                         job = self._store(_Prompt(digests, blocks, blocks, loads), after, None)
                         if job is not None:
                             started.append(job)
-                for lazy, blocks_of_group in zip(self._lazy, leaving, strict=True):
-                    lazy.forget(blocks_of_group)
+                self._forget(leaving)
         return self._jobs_using(leaving, started)
 
     def preempt(
@@ -549,9 +548,7 @@ class PrefixCache(NotCopyable):
                 job = self._submit(STORES, preempt, held, prompt, after=after, tag=tag)
                 if not held:
                     return None
-                if self._lazy:  # the host has, or is about to have, all of the blocks
-                    for lazy, blocks in zip(self._lazy, prompt.named, strict=True):
-                        lazy.forget(blocks)
+                self._forget(prompt.named)  # the host has, or is about to have, all of them
             started = [] if job is None else [job]
             jobs = self._jobs_using(prompt.named, started)
             preempted = Preempted(jobs, held[0].lease, keys)
@@ -753,6 +750,13 @@ class PrefixCache(NotCopyable):
             ):
                 lazy.record(digests, blocks, loads)
 
+    def _forget(self, blocks: Sequence[Iterable[int]]) -> None:
+        """Forgets the keys of GPU blocks, per pool, that evict() is not to store any more. The
+        caller holds `_reporting`."""
+        if self._lazy:
+            for lazy, of_pool in zip(self._lazy, blocks, strict=True):
+                lazy.forget(of_pool)
+
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         digests, named = self._pools.read(keys, gpu_block_ids)
@@ -812,8 +816,7 @@ class PrefixCache(NotCopyable):
             selected = self._pools.select(prompt.blocks, reservation.key_indices)
             if is_load and self._lazy:  # in case nobody has called evict()
                 with self._handler._reporting:
-                    for lazy, overwritten in zip(self._lazy, selected, strict=True):
-                        lazy.forget(overwritten)
+                    self._forget(selected)
             ids = self._pools.join(selected), reservation.pages, 0
             entry = _Reserved(reservation, selected, prompt.digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
