@@ -24,7 +24,7 @@ class Model:
         torch.manual_seed(0)
         self.device, shapes = device, [(VOCAB,), (VOCAB,), (LONGEST,), (LAYERS, 4, DIM)]
         self.tokens, self.head, self.positions, weights = (
-            torch.randn(*shape, DIM).to(device) for shape in shapes
+            torch.randn(*shape, DIM, device="cpu").to(device) for shape in shapes
         )
         self.layers = weights / DIM**0.5
 

@@ -104,7 +104,7 @@ class Encoding:
         nbytes = int(sizes.sum())
         if self.bits_per_value is None:
             return slot[:nbytes].clone()
-        block = torch.empty(nbytes, dtype=torch.uint8)
+        block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         bases = block.data_ptr() + np.cumsum(sizes) - sizes
         width, address = self.width_eighths, slot.data_ptr()
         is_refused = native.decode_block(bases, sizes, width, address, 0, len(sizes))
