@@ -740,7 +740,7 @@ class OffloadHandler(NotCopyable):
             raise ValueError("the gate belongs to another handler; make one with this handler")
         if layer_groups is None:
             return 1 if gate is None else gate.layer_groups
-        groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
+        groups = self._native.groups.read_layer_groups(layer_groups)
         if gate is not None and gate.layer_groups != groups:
             raise ValueError(
                 f"the gate has {count_of(gate.layer_groups, 'layer group')}, the load has "
