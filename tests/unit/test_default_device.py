@@ -20,7 +20,8 @@ def test_blocks_come_back_under_another_default_device(encoding: str) -> None:
         pool = kvs.HostPool(gpu, 8, encoding=encoding, bits_per_value=width)
         with kvs.PrefixCache(gpu, pool) as prefixes:
             keys = hasher.keys(range(32))
-            prefixes.store(keys, [1, 2]).synchronize()
+            prefixes.store(keys, [1, 2])
+            prefixes.synchronize()
             prefixes.poll()
             prefixes.load(keys, [5, 6], prefix=2).synchronize()
         with kvs.OffloadHandler(gpu, pool) as handler:
