@@ -331,6 +331,17 @@ def _has_memory(tensor: Tensor) -> bool:
         return False
 
 
+def address_of(tensor: Tensor) -> int:
+    """The address of a tensor that this library has made, for native code.
+
+    Raises:
+        RuntimeError: it has none, because FakeTensorMode has made a fake one.
+    """
+    if not _has_memory(tensor):
+        raise RuntimeError("FakeTensorMode makes tensors without memory; call this outside of it")
+    return tensor.data_ptr()
+
+
 def _storage_end(tensor: Tensor) -> int:
     """Bytes of the tensor's storage up to its last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import torch_kvswap as kvs
+from torch_kvswap.encoding import recommend_encoding
 from torch_kvswap.reference import ReferenceHandler
 
 
@@ -33,6 +35,17 @@ def test_blocks_come_back_under_another_default_device(encoding: str) -> None:
         assert torch.equal(tensor[3], want[1])
     for place, block in enumerate(blocks):
         assert torch.equal(block.view(torch.bfloat16), torch.cat([want[place] for want in before]))
+
+
+def test_fake_tensors_give_native_code_no_address() -> None:
+    gpu = kvs.PagedLayout([torch.randn(8, 1024).bfloat16()])
+    pool = kvs.HostPool(gpu, 8, encoding="lossless", bits_per_value=12.5)
+    for call in (lambda: pool.read_block(0), lambda: recommend_encoding(gpu, [0])):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(RuntimeError, match="outside"),
+        ):
+            call()
 
 
 def test_ops_and_the_plain_handler_copy_under_another_default_device() -> None:
