@@ -518,8 +518,10 @@ class HostPool(NotCopyable):
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
 
-    def _encoding_for_native(self, sizes: Int64Array) -> native.Encoding:
+    def _encoding_for_native(self, sizes: Int64Array, group: int = 0) -> native.Encoding:
         """What the native side asks about the slots of blocks with these slabs.
+
+        group: the place of the pool among those of the handler. Digests know it.
 
         Raises:
             ValueError: no slot can hold such a block, or the table has no room for its digests.
@@ -527,29 +529,30 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        return native.verified_encoding(encoding, sizes, self._digests, self.verify == "order")
+        digests = self._digests(group)
+        return native.verified_encoding(encoding, sizes, digests, self.verify == "order")
 
-    def _read_digests(self, page: int) -> bytes:
+    def _read_digests(self, page: int, group: int) -> bytes:
         """The digests of a page's blocks in any slots; nothing if the pool has no digests, or if
         they are in the page, with those of other ranks.
 
-        The page has none if a store into it has not been reported.
+        The page has none if a store into it has not been reported, or if another group stored it.
         """
         if self.verify == "off" or self.num_parts > 1:
             return b""
         first = page * self.blocks_per_page
-        return self._digests.read(self.layout.sizes, first, self.blocks_per_page)
+        return self._digests(group).read(self.layout.sizes, first, self.blocks_per_page)
 
-    def _write_digests(self, page: int, digests: bytes) -> None:
-        """The page has the blocks of another page of such a pool, with these _read_digests()."""
+    def _write_digests(self, page: int, group: int, digests: bytes) -> None:
+        """The page has the blocks of another page of the group, with these _read_digests()."""
         if self.verify == "off":
             return
         first = page * self.blocks_per_page
         if self.num_parts == 1:
-            self._digests.write(first, self.blocks_per_page, digests)
+            self._digests(group).write(first, self.blocks_per_page, digests)
             return
         for rank in range(self.num_parts):  # the digests have come with the page
-            table = self._shape.digests(self._memory.mapping.address, rank)
+            table = self._shape.digests(self._memory.mapping.address, group, rank)
             for slot in range(first, first + self.blocks_per_page):
                 table.adopt(slot)
 
@@ -558,11 +561,10 @@ class HostPool(NotCopyable):
         if self._encoding is not RAW:
             self.pages[page, slot, :SLOT_ALIGNMENT].zero_()
         if self.verify != "off":
-            self._digests.write(page * self.blocks_per_page + slot, 1, bytes(8))
+            self._digests(0).write(page * self.blocks_per_page + slot, 1, bytes(8))
 
-    @property
-    def _digests(self) -> native.DigestTable:
-        return self._shape.digests(self._memory.mapping.address)
+    def _digests(self, group: int) -> native.DigestTable:
+        return self._shape.digests(self._memory.mapping.address, group)
 
     @property
     def _is_pinned_by_torch(self) -> bool:

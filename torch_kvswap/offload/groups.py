@@ -107,9 +107,8 @@ class Groups:
     def _describe(self) -> list[native.GroupLayout]:
         pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
         first_layer, described = 0, []
-        for layout, pool, space in zip(
-            self.layouts, self.pools, block_spaces(self.layouts), strict=True
-        ):
+        of_groups = zip(self.layouts, self.pools, block_spaces(self.layouts), strict=True)
+        for group, (layout, pool, space) in enumerate(of_groups):
             described.append(
                 native.GroupLayout(
                     gpu_bases=layout.bases,
@@ -124,7 +123,7 @@ class Groups:
                     blocks_per_page=pool.blocks_per_page,
                     block_space=space,
                     slot_space=pools[id(pool._ready_range)],
-                    encoding=pool._encoding_for_native(layout.sizes),
+                    encoding=pool._encoding_for_native(layout.sizes, group),
                     ready_range=pool._ready_range,
                 )
             )
