@@ -352,8 +352,8 @@ class PyBlockManager {
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
   }
 
-  nb::object prepare_store(nb::handle keys, Held held) {
-    return hand_over(reserve(keys, prefix::Purpose::kStored), held);
+  nb::object prepare_store(nb::handle keys, std::optional<uint64_t> resets, Held held) {
+    return hand_over(reserve(keys, prefix::Purpose::kStored, resets), held);
   }
   nb::object preempt(nb::handle keys, Held held) {
     return hand_over(reserve(keys, prefix::Purpose::kKept), held);
@@ -423,17 +423,21 @@ class PyBlockManager {
     without_gil([&] { manager.reset(); });
   }
 
+  uint64_t resets() { return alive().resets(); }
+
   std::vector<uint64_t> stats(size_t group) {
     prefix::BlockManager& manager = alive();
     return without_gil([&] { return manager.stats(group); });
   }
 
  private:
-  std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose) {
+  std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
+                                          std::optional<uint64_t> resets = {}) {
     const Digests digests = read(keys);
     prefix::Assigned of;
-    const auto stored =
-        busy([&](bool wait) { return manager_.prepare_store(digests.keys(), purpose, of, wait); });
+    const auto stored = busy([&](bool wait) {
+      return manager_.prepare_store(digests.keys(), purpose, resets, of, wait);
+    });
     if (!stored) return std::nullopt;
     return StoreReservation{{stored->reservation},
                             split(std::move(of.key_indices), of.counts.data()),
@@ -613,9 +617,10 @@ Returns:
 Raises:
     ValueError: prefix is longer than the keys.)")
       .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
-           "held"_a.none() = nb::none(),
+           "resets"_a.none() = nb::none(), "held"_a.none() = nb::none(),
            nb::sig("def prepare_store(self, keys: " KEYS
-                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
+                   ", *, resets: int | None = None, held: list[object] | None = None) -> "
+                   "StoreReservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -623,11 +628,13 @@ evicted.
 
 Args:
     keys: keys of a prompt's blocks, in order.
+    resets (int | None): `resets` of this manager when the blocks were computed. Blocks from
+        before a reset are not stored. None takes them as computed now.
     held: see prepare_load().
 
 Returns:
-    StoreReservation | None: None, with nothing changed, if there is not enough room. Its
-        `evicted` lists those of its pages whose blocks were evicted for it, in that order,
+    StoreReservation | None: None, with nothing changed, if there is not enough room, or the
+        manager was reset since. Its `evicted` lists those of its pages whose blocks were evicted for it, in that order,
         of all groups one after another.
 
 Raises:
@@ -793,6 +800,7 @@ for a moment.
 
 Raises:
     MemoryError: nothing was changed.)")
+      .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
       .def("_stats", &PyBlockManager::stats, "group"_a);
 }
 

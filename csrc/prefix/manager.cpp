@@ -113,8 +113,10 @@ bool BlockManager::is_pending(const Keys& keys, bool wait) {
 }
 
 std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purpose,
+                                                  std::optional<uint64_t> resets,
                                                   Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
+  if (resets && *resets != resets_) return std::nullopt;
   const bool keep = purpose != Purpose::kStored;
   const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
   check_distinct(keys);
@@ -358,6 +360,7 @@ void BlockManager::reset() {
     }
   }
   leases_.swap(leases);
+  ++resets_;
 }
 
 void BlockManager::release_all(const std::vector<Pin>& pins) {

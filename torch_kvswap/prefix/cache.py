@@ -8,6 +8,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
@@ -241,7 +242,9 @@ class PrefixCache(NotCopyable):
         self._pools, self._ready, self.manager = pools, pools.ready, manager
         self._below: Tier | None = None
         lazy = of_handler.pools if store_policy == "lazy" else ()
-        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
+        # Empty if eager. Guarded by _reporting, as is what these records hold for: see _records().
+        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
+        self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
 
@@ -509,11 +512,13 @@ class PrefixCache(NotCopyable):
         started: list[Job] = []
         if self._lazy:
             with self._handler._reporting:
-                for group, lazy in enumerate(self._lazy):
+                records, resets = self._records()
+                for group, lazy in enumerate(records):
                     for keys, ids, loads in lazy.chains_of(leaving[group]):
                         digests, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
                         digests[group], blocks[group] = keys, array("q", ids)
-                        job = self._store(_Prompt(digests, blocks, blocks, loads), after, None)
+                        prompt = _Prompt(digests, blocks, blocks, loads)
+                        job = self._store(prompt, after, None, resets)
                         if job is not None:
                             started.append(job)
                 self._forget(leaving)
@@ -675,10 +680,13 @@ class PrefixCache(NotCopyable):
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
         """Waits for all jobs, then continues with a cache at other addresses.
 
-        See OffloadHandler.rebind().
+        Pages on the host stay. With a lazy store policy, what was recorded of the old cache is
+        forgotten. See OffloadHandler.rebind().
         """
+        self._handler._native.check_process()  # a fork may have the lock, held forever
         served = self.manager if isinstance(self.manager, RemoteManager) else None
-        with contextlib.nullcontext() if served is None else served._pools.changing:
+        changing = contextlib.nullcontext() if served is None else served._pools.changing
+        with changing, self._handler._reporting:  # evict() stores of the old cache, or forgets it
             self._handler.rebind(gpu)
 
     def below_stats(self) -> BelowStats:
@@ -700,6 +708,7 @@ class PrefixCache(NotCopyable):
         if isinstance(self.manager, RemoteManager):
             _close_served(self._handler, self.manager)
         self._handler.close()
+        self._recorded_for = None  # evict() has nothing to store any more
 
     def __enter__(self) -> PrefixCache:
         self._handler.__enter__()
@@ -740,15 +749,28 @@ class PrefixCache(NotCopyable):
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
-        self._handler._native.check_process()  # a fork may have the lock, held forever
+        self._handler._native.check_open()  # in a fork, too, which may have the lock held forever
         prompt = self._read(keys, gpu_block_ids)
         self._pools.check_distinct_keys(prompt.digests)
         with self._handler._reporting:
             loads = tuple(self._handler._native.unreported_loads(self._pools.join(prompt.named)))
-            for lazy, digests, blocks in zip(
-                self._lazy, prompt.digests, prompt.blocks, strict=True
-            ):
+            records, _ = self._records()
+            for lazy, digests, blocks in zip(records, prompt.digests, prompt.blocks, strict=True):
                 lazy.record(digests, blocks, loads)
+
+    def _records(self) -> tuple[list[LazyStorePolicy], int]:
+        """What evict() stores: the keys of GPU blocks, per pool, and how often the manager had been
+        reset when these were recorded. The caller holds `_reporting`.
+
+        This is where all of them are forgotten, whatever has made them wrong: a reset, also by
+        another engine, a rebind(), or another server, which may have missed a reset.
+        """
+        recorded_for = self.manager.resets, weakref.ref(self._handler._native.groups)
+        if recorded_for != self._recorded_for:
+            for lazy in self._lazy:
+                lazy.clear()
+            self._recorded_for = recorded_for
+        return self._lazy, recorded_for[0]
 
     def _forget(self, blocks: Sequence[Iterable[int]]) -> None:
         """Forgets the keys of GPU blocks, per pool, that evict() is not to store any more. The
@@ -771,9 +793,14 @@ class PrefixCache(NotCopyable):
         using = self._handler.jobs_using(self._pools.join(blocks))
         return [*(job for job in using if job not in started), *started]
 
-    def _store(self, prompt: _Prompt, after: After, tag: object) -> Job | None:
-        """Stores the blocks that the host does not have; None if there are none, or no room."""
-        prepare = self.manager.prepare_store
+    def _store(
+        self, prompt: _Prompt, after: After, tag: object, resets: int | None = None
+    ) -> Job | None:
+        """Stores the blocks that the host does not have; None if there are none, or no room, or if
+        the manager was reset since `resets`."""
+        prepare: Callable[..., Any] = self.manager.prepare_store
+        if resets is not None:  # in another thread, since _records()
+            prepare = partial(prepare, resets=resets)
         job = self._submit(STORES, prepare, [], prompt, after=after, tag=tag)
         if job is None:
             self._handler._check_options(after)

@@ -123,6 +123,25 @@ def test_lazy_engines_store_what_leaves_them(path: str) -> None:
         assert other.load("abcd") == 3
 
 
+def test_a_reset_reaches_the_records_of_all_lazy_engines(path: str) -> None:
+    with (
+        serving(path),
+        ServedEngine(path, store_policy="lazy") as engine,
+        ServedEngine(path, store_policy="lazy") as other,
+    ):
+        engine.compute("ab")
+        other.compute("cd")
+        other.prefixes.manager.reset()
+        assert engine.prefixes.evict([0, 1]) == other.prefixes.evict([0, 1]) == []
+        engine.compute("ab")  # not looked up since: it may be from before the reset
+        assert engine.prefixes.evict([0, 1]) == []
+        engine.find("ab")
+        engine.compute("ab")
+        assert len(engine.prefixes.evict([0, 1])) == 1
+        engine.prefixes.poll()
+        assert other.load("abcd") == 2
+
+
 @pytest.mark.parametrize(
     "options", [{"verify": "load"}, {"encoding": "lossless", "bits_per_value": 12.5}, {}]
 )
