@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from array import array
@@ -684,10 +683,10 @@ class PrefixCache(NotCopyable):
         forgotten. See OffloadHandler.rebind().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
-        served = self.manager if isinstance(self.manager, RemoteManager) else None
-        changing = contextlib.nullcontext() if served is None else served._pools.changing
-        with changing, self._handler._reporting:  # evict() stores of the old cache, or forgets it
-            self._handler.rebind(gpu)
+        handler, manager = self._handler, self.manager
+        rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
+        with handler._reporting:  # evict() stores of the old cache, or forgets it
+            rebind(gpu)
 
     def below_stats(self) -> BelowStats:
         """Returns what was moved to the store below and from there.

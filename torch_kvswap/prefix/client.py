@@ -504,7 +504,7 @@ class RemotePools:
     """The pools of a prefix cache on a server's memory. Without a server, pools of one page each.
 
     Args:
-        layouts (Sequence[PagedLayout]): of the cache.
+        layouts (Sequence[PagedLayout]): of the cache; changes with rebind().
         is_list (bool): whether the handler gets lists.
         options: of the pools of one page.
         rank (int): which part of each page this process has: see HostPool.attach().
@@ -536,6 +536,13 @@ class RemotePools:
     def let_go(self) -> None:
         """Frees the memory of a server that is gone. No job may be in flight."""
         self._use([HostPool(layout, 1, **self._options) for layout in self.layouts])
+
+    def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
+        """OffloadHandler.rebind(): later servers get the new cache, and the old one is let go."""
+        assert self.handler is not None
+        with self.changing:
+            self.handler.rebind(gpu)
+            self.layouts = self.handler.layouts
 
     def close(self) -> None:
         """Frees the memory. The handler must be closed."""

@@ -200,7 +200,7 @@ def test_a_reset_during_evict_forgets_too(monkeypatch):
             assert loaded_byte(prefixes) == (7 if is_control else None)
 
 
-def test_a_rebound_cache_is_never_stored_under_old_keys():
+def test_rebind_forgets_what_was_to_be_stored():
     with lazy_cache(7) as prefixes:
         prefixes.rebind(PagedLayout([torch.zeros(4, 16, dtype=torch.uint8)]))
         assert loaded_byte(prefixes) is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
+import weakref
 from textwrap import fill
 from typing import Any
 
@@ -123,7 +125,7 @@ def test_lazy_engines_store_what_leaves_them(path: str) -> None:
         assert other.load("abcd") == 3
 
 
-def test_a_reset_reaches_the_records_of_all_lazy_engines(path: str) -> None:
+def test_a_reset_reaches_all_lazy_engines(path: str) -> None:
     with (
         serving(path),
         ServedEngine(path, store_policy="lazy") as engine,
@@ -283,6 +285,21 @@ def test_a_cache_moves_while_no_other_thread_gives_the_handler_new_pages(
         engine.prefixes.rebind(PagedLayout([engine.tensor]))
         assert held == [True]
         assert engine.load("ab") == 2
+
+
+def test_a_rebound_cache_lets_the_old_one_go(path: str) -> None:
+    with server_process(path) as server, ServedEngine(path) as engine:
+        old = weakref.ref(engine.tensor)
+        engine.tensor = torch.zeros_like(engine.tensor)
+        engine.prefixes.rebind(PagedLayout([engine.tensor]))
+        gc.collect()
+        assert old() is None
+        server.kill()
+        engine.find("a")
+        with serving(path):
+            engine.until(lambda: engine.is_served)
+            engine.compute("ab")
+            assert engine.load("ab") == 2
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> None:
