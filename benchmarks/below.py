@@ -301,7 +301,7 @@ def cache(below: str, folder: Path, source: Pages, target: Pages) -> Measured:
     keys = new_keys(len(source.views))
     blocks = list(range(len(keys)))
     with prefix_cache(below, source, 4 * len(keys)) as prefixes:
-        job = prefixes.store(keys, blocks)
+        job = prefixes.store(keys, blocks).job
         assert job is not None
 
         def write() -> Iterator[object]:

@@ -49,8 +49,8 @@ def main() -> None:
         prompt = list(range(200))
         computed = [range(12), range(6), range(3)]  # blocks of 16, 32 and 64 tokens: 192 tokens
         store = prefixes.store([hasher.keys(prompt) for hasher in hashers], computed)
-        assert store is not None
-        store.synchronize()
+        assert store.job is not None
+        store.job.synchronize()
         prefixes.poll()
 
         keys = [hasher.lookup_keys(prompt) for hasher in hashers]

@@ -332,6 +332,9 @@ class StoreReservation(Reservation):
     @property
     def lease(self) -> int: ...
 
+    @property
+    def skipped(self) -> int: ...
+
     def __repr__(self) -> str: ...
 
 class WriteReservation(Reservation):

@@ -204,6 +204,7 @@ struct StoreReservation : Reservation {
   Split key_indices, pages;
   std::vector<int64_t> evicted;
   int64_t lease;
+  size_t skipped;
 };
 
 // Pages that are due to be written below.
@@ -443,7 +444,8 @@ class PyBlockManager {
                             split(std::move(of.key_indices), of.counts.data()),
                             split(std::move(of.pages), of.counts.data()),
                             std::move(of.evicted),
-                            stored->lease};
+                            stored->lease,
+                            stored->skipped};
   }
 
   // rejected: mostly (), which read_ids() would give to Python.
@@ -542,11 +544,13 @@ Attributes:
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages to write.
     evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
-    lease (int): the lease of preempt(), which lasts until release(); 0 for none.)")
+    lease (int): the lease of preempt(), which lasts until release(); 0 for none.
+    skipped (int): keys that store_threshold left out.)")
       .def_prop_ro("key_indices", [](StoreReservation& of) { return of.key_indices.get(); })
       .def_prop_ro("pages", [](StoreReservation& of) { return of.pages.get(); })
       .def_ro("evicted", &StoreReservation::evicted)
       .def_ro("lease", &StoreReservation::lease)
+      .def_ro("skipped", &StoreReservation::skipped)
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r}, lease={0.lease})"));
 

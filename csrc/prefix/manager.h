@@ -49,6 +49,7 @@ struct Assigned {
 struct Stored {
   int64_t reservation = 0;  // 0: there is nothing to store
   int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
+  size_t skipped = 0;       // keys below the store threshold
 };
 
 // What prepare_store() is for. kKept, kPromoted: the store threshold does not count, and all keys
@@ -183,8 +184,9 @@ class BlockManager {
   std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
   void check_distinct(const Keys& keys);
-  // Sets `wanted` of each group. Returns whether there are pages for all of them.
-  bool has_room(const Keys& keys, bool keep);
+  // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
+  // there are pages for all that are wanted.
+  bool has_room(const Keys& keys, bool keep, size_t& skipped);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them. Returns how many pages it has written to `evicted`.
   size_t take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,

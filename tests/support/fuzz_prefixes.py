@@ -138,18 +138,21 @@ class Server:
         if not blocks or (not self.stale and not self.write(blocks, self.rows(keys))):
             return
         preempts = not self.is_lazy and len(self.held) < 2 and self.rng.random() < 0.3
-        call = self.prefixes.preempt if preempts else self.prefixes.store
+        passed = self.passed(keys), self.passed(blocks)
+        job = None
         try:
-            answer = call(self.passed(keys), self.passed(blocks))
+            if preempts:
+                answer = self.prefixes.preempt(*passed)
+                if answer is not None:
+                    # The blocks were free, so that no other store reads them.
+                    (job,) = answer.jobs or [None]
+                    self.held.append((answer, keys, job and job.id))
+            else:
+                state, job = self.prefixes.store(*passed)
+                self.counts[state] += 1
         except RuntimeError:
             assert self.device.faults()[0]
             return
-        self.counts["stores" if answer is not None else "refused stores"] += 1
-        job = answer
-        if preempts and answer is not None:
-            # The blocks were free, so that no other store reads them.
-            (job,) = answer.jobs or [None]
-            self.held.append((answer, keys, job and job.id))
         if self.is_lazy:
             self.lazily |= set(blocks)
         if job is not None:

@@ -19,6 +19,7 @@ from torch_kvswap._native.arguments import (
     read_timeout,
 )
 from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat
 from torch_kvswap.below.store import PageStore
@@ -75,6 +76,21 @@ class _Prompt(NamedTuple):
     blocks: list[array[int]]
     named: list[array[int]]
     loads: tuple[int, ...] = ()
+
+
+class Stored(NamedTuple):
+    """What PrefixCache.store() has done.
+
+    Attributes:
+        state (str): "storing" with the job; "present" if the host has all blocks, or is storing
+            them for an earlier call; "full" if there is not enough room, so that no block is
+            stored; "skipped" if store_threshold leaves out the missing blocks; "recorded" with a
+            lazy store policy.
+        job (Job | None): the copy, if the state is "storing".
+    """
+
+    state: Literal["storing", "present", "full", "skipped", "recorded"]
+    job: Job | None = None
 
 
 class Resumed(NamedTuple):
@@ -243,6 +259,7 @@ class PrefixCache(NotCopyable):
         lazy = of_handler.pools if store_policy == "lazy" else ()
         # Empty if eager. Guarded by _reporting, as is what these records hold for: see _records().
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
+        self._was_polled = False  # or was warned of it
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
@@ -446,7 +463,7 @@ class PrefixCache(NotCopyable):
         *,
         after: After = None,
         tag: object = None,
-    ) -> Job | None:
+    ) -> Stored:
         """Stores the blocks that the host does not have.
 
         The blocks must not change until the job has ended: see evict(). They can be loaded after
@@ -466,10 +483,7 @@ class PrefixCache(NotCopyable):
                 and its jobs have no tags.
 
         Returns:
-            Job | None: None if nothing was stored. With a lazy store policy that is always so.
-                Otherwise `manager.stats()` says why: `refused` has risen if there was not enough
-                room, `skipped` if store_threshold left blocks out. If neither has, the host has all
-                blocks, or is storing them.
+            Stored: the job that copies them, or why there is none.
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
@@ -479,12 +493,12 @@ class PrefixCache(NotCopyable):
             if after is not None:
                 raise TypeError('with store_policy="lazy", pass after to evict()')
             self._record_computed(keys, gpu_block_ids)
-            return None
+            return Stored("recorded")
         prompt = self._read(keys, gpu_block_ids)
         with self._handler._reporting:
-            job = self._store(prompt, after, tag)
+            stored = self._store(prompt, after, tag)
         # Not returned from within: Ctrl-C right behind the call would leave the lock taken.
-        return job
+        return stored
 
     def evict(self, gpu_block_ids: Ids | Sequence[Ids], *, after: After = None) -> list[Job]:
         """Returns the jobs that must end before these GPU blocks are reused.
@@ -517,7 +531,7 @@ class PrefixCache(NotCopyable):
                         digests, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
                         digests[group], blocks[group] = keys, array("q", ids)
                         prompt = _Prompt(digests, blocks, blocks, loads)
-                        job = self._store(prompt, after, None, resets)
+                        job = self._store(prompt, after, None, resets).job
                         if job is not None:
                             started.append(job)
                 self._forget(leaving)
@@ -551,6 +565,7 @@ class PrefixCache(NotCopyable):
                 preempt = self.manager.preempt
                 job = self._submit(STORES, preempt, held, prompt, after=after, tag=tag)
                 if not held:
+                    self._warn_of_missing_poll()
                     return None
                 self._forget(prompt.named)  # the host has, or is about to have, all of them
             started = [] if job is None else [job]
@@ -642,6 +657,7 @@ class PrefixCache(NotCopyable):
             timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits for an answer
                 of a store below, if lookup() has asked one.
         """
+        self._was_polled = True
         results: list[Result] = []
         began = time.monotonic() if self._below is not None else 0.0
         try:
@@ -794,16 +810,37 @@ class PrefixCache(NotCopyable):
 
     def _store(
         self, prompt: _Prompt, after: After, tag: object, resets: int | None = None
-    ) -> Job | None:
-        """Stores the blocks that the host does not have; None if there are none, or no room, or if
-        the manager was reset since `resets`."""
+    ) -> Stored:
+        """Stores the blocks that the host does not have. There is no room for those from before a
+        reset: `resets` is the manager's number when they were computed."""
         prepare: Callable[..., Any] = self.manager.prepare_store
         if resets is not None:  # in another thread, since _records()
             prepare = partial(prepare, resets=resets)
-        job = self._submit(STORES, prepare, [], prompt, after=after, tag=tag)
-        if job is None:
-            self._handler._check_options(after)
-        return job
+        held: list[Any] = []
+        job = self._submit(STORES, prepare, held, prompt, after=after, tag=tag)
+        if job is not None:
+            return Stored("storing", job)
+        self._handler._check_options(after)
+        if not held:
+            self._warn_of_missing_poll()
+            return Stored("full")
+        return Stored("skipped" if held[0].skipped else "present")
+
+    def _warn_of_missing_poll(self) -> None:
+        """Warns, once, if all pages wait for a poll() that was never called. The caller has found
+        no room, and holds `_reporting`."""
+        if self._was_polled:
+            return
+        for group in range(len(self.pools)):
+            stats = self.manager.stats(group)
+            if 0 < stats.pages == stats.filling_pages:
+                self._was_polled = True
+                log.warning(
+                    "no block can be stored or found any more: the stores of all %d pages wait for "
+                    "poll(), which was never called; call it in every scheduler step",
+                    stats.pages,
+                )
+                return
 
     def _submit(
         self,

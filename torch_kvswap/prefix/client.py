@@ -62,6 +62,7 @@ class RemoteReservation(NamedTuple):
     key_indices: Any
     pages: Any
     lease: int = 0
+    skipped: int = 0  # a server has no store_threshold
 
 
 class Session(NotCopyable):

@@ -227,7 +227,7 @@ def test_each_group_of_layers_stores_what_leaves_it():
         [BlockGroup(4), BlockGroup(4)],
         store_policy="lazy",
     ) as prefixes:
-        assert prefixes.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
+        assert prefixes.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) == ("recorded", None)
         (job,) = prefixes.evict([[2], []])
         assert job.nbytes == 2 * 16
         prefixes.poll()

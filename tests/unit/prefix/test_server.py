@@ -63,7 +63,7 @@ def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
         assert [other.find([name]).ready for name in "abcef"] == [1, 0, 1, 1, 1]
         with pytest.raises(ValueError, match=r"keys\[1\] is the same key as keys\[0\]"):
             engine.prefixes.preempt([key_of("g")] * 2, [1, 2])
-        assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)) is None
+        assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)).state == "full"
         assert engine.pages.refused == 1
         manager.reset()
         assert other.find(["a"]).found == 0
@@ -157,7 +157,7 @@ def test_pages_are_as_the_engines_want_them(options: Any, path: str) -> None:
         (mine, first), (other, second) = make(), make()
         keys = [key_of(number) for number in range(3)]
         mine[:6] = torch.randn(6, 16, 64)
-        first.store(keys, range(6)).synchronize()
+        first.store(keys, range(6)).job.synchronize()
         first.poll()
         second.load(keys, range(10, 16), prefix=second.lookup(keys).ready).synchronize()
         assert torch.equal(mine[:6], other[10:16])

@@ -487,7 +487,7 @@ def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> Non
         prefixes = PrefixCache.connect(path, PagedLayout([tensor]), model="m")
         keys = b"".join(number.to_bytes(32, "little") for number in range(90_000))
         tensor[:90_000] = torch.arange(90_000, dtype=torch.uint8)[:, None]
-        prefixes.store(keys, range(90_000)).synchronize()  # type: ignore[union-attr]
+        prefixes.store(keys, range(90_000)).job.synchronize()  # type: ignore[union-attr]
         prefixes.poll()
         assert prefixes.lookup(keys) == Lookup(90_000, 90_000, 0)
         prefixes.load(keys, range(90_000)[::-1]).synchronize()  # type: ignore[union-attr]
