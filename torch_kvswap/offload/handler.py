@@ -121,6 +121,10 @@ class Job(NotCopyable, native.Job):
         first gives it, and everything ahead of it in its channel, to the driver; the host waits
         only until the driver has accepted them.
 
+        A failed or cancelled job raises nothing here: the stream goes on, and poll() reports the
+        job. When the host has the results of the work behind the wait, the job has ended, so that a
+        poll() reports it before they are used.
+
         Args:
             stream (torch.Stream | None): a stream of any GPU; for a cache on another device, one of
                 that device. None is the current stream of the cache's device.
@@ -136,8 +140,7 @@ class Job(NotCopyable, native.Job):
             TypeError: stream is no stream of such a device.
             ValueError: verified=True with a layer group, whose digests are not known before those
                 of the whole job, or without a pool that has digests.
-            TransferError: the job has already failed or been cancelled. poll() and synchronize()
-                report a later failure. With verified=True there is none.
+            TransferError: with verified=True, the job failed or was cancelled.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
                 wait. Raised even if the job has ended.
         """
@@ -150,9 +153,6 @@ class Job(NotCopyable, native.Job):
         self.handler._native.let_wait(self, group, stream)
         if is_verified:
             self.synchronize()
-        result = self.result
-        if result is not None and not result.ok:
-            raise error_of([result])
 
     def _check_has_digests(self, layer_group: int | None) -> None:
         """Raises ValueError if wait(layer_group=..., verified=True) cannot be had."""

@@ -237,6 +237,28 @@ def test_a_host_that_waits_for_the_digests_gets_the_error() -> None:
             handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_waits_on_a_stream_leave_failures_to_poll(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the job has failed by then."""
+    if is_late:
+        monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    cache, pool, handler = stored()
+    with handler, logged():
+        pool.pages[4, 0, 0] ^= 1
+        job = handler.load(page_ids=[4, 5], gpu_block_ids=[2, 3], layer_groups=2, tag="mine")
+        assert (job.result is None) == is_late
+        job.wait(layer_group=0)
+        job.wait()
+        failed = handler.poll()[-1]
+        assert (failed.tag, failed.state, failed.rejected) == ("mine", "failed", (0,))
+        job.wait()
+        assert all(torch.equal(layer[3], layer[1]) for layer in cache.tensors)
+        with pytest.raises(CorruptedPageError):
+            job.synchronize()
+
+
 def test_the_digests_cannot_be_waited_for_where_there_are_none() -> None:
     _, _, handler = stored("off")
     with handler:
