@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,6 +47,9 @@ from torch_kvswap.results import (
 )
 
 STORES, LOADS, EXPEDITED = range(3)  # channels
+
+# Python's message, without an `*unnamed`, does not say which names are missing.
+_UNNAMED = "name all arguments of store() and load(): gpu_block_ids=..., page_ids=..."
 
 # A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
 _COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
@@ -266,6 +269,8 @@ class OffloadHandler(NotCopyable):
         self._has_warned = False  # about rejected blocks
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
+        if assigns_pages:
+            self._native.owner = "prefix cache"
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy)
         keep(self._native)
@@ -310,7 +315,7 @@ class OffloadHandler(NotCopyable):
 
     def store(
         self,
-        *,
+        *unnamed: NoReturn,
         gpu_block_ids: Ids | Sequence[Ids],
         page_ids: Ids | Sequence[Ids],
         first_slot: int | Sequence[int] = 0,
@@ -365,12 +370,14 @@ class OffloadHandler(NotCopyable):
                 what to do after each error.
             MemoryError: host memory is exhausted.
         """
+        if unnamed:
+            raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
         return self._submit(STORES, ids, after, tag, copy_method)
 
     def load(
         self,
-        *,
+        *unnamed: NoReturn,
         page_ids: Ids | Sequence[Ids],
         gpu_block_ids: Ids | Sequence[Ids],
         first_slot: int | Sequence[int] = 0,
@@ -417,6 +424,8 @@ class OffloadHandler(NotCopyable):
                 to another handler, or as in store().
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
+        if unnamed:
+            raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
         return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, gate, expedited)
 
@@ -630,6 +639,7 @@ class OffloadHandler(NotCopyable):
         lost. Ctrl-C interrupts the wait; the handler then accepts no more jobs, and another close()
         continues.
         """
+        self._native.was_closed = True
         self._native.close()
 
     def __enter__(self) -> OffloadHandler:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
@@ -35,12 +37,14 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.groups import BlockGroup, read_layer_groups
-from torch_kvswap.prefix.hashing import Keys
+from torch_kvswap.prefix.hashing import Keys, PrefixKeys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.pools import Pools
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import CorruptedPageError, Result
+
+_BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
 
 
 @dataclass(eq=False, slots=True)
@@ -155,6 +159,11 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
         manager._pools.close()
 
 
+def _are_integers(keys: Any) -> bool:
+    """Whether these are plain integers, as keys may be, and tokens are."""
+    return not isinstance(keys, PrefixKeys | bytes) and len(keys) > 0 and type(keys[0]) is int
+
+
 def _check_preempted(preempted: object) -> None:
     if not isinstance(preempted, Preempted):
         raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
@@ -180,10 +189,10 @@ class PrefixCache(NotCopyable):
             leave the GPU cache.
         eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes: see OffloadHandler.
-        below (str | PageStore | None): a store for pages that leave host memory, which may be
-            shared with other processes: "file:PATH", "valkey://HOST:PORT", "mooncake://HOST:PORT",
-            or an object, which close() closes. It needs the package xxhash, and pools with
-            page_alignment=4096. docs/below.md says what holds.
+        below (str | os.PathLike | PageStore | None): a store for pages that leave host memory,
+            which may be shared with other processes: "file:PATH" or a path, "valkey://HOST:PORT",
+            "mooncake://HOST:PORT", or an object, which close() closes. It needs the package
+            xxhash, and pools with page_alignment=4096. docs/below.md says what holds.
         below_model (str | None): with `below`, the model and its revision, whatever the keys say.
         below_rank, below_world (int): which part of the model this process has, and of how many.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
@@ -214,12 +223,12 @@ class PrefixCache(NotCopyable):
         store_threshold: int = 1,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        below: str | PageStore | None = None,
+        below: str | os.PathLike[str] | PageStore | None = None,
         below_model: str | None = None,
         below_rank: int = 0,
         below_world: int = 1,
         below_policy: BelowPolicy = "reused",
-        below_bytes: int = 256 << 20,
+        below_bytes: int = _BELOW_BYTES,
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
@@ -231,7 +240,16 @@ class PrefixCache(NotCopyable):
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
         below_bytes = read_int("below_bytes", below_bytes, 1)
         formats: list[PageFormat] = []
-        if below is not None:
+        if below is None:
+            unused = [below_model is not None, below_rank != 0, below_world != 1]
+            unused += [below_policy != "reused", below_bytes != _BELOW_BYTES]
+            names = ("below_model", "below_rank", "below_world", "below_policy", "below_bytes")
+            if given := list(compress(names, unused)):
+                raise ValueError(
+                    f"{' and '.join(given)} without below, which is the store: pass below='file:"
+                    "PATH' or another one, or leave it out"
+                )
+        else:
             formats = _page_formats(of_handler, below_model, below_rank, below_world)
         manager = BlockManager(
             pools.counts[0] if groups is None else groups,
@@ -260,6 +278,8 @@ class PrefixCache(NotCopyable):
         # Empty if eager. Guarded by _reporting, as is what these records hold for: see _records().
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
         self._was_polled = False  # or was warned of it
+        self._preempted: set[int] = set()  # leases that neither resume() nor release() has ended
+        self._stored_integers: bool | None = None  # whether as keys; None: nothing is stored yet
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
@@ -341,7 +361,7 @@ class PrefixCache(NotCopyable):
 
     def _open_below(
         self,
-        below: str | PageStore,
+        below: str | os.PathLike[str] | PageStore,
         formats: Sequence[PageFormat],
         manager: BlockManager,
         below_bytes: int,
@@ -396,6 +416,12 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_open()
         of_pools = self._pools.split_keys(keys)
         found = self.manager.lookup(keys, again=again)
+        if not found.found and self._stored_integers is False and _are_integers(of_pools[0]):
+            self._stored_integers = True  # warns once
+            log.warning(
+                "lookup() has found nothing for a list of integers, but what was stored has keys "
+                "of another kind; if these are tokens, pass PrefixHasher.lookup_keys(tokens)"
+            )
         return found if self._below is None else self._below.ask(found, of_pools)
 
     def load(
@@ -571,8 +597,10 @@ class PrefixCache(NotCopyable):
             started = [] if job is None else [job]
             jobs = self._jobs_using(prompt.named, started)
             preempted = Preempted(jobs, held[0].lease, keys)
+            self._preempted.add(preempted.lease)
         except BaseException:  # KeyboardInterrupt too: nobody has the lease
             if held:
+                self._preempted.discard(held[0].lease)
                 self.manager.release(held[0].lease)
             raise
         return preempted
@@ -605,10 +633,16 @@ class PrefixCache(NotCopyable):
 
         Raises:
             TypeError: preempted is something else.
+            ValueError: the request was resumed or released before.
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see load(). The request
                 stays held.
         """
         _check_preempted(preempted)
+        if preempted.lease not in self._preempted:
+            raise ValueError(
+                "preempted is a request that was resumed or released before, or of another prefix "
+                "cache; preempt() it again, or load() its blocks by their keys"
+            )
         digests, blocks = self._pools.read(preempted.keys, gpu_block_ids)
         digests, _ = self._pools.keys_on_gpu(digests, blocks)
         # Before the load: poll() in another thread may end the stores between the two.
@@ -640,6 +674,7 @@ class PrefixCache(NotCopyable):
             TypeError: preempted is something else.
         """
         _check_preempted(preempted)
+        self._preempted.discard(preempted.lease)
         return self.manager.release(preempted.lease)
 
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
@@ -797,6 +832,8 @@ class PrefixCache(NotCopyable):
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         digests, named = self._pools.read(keys, gpu_block_ids)
+        if not self._stored_integers:
+            self._stored_integers = _are_integers(self._pools.split("keys", keys)[0])
         some_left_out = self._pools.check_blocks(self.layouts, named)
         self._pools.check_distinct(named)
         if not some_left_out:

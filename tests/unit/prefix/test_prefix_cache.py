@@ -114,7 +114,7 @@ def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
             error_text(prefixes.preempt, ["a"], [1], after=object()),
         ]
         assert prefixes.manager.stats().idle_pages == 1
-    closed = "RuntimeError: the handler is closed; make a new one"
+    closed = "RuntimeError: the prefix cache is closed; make a new one"
     assert error_text(prefixes.lookup, ["a"]) == closed
     for call in (prefixes.load, prefixes.store, prefixes.preempt):
         assert error_text(call, ["a"], [1]) == closed
@@ -168,8 +168,61 @@ def test_a_prefix_cache_has_the_calls_of_its_handler() -> None:
         assert prefixes.layouts == (moved,)
         assert prefixes.load(["a"], [8])
         assert (moved.tensors[0][8, 0], tensor[8, 0]) == (1, 8)
-    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+    with pytest.raises(RuntimeError, match=r"^the prefix cache is closed; make a new one$"):
         prefixes.__enter__()
+
+
+def test_a_closed_pool_is_named_not_its_handler() -> None:
+    for closes_pool in (True, False):
+        prefixes, _ = make()
+        if not closes_pool:
+            prefixes.close()
+        prefixes.pools[0].close()
+        expected = (
+            "the host pool is closed, and with it its prefix cache; make new ones"
+            if closes_pool
+            else "the prefix cache is closed; make a new one"
+        )
+        assert error_text(prefixes.lookup, ["a"]) == f"RuntimeError: {expected}"
+        for call in (prefixes.store, prefixes.load):
+            assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
+
+
+def test_a_request_is_resumed_once() -> None:
+    prefixes, tensor = make()
+    with prefixes:
+        held = prefixes.preempt(["a", "b"], [1, 2])
+        with pytest.raises(IndexError):
+            prefixes.resume(held, [5, BLOCKS])
+        assert prefixes.resume(held, [5, 6]).state == "pending"
+        prefixes.poll()
+        assert prefixes.resume(held, [5, 6]).state == "loaded"
+        kept = tensor.clone()
+        with pytest.raises(ValueError, match="resumed or released before"):
+            prefixes.resume(held, [8, 9])
+        assert torch.equal(tensor, kept)
+        released = prefixes.preempt(["a"], [1])
+        assert prefixes.release(released)
+        with pytest.raises(ValueError, match="resumed or released before"):
+            prefixes.resume(released, [8])
+
+
+def test_lookup_warns_of_tokens_instead_of_keys() -> None:
+    tokens = list(range(20))
+    prefixes, _ = make()
+    with prefixes, logged() as messages:
+        prefixes.lookup(tokens)  # nothing can be found yet
+        prefixes.store(PrefixHasher("m", "uint8", block_tokens=4).keys(tokens), [0, 1, 2, 3, 4])
+        assert messages == []
+        for _ in range(2):
+            assert prefixes.lookup(tokens).found == 0
+        assert len(messages) == 1
+        assert "pass PrefixHasher.lookup_keys(tokens)" in messages[0]
+    prefixes, _ = make()
+    with prefixes, logged() as messages:
+        prefixes.store([1, 2], [1, 2])  # integers may be keys
+        assert prefixes.lookup([3]).found == 0
+        assert messages == []
 
 
 @simulated
