@@ -44,6 +44,7 @@ class Server:
             eviction_policy=self.rng.choice(["lru", "arc"]),
             copy_method=self.rng.choice(self.copy_methods()),
         )
+        self.prefixes.poll()  # else it warns that nobody ever does
         (self.stream,) = device.streams(1)[:1]
         # Prompts share beginnings; a key is the number of its first prompt, and how far in it is.
         self.prompts: list[list[tuple[int, int]]] = []

@@ -833,7 +833,7 @@ class PrefixCache(NotCopyable):
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         digests, named = self._pools.read(keys, gpu_block_ids)
         if not self._stored_integers:
-            self._stored_integers = _are_integers(self._pools.split("keys", keys)[0])
+            self._stored_integers = _are_integers(keys[0] if self._pools.is_list else keys)
         some_left_out = self._pools.check_blocks(self.layouts, named)
         self._pools.check_distinct(named)
         if not some_left_out:
@@ -864,8 +864,8 @@ class PrefixCache(NotCopyable):
         return Stored("skipped" if held[0].skipped else "present")
 
     def _warn_of_missing_poll(self) -> None:
-        """Warns, once, if all pages wait for a poll() that was never called. The caller has found
-        no room, and holds `_reporting`."""
+        """Warns, once, if all pages belong to stores that wait for a first poll(). The caller has
+        found no room, and holds `_reporting`."""
         if self._was_polled:
             return
         for group in range(len(self.pools)):
@@ -873,8 +873,8 @@ class PrefixCache(NotCopyable):
             if 0 < stats.pages == stats.filling_pages:
                 self._was_polled = True
                 log.warning(
-                    "no block can be stored or found any more: the stores of all %d pages wait for "
-                    "poll(), which was never called; call it in every scheduler step",
+                    "no room to store blocks: poll() was never called, and all %d pages belong to "
+                    "stores that it has to report; call it in every scheduler step",
                     stats.pages,
                 )
                 return
