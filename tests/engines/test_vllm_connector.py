@@ -264,6 +264,14 @@ def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
         assert made._offloading_metric_metadata.keys() >= ours
 
 
+@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"cache": "mla"}])
+def test_the_host_has_as_many_pages_as_the_bytes_hold(tmp_path, how):
+    with serving(tmp_path, pages=8, **how) as engine:
+        given = engine.config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
+        assert engine.manager._blocks.stats().pages == 8
+        assert sum(one._pool.pages.nbytes for one in engine.workers) == given
+
+
 def test_another_spec_is_refused(tmp_path):
     with (
         pytest.raises(
