@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from vllm_engine import SPEC, KVSwapManager, KVSwapOffloadingSpec, KVSwapWorker
 from vllm_serving import (
+    CONNECTOR,
     IS_033,
+    MULTI,
     PROMPTS,
     RECOMPUTE,
     RUNNERS,
@@ -299,6 +301,25 @@ def test_what_could_not_be_loaded_is_computed_again(tmp_path, runner, is_async, 
         engine.serve(third)
         assert faults.seen["load"] == 6, "it was stored again"
         check(engine, {**prompts, **second, **third})
+
+
+@RUNNERS
+@SCHEDULERS
+def test_a_child_of_multiconnector_survives_failed_loads(tmp_path, runner, is_async, caplog):
+    """The engine computes again, though the child's own policy is "fail", the default."""
+    caplog.set_level("INFO", "torch_kvswap")
+    child = {**CONNECTOR, "kv_role": "kv_both"}
+    child["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 20}
+    how: dict[str, Any] = {"transfer": MULTI | RECOMPUTE, "extra": {"connectors": [child]}}
+    new = again("again", PROMPTS, prompt(9, 40))
+    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
+        engine.serve(PROMPTS)
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.serve(new)
+        check(engine, new)
+        assert faults.count["load"] == len(PROMPTS)
+    assert "before the step that computes the rest: another connector has made it" in caplog.text
 
 
 @RUNNERS

@@ -11,11 +11,14 @@ vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnect
   Only vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was
   computed from a failed load only if no later step was scheduled by then; its runner V2 keeps
   counting from that token; and requests that share the blocks go on before they are computed again.
+  A child of a MultiConnector is not told the engine's policy, and makes no such loads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +26,7 @@ from itertools import count
 from typing import Any
 
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -48,6 +52,7 @@ from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import TransferError
 
 _MODULE = "torch_kvswap.integrations.vllm"
+_log = logging.getLogger(__name__)
 # So many tokens are loaded about as fast as one is computed. If others are running, a request may
 # load so many in its step for each token that it has to compute. In any case a step loads no more
 # than so many for each token of vLLM's largest step.
@@ -508,11 +513,17 @@ class KVSwapConnector(OffloadingConnector):
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
+            why_before = _why_before_step(vllm_config, names_blocks, sys._getframe(1).f_code)
+            _log.info(
+                "KVSwapConnector loads prompts %s",
+                f"before the step that computes the rest: {why_before}"
+                if why_before
+                else "layer by layer in the step that computes the rest, if enough is left to "
+                "compute",
+            )
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config),
-                loads_in_step=names_blocks
-                and vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
-                and vllm_config.parallel_config.pipeline_parallel_size == 1,
+                loads_in_step=not why_before,
                 has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
@@ -582,6 +593,29 @@ def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
         f"makes KVSwapOffloadingSpec or KVSwapTieringOffloadingSpec of {_MODULE!r}; name one of "
         'these, or use "kv_connector": "OffloadingConnector"'
     )
+
+
+def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:
+    """Why no load is safe in the step that computes the rest. Empty if loads are.
+
+    Args:
+        vllm_config (VllmConfig): that of the connector.
+        names_blocks (bool): vLLM can compute single blocks again.
+        maker (CodeType): the code that makes the connector. vLLM's factory passes the configuration
+            that the engine follows; others, such as MultiConnector, pass one of their own.
+    """
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if maker is not KVConnectorFactory.create_connector.__func__.__code__:
+        return (
+            "another connector has made it, which does not tell it the kv_load_failure_policy that "
+            "the engine follows"
+        )
+    if policy != "fail":
+        return f"kv_load_failure_policy is {policy!r}"
+    if not names_blocks:
+        return "the model has several groups of layers, a sliding window or states"
+    return "" if stages == 1 else f"pipeline_parallel_size is {stages}"
 
 
 def _can_name_blocks(kv_cache_config: Any) -> bool:
