@@ -20,7 +20,7 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -89,13 +89,21 @@ class WorkerPart(OffloadingConnectorWorker):
         others: further arguments of vLLM's OffloadingConnectorWorker.
         names_blocks (bool): vLLM can compute single blocks again.
         is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
+        writes_first (bool): a step writes to its new blocks (zeros, copies of other blocks) before
+            it calls handle_preemptions(), which waits for the stores of their old contents.
     """
 
     def __init__(
-        self, spec: KVSwapOffloadingSpec, *others: Any, names_blocks: bool, is_ahead: bool
+        self,
+        spec: KVSwapOffloadingSpec,
+        *others: Any,
+        names_blocks: bool,
+        is_ahead: bool,
+        writes_first: bool,
     ) -> None:
         super().__init__(spec, *others)
         self._names_blocks, self._is_ahead = names_blocks, is_ahead
+        self._writes_first = writes_first
         self._failed_pages: dict[int, set[int]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -123,10 +131,13 @@ class WorkerPart(OffloadingConnectorWorker):
             }
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """As vLLM's. Comes before everything else of a step."""
+        """As vLLM's. Comes before everything else of a step, except with `writes_first`: then it is
+        too late for stores of blocks that are given out again if they have not begun."""
         if self._next_is_spoiled:
             self._next_is_spoiled = False
             self._fail_stores(kv_connector_metadata)
+        if self._writes_first:
+            self._fail_stores(kv_connector_metadata, kv_connector_metadata.jobs_to_flush)
         super().handle_preemptions(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
@@ -175,17 +186,22 @@ class WorkerPart(OffloadingConnectorWorker):
         if not in_step.isdisjoint(failures):
             self._fail_stores(self._metadata)
             self._next_is_spoiled = self._is_ahead
+        if self._writes_first:
+            self.worker.hold_stream()
         return finished
 
-    def _fail_stores(self, metadata: Any) -> None:
-        """Does none of the stores of a step that may have computed from a failed load."""
+    def _fail_stores(self, metadata: Any, numbers: Collection[int] | None = None) -> None:
+        """Does none of these stores, or of all, that have not begun: their blocks may have been
+        computed from a failed load, or have other contents by now."""
         jobs = {number: job.dst_spec for number, job in metadata.store_jobs.items()}
         jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
-        for number, host in jobs.items():
-            self._failed_pages[number] = set(map(int, host.block_ids))
+        for number in jobs if numbers is None else jobs.keys() & numbers:
+            self._failed_pages[number] = set(map(int, jobs[number].block_ids))
             self._connector_worker_meta.mark_completed(number)
-        metadata.store_jobs.clear()
-        self._unsubmitted_store_jobs.clear()
+            metadata.store_jobs.pop(number, None)
+        self._unsubmitted_store_jobs[:] = [
+            one for one in self._unsubmitted_store_jobs if one[0] not in self._failed_pages
+        ]
 
     def take_failed_blocks(self) -> set[int]:
         """GPU blocks that were not loaded, of the loads reported since the last call."""
@@ -505,6 +521,9 @@ class KVSwapConnector(OffloadingConnector):
         spec_class = _choose_spec(vllm_config)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         names_blocks = _can_name_blocks(kv_cache_config)
+        # vLLM's runner V2 does it for models with states, and for caches of several precisions.
+        zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+        writes_first = bool(zeroes and vllm_config.use_v2_model_runner)
         self._is_layer_by_layer = vllm_config.speculative_config is None
         spec = spec_class(
             build_offloading_config(vllm_config, kv_cache_config),
@@ -521,6 +540,12 @@ class KVSwapConnector(OffloadingConnector):
                 else "layer by layer in the step that computes the rest, if enough is left to "
                 "compute",
             )
+            if writes_first:
+                _log.info(
+                    "vLLM's runner V2 writes to new blocks of this model before stores of their "
+                    "old contents can end. Each step waits for the stores that run beside it, and "
+                    "a store that has not begun when its blocks are given out again is dropped"
+                )
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config),
                 loads_in_step=not why_before,
@@ -532,6 +557,7 @@ class KVSwapConnector(OffloadingConnector):
                 *(spec, *of_engine, kv_cache_config),
                 names_blocks=names_blocks,
                 is_ahead=vllm_config.max_concurrent_batches > 1,
+                writes_first=writes_first,
             )
 
     @property

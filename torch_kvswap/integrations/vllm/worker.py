@@ -202,6 +202,14 @@ class KVSwapWorker(base.OffloadingWorker):
                 job.wait()
         return None
 
+    def hold_stream(self) -> None:
+        """Makes the current stream wait for all stores that have begun, so that what comes next may
+        write to their blocks."""
+        for _, job in self._open.values():
+            if job.direction == "store":
+                with contextlib.suppress(TransferError):  # get_finished() reports it
+                    job.wait()
+
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
         is returned once."""
