@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm_engine import SPEC, KVSwapManager, KVSwapOffloadingSpec, KVSwapWorker
 from vllm_serving import (
     CONNECTOR,
@@ -31,6 +32,7 @@ from vllm_serving import (
     serving,
 )
 
+from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES
 from torch_kvswap.results import DeviceLostError
 
 OLD = prompt(1, 96)
@@ -367,6 +369,30 @@ def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     engine.serve({"again": one}, count=1)
     check(engine, {"first": one, "again": one}, count=1)
     assert engine.manager._blocks.stats().loaded == 5
+
+
+@pytest.mark.skipif(not IS_033, reason="vLLM 0.26 has none of these metrics")
+def test_metrics_count_failures_by_reason_and_pages_by_state(engine):
+    part, said = engine.scheduler.connector.connector_scheduler, OffloadingConnectorStats()
+    get_stats = part.get_stats
+    part.get_stats = lambda: said.aggregate(get_stats())
+    faults = Faults(engine, only("store", "rejected"))
+    engine.serve({"lost": prompt(1, 97)})
+    faults.chooses = never
+    engine.serve({"kept": prompt(2, 97)})
+    engine.forget_gpu()
+    faults.chooses = only("load")
+    engine.serve({"again": prompt(2, 100)})
+    numbers = said.reduce()
+    failures = {name: count for name, count in numbers.items() if name.startswith(FAILURES)}
+    assert failures == {
+        f"{FAILURES}:('store', 'rejected')": 1,
+        f"{FAILURES}:('load', 'failed')": 1,
+    }
+    states = {state: numbers[f"{PAGES}:('{state}',)"] for state in ("free", "used", "in_flight")}
+    assert states == {"free": 256 - 11, "used": 11, "in_flight": 0}
+    defined = KVSwapOffloadingSpec.build_metric_definitions({})
+    assert [len(defined[one].labelnames) for one in (FAILURES, PAGES)] == [2, 1]
 
 
 @pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("the pool is closed")])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -45,7 +45,12 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy, make_offloa
 from vllm.v1.request import RequestStatus
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.integrations.vllm.scheduler_side import IS_033, HostManager, load_source
+from torch_kvswap.integrations.vllm.scheduler_side import (
+    FAILURES,
+    IS_033,
+    HostManager,
+    load_source,
+)
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
@@ -67,9 +72,11 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
     Attributes:
         failed_pages (dict[int, set[int]]): host pages that jobs have not written or not read, by
             vLLM's number of the job.
+        failures (Counter[tuple[str, str]]): jobs that failed, by direction and reason.
     """
 
     failed_pages: dict[int, set[int]] = field(default_factory=dict)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
         """The reports of several workers as one."""
@@ -77,7 +84,8 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
         failed = {number: set(pages) for number, pages in self.failed_pages.items()}
         for number, pages in other.failed_pages.items():
             failed.setdefault(number, set()).update(pages)
-        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failed)
+        counts = self.failures + other.failures
+        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failed, counts)
 
 
 class WorkerPart(OffloadingConnectorWorker):
@@ -105,6 +113,7 @@ class WorkerPart(OffloadingConnectorWorker):
         self._names_blocks, self._is_ahead = names_blocks, is_ahead
         self._writes_first = writes_first
         self._failed_pages: dict[int, set[int]] = {}
+        self._failure_counts = Counter[tuple[str, str]]()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._layer_groups = 1  # of an in-step load
@@ -177,6 +186,8 @@ class WorkerPart(OffloadingConnectorWorker):
         failures = self.worker.take_failures()
         for number, failure in failures.items():
             self._failed_pages[number] = failure.pages
+            direction = "load" if number in requests else "store"
+            self._failure_counts[direction, failure.reason] += 1
             if number not in requests:
                 continue
             if self._names_blocks:
@@ -197,6 +208,7 @@ class WorkerPart(OffloadingConnectorWorker):
         jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
         for number in jobs if numbers is None else jobs.keys() & numbers:
             self._failed_pages[number] = set(map(int, jobs[number].block_ids))
+            self._failure_counts["store", "dropped"] += 1
             self._connector_worker_meta.mark_completed(number)
             metadata.store_jobs.pop(number, None)
         self._unsubmitted_store_jobs[:] = [
@@ -219,7 +231,8 @@ class WorkerPart(OffloadingConnectorWorker):
         if meta is None:
             return None
         failed, self._failed_pages = self._failed_pages, {}
-        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
+        counts, self._failure_counts = self._failure_counts, Counter()
+        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed, counts)
 
 
 @dataclass
@@ -452,6 +465,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's, which takes every job that has ended for a success."""
         meta = connector_output.kv_connector_worker_meta
         failed: Mapping[int, set[int]] = meta.failed_pages if meta is not None else {}
+        for labels, jobs in meta.failures.items() if meta is not None and IS_033 else ():
+            self._connector_stats.increase_counter(FAILURES, jobs, labels)
         for number, pages in failed.items():
             job = self._jobs.get(number)
             if job is None:  # it was running when the cache was reset
