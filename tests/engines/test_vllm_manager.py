@@ -144,7 +144,7 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
         assert ours._states.keys() == state.keys()
         if IS_REAL:
             usage = manager_module.usage_of(ours._blocks.stats())
-            assert ours.get_stats().reduce()[METRIC] == usage[METRIC]
+            assert ours.get_stats().reduce()[METRIC] == usage[METRIC,]
 
 
 @POLICIES
