@@ -286,7 +286,7 @@ volatile uint64_t* CudaDevice::allocate_words(int count) {
   void* memory = nullptr;
   KVSWAP_DRIVER_CHECK(
       cuda::driver().allocate_host(&memory, count * sizeof(uint64_t), cuda::kRegisterPortable),
-      "cuMemHostAlloc", " of a gate");
+      "cuMemHostAlloc", " of words for streams");
   return static_cast<volatile uint64_t*>(memory);
 }
 
