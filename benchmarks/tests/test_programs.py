@@ -137,6 +137,14 @@ def test_replicas_find_more_in_a_shared_cache(tmp_path: Path) -> None:
     assert 0 < found["private"] < found["shared"] < 1
 
 
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [0, 1, 2]}\n{"hash_ids": [0, 1, 3]}\n')
+    assert program.main(["--trace", str(trace), "--json", str(file)]) == 0
+    assert {found["share"] for found in json.loads(file.read_text())["found"]} == {0.3333}
+
+
 def test_all_calls_of_block_managers_are_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -676,7 +676,7 @@ class OffloadHandler(NotCopyable):
                 check_job_method(copy_method)
             num_groups = 1
             if layer_groups is not None:
-                num_groups = self._read_layer_groups(layer_groups)
+                num_groups = groups.read_layer_groups(layer_groups)
             if native.cache_has_moved(groups.guard.native):
                 groups.guard.check()
             resolved: tuple[Any, ...] = (None,)  # it may own the event, so it lives until the call
@@ -707,12 +707,9 @@ class OffloadHandler(NotCopyable):
         """Raises what _submit() would raise for these options, if there is nothing to submit."""
         self._native.check_open()
         if layer_groups is not None:
-            self._read_layer_groups(layer_groups)
+            self._native.groups.read_layer_groups(layer_groups)
         if after is not None:
             self._native.groups.resolve_after(after)
-
-    def _read_layer_groups(self, layer_groups: object) -> int:
-        return read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
 
     def _check_own(self, name: str, job: object) -> Job:
         if not isinstance(job, Job):

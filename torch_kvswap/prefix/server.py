@@ -110,7 +110,10 @@ class _Pages:
         groups, layouts = [], []
         for described in cache["groups"]:
             # A block for the sizes: the server has no cache.
-            slabs = [torch.empty(1, size, dtype=torch.uint8) for size in described["slab_sizes"]]
+            slabs = [
+                torch.empty(1, size, dtype=torch.uint8, device="cpu")
+                for size in described["slab_sizes"]
+            ]
             layout = PagedLayout(slabs, 0, dtype=_dtype_of(described["dtypes"]))
             kept = {name: described[name] for name in ("encoding", "bits_per_value", "verify")}
             kept["page_alignment"] = ALIGNMENT

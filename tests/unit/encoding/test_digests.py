@@ -162,17 +162,32 @@ def test_a_damaged_slot_that_no_decoder_takes_is_corrupted_and_not_empty() -> No
             job.synchronize()
 
 
-def test_a_page_of_another_group_is_not_taken_for_one_of_its_own() -> None:
-    first, second = layout(4096, 4096), layout(8192)
+@pytest.mark.parametrize("slabs", [(8192,), (4096, 4096)])
+def test_a_page_of_another_group_is_corrupted(slabs: tuple[int, ...]) -> None:
+    first, second = layout(4096, 4096), layout(*slabs)
     pool = HostPool(first, 4, verify="load")
     view = pool.view_for(second)
     with OffloadHandler([first, second], [pool, view]) as handler, logged():
         handler.store(gpu_block_ids=[[0], []], page_ids=[[1], []]).synchronize()
-        with pytest.raises(CorruptedPageError):
+        with pytest.raises(CorruptedPageError, match="the slot has a block of group 0"):
             handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
         handler.store(gpu_block_ids=[[], [0]], page_ids=[[], [1]]).synchronize()
         handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
     assert torch.equal(second.tensors[0][0], second.tensors[0][2])
+
+
+def test_layers_of_two_stores_are_corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = layout(3000, 512)
+    pool = HostPool(cache, 1, verify="load")
+    other = OffloadHandler(cache, pool)
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    with OffloadHandler(cache, pool) as handler, other, logged():
+        other.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
+        job = handler.load(page_ids=[0], gpu_block_ids=[2], layer_groups=2)
+        job.wait(layer_group=0)
+        other.store(gpu_block_ids=[1], page_ids=[0]).synchronize()
+        with pytest.raises(CorruptedPageError, match="stored again while it was loaded"):
+            job.synchronize()
 
 
 def test_processes_that_share_a_pool_share_its_digests() -> None:
