@@ -7,7 +7,6 @@ manager, `offload` metrics, `host_pool` pools of several processes, `encoding` w
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, allocate_layers
-from torch_kvswap.offload.gate import Gate
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.ops import (
     expand_block_ids,
@@ -32,7 +31,6 @@ __all__ = [
     "BlocksRejectedError",
     "CorruptedPageError",
     "DeviceLostError",
-    "Gate",
     "HostPool",
     "Job",
     "OffloadHandler",

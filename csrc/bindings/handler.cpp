@@ -17,7 +17,7 @@
 #include "check.h"
 #include "offload/clock.h"
 
-// Handlers, jobs and gates. Everything that takes the scheduler's lock releases the GIL: another
+// Handlers and jobs. Everything that takes the scheduler's lock releases the GIL: another
 // thread may hold that lock for the time of some calls of the driver.
 namespace kvswap::bindings {
 namespace {
@@ -127,28 +127,6 @@ StreamRef stream_of(const Device& device, uintptr_t handle, int gpu) {
   return {gpu, reinterpret_cast<Stream>(handle)};
 }
 
-// The native part of torch_kvswap.Gate.
-class PyGate {
- public:
-  explicit PyGate(Gate* gate) : layer_groups(gate->layer_groups), gate_(gate) {}
-  ~PyGate() {
-    if (process_.is_current()) without_gil([&] { Gate::release(gate_); });
-  }
-
-  const int layer_groups;
-
-  Gate* get() const { return gate_; }
-
-  void wait(int layer_group, uintptr_t stream, int gpu) const {
-    process_.check();
-    without_gil([&] { gate_->wait(layer_group, stream_of(gate_->device, stream, gpu)); });
-  }
-
- private:
-  const ForkGuard process_{"handler"};
-  Gate* const gate_;
-};
-
 using Layouts = nb::typed<nb::list, GroupLayout>;
 
 // Calls wait(seconds) without the GIL until it returns a number that is not 0, or for `timeout`
@@ -199,8 +177,7 @@ class PyHandler {
   }
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
-              nb::handle after, const PyGate* gate, bool without_kernels, int64_t token,
-              nb::handle computed_from) {
+              nb::handle after, bool without_kernels, int64_t token, nb::handle computed_from) {
     Request request;
     request.began = now();
     process_.check();
@@ -213,7 +190,6 @@ class PyHandler {
         request.after.push_back({is_event, reinterpret_cast<void*>(handle)});
       }
     }
-    request.gate = gate == nullptr ? nullptr : gate->get();
     request.token = token;
     request.parts.resize(static_cast<size_t>(num_groups_));
     read_lists("gpu_block_ids", gpu_block_ids,
@@ -399,10 +375,6 @@ class PyHandler {
       });
       return is_closed_.load();
     });
-  }
-
-  Gate* make_gate(int layer_groups) {
-    return in_context([&](Handler& of) { return of.make_gate(layer_groups); });
   }
 
  private:
@@ -619,7 +591,7 @@ void bind_handler(nb::module_& module) {
       .def_prop_ro("is_current_process", &PyHandler::is_current_process)
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
-           "first_slot"_a.none(), "after"_a.none(), "gate"_a.none(), "without_kernels"_a, "token"_a,
+           "first_slot"_a.none(), "after"_a.none(), "without_kernels"_a, "token"_a,
            "computed_from"_a.none())
       .def("ended", &PyHandler::ended, "kept"_a)
       .def("report", &PyHandler::report, "ended"_a, "unreturned"_a, "results"_a, "kept"_a)
@@ -638,16 +610,6 @@ void bind_handler(nb::module_& module) {
       .def("metrics", &PyHandler::metrics, "channel"_a)
       .def("rebind", &PyHandler::rebind, "groups"_a, "layouts"_a)
       .def("close", &PyHandler::close);
-
-  nb::class_<PyGate>(module, "Gate")
-      .def(
-          "__init__",
-          [](PyGate* self, PyHandler& handler, int layer_groups) {
-            new (self) PyGate(handler.make_gate(layer_groups));
-          },
-          "handler"_a.none(), "layer_groups"_a)
-      .def_ro("layer_groups", &PyGate::layer_groups)
-      .def("wait", &PyGate::wait, "layer_group"_a, "stream"_a, "gpu"_a);
 }
 
 }  // namespace kvswap::bindings

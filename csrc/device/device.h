@@ -101,7 +101,7 @@ class Copier {
   virtual size_t num_events() const { return 0; }
 };
 
-// Words of host memory that streams can write and wait for, also in a captured graph. For gates.
+// Words of host memory that streams can write and wait for, also in a captured graph.
 class StreamWords {
  public:
   // They are never freed, because a captured graph that waits for them may be replayed at any time.
@@ -246,7 +246,7 @@ class ContextGuard {
 enum class DeviceKind : int { kHost = 0, kCuda = 1, kQueued = 2 };
 
 // The device of this kind. index: torch's, -1 for host memory, that of make_queued_device() for a
-// queued device. It lives as long as the process, because gates outlive their handlers. Any thread;
+// queued device. It lives as long as the process, because jobs outlive their handlers. Any thread;
 // no context is needed.
 Device& find_device(DeviceKind kind, int index);
 

@@ -31,13 +31,9 @@ JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
   refuse_captures(request);
-  Gate* gate = request.gate;
-  if (gate != nullptr) scheduler_.wait_for_gate(lock, *gate);
-  // From here on the lock is held until the job is added: its ids stay right, and the gate free.
   JobRef job = reader_.read(request, scheduler_.groups(lock));
   Reason failure = scheduler_.prepare(lock, *job);
   if (failure.empty()) failure = scheduler_.start_after(lock, *job, request.after);
-  if (failure.empty() && gate != nullptr) close_gate(lock, *job, *gate);
   scheduler_.submit(lock, job, failure, request.began);
   return job;
 }
@@ -54,19 +50,6 @@ void Handler::refuse_captures(const Request& request) const {
     if (after.is_event) continue;
     refuse_capture({device().index(), after.handle}, "the stream that the job would start after");
   }
-  if (request.gate != nullptr) {
-    refuse_capture(device().current_stream(), "the stream on which the gate is to be closed");
-  }
-}
-
-void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
-  try {
-    gate.close(device().current_stream().handle);
-  } catch (...) {
-    scheduler_.start_at_once(lock, job);
-    throw;
-  }
-  job.work->gate = &gate;
 }
 
 std::vector<JobRef> Handler::ended(size_t most) {
@@ -237,12 +220,6 @@ void Handler::rebind(std::vector<Group> groups) {
   reader_ = std::move(reader);
 }
 
-Gate* Handler::make_gate(int layer_groups) {
-  const Lock lock = scheduler_.lock();
-  scheduler_.check_open(lock);
-  return scheduler_.make_gate(lock, layer_groups);
-}
-
 ChannelMetrics Handler::metrics(int channel) {
   const Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
@@ -260,7 +237,7 @@ bool Handler::close(double seconds) {
   scheduler_.close(lock);
   for (;;) {
     scheduler_.catch_up(lock);
-    if (stopping_ || scheduler_.has_nothing_left(lock)) break;
+    if (stopping_ || scheduler_.all_have_ended(lock)) break;
     if (now() - began >= seconds) return false;
     lock.unlock();
     pause_since(began);

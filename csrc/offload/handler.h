@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "offload/gate.h"
 #include "offload/request.h"
 #include "offload/scheduler.h"
 
@@ -67,7 +66,6 @@ class Handler {
   bool cancel(Job* job);
   // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
-  Gate* make_gate(int layer_groups);
   ChannelMetrics metrics(int channel);
   // Refuses further jobs, and waits until all have ended. False if that takes longer than
   // `seconds`; to be called again then.
@@ -84,7 +82,6 @@ class Handler {
  private:
   void refuse_capture(const StreamRef& stream, const char* noun) const;
   void refuse_captures(const Request& request) const;
-  void close_gate(const Lock& lock, Job& job, Gate& gate);
   // Waits for the end of the job, for about a millisecond at most; submits it if it is queued and
   // that takes less than `seconds`. began: when the waiting began.
   void wait_for_end(Lock& lock, const Job& job, double seconds, double began);

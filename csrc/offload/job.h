@@ -21,7 +21,6 @@ inline const char* direction_name(int channel) { return channel == kStores ? "st
 enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
 
 struct Transfer;
-class Gate;
 struct StreamPoint;
 struct Job;
 
@@ -92,7 +91,6 @@ struct Work {
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
-  Gate* gate = nullptr;          // the gate that was closed for this job; null: none
 
   // The latest jobs that must not overlap with this one, because they share a block or a slot.
   JobNumbers runs_after = kNoJobs;

@@ -28,9 +28,8 @@ struct Request {
   bool is_grouped = false;       // errors name the group of an id
   bool without_kernels = false;  // no kernels copy
   std::vector<After> after;      // the job starts after all of these
-  Gate* gate = nullptr;
-  int64_t token = 0;  // of the caller, who finds it in the job
-  double began;       // when the caller called, as now() counts
+  int64_t token = 0;             // of the caller, who finds it in the job
+  double began;                  // when the caller called, as now() counts
   // Loads, by number, whose blocks the job's blocks were computed from; see Work::computed_from.
   std::vector<int64_t> computed_from;
   std::vector<Part> parts;  // one for each group

@@ -77,8 +77,6 @@ Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, 
           groups_, device, options,
           {&queues_[kStores].channel, &queues_[kLoads].channel, &queues_[kExpedited].channel}) {}
 
-Scheduler::~Scheduler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
-
 void Scheduler::check_open(const Lock&) const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
   if (!device_loss_.empty()) fail<DeviceLostError>(device_loss_.c_str());
@@ -122,23 +120,18 @@ Reason Scheduler::start_after(const Lock& lock, Job& job, const std::vector<Afte
   }
 }
 
-void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
-  queue_of(job).channel.release_point(std::exchange(job.work->after, nullptr));
-}
-
 void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
                        double began) noexcept {
-  const bool has_gate = job->work->gate != nullptr;
   table_.add(job);
   if (!failure.empty()) {
     end_unsubmitted(*job, State::kFailed, failure);
   } else {
     job->submit_seconds = now() - began;  // another thread may see it end at once
     submit_or_queue(lock, job);
-    // A graph that waits for the gate must not be launched before the load is on the device: if a
-    // kernel is loaded meanwhile, the driver puts all later work after that graph.
-    if (has_gate || device_.is_synchronous()) flush(lock, *job);
-    if (device_.is_synchronous()) advance(lock);
+    if (device_.is_synchronous()) {
+      flush(lock, *job);
+      advance(lock);
+    }
   }
   job->submit_seconds = now() - began;
   table_.record_submit(job->channel, job->submit_seconds);
@@ -295,11 +288,9 @@ bool Scheduler::enqueue(Lock& lock, Queue& queue, Transfers made,
                         const std::vector<Event>& wait_events, uint64_t bytes,
                         JobList& jobs) noexcept {
   Transfer& transfer = *made.front();
-  Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
   Reason error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, bytes);
   const bool is_enqueued = error.empty() && transfer.is_enqueued();
-  if (is_enqueued && gate != nullptr) error = gate->open_after(transfer);
   bool alive = true;
   if (!error.empty() && transfer.has_begun) alive = queue.channel.synchronize();
   if (!error.empty() && alive) alive = queue.channel.is_alive();
@@ -328,7 +319,6 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
   table_.record_transfer(queue.channel.number());
   for (Job& job : transfer->jobs) {
     queue.channel.release_point(std::exchange(job.work->after, nullptr));
-    if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->on_opening_enqueued();
     job.copy_method = method_of(*transfer, job.copy_method);
     job.state = State::kRunning;
     job.work->transfer = transfer;
@@ -451,7 +441,7 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
   if (!flushing && entries + work.entries > kJoinedEntries) return false;
   for (const Job* job : {&first, static_cast<const Job*>(&next)}) {
-    if (job->layer_groups > 1 || job->work->gate != nullptr) return false;
+    if (job->layer_groups > 1) return false;
   }
   if (work.without_kernels != first.work->without_kernels) return false;
   // Nothing may be written twice in one copy.
@@ -470,13 +460,12 @@ void Scheduler::wait_for_progress(Lock& lock, double seconds) {
 
 // How jobs end: because their copies have, because they are cancelled, or with the device.
 
-void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
+void Scheduler::advance(const Lock&, int max_transfers) noexcept {
   const auto is_idle = [](const Queue& queue) { return queue.channel.is_idle(); };
-  const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle) && !has_gates_to_open();
+  const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle);
   if (!device_loss_.empty() || idle) return;
   try {
     const ContextGuard context(device_);
-    open_gates(lock);
     Queue* next;
     do {
       next = next_to_retire();
@@ -545,11 +534,6 @@ void Scheduler::retire_first(Queue& queue) {
 // Ends a job that was never submitted.
 void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noexcept {
   Work& work = *job.work;
-  if (work.gate != nullptr && !device_loss_.empty()) {
-    work.gate->open_from_host();
-  } else if (work.gate != nullptr) {
-    work.gate->open();  // if it is not, advance() tries again
-  }
   Queue& queue = queue_of(job);
   queue.num_queued -= work.was_queued && !work.submission_started;
   queue.channel.release_point(work.after);
@@ -596,48 +580,7 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
       if (!job->has_ended()) end_unsubmitted(*job, State::kFailed, device_loss_);
     }
   }
-  for (Gate* gate : gates_) {
-    if (!gate->opening_error().empty()) gate->open_from_host();
-  }
   progress_.notify_all();
-}
-
-// Gates.
-
-Gate* Scheduler::make_gate(const Lock&, int layer_groups) {
-  const auto is_unused = [](Gate* gate) { return gate->is_dropped() && !gate->awaits_opening(); };
-  const auto unused = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_unused));
-  std::for_each(unused, gates_.end(), Gate::release);
-  gates_.erase(unused, gates_.end());
-  make_room(gates_, gates_.size());
-  gates_.push_back(new Gate(device_, layer_groups, gate_words_));
-  return gates_.back();
-}
-
-void Scheduler::wait_for_gate(Lock& lock, const Gate& gate) {
-  while (gate.awaits_opening()) {
-    advance(lock);  // tries to open it, if it should be open
-    check_open(lock);
-    KVSWAP_CHECK(gate.opening_error().empty(),
-                 "an earlier load has failed, and the driver does not open its gate again: ",
-                 gate.opening_error().c_str());
-    if (gate.awaits_opening()) progress_.wait(lock);
-    check_open(lock);
-  }
-}
-
-// Tries again to open gates that the driver refused to open.
-void Scheduler::open_gates(const Lock& lock) noexcept {
-  for (Gate* gate : gates_) {
-    if (gate->opening_error().empty()) continue;
-    if (gate->open()) progress_.notify_all();
-    if (!gate->opening_error().empty()) check_alive(lock, gate->opening_error());
-  }
-}
-
-bool Scheduler::has_gates_to_open() const {
-  const auto must_open = [](const Gate* gate) { return !gate->opening_error().empty(); };
-  return std::any_of(gates_.begin(), gates_.end(), must_open);
 }
 
 // Rebinding and closing.

@@ -11,7 +11,6 @@
 
 #include "offload/channel.h"
 #include "offload/copy_plan.h"
-#include "offload/gate.h"
 #include "offload/group.h"
 #include "offload/job_table.h"
 #include "offload/rejected.h"
@@ -46,8 +45,6 @@ class Scheduler {
   // The context of the device is current.
   Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
             const CopyMethodOptions& options);
-  // Only after stop(), or if nothing was ever submitted.
-  ~Scheduler();
 
   // Need no lock: they never change.
   Device& device() const { return device_; }
@@ -75,21 +72,18 @@ class Scheduler {
   // Makes the job start after all of these. Returns why that is not possible, or an empty reason.
   // May throw std::bad_alloc.
   Reason start_after(const Lock&, Job& job, const std::vector<After>& after);
-  // Undoes start_after().
-  void start_at_once(const Lock&, Job& job) noexcept;
   // Adds a prepared job; then submits it, queues it or, if `failure` is not empty, ends it. began:
-  // when the caller's store() or load() began. When this returns, a job with a gate is on the
-  // device or has ended, and a job on a synchronous device has ended.
+  // when the caller's store() or load() began. When this returns, a job on a synchronous device has
+  // ended.
   void submit(Lock& lock, const JobRef& job, const Reason& failure, double began) noexcept;
 
   // Progress.
 
   // Asks the device which transfers have ended, and ends their jobs, for `max_transfers` at most.
-  // Tries again to open gates that the driver refused to open.
   void advance(const Lock&, int max_transfers = std::numeric_limits<int>::max()) noexcept;
   // The same for a thread that polls or waits on the host: a device that copies late copies first.
   void catch_up(const Lock&) noexcept;
-  // Waits until a job was submitted or has ended, or a gate was opened; for `seconds` at most.
+  // Waits until a job was submitted or has ended; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
   // Waits until a job is on the device or has ended. It and the jobs before it are then submitted
   // beyond the channel's limits, so this waits for the device only if the driver's queue is full.
@@ -109,13 +103,6 @@ class Scheduler {
   // After an error of the driver: ends every job as failed if the device does not answer any more.
   void check_alive(const Lock&, const Reason& error) noexcept;
 
-  // Gates.
-
-  Gate* make_gate(const Lock&, int layer_groups);
-  // Waits until the opening of the gate is enqueued. Throws if the handler is closed or its device
-  // lost meanwhile, or if the driver refuses to open the gate.
-  void wait_for_gate(Lock& lock, const Gate& gate);
-
   // Takes new groups while no job is outstanding. If it throws, nothing has changed.
   void rebind(const Lock&, std::vector<Group> groups);
 
@@ -123,10 +110,7 @@ class Scheduler {
 
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
-  // Whether all jobs have ended, and the opening of all gates is enqueued.
-  bool has_nothing_left(const Lock&) const {
-    return table_.all_have_ended() && !has_gates_to_open();
-  }
+  bool all_have_ended(const Lock&) const { return table_.all_have_ended(); }
   // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 
@@ -176,13 +160,10 @@ class Scheduler {
   Queue* next_to_retire();
   bool all_before_are_retired(const Transfer& transfer) const;
   void retire_first(Queue& queue);
-  void open_gates(const Lock& lock) noexcept;
-  bool has_gates_to_open() const;
   void mark_lost(const Reason& reason) noexcept;
 
   std::mutex mutex_;
-  // A job was submitted or has ended, the opening of a gate was enqueued, or the handler was
-  // closed.
+  // A job was submitted or has ended, or the handler was closed.
   std::condition_variable progress_;
 
   Device& device_;
@@ -192,8 +173,6 @@ class Scheduler {
   JobTable table_;
   Queue queues_[kChannels];
   CopyPlanner planner_;
-  GateWords gate_words_;
-  std::vector<Gate*> gates_;  // with a reference to each
   Reason device_loss_;
   // Jobs up to this number are submitted beyond the channel's limits, by threads that may block.
   int64_t flush_until_ = kNoFlush;

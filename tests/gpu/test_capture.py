@@ -74,15 +74,6 @@ def fill_the_queue(gpu: GpuCache) -> None:
     gpu.handler.synchronize(jobs)
 
 
-def close_a_gate(gpu: GpuCache) -> None:
-    gate = gpu.handler.gate()
-    job = gpu.handler.load(
-        page_ids=[1], gpu_block_ids=[1], after=gpu.slow_on(gpu.side, ms=20), gate=gate
-    )
-    gate.wait(0, gpu.consumer)
-    gpu.handler.synchronize(job)
-
-
 def pin_and_close(gpu: GpuCache) -> None:
     with HostPool(gpu.layout, num_pages=64) as host:
         assert host.is_pinned
@@ -106,7 +97,6 @@ ACTIONS = [
     poll,
     wait_on_a_stream,
     fill_the_queue,
-    close_a_gate,
     pin_and_close,
     make_and_close_a_handler,
     drop_a_handler,

@@ -13,7 +13,6 @@ from drained import drain
 from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, keep_busy, only
 
 from torch_kvswap import ops
-from torch_kvswap.offload.gate import Gate
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +90,6 @@ def test_the_current_device_stays_so_after_every_call(gpu: GpuCache, current: in
             gpu.handler.poll,
             gpu.handler.metrics,
             lambda: drain(gpu.handler),
-            lambda: gpu.handler.gate().wait(0),
             lambda: gpu.handler.rebind(gpu.layout),
             gpu.another_handler().close,
             gpu.handler.close,
@@ -109,14 +107,8 @@ STREAMS: dict[str, Callable[[int], torch.cuda.Stream]] = {  # torch 2.11 takes n
 }
 
 
-def wait_at_a_gate(gpu: GpuCache, gate: Gate, other: torch.cuda.Stream) -> None:
-    """Behind the closing of the gate, which is on the current stream of cuda:1."""
-    other.wait_event(torch.cuda.current_stream(1).record_event())
-    gate.wait(0, other)
-
-
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("wait", ["job", "layer group", "gate", "control"])
+@pytest.mark.parametrize("wait", ["job", "layer group", "control"])
 def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wait: str) -> None:
     other = STREAMS[name](0)
     seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
@@ -127,17 +119,14 @@ def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wa
             seen.copy_(gpu.cache[1])
             return other.record_event()
 
-    gate = gpu.handler.gate()
     look().synchronize()  # the first copy between two GPUs makes ready what it needs
     assert only(seen) == OLD
     busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy)
     if wait == "job":
         job.wait(other)
     elif wait == "layer group":
         job.wait(other, layer_group=job.layer_group_of(0))
-    elif wait == "gate":
-        wait_at_a_gate(gpu, gate, other)
     event = look()
     assert not busy.query()
     if wait != "control":
@@ -206,23 +195,3 @@ def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
         torch.cuda.synchronize(gpu)
     assert only(src) == 2
     assert only(dst) == (1 if ordered else {"source": 0, "destination": 2}[late])
-
-
-def test_a_gate_is_captured_on_the_caches_device(gpu: GpuCache) -> None:
-    gate = gpu.handler.gate()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(1):
-        # Not the stream that torch makes for all captures: it would be of this device ever after.
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            gate.wait(0)
-            gpu.look()
-        graph.replay()
-        torch.cuda.synchronize()
-    busy = gpu.hold_on(gpu.side)
-    gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
-    with torch.cuda.device(1):
-        graph.replay()
-        assert not busy.query()
-        gpu.release()
-        torch.cuda.synchronize()
-    assert only(gpu.seen[1]) == NEW

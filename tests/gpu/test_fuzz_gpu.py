@@ -44,7 +44,7 @@ def tell(counts: Counter[str]) -> None:
     print(
         f"\nfuzz: {counts['jobs']} jobs ({counts['jobs'] / seconds:.0f}/s, {counts['done']} done, "
         f"{counts['cancelled']} cancelled, {counts['failed']} failed), "
-        f"{counts['bytes'] / 1e9:.2f} GB, {counts['replays']} replays, {counts['compared']} blocks "
+        f"{counts['bytes'] / 1e9:.2f} GB, {counts['compared']} blocks "
         f"compared, {counts['scenarios']} scenarios in {seconds:.1f} s from seed {counts['seed']}"
     )
 

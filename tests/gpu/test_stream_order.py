@@ -242,7 +242,7 @@ def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
             for call in (
                 gpu.handler.poll, gpu.handler.close, gpu.host.close, gpu.handler.synchronize,
                 lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[0]), lambda: gpu.handler.cancel(job),
-                gpu.handler.gate, gpu.handler.metrics,
+                gpu.handler.metrics,
             ):
                 try:
                     call()

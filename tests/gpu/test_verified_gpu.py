@@ -104,17 +104,13 @@ def test_kernels_behind_a_corrupted_load_run_and_the_host_does_not_call_it_done(
     with EncodedCache(device="cuda:0", **options) as cache, logged():
         cache.store([0], [0], after=None).synchronize(60)
         cache.pools[0].pages[0, 0, 0] ^= 1
-        gate = cache.handler.gate(3)
-        graph = torch.cuda.CUDAGraph()
         seen = torch.zeros_like(cache.tensors[0][0][1])
-        with torch.cuda.graph(graph):
-            for layer_group in range(3):
-                gate.wait(layer_group)
-            seen.copy_(cache.tensors[0][0][1])
         for _ in range(2):
             seen.zero_()
-            load = cache.load([0], [1], after=None, gate=gate)
-            graph.replay()
+            load = cache.load([0], [1], after=None, layer_groups=3)
+            for layer_group in range(3):
+                load.wait(layer_group=layer_group)
+            seen.copy_(cache.tensors[0][0][1])
             event = torch.cuda.current_stream().record_event()
             assert in_time(event.query)
             with pytest.raises(CorruptedPageError):

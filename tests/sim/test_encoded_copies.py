@@ -201,29 +201,6 @@ def test_an_expedited_load_overtakes_by_the_kernel_method(driver: Driver) -> Non
         finish(cache, slow)
 
 
-@pytest.mark.parametrize("rejects", [False, True])
-@needs_kernels
-@simulated
-def test_a_gate_opens_when_its_layers_are_decoded(driver: Driver, rejects: bool) -> None:
-    driver.set_stream(0, CURRENT)
-    with EncodedCache(driver, layers=4) as cache:
-        if rejects:
-            cache.spoil(1)
-        before = cache.block(1)
-        finish(cache, cache.store([1], [0]))
-        gate = cache.handler.gate(2)
-        hold = driver.hold(SIDE)
-        load = cache.load([0], [2], gate=gate, after=Stream(SIDE))
-        gate.wait(1)
-        driver.run()
-        assert not driver.cuda.is_done(stream=CURRENT)
-        driver.release(hold)
-        driver.run()
-        assert driver.cuda.is_done(stream=CURRENT)
-        assert cache.is_same(2, before) is not rejects
-        assert outcomes(finish(cache, load)) == [("failed", (0,)) if rejects else ("done", ())]
-
-
 # Rejected blocks.
 
 

@@ -8,9 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from error_text import error_text
 from patience import PATIENCE, in_time
-from processes import in_child
 from simulated_cache import (
     CHANNELS,
     CURRENT,
@@ -24,7 +22,7 @@ from simulated_cache import (
     states,
     threads,
 )
-from simulated_driver import Driver, simulated
+from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import DeviceLostError, TransferError
@@ -157,121 +155,6 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
         assert sim.is_right(without=[job])
 
 
-# Gates
-
-
-@pytest.mark.parametrize(
-    "function",
-    ["cuDeviceGetAttribute", "cuMemHostAlloc", "cuStreamCreateWithPriority", "cuEventCreate"],
-)
-@simulated
-def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> None:
-    with SimulatedCache(driver) as sim:
-        driver.fail(function)
-        with pytest.raises(RuntimeError, match=function):
-            sim.handler.gate()
-        sim.handler.gate().wait()
-        driver.run()
-        assert driver.cuda.is_done(stream=CURRENT)
-
-
-@simulated
-def test_a_gate_is_refused_in_a_forked_child(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        gate = sim.handler.gate()
-        assert in_child(lambda: "forked from it; make a handler" in error_text(gate.wait)) == 1
-
-
-@simulated
-def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        driver.set_attribute(122, 0)
-        assert error_text(sim.handler.gate).replace("\n", " ") == (
-            "RuntimeError: the streams of CUDA device 0 cannot wait for a word of memory, which a "
-            "gate needs; let a stream wait for each job instead"
-        )
-
-
-@pytest.mark.parametrize("function", ["cuStreamWriteValue64", "cuEventRecord"])
-@simulated
-def test_a_gate_that_cannot_be_closed_stays_open_and_there_is_no_job(
-    driver: Driver, function: str
-) -> None:
-    with SimulatedCache(driver, layers=2) as sim:
-        gate = sim.handler.gate(2)
-        driver.fail(function, nth=2 if function == "cuStreamWriteValue64" else 1)
-        with pytest.raises(RuntimeError, match=function):
-            sim.load(1, 2, gate=gate)
-        assert sim.handler.poll() == []
-        for part in (0, 1):
-            gate.wait(part)
-        driver.run()
-        assert driver.cuda.is_done(stream=CURRENT)
-        sim.load(1, 2, gate=gate)
-        assert states(sim.finish()) == ["done"]
-        assert sim.is_right()
-
-
-@pytest.mark.parametrize(
-    ("function", "nth"),
-    [
-        ("cuMemcpyAsync", 1),
-        ("cuMemcpyAsync", 2),
-        ("cuStreamWriteValue64", 3),  # the first two close it
-        ("cuStreamWriteValue64", 4),
-        ("cuStreamWaitEvent", 1),
-        ("cuStreamWaitEvent", 3),
-        ("cuEventRecord", 1 + 3 + 1),  # closed, the start and two ends, opened
-    ],
-)
-@simulated
-def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth: int) -> None:
-    with SimulatedCache(driver, layers=2) as sim:
-        gate = sim.handler.gate(2)
-        driver.fail(function, nth)
-        job = sim.load(1, 2, gate=gate)
-        assert function in failure(job)
-        for part in (0, 1):
-            gate.wait(part)
-        driver.run()
-        assert driver.cuda.is_done(stream=CURRENT)
-        assert states(sim.finish()) == ["failed"]
-        sim.load(1, 2, gate=gate)
-        gate.wait(1)
-        assert states(sim.finish()) == ["done"]
-        assert driver.cuda.is_done(stream=CURRENT)
-        assert torch.equal(sim.page(1), sim.block(2))
-
-
-@simulated
-def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: Driver) -> None:
-    with SimulatedCache(driver, layers=2) as sim:
-        gate = sim.handler.gate(2)
-        hold = sim.held(SIDE)
-        # The first load fails on its way, and waits for what was enqueued without the lock.
-        driver.fail("cuMemcpyAsync", 2)
-        waits = driver.calls("cuStreamSynchronize")
-        first = threading.Thread(target=lambda: sim.load(1, 2, after=Stream(SIDE), gate=gate))
-        first.start()
-        assert in_time(lambda: driver.calls("cuStreamSynchronize") > waits)
-        asks = driver.calls("cuStreamIsCapturing")
-        second = threading.Thread(target=lambda: sim.load(3, 4, gate=gate))
-        second.start()
-        assert in_time(lambda: driver.calls("cuStreamIsCapturing") > asks)
-        assert in_time(lambda: rest({second.native_id or 0}))
-        assert driver.calls("cuStreamWriteValue64") == 2  # closed by the first alone
-        sim.release(hold)
-        for thread in (first, second):
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-        assert driver.calls("cuStreamWriteValue64") == 8
-        assert sorted(states(sim.finish())) == ["done", "failed"]
-        gate.wait(1)
-        driver.run()
-        assert driver.cuda.is_done(stream=CURRENT)
-        assert torch.equal(sim.page(3), sim.block(4))
-
-
 # The device is lost
 
 FINDERS: dict[str, Callable[[SimulatedCache, Job], object]] = {
@@ -283,7 +166,6 @@ FINDERS: dict[str, Callable[[SimulatedCache, Job], object]] = {
     "metrics": lambda sim, job: sim.handler.metrics(),
     "store": lambda sim, job: sim.store(5, 5, after=None),
     "load": lambda sim, job: sim.submit("expedited", [5], [5]),
-    "gate": lambda sim, job: sim.handler.gate(),
     "close": lambda sim, job: sim.handler.close(),
 }
 
@@ -429,20 +311,6 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
 
 
 @simulated
-def test_the_gate_of_a_load_that_finds_the_device_lost_is_open(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        driver.set_mode("immediate")
-        gate = sim.handler.gate()
-        # The copy, the wait for what precedes it, and the opening of the gate by the driver.
-        for name in ("cuMemcpyAsync", "cuStreamSynchronize", "cuStreamWaitEvent"):
-            driver.fail(name, code=719)
-        job = sim.load(1, 1, gate=gate)
-        gate.wait()
-        assert driver.cuda.is_done(stream=CURRENT)
-        assert_lost(sim, [job])
-
-
-@simulated
 def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
@@ -483,52 +351,6 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
 
 
 @simulated
-def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> None:
-    with SimulatedCache(driver, layers=2) as sim:
-        before = driver.live("streams"), driver.live("events")
-        for _ in range(20):
-            gate = sim.handler.gate(2)
-            del gate
-        assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
-        assert driver.calls("cuMemHostAlloc") == 1  # their words share memory, which stays
-        for gate_first in (True, False):
-            other = OffloadHandler(sim.layout, sim.host)
-            orphan = other.gate(2)
-            if gate_first:
-                del orphan
-            other.close()
-            del other
-            if not gate_first:
-                orphan.wait(1)
-                del orphan
-            assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
-
-
-@simulated
-def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: Driver) -> None:
-    with SimulatedCache(driver, layers=2) as sim:
-        gate = sim.handler.gate(2)
-        driver.set_capturing(True, SIDE)
-        for part in (0, 1):
-            gate.wait(part, Stream(SIDE))
-        driver.set_capturing(False, SIDE)
-        hold = sim.held(45)
-        sim.load(1, 2, after=Stream(45), gate=gate)
-        driver.run()  # the gate is closed
-        del gate
-        sim.handler.gate(2)  # takes no words that a graph waits for
-        driver.replay(SIDE, OTHER)
-        driver.run()
-        assert not driver.cuda.is_done(stream=OTHER)
-        sim.release(hold)
-        assert states(sim.finish()) == ["done"]
-        for _ in range(2):
-            assert driver.cuda.is_done(stream=OTHER)
-            driver.replay(SIDE, OTHER)
-            driver.run()
-
-
-@simulated
 def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 1)
@@ -551,3 +373,16 @@ def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Dr
         assert [result.state for result in sim.handler.poll()] == ["failed", "done"]
         assert after.result == after.result
         assert job.result == job.result
+
+
+@simulated
+def test_a_cancelled_job_stays_cancelled_on_a_lost_device(driver: Driver) -> None:
+    driver.set_mode("manual")
+    driver.set_stream(0, CURRENT)
+    handler = OffloadHandler(*cache(driver))
+    driver.hold(CURRENT)
+    job = handler.store(gpu_block_ids=[0], page_ids=[0])
+    assert handler.cancel(job)
+    driver.lose()
+    handler.close()
+    assert [result.state for result in handler.poll()] == ["cancelled"]

@@ -42,7 +42,6 @@ def test_random_jobs_on_the_simulated_driver_leave_the_bytes_of_the_model(
     counts = fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed), 8)
     assert counts["done"] > 0
     assert counts["compared"] > 0
-    assert counts["replays"] > 0
 
 
 @simulated

@@ -181,42 +181,6 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Dr
 
 
 @simulated
-def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
-    with SimulatedCache(driver, submit_thread=True) as sim:
-        run_a_job(sim)
-        gate = sim.handler.gate()
-        with stopped_worker(sim, "load"):
-            loads = []
-            for page in (1, 2):  # the first has closed the gate, the second waits for it to open
-                loads.append(Call(lambda page=page: sim.load(page, page, gate=gate)))
-                assert loads[-1].waits()
-            driver.lose()
-            sim.handler.poll()
-            job = loads[0].ends()
-            assert isinstance(job, Job)
-            assert job.result is not None
-            assert "the device is lost" in str(job.result.error)
-            assert "the device is lost" in str(loads[1].ends())
-
-
-@simulated
-def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
-    with SimulatedCache(driver, submit_thread=True) as sim:
-        gate = sim.handler.gate()
-        with stopped_worker(sim, "load"):
-            loads = []
-            for page in (1, 2):
-                loads.append(Call(lambda page=page: sim.load(page, page, gate=gate)))
-                assert loads[-1].waits()
-            closing = Call(sim.handler.close)
-            assert "the handler is closed" in str(loads[1].ends())
-            assert closing.is_alive()
-        driver.set_mode("immediate")
-        assert isinstance(loads[0].ends(), Job)
-        assert closing.ends() is None
-
-
-@simulated
 def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         with stopped_worker(sim, "store"):  # for whose end the first waits

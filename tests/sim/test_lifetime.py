@@ -27,7 +27,6 @@ from simulated_driver import Driver, place, simulated
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native import loader
 from torch_kvswap.host_pool.memory import Mapping
-from torch_kvswap.offload.gate import Gate
 from torch_kvswap.prefix import BlockManager
 
 MIB = 1 << 20
@@ -245,7 +244,6 @@ OWNERS: dict[str, Callable[[OffloadHandler], Any]] = {
     "pool": lambda handler: handler.pools[0],
     "view": lambda handler: handler.pools[0].view_for(handler.layouts[0]),
     "handle": lambda handler: handler.pools[0].share(),
-    "gate": lambda handler: Gate.__new__(Gate),
     "block manager": lambda handler: BlockManager(4),
 }
 

@@ -39,7 +39,6 @@ class Attempt:
         self.driver = driver
         self.sim = SimulatedCache(driver, blocks=600, pages=600, **options)
         self.jobs: list[tuple[Job, int, int]] = []
-        self.gates = 0
         self.reported: list[int] = []
         self._synchronized = driver.calls("cuStreamSynchronize")
         self._ends = threading.Event()
@@ -89,11 +88,6 @@ class Attempt:
             self.jobs += [(job, *ids) for ids in zip(blocks, pages, strict=True)]
         return job
 
-    def gate(self) -> Any:
-        gate = self.call(self.sim.handler.gate)
-        self.gates += gate is not None
-        return gate
-
     def poll(self) -> None:
         results = self.call(self.sim.handler.poll) or []
         self.reported += [result.job_id for result in results]
@@ -125,12 +119,7 @@ class Attempt:
         sim.handler.synchronize(sim.handler.store(gpu_block_ids=[599], page_ids=[598]), PATIENCE)
         assert sim.page(598).unique().tolist() == [7]
         sim.handler.close()
-        left = {what: self.driver.live(what) for what in ("events", "streams", "allocations")}
-        assert left == {
-            "events": 2 * self.gates,
-            "streams": self.gates,
-            "allocations": self.gates,
-        }
+        assert not any(self.driver.live(what) for what in ("events", "streams", "allocations"))
 
 
 def told(error: BaseException | None) -> bool:
@@ -214,28 +203,11 @@ def wait_and_cancel(attempt: Attempt) -> None:
     attempt.call(handler.synchronize, None, PATIENCE)
 
 
-def use_gates(attempt: Attempt) -> None:
-    attempt.begin()
-    gate = attempt.gate()
-    if gate is None:
-        return
-    for i in range(3):
-        attempt.submit("load", 100 + i, i, gate=gate)
-        attempt.call(gate.wait)
-    attempt.run()
-    assert attempt.driver.cuda.is_done(stream=CURRENT) or attempt.call(gate.wait) is None
-    attempt.poll()
-    attempt.run()
-    assert attempt.driver.cuda.is_done(stream=CURRENT)
-
-
 def fail_copies(attempt: Attempt) -> None:
     attempt.begin()
-    gate = attempt.gate()
     for i in range(4):
         attempt.driver.fail_copy(0)
-        options = {"gate": gate} if gate is not None and i % 2 else {}
-        attempt.submit("load", 100 + i, i, **options)
+        attempt.submit("load", 100 + i, i)
     attempt.driver.fail_copy(-1)
     hold = attempt.sim.held(SIDE)
     store = attempt.submit("store", 20, 20, after=Stream(SIDE))
@@ -304,7 +276,6 @@ SCENARIOS: dict[str, tuple[Callable[[Attempt], None], dict[str, Any]]] = {
     "leave a job to the worker": (leave_a_job_to_the_worker, {"layers": 2}),
     "wait and cancel": (wait_and_cancel, {}),
     "wait and cancel, threaded": (wait_and_cancel, {"submit_thread": True}),
-    "use gates": (use_gates, {}),
     "fail copies": (fail_copies, {}),
     "move the cache": (move_the_cache, {}),
     "close it": (close_it, {}),

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from torch_kvswap import DeviceLostError, OffloadHandler, TransferError
 from torch_kvswap.copy_method import CopyMethodCosts, Costs
-from torch_kvswap.offload.gate import Gate
 from torch_kvswap.offload.handler import Job
 
 BLOCKS = 64  # of 256 KiB, more than the calling thread submits
@@ -79,14 +78,13 @@ class Staged:
         self,
         kind: str | None = None,
         ids: list[int] = ALL,
-        gate: Gate | None = None,
         layer_groups: int | None = None,
     ) -> Job:
         """Block i is stored to page i, or loaded from it."""
         if (kind or self.kind) == "store":
             return self.handler.store(gpu_block_ids=ids, page_ids=ids, after=())
         return self.handler.load(
-            page_ids=ids, gpu_block_ids=ids, after=(), gate=gate, layer_groups=layer_groups
+            page_ids=ids, gpu_block_ids=ids, after=(), layer_groups=layer_groups
         )
 
     def wait(self, job: Job, waits: str, seconds: float | None = None) -> None:
@@ -219,20 +217,6 @@ def test_a_thread_that_waits_for_a_begun_job_gives_the_rest(
             here, by_all = launches.now()
             assert begun < here == by_all
         sim.handler.synchronize(job)
-        assert sim.is_right()
-
-
-@needs_kernels
-@simulated
-def test_a_load_with_a_gate_returns_when_all_of_it_is_on_the_device(driver: Driver) -> None:
-    with staged(driver, "load") as sim:
-        gate = sim.handler.gate()
-        launches = Launches(driver)
-        with driver.stopped(sim.worker):
-            job = sim.submit(gate=gate)
-            here, by_all = launches.now()
-            assert here == by_all
-            assert job.query()
         assert sim.is_right()
 
 

@@ -62,28 +62,6 @@ def test_a_stream_of_another_gpu_waits_for_a_load(driver: Driver, name: str, wai
         assert torch.equal(found, before if wait == "control" else sim.page(2))
 
 
-@STREAMS
-@pytest.mark.parametrize("wait", ["waits", "control"])
-@simulated
-def test_a_stream_of_another_gpu_waits_at_a_gate(driver: Driver, name: str, wait: str) -> None:
-    with SimulatedCache(driver) as sim:
-        stream = stream_of(driver, 1, name)
-        gate = sim.handler.gate()
-        before = sim.block(1)
-        hold, _ = sim.hold_up("load", block=0, page=0)
-        sim.load(2, 1, gate=gate)
-        driver.run()  # the gate is closed
-        if wait == "waits":
-            gate.wait(0, stream)
-        found = read_block(sim, stream, block=1)
-        driver.run()
-        assert is_idle(driver, stream) == (wait == "control")
-        assert name == "created" or is_idle(driver, stream_of(driver, 0, name))
-        sim.release(hold)
-        sim.finish()
-        assert torch.equal(found, before if wait == "control" else sim.page(2))
-
-
 @pytest.mark.parametrize("name", DEFAULT)
 @simulated
 def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(

@@ -178,11 +178,10 @@ def test_a_stream_goes_on_behind_a_corrupted_load_and_the_host_does_not(
     ):
         finish(cache, cache.store([0], [0]))
         cache.pools[0].pages[0, 0, 0] ^= 1
-        gate = cache.handler.gate(3)
-        load = cache.load([0], [1], gate=gate, layer_groups=3)
+        load = cache.load([0], [1], layer_groups=3)
         load.wait(Stream(CURRENT))
         for layer_group in range(3):
-            gate.wait(layer_group, Stream(CURRENT))
+            load.wait(Stream(CURRENT), layer_group=layer_group)
         assert not load.query()
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)

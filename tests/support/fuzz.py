@@ -65,15 +65,6 @@ class Cell:
     load: tuple[Job, Group] | None = None  # the last of them that loads
 
 
-@dataclass
-class Graph:
-    """Copies all blocks of a session, layer after layer behind the parts of a gate."""
-
-    gate: Any
-    graph: Any
-    snapshots: dict[tuple[int, int], torch.Tensor]  # by group and block
-
-
 class Session:
     """One caller's random calls. It has blocks and pages of its own, and of the streams."""
 
@@ -111,36 +102,6 @@ class Session:
         self.pages = {
             group.pool: list(range(self.number, group.host.num_pages, count)) for group in groups
         }
-        self.graph: Graph | None = None
-        if self.device.has_gates and self.device.alone and self.rng.random() < 0.6:
-            self.graph = self._capture()
-
-    def _capture(self) -> Graph:
-        groups = self.scenario.groups
-        layers = sum(group.num_layers for group in groups)
-        gate = self.handler.gate(self.rng.randint(1, layers))
-        snapshots = {
-            (number, block): self.device.rows(torch.zeros(group.block_bytes, dtype=torch.uint8))
-            for number, group in enumerate(groups)
-            for block in self.blocks[group.space]
-        }
-
-        def work(stream: Any) -> None:
-            layer, part = 0, -1
-            for number, group in enumerate(groups):
-                for index in range(group.num_layers):
-                    if layer * gate.layer_groups // layers != part:
-                        part = layer * gate.layer_groups // layers
-                        gate.wait(part, stream)
-                    for block in self.blocks[group.space]:
-                        pairs = [
-                            (slab.row(snapshots[number, block][None], 0), slab.view(block))
-                            for slab in group.slabs_of(index)
-                        ]
-                        assert self.device.copy(pairs, stream)
-                    layer += 1
-
-        return Graph(gate, self.device.capture(work), snapshots)
 
     # Random calls.
 
@@ -150,7 +111,7 @@ class Session:
                 self.audit()
             actions = self._actions()
             action = self.rng.choices(list(actions), list(actions.values()))[0]
-            number = 0 if action == self._gated else self.rng.randrange(len(self.streams))
+            number = self.rng.randrange(len(self.streams))
             with self.device.using(self.streams[number]):
                 action(number)
             self.take()
@@ -165,7 +126,6 @@ class Session:
             self._store: 3,
             self._load: 4,
             self._load_and_read: 1,
-            self._gated: 1.5 if self.graph is not None else 0,
             self._flood: 0.1,
             self._cancel: 0.6,
             self._poll: 2,
@@ -256,30 +216,13 @@ class Session:
         for group, block, _ in self._submit(stream, "load")[: self.most_reads - self.reads]:
             self._read(self.rng.randrange(len(self.streams)), (group, block))
 
-    def _gated(self, stream: int) -> None:
-        """A load, and a graph that waits for it on the stream behind which the gate was closed."""
-        graph = self.graph
-        if graph is None or self.device.faults()[1]:
-            return  # a gate that cannot be opened stays closed
-        moves = self._submit(stream, "load", gate=graph.gate)
-        if not moves:
-            return
-        self.device.replay(graph.graph, self.streams[stream])
-        self.counts["replays"] += 1
-        for group, block, _ in moves[: self.most_reads - self.reads]:
-            row = graph.snapshots[self.scenario.groups.index(group), block][None]
-            views = [slab.row(row, 0) for slab in group.slabs]
-            self._see(stream, group, block, None, views)
-
     def _flood(self, stream: int) -> None:
         """More than may be in flight."""
         kind = self.rng.choice(["store", "load"])
         for _ in range(self.rng.randint(60, 90)):
             self._submit(stream, kind, self._some_block())
 
-    def _submit(
-        self, stream: int, kind: str, where: tuple[Group, int] | None = None, gate: Any = None
-    ) -> list[Move]:
+    def _submit(self, stream: int, kind: str, where: tuple[Group, int] | None = None) -> list[Move]:
         """What the job moves; nothing when there is no job."""
         moves, ids = self._ids(where, avoids_bad=kind == "load" and self.rng.random() < 0.95)
         blocks = {(group.space, block) for group, block, _ in moves}
@@ -296,9 +239,7 @@ class Session:
             options["copy_method"] = "copy_engines"
         if kind == "load":
             options["expedited"] = self.rng.random() < 0.3
-            if gate is not None:
-                options["gate"] = gate
-            elif self.rng.random() < 0.4:
+            if self.rng.random() < 0.4:
                 layers = sum(group.num_layers for group in self.scenario.groups)
                 options["layer_groups"] = self.rng.randint(1, layers)
         gpu, pages, first = (part if self.scenario.is_list else part[0] for part in ids)

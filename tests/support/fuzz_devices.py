@@ -7,7 +7,6 @@ bool return False where the simulated driver refused the call and did nothing.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 HAS_KERNELS = bool(native.kernel_version())
 Pairs = Sequence[tuple[Tensor, Tensor]]
-CAPTURING = threading.Lock()  # torch captures one graph at a time
 
 
 class Device:
@@ -52,7 +50,6 @@ class Device:
     memory_bytes = 1 << 23  # for what kernels write, and as much for what they read
     copy_methods: Sequence[str] = ("auto",)
     handler: type[OffloadHandler] = OffloadHandler
-    has_gates = False
     alone = True  # one thread submits, which has a current stream of its own
     fails_jobs_together = False  # what fails one of the jobs that were joined fails all of them
 
@@ -117,13 +114,6 @@ class Device:
     def synchronize(self, streams: Sequence[Any]) -> None:
         """Waits for what the streams were given."""
 
-    def capture(self, work: Callable[[Any], None]) -> Any:
-        """A graph of what work(stream) gives to the stream."""
-        raise NotImplementedError
-
-    def replay(self, graph: Any, stream: Any) -> None:
-        raise NotImplementedError
-
     # What happens meanwhile.
 
     def let_run(self, rng: random.Random) -> None:
@@ -169,7 +159,6 @@ class Simulated(Device):
     name = "simulated"
     large_shapes = ((64, 576), (64, 8, 128), (48, 8, 128))
     block_bytes = 1 << 18
-    has_gates = True
 
     def __init__(self, driver: Driver, mode: str, seed: int, alone: bool = True) -> None:
         self.driver, self.mode, self.alone = driver, mode, alone
@@ -296,16 +285,6 @@ class Simulated(Device):
     def release(self) -> None:
         while self.holds:
             self.driver.release(self.holds.pop())
-
-    def capture(self, work: Callable[[Any], None]) -> Any:
-        (stream,) = self.streams(1)
-        self.driver.set_capturing(True, stream.cuda_stream)
-        work(stream)
-        self.driver.set_capturing(False, stream.cuda_stream)
-        return stream
-
-    def replay(self, graph: Any, stream: Any) -> None:
-        self.driver.replay(graph.cuda_stream, stream.cuda_stream)
 
     def let_run(self, rng: random.Random) -> None:
         if self.mode == "manual":
@@ -472,7 +451,6 @@ class Gpu(Device):
     copy_methods = ("auto", "auto", "batch", "strided", "staged", "kernel")
     block_bytes = 1 << 20
     memory_bytes = 1 << 26
-    has_gates = True
 
     def __init__(self, index: int = 0) -> None:
         self.name = f"cuda:{index}"
@@ -525,23 +503,6 @@ class Gpu(Device):
     def synchronize(self, streams: Sequence[Any]) -> None:
         for stream in streams:
             stream.synchronize()
-
-    def capture(self, work: Callable[[Any], None]) -> Any:
-        # A stream of its own: the one that torch makes for all captures is of one device for ever.
-        with CAPTURING, torch.cuda.device(self.device):
-            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            work(stream)  # loads the kernels, which a capture must not
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                work(stream)
-            with torch.cuda.stream(stream):
-                graph.replay()  # makes ready what the first replay does
-            torch.cuda.synchronize()
-        return graph
-
-    def replay(self, graph: Any, stream: Any) -> None:
-        with torch.cuda.stream(stream):
-            graph.replay()
 
     def finish(self) -> str:
         torch.cuda.synchronize(self.device)

@@ -78,7 +78,6 @@ INTEGERS: list[tuple[Callable[..., object], str]] = [
     (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page chunk_bytes"),
     (lambda **given: PagedLayout([torch.zeros(4, 4)], **given), "block_dim?"),
     (lambda **given: make_handler(**given), "staging_bytes"),
-    (lambda layer_groups: new_handler().gate(layer_groups), "layer_groups"),
     (lambda **given: load(**given), "first_slot layer_groups?"),
     (lambda **given: stored().wait(**given), "layer_group?"),
     (lambda layer: stored().layer_group_of(layer), "layer"),
@@ -113,7 +112,7 @@ def test_integers_that_are_too_large_are_refused(handler: OffloadHandler) -> Non
         make_handler(staging_bytes=2**64 + 2**20)  # 1 MiB, if it was truncated
     for value in (0, 3, 1 << 31, 1 << 32):
         with pytest.raises(ValueError, match=f"^layer_groups is {value}; it must be 1 to 2$"):
-            handler.gate(value)
+            handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=value)
 
 
 def make_pool(**options: Any) -> None:
@@ -214,11 +213,6 @@ def test_a_timeout_may_be_longer_than_any_clock(handler: OffloadHandler) -> None
         assert handler.pools[0].wait_ready(timeout)
 
 
-def test_what_is_no_gate_is_refused(handler: OffloadHandler) -> None:
-    with pytest.raises(TypeError, match=r"^gate is a str; pass what OffloadHandler\.gate\(\)"):
-        handler.load(page_ids=[0], gpu_block_ids=[0], gate="x")  # type: ignore[arg-type]
-
-
 def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:
     job, other = (
         handler.store(gpu_block_ids=[0], page_ids=[0]),
@@ -264,12 +258,6 @@ def test_what_has_no_blocks_is_refused_by_a_layout() -> None:
         PagedLayout([torch.zeros(())])
     with pytest.raises(TypeError, match=r"^tensors\[1\] is torch\.sparse_coo"):
         PagedLayout([torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()])
-
-
-@pytest.mark.parametrize("labels", [{"rank": 5}, {5: "rank"}, {"rank": None}])
-def test_a_label_that_is_no_string_is_refused(handler: OffloadHandler, labels: Any) -> None:
-    with pytest.raises(TypeError, match=r"^label .* is .*; both must be strings"):
-        handler.metrics().prometheus(labels)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Transfers as jobs: what is copied, when it runs, and what has become of it.
 
-Public besides `torch_kvswap.OffloadHandler`, `Job` and `Gate`: what `metrics()` returns, for
+Public besides `torch_kvswap.OffloadHandler` and `Job`: what `metrics()` returns, for
 annotations and exporters (`Metrics`, `ChannelMetrics`, `Histogram`).
 """
 

@@ -14,7 +14,6 @@ from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
     count_of,
-    kind_of,
     read_int,
     read_switch,
     read_timeout,
@@ -32,7 +31,6 @@ from torch_kvswap.copy_method import (
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.gate import Gate, read_layer_group
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.metrics import Metrics, read_metrics
 from torch_kvswap.offload.native import NativeHandler
@@ -149,7 +147,11 @@ class Job(NotCopyable, native.Job):
         """
         group = -1
         if layer_group is not None:
-            group = read_layer_group(layer_group, self.layer_groups, "the job")
+            group = read_int("layer_group", layer_group, INT64_MIN)
+            if not 0 <= group < self.layer_groups:
+                raise IndexError(
+                    f"layer_group is {group}; the job has groups 0 to {self.layer_groups - 1}"
+                )
         is_verified = read_switch("verified", verified)
         if is_verified:
             self._check_has_digests(layer_group)
@@ -209,7 +211,7 @@ class OffloadHandler(NotCopyable):
     open when the process exits, is closed.
 
     With a cache on the CPU, store() and load() return after the copy, `after` takes no stream or
-    event, and gate() raises. docs/devices.md lists what else is refused there.
+    event. docs/devices.md lists what else is refused there.
 
     Args:
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
@@ -384,7 +386,6 @@ class OffloadHandler(NotCopyable):
         after: After = None,
         layer_groups: int | None = None,
         expedited: bool = False,
-        gate: Gate | None = None,
         copy_method: str | None = None,
         tag: object = None,
     ) -> Job:
@@ -400,7 +401,7 @@ class OffloadHandler(NotCopyable):
         From a pool with digests (HostPool.verify), a load fails with a CorruptedPageError if blocks
         are not those that were stored, and with a BlocksRejectedError if none were. Their positions
         are in Result.rejected, and their contents are undefined. query(), synchronize() and poll()
-        know; streams that wait for the job, and gates, go on before the host knows
+        know; streams that wait for the job go on before the host knows
         (`Job.wait(verified=True)`).
 
         Args:
@@ -409,25 +410,20 @@ class OffloadHandler(NotCopyable):
             after: as in store(). None orders the copy behind the kernels that read or wrote the
                 blocks before.
             layer_groups (int | None): move the layers in this many groups, one after another, so
-                that `Job.wait(layer_group=...)` can wait for one group. None is 1, or the
-                gate's number of layer groups.
+                that `Job.wait(layer_group=...)` can wait for one group. None is 1.
             expedited (bool): use a separate channel that overtakes queued and running loads.
-            gate (Gate | None): close this gate in the order of the current stream until the load
-                has landed. Its number of layer groups must be that of the load. The call returns
-                when the load has been given to the device.
 
         Returns:
             Job: the submitted job.
 
         Raises:
-            ValueError: layer_groups is out of range or differs from the gate's, the gate belongs
-                to another handler, or as in store().
+            ValueError: layer_groups is out of range, or as in store().
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
         if unnamed:
             raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
-        return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, gate, expedited)
+        return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, expedited)
 
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
@@ -587,20 +583,6 @@ class OffloadHandler(NotCopyable):
         """
         return self._native.cancel(self._check_own("job", job))
 
-    def gate(self, layer_groups: int = 1) -> Gate:
-        """Makes an open gate for load(gate=...).
-
-        Args:
-            layer_groups (int): 1 to the number of tensors of the cache.
-
-        Raises:
-            TypeError: layer_groups is not an integer.
-            ValueError: layer_groups is out of range, or the cache is not on a CUDA device.
-            RuntimeError: the handler is closed, or the driver refuses.
-            DeviceLostError: the device is lost.
-        """
-        return Gate(self._native, layer_groups)
-
     def metrics(self) -> Metrics:
         """Returns a snapshot of the counters, gauges and histograms of all channels."""
         return read_metrics(self._native)
@@ -682,7 +664,6 @@ class OffloadHandler(NotCopyable):
         tag: object,
         copy_method: str | None = None,
         layer_groups: int | None = None,
-        gate: Gate | None = None,
         expedited: bool = False,
         reserved: Any = None,
         computed_from: Sequence[int] = (),
@@ -704,8 +685,8 @@ class OffloadHandler(NotCopyable):
             if copy_method is not None:
                 check_job_method(copy_method)
             num_groups = 1
-            if layer_groups is not None or gate is not None:
-                num_groups = self._read_layer_groups(layer_groups, gate)
+            if layer_groups is not None:
+                num_groups = groups.read_layer_groups(layer_groups)
             if native.cache_has_moved(groups.guard.native):
                 groups.guard.check()
             resolved: tuple[Any, ...] = (None,)  # it may own the event, so it lives until the call
@@ -718,7 +699,7 @@ class OffloadHandler(NotCopyable):
                 self._kept[token] = tag, reserved
                 if reserved is not None:
                     reserved.job = job
-            options = gate, copy_method is not None, token, computed_from or None
+            options = copy_method is not None, token, computed_from or None
             arguments: tuple[Any, ...] = (job, *ids, resolved[0], *options)
             try:
                 submitting.submit(*arguments)
@@ -732,31 +713,13 @@ class OffloadHandler(NotCopyable):
             raise
         return job
 
-    def _check_options(
-        self, after: object, layer_groups: int | None = None, gate: Gate | None = None
-    ) -> None:
+    def _check_options(self, after: object, layer_groups: int | None = None) -> None:
         """Raises what _submit() would raise for these options, if there is nothing to submit."""
         self._native.check_open()
-        if layer_groups is not None or gate is not None:
-            self._read_layer_groups(layer_groups, gate)
+        if layer_groups is not None:
+            self._native.groups.read_layer_groups(layer_groups)
         if after is not None:
             self._native.groups.resolve_after(after)
-
-    def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
-        """The number of layer groups of a load, checked against its gate."""
-        if gate is not None and not isinstance(gate, Gate):
-            raise TypeError(f"gate is {kind_of(gate)}; pass what OffloadHandler.gate() returns")
-        if gate is not None and gate._handler is not self._native:
-            raise ValueError("the gate belongs to another handler; make one with this handler")
-        if layer_groups is None:
-            return 1 if gate is None else gate.layer_groups
-        groups = self._native.groups.read_layer_groups(layer_groups)
-        if gate is not None and gate.layer_groups != groups:
-            raise ValueError(
-                f"the gate has {count_of(gate.layer_groups, 'layer group')}, the load has "
-                f"{groups}; make them equal"
-            )
-        return groups
 
     def _check_own(self, name: str, job: object) -> Job:
         if not isinstance(job, Job):

@@ -30,7 +30,6 @@ from torch_kvswap.encoding.slot import EncodingName, VerifyName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import check_layout
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.gate import Gate
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
@@ -433,7 +432,6 @@ class PrefixCache(NotCopyable):
         after: After = None,
         layer_groups: int | None = None,
         expedited: bool = False,
-        gate: Gate | None = None,
         tag: object = None,
     ) -> Job | None:
         """Loads the blocks of the keys.
@@ -448,7 +446,7 @@ class PrefixCache(NotCopyable):
                 block that it leaves out. Without, a key that has a -1 is not loaded.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
-            after, layer_groups, expedited, gate, tag: see OffloadHandler.load().
+            after, layer_groups, expedited, tag: see OffloadHandler.load().
 
         Returns:
             Job | None: None if a block is not ready.
@@ -473,11 +471,10 @@ class PrefixCache(NotCopyable):
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
-            gate=gate,
             tag=tag,
         )
         if job is None:
-            self._handler._check_options(after, layer_groups, gate)
+            self._handler._check_options(after, layer_groups)
         elif self._below is not None:
             self._below.use_leases(digests)
         return job
@@ -613,7 +610,6 @@ class PrefixCache(NotCopyable):
         after: After = None,
         layer_groups: int | None = None,
         expedited: bool = False,
-        gate: Gate | None = None,
         tag: object = None,
     ) -> Resumed:
         """Loads the blocks of a preempted request, if the host has all of them.
@@ -624,7 +620,7 @@ class PrefixCache(NotCopyable):
         Args:
             preempted (Preempted): from preempt().
             gpu_block_ids: a destination for each block, as in load(); -1 where preempt() had it.
-            after, layer_groups, expedited, gate, tag: see OffloadHandler.load().
+            after, layer_groups, expedited, tag: see OffloadHandler.load().
 
         Returns:
             Resumed: "loaded" with the job, which work that uses the blocks must wait for; "pending"
@@ -653,7 +649,6 @@ class PrefixCache(NotCopyable):
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
-            gate=gate,
             tag=tag,
         )
         if job is None and is_pending:
@@ -718,10 +713,6 @@ class PrefixCache(NotCopyable):
     def cancel(self, job: Job) -> bool:
         """Cancels a job that has not ended. See OffloadHandler.cancel()."""
         return self._handler.cancel(job)
-
-    def gate(self, layer_groups: int = 1) -> Gate:
-        """Makes an open gate for load(gate=...). See OffloadHandler.gate()."""
-        return self._handler.gate(layer_groups)
 
     def metrics(self) -> Metrics:
         """Returns counters, gauges and histograms of the jobs. See OffloadHandler.metrics()."""
