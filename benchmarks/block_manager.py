@@ -12,10 +12,14 @@ vLLM's modules come from its package, of which nothing else is needed:
     pip download --no-deps --only-binary :all: vllm==0.26.0
     unzip 'vllm-*.whl' 'vllm/v1/kv_offload/*' -d FOLDER
 Without --vllm FOLDER it is left out, and what is compared with it is not judged.
+
+--trace FILE only replays the requests of such a file, one after another, and says which share of
+their blocks each policy finds: https://github.com/kvcache-ai/Mooncake has conversation_trace.jsonl.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -41,9 +45,11 @@ from timing import Spread, no_garbage_collection, resident_bytes
 from torch_kvswap import PrefixCache
 from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.manager import POLICIES
 
 FASTER = 5.0  # than vLLM's
 BYTES_PER_PAGE = 200.0
+TRACE_PAGES = 2_500, 6_250, 12_500, 25_000
 SERVER, SERVER_MICROSECONDS = "server", 60.0  # a lookup of 512 keys
 VLLM, VLLM_BY_KEY = "vLLM", "vLLM by key"
 MISS = "lookup, a miss"  # one key is looked up, so the call itself is all that it costs
@@ -75,14 +81,34 @@ class Memory:
     bytes_per_page: float
 
 
+@dataclass(frozen=True)
+class Found:
+    """Of all blocks that a trace asks for, those that a manager with so many pages finds."""
+
+    pages: int
+    policy: str
+    share: float
+
+
 MEMORY: list[Column[Memory]] = [
     Column("manager", lambda its: its.manager),
     Column("bytes a page", lambda its: round(its.bytes_per_page, 1)),
+]
+FOUND: list[Column[Found]] = [
+    Column("pages", lambda its: its.pages),
+    Column("policy", lambda its: its.policy),
+    Column("found, %", lambda its: f"{100 * its.share:.1f}"),
 ]
 
 
 def main(arguments: list[str]) -> int:
     options = _options(arguments)
+    if options.trace is not None:
+        found = replay(options.trace)
+        print(table_of(FOUND, found))
+        content = {"benchmark": "block_manager", "trace": options.trace.name}
+        write_figures(options, {**content, "found": list(map(asdict, found))}, [])
+        return 0
     count, samples = options.pages // options.blocks, options.samples
     if not 1 <= samples <= count // 2:
         print(f"--samples: with these pages and blocks 1 to {count // 2}", file=sys.stderr)
@@ -128,8 +154,32 @@ def _options(arguments: list[str]) -> Namespace:
     add("--blocks", type=int, default=1000, help="of a prompt")
     add("--samples", type=int, default=100, help="prompts for which each call is timed")
     add("--server", action="store_true")
+    add("--trace", type=Path)
     add("--vllm", type=Path, help="a folder with the folder vllm of its package")
     return parser.parse_args(arguments)
+
+
+def replay(trace: Path) -> list[Found]:
+    """Replays a file with a line of JSON for each request, whose "hash_ids" name its blocks."""
+    prompts = [json.loads(line)["hash_ids"] for line in trace.read_text().splitlines()]
+    asked = sum(map(len, prompts))
+    return [
+        Found(pages, policy, round(_blocks_found(policy, pages, prompts) / asked, 4))
+        for pages in TRACE_PAGES
+        for policy in POLICIES
+    ]
+
+
+def _blocks_found(policy: str, pages: int, prompts: Iterable[list[int]]) -> int:
+    manager, found = BlockManager(pages, eviction_policy=policy), 0
+    for prompt in prompts:
+        ready = manager.lookup(prompt).ready
+        found += ready
+        if ready and (load := manager.prepare_load(prompt[:ready])) is not None:
+            manager.complete(load)
+        if (store := manager.prepare_store(prompt)) is not None:
+            manager.complete(store)
+    return found
 
 
 def makers(vllm: Path | None) -> dict[str, Maker]:

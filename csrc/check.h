@@ -13,6 +13,10 @@ struct ValueError : std::runtime_error {
 struct IndexError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+// The device does not do this at all.
+struct NotImplementedError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 // The device can no longer be used by this process.
 struct DeviceLostError : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -30,8 +30,9 @@ def main() -> None:
         return layers[0].sum()
 
     layers = [torch.zeros(8, 16, 64, device=device) for _ in range(4)]
-    host = [torch.zeros(32, 16, 64, pin_memory=device != "cpu") for _ in layers]
-    write_and_store(layers, host, torch.tensor([5, 2]), torch.tensor([30, 31]))
+    host = [torch.zeros(32, 16, 64, device="cpu", pin_memory=device != "cpu") for _ in layers]
+    ids, slots = (torch.tensor(blocks, device="cpu") for blocks in ([5, 2], [30, 31]))
+    write_and_store(layers, host, ids, slots)
     assert [int(layer[30:].amin()) for layer in host] == [0, 1, 2, 3]
     assert not any(layer[:30].any() for layer in host)
     print("two blocks of each layer were stored after the kernels that wrote them")

@@ -25,8 +25,8 @@ GROUPS = [
 
 def make_layers(count: int, shape: tuple[int, ...], device: str) -> list[torch.Tensor]:
     """Layers with blocks in dimension 1. Each block has its number as its values."""
-    numbers = torch.arange(shape[1]).view(1, -1, *[1] * (len(shape) - 2))
-    return [numbers.expand(shape).to(device, torch.bfloat16) for _ in range(count)]
+    numbers = torch.arange(shape[1], device=device).view(1, -1, *[1] * (len(shape) - 2))
+    return [numbers.expand(shape).to(torch.bfloat16) for _ in range(count)]
 
 
 def main() -> None:
@@ -49,8 +49,8 @@ def main() -> None:
         prompt = list(range(200))
         computed = [range(12), range(6), range(3)]  # blocks of 16, 32 and 64 tokens: 192 tokens
         store = prefixes.store([hasher.keys(prompt) for hasher in hashers], computed)
-        assert store is not None
-        store.synchronize()
+        assert store.job is not None
+        store.job.synchronize()
         prefixes.poll()
 
         keys = [hasher.lookup_keys(prompt) for hasher in hashers]

@@ -24,7 +24,7 @@ class Model:
         torch.manual_seed(0)
         self.device, shapes = device, [(VOCAB,), (VOCAB,), (LONGEST,), (LAYERS, 4, DIM)]
         self.tokens, self.head, self.positions, weights = (
-            torch.randn(*shape, DIM).to(device) for shape in shapes
+            torch.randn(*shape, DIM, device="cpu").to(device) for shape in shapes
         )
         self.layers = weights / DIM**0.5
 
@@ -46,6 +46,7 @@ class Request:
     tokens: list[int]  # the prompt, and what was generated
     computed: int = 0  # tokens whose keys and values are in its blocks
     blocks: list[int] = field(default_factory=list)
+    keys: kvs.prefix.PrefixKeys | None = None  # of its first blocks
     held: kvs.prefix.Preempted | None = None  # its blocks on the host, while it is preempted
 
 
@@ -80,7 +81,7 @@ class Engine:
                 return False  # until poll() has reported its store
             request.held, found = None, request.computed
         else:
-            keys = self.hasher.lookup_keys(request.tokens)
+            request.keys = keys = self.hasher.lookup_keys(request.tokens)
             found = self.prefixes.lookup(keys).ready * BLOCK
             job = self.prefixes.load(keys, blocks[: len(keys)], prefix=found // BLOCK)
             self.counts["reused tokens"] += found
@@ -102,7 +103,7 @@ class Engine:
         if request.computed == len(request.tokens):
             request.tokens.append(token)
         if len(request.tokens) == LONGEST:
-            keys = self.hasher.keys(request.tokens[: request.computed])
+            keys = self.hasher.keys(request.tokens[: request.computed], known=request.keys)
             self.prefixes.store(keys, request.blocks[: len(keys)])
             self.leave(request, self.prefixes.evict(request.blocks))
 

@@ -228,7 +228,8 @@ class Machine:
         count = handler.layouts[0].num_blocks
         samples = []
         for _ in range(_SAMPLES + 1):
-            block_ids, page_ids = (torch.randperm(count)[:blocks].tolist() for _ in range(2))
+            shuffled = (torch.randperm(count, device="cpu") for _ in range(2))
+            block_ids, page_ids = (ids[:blocks].tolist() for ids in shuffled)
             start = time.perf_counter()
             if direction == "store":
                 job = handler.store(gpu_block_ids=block_ids, page_ids=page_ids, after=())

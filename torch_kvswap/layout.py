@@ -106,7 +106,7 @@ class PagedLayout(Slabs):
             is not a torch.dtype.
         ValueError: a tensor (named in the message) cannot be described as blocks, or tensors differ
             in device or number of blocks, or two of them share memory, or dtype is not the type of
-            a tensor, or they are on meta.
+            a tensor, or a tensor has no memory (meta, fake).
     """
 
     def __init__(
@@ -301,8 +301,6 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
         return (
             f"is on another device than tensors[0] ({first.device}); make a layout for each device"
         )
-    if tensor.is_meta:
-        return "is on meta, where tensors have no memory; pass tensors of a device or of the CPU"
     num_blocks = tensor.shape[block_dim]
     if num_blocks != first.shape[block_dim]:
         return (
@@ -311,6 +309,8 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
         )
     if tensor.numel() == 0:
         return "holds no bytes; leave it out"
+    if not _has_memory(tensor):
+        return "has no memory (on meta, or fake); pass tensors of a device or of the CPU"
     if not _is_dense(tensor, block_dim):
         return (
             f"is not dense within a block (the dimensions after block_dim={block_dim}); "
@@ -319,6 +319,27 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
     if problem := _storage_problem(tensor, _storage_end(tensor)):
         return f"{problem}: bring its memory back first"
     return _overlap(tensor, block_dim)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor has an address, or had one before its storage was freed."""
+    try:
+        storage = tensor.untyped_storage()
+        # The storage of a fake tensor is on meta, whichever device the tensor names.
+        return storage.device.type != "meta" and (not storage.nbytes() or storage.data_ptr() != 0)
+    except RuntimeError:  # a wrapper has no storage, or one without an address
+        return False
+
+
+def address_of(tensor: Tensor) -> int:
+    """The address of a tensor that this library has made, for native code.
+
+    Raises:
+        RuntimeError: it has none, because FakeTensorMode has made a fake one.
+    """
+    if not _has_memory(tensor):
+        raise RuntimeError("FakeTensorMode makes tensors without memory; call this outside of it")
+    return tensor.data_ptr()
 
 
 def _storage_end(tensor: Tensor) -> int:

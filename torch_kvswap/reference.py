@@ -242,18 +242,14 @@ class Job:
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Makes work submitted to the stream after this call wait for the job.
 
+        A failed job raises nothing here: poll() reports it.
+
         Args:
             stream (torch.Stream | None): a stream of any GPU. None is the current stream of the
                 cache's device.
-
-        Raises:
-            TransferError: the job has already failed.
         """
-        result = self._look()
-        if result is None:
+        if self._look() is None:
             self._end.wait(stream or self.handler._compute_stream())
-        elif not result.ok:
-            raise error_of([result])
 
     def _look(self) -> Result | None:
         """Asks whether the copy has ended, and returns the result if it has."""

@@ -103,6 +103,14 @@ def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_r
     }
 
 
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [0, 1, 2]}\n{"hash_ids": [0, 1, 3]}\n')
+    assert program.main(["--trace", str(trace), "--json", str(file)]) == 0
+    assert {found["share"] for found in json.loads(file.read_text())["found"]} == {0.3333}
+
+
 def test_every_call_of_a_block_manager_is_timed(tmp_path: Path) -> None:
     program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
     arguments = "--server --pages 400 --blocks 20 --samples 3 --json"

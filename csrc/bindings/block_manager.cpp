@@ -204,6 +204,7 @@ struct StoreReservation : Reservation {
   Split key_indices, pages;
   std::vector<int64_t> evicted;
   int64_t lease;
+  size_t skipped;
 };
 
 // Pages that are due to be written below.
@@ -352,8 +353,8 @@ class PyBlockManager {
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
   }
 
-  nb::object prepare_store(nb::handle keys, Held held) {
-    return hand_over(reserve(keys, prefix::Purpose::kStored), held);
+  nb::object prepare_store(nb::handle keys, std::optional<uint64_t> resets, Held held) {
+    return hand_over(reserve(keys, prefix::Purpose::kStored, resets), held);
   }
   nb::object preempt(nb::handle keys, Held held) {
     return hand_over(reserve(keys, prefix::Purpose::kKept), held);
@@ -423,23 +424,28 @@ class PyBlockManager {
     without_gil([&] { manager.reset(); });
   }
 
+  uint64_t resets() { return alive().resets(); }
+
   std::vector<uint64_t> stats(size_t group) {
     prefix::BlockManager& manager = alive();
     return without_gil([&] { return manager.stats(group); });
   }
 
  private:
-  std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose) {
+  std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
+                                          std::optional<uint64_t> resets = {}) {
     const Digests digests = read(keys);
     prefix::Assigned of;
-    const auto stored =
-        busy([&](bool wait) { return manager_.prepare_store(digests.keys(), purpose, of, wait); });
+    const auto stored = busy([&](bool wait) {
+      return manager_.prepare_store(digests.keys(), purpose, resets, of, wait);
+    });
     if (!stored) return std::nullopt;
     return StoreReservation{{stored->reservation},
                             split(std::move(of.key_indices), of.counts.data()),
                             split(std::move(of.pages), of.counts.data()),
                             std::move(of.evicted),
-                            stored->lease};
+                            stored->lease,
+                            stored->skipped};
   }
 
   // rejected: mostly (), which read_ids() would give to Python.
@@ -538,11 +544,13 @@ Attributes:
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages to write.
     evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
-    lease (int): the lease of preempt(), which lasts until release(); 0 for none.)")
+    lease (int): the lease of preempt(), which lasts until release(); 0 for none.
+    skipped (int): keys that store_threshold left out.)")
       .def_prop_ro("key_indices", [](StoreReservation& of) { return of.key_indices.get(); })
       .def_prop_ro("pages", [](StoreReservation& of) { return of.pages.get(); })
       .def_ro("evicted", &StoreReservation::evicted)
       .def_ro("lease", &StoreReservation::lease)
+      .def_ro("skipped", &StoreReservation::skipped)
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r}, lease={0.lease})"));
 
@@ -613,9 +621,10 @@ Returns:
 Raises:
     ValueError: prefix is longer than the keys.)")
       .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
-           "held"_a.none() = nb::none(),
+           "resets"_a.none() = nb::none(), "held"_a.none() = nb::none(),
            nb::sig("def prepare_store(self, keys: " KEYS
-                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
+                   ", *, resets: int | None = None, held: list[object] | None = None) -> "
+                   "StoreReservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -623,11 +632,13 @@ evicted.
 
 Args:
     keys: keys of a prompt's blocks, in order.
+    resets (int | None): `resets` of this manager when the blocks were computed. Blocks from
+        before a reset are not stored. None takes them as computed now.
     held: see prepare_load().
 
 Returns:
-    StoreReservation | None: None, with nothing changed, if there is not enough room. Its
-        `evicted` lists those of its pages whose blocks were evicted for it, in that order,
+    StoreReservation | None: None, with nothing changed, if there is not enough room, or the
+        manager was reset since. Its `evicted` lists those of its pages whose blocks were evicted for it, in that order,
         of all groups one after another.
 
 Raises:
@@ -793,6 +804,7 @@ for a moment.
 
 Raises:
     MemoryError: nothing was changed.)")
+      .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
       .def("_stats", &PyBlockManager::stats, "group"_a);
 }
 

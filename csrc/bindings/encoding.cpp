@@ -47,8 +47,8 @@ void bind_encoding(nb::module_& module) {
       "sizes"_a, "width_eighths"_a);
   nb::class_<DigestTable>(module, "DigestTable",
                           "The digests of the slots of a pool; sizes: of their blocks.")
-      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t>(), "counter"_a, "rows"_a,
-           "row_stride"_a, "row_bytes"_a)
+      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>(), "counter"_a, "rows"_a,
+           "row_stride"_a, "row_bytes"_a, "group"_a)
       .def(
           "read",
           [](const DigestTable& self, nb::handle sizes, int64_t first_slot, int64_t slots) {
@@ -61,7 +61,8 @@ void bind_encoding(nb::module_& module) {
             return nb::bytes(all.data(), all.size() * sizeof(uint64_t));
           },
           "sizes"_a, "first_slot"_a, "slots"_a,
-          "For each slot 1, or 0 if it has no block, and the digests of the block's tiles.")
+          "For each slot 1, or 0 if it has no block of the group, and the digests of the block's "
+          "tiles.")
       .def(
           "write",
           [](const DigestTable& self, int64_t first_slot, int64_t slots, nb::bytes read) {

@@ -68,11 +68,23 @@ void bind_memory(nb::module_& module) {
         cuda_device(device).register_host(at(address), nbytes);
       },
       "device"_a, "address"_a, "nbytes"_a, ReleaseGil(),
-      "Pins memory for every device of the process. Safe while another thread captures a graph.");
+      "Pins memory for every device of the process. Safe while another thread captures a graph. "
+      "Raises NotImplementedError where only allocate_host() gives pinned memory.");
   module.def(
       "unregister_host",
       [](int device, uintptr_t address) { cuda_device(device).unregister_host(at(address)); },
       "device"_a, "address"_a, ReleaseGil());
+  module.def(
+      "allocate_host",
+      [](int device, uint64_t nbytes) {
+        return reinterpret_cast<uintptr_t>(cuda_device(device).allocate_host(nbytes));
+      },
+      "device"_a, "nbytes"_a, ReleaseGil(),
+      "Pinned memory of the driver, for every device of the process. Returns the address.");
+  module.def(
+      "free_host",
+      [](int device, uintptr_t address) { cuda_device(device).free_host(at(address)); }, "device"_a,
+      "address"_a, ReleaseGil());
   module.def(
       "is_pinned",
       [](int device, uintptr_t address) { return cuda_device(device).is_pinned(at(address)); },

@@ -25,6 +25,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     PyErr_SetString(PyExc_IndexError, error.what());
   } catch (const ValueError& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const NotImplementedError& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
   } catch (const DeviceLostError& error) {
     PyErr_SetString(python.DeviceLostError.ptr(), error.what());
   } catch (const std::bad_alloc&) {

@@ -7,6 +7,19 @@
 #include "cuda/driver.h"
 
 namespace kvswap {
+namespace {
+
+// Whether the device uses host memory that the driver knows at another address than the process.
+bool is_elsewhere(uint64_t address) {
+  int name = cuda::kDevicePointer;
+  unsigned long long on_device = 0;
+  void* value = &on_device;
+  const cuda::Result result = cuda::driver().get_pointer_attributes(1, &name, &value, address);
+  return result == cuda::kSuccess && on_device != 0 && on_device != address;
+}
+
+}  // namespace
+
 AddressMap::AddressMap() : cuda_in_use_(cuda::is_initialised()) {}
 
 Memory AddressMap::query(uint64_t address) const {
@@ -20,6 +33,11 @@ Memory AddressMap::query(uint64_t address) const {
                       "cuPointerGetAttributes", " of address ", hex(address));
   Memory memory;
   if (type != cuda::kHostMemory && type != cuda::kDeviceMemory) return memory;
+  if (type == cuda::kHostMemory && is_elsewhere(address)) {
+    memory.begin = address;
+    memory.end = address + 1;
+    return memory;
+  }
   memory.kind = type == cuda::kDeviceMemory ? MemoryKind::kDevice : MemoryKind::kPinned;
   memory.device = memory.on_device() ? device : -1;
   memory.begin = bytes != 0 ? begin : address;
@@ -34,7 +52,7 @@ Memory AddressMap::find(uint64_t address) {
                        [](uint64_t value, const Memory& memory) { return value < memory.begin; });
   if (next != seen_.begin() && address < std::prev(next)->end) return *std::prev(next);
   const Memory memory = query(address);
-  if (memory.end != 0) seen_.insert(next, memory);
+  if (memory.kind != MemoryKind::kPageable) seen_.insert(next, memory);
   return memory;
 }
 
@@ -61,6 +79,7 @@ std::string AddressMap::describe(uint64_t address) {
       text << " (pinned host memory, allocation ";
       break;
     case MemoryKind::kPageable:
+      if (memory.end != 0) return text.str() + " (host memory that the device has elsewhere)";
       return text.str() + " (pageable host memory or no memory at all: unknown to CUDA)";
   }
   text << hex(memory.begin) << " + " << memory.end - memory.begin << " bytes)";

@@ -7,13 +7,16 @@
 // What the CUDA driver knows about an address.
 namespace kvswap {
 
+// kPinned: host memory that the device uses at the same address. Registered memory that it has at
+// another one, as under WSL2, counts as kPageable: the driver copies it, and nothing else does.
 enum class MemoryKind { kPageable, kPinned, kDevice };
 
 struct Memory {
   MemoryKind kind = MemoryKind::kPageable;
   int device = -1;  // of device memory; -1 for host memory
   // The allocation, reservation or registration that contains the address; both 0 if the driver
-  // does not know the address.
+  // does not know the address. Of memory that the device has elsewhere the address alone: no copy
+  // is merged there.
   uint64_t begin = 0;
   uint64_t end = 0;
 

@@ -72,6 +72,7 @@ struct Lookup {
     require(table.set_function_attribute, "cuFuncSetAttribute", 9000);
     require(table.launch, "cuLaunchKernel", 4000);
     require(table.allocate_host, "cuMemHostAlloc", 2020);
+    require(table.free_host, "cuMemFreeHost", 2000);
     require(table.register_host, "cuMemHostRegister", 6050);
     require(table.unregister_host, "cuMemHostUnregister", 4000);
     require(table.get_device_attribute, "cuDeviceGetAttribute", 2000);

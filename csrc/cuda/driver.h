@@ -23,6 +23,7 @@ using Address = unsigned long long;
 constexpr Result kSuccess = 0;
 constexpr Result kNotInitialized = 3;
 constexpr Result kNotReady = 600;
+constexpr Result kNotSupported = 801;
 
 // The other handle of the legacy default stream; the first is null.
 inline const Stream kLegacyStream = reinterpret_cast<Stream>(1);
@@ -35,6 +36,7 @@ constexpr unsigned kRegisterMapped = 2;    // kernels may read and write it
 constexpr int kCaptureRelaxed = 2;
 constexpr int kHas64BitMemoryOperations = 122;
 constexpr int kComputeCapabilityMajor = 75;
+constexpr int kHasRegisteredAtSameAddress = 91;
 constexpr int kPciBus = 33, kPciDevice = 34, kPciDomain = 50;
 constexpr int kMaxDynamicSharedBytes = 8;  // of a function
 constexpr unsigned kWaitUntilAtLeast = 0;
@@ -45,6 +47,7 @@ using GetProcAddress = Result (*)(const char* symbol, void** function, int versi
 constexpr uint64_t kLegacyStreamFlag = 1;
 
 constexpr int kMemoryType = 2;
+constexpr int kDevicePointer = 3;
 constexpr int kDeviceOrdinal = 9;
 constexpr int kRangeStart = 11;
 constexpr int kRangeSize = 12;
@@ -118,6 +121,7 @@ struct Driver {
                    unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream,
                    void** arguments, void** extra);
   Result (*allocate_host)(void**, size_t bytes, unsigned flags);
+  Result (*free_host)(void*);
   Result (*register_host)(void*, size_t bytes, unsigned flags);
   Result (*unregister_host)(void*);
   Result (*get_device_attribute)(int*, int attribute, int device);

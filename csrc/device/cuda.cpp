@@ -197,15 +197,21 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
 
   Allocations find_allocations(const std::vector<uint64_t>& cache,
                                const std::vector<uint64_t>& host) override;
-  void register_host(void* address, uint64_t bytes) override {
-    const cuda::ContextGuard context(index());
-    KVSWAP_DRIVER_CHECK(cuda::driver().register_host(
-                            address, bytes, cuda::kRegisterPortable | cuda::kRegisterMapped),
-                        "cuMemHostRegister");
-  }
+  void register_host(void* address, uint64_t bytes) override;
   void unregister_host(void* address) override {
     const cuda::ContextGuard context(index());
     KVSWAP_DRIVER_CHECK(cuda::driver().unregister_host(address), "cuMemHostUnregister");
+  }
+  void* allocate_host(uint64_t bytes) override {
+    const cuda::ContextGuard context(index());
+    void* memory = nullptr;
+    KVSWAP_DRIVER_CHECK(cuda::driver().allocate_host(&memory, bytes, cuda::kRegisterPortable),
+                        "cuMemHostAlloc", " of ", bytes, " bytes");
+    return memory;
+  }
+  void free_host(void* address) override {
+    const cuda::ContextGuard context(index());
+    KVSWAP_DRIVER_CHECK(cuda::driver().free_host(address), "cuMemFreeHost");
   }
   bool is_pinned(const void* address) override {
     const cuda::ContextGuard context(index());
@@ -272,6 +278,26 @@ Allocations CudaDevice::find_allocations(const std::vector<uint64_t>& cache,
   return found;
 }
 
+void CudaDevice::register_host(void* address, uint64_t bytes) {
+  const cuda::ContextGuard context(index());
+  int is_same = 0;
+  KVSWAP_DRIVER_CHECK(
+      cuda::driver().get_device_attribute(&is_same, cuda::kHasRegisteredAtSameAddress, index()),
+      "cuDeviceGetAttribute");
+  if (is_same == 0) {
+    fail<NotImplementedError>(name(),
+                              " uses other addresses for registered host memory than the "
+                              "process does, as under WSL2");
+  }
+  const cuda::Result result =
+      cuda::driver().register_host(address, bytes, cuda::kRegisterPortable | cuda::kRegisterMapped);
+  if (result == cuda::kNotSupported) {
+    fail<NotImplementedError>("cuMemHostRegister: ", cuda::describe(result),
+                              ", as in confidential computing");
+  }
+  KVSWAP_DRIVER_CHECK(result, "cuMemHostRegister");
+}
+
 StreamWords* CudaDevice::stream_words() {
   const cuda::Driver& driver = cuda::driver();
   if (driver.wait_value == nullptr || driver.write_value == nullptr) return nullptr;
@@ -283,11 +309,7 @@ StreamWords* CudaDevice::stream_words() {
 }
 
 volatile uint64_t* CudaDevice::allocate_words(int count) {
-  void* memory = nullptr;
-  KVSWAP_DRIVER_CHECK(
-      cuda::driver().allocate_host(&memory, count * sizeof(uint64_t), cuda::kRegisterPortable),
-      "cuMemHostAlloc", " of a gate");
-  return static_cast<volatile uint64_t*>(memory);
+  return static_cast<volatile uint64_t*>(allocate_host(count * sizeof(uint64_t)));
 }
 
 }  // namespace

@@ -29,10 +29,12 @@ Allocations Device::find_allocations(const std::vector<uint64_t>& cache,
 
 void Device::register_host(void*, uint64_t) { refuse_registration(); }
 void Device::unregister_host(void*) { refuse_registration(); }
+void* Device::allocate_host(uint64_t) { refuse_registration(); }
+void Device::free_host(void*) { refuse_registration(); }
 bool Device::is_pinned(const void*) { refuse_registration(); }
 
 void Device::refuse_registration() const {
-  fail("host memory is registered for CUDA devices, not for ", name());
+  fail("host memory is pinned for CUDA devices, not for ", name());
 }
 
 Device& find_device(DeviceKind kind, int index) {

@@ -203,8 +203,12 @@ class Device {
                                        const std::vector<uint64_t>& host);
   // Pins host memory for all devices of the process, and undoes that. Any thread, without the lock
   // and without a context. Blocks; a large range takes seconds. By default they throw.
+  // register_host() throws NotImplementedError where the device takes no memory of the process, or
+  // uses other addresses for it: then only memory from allocate_host() is pinned.
   virtual void register_host(void* address, uint64_t bytes);
   virtual void unregister_host(void* address);
+  virtual void* allocate_host(uint64_t bytes);
+  virtual void free_host(void* address);
   virtual bool is_pinned(const void* address);
 
   // Copies.

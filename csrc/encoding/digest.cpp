@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "check.h"
 #include "kernels/slot.h"
 
 namespace kvswap {
@@ -80,22 +81,47 @@ uint64_t digest_row_bytes(const std::vector<uint64_t>& sizes) {
   return (bytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
 }
 
+DigestTable::DigestTable(uint64_t counter, uint64_t rows, uint64_t row_stride, uint64_t row_bytes,
+                         uint64_t group)
+    : counter_(counter),
+      rows_(rows),
+      row_stride_(row_stride),
+      row_bytes_(row_bytes),
+      group_(group) {
+  KVSWAP_CHECK(group < kMaxGroups, "digests know ", kMaxGroups, " groups of layers at most");
+}
+
+uint64_t DigestTable::begin_store(SlotDigests& row) const {
+  auto* const used = reinterpret_cast<uint64_t*>(counter_);
+  const uint64_t store = __atomic_add_fetch(used, 1, __ATOMIC_RELAXED) | group_ << kGroupShift;
+  write_number(row.store, store);
+  return store;
+}
+
+uint64_t DigestTable::stored_in(const SlotDigests& row) const {
+  const uint64_t store = read_number(row.store);
+  return store == 0 ? 0 : (store & ~kGroupBits) | group_ << kGroupShift;
+}
+
 bool DigestTable::read(int64_t slot, std::vector<uint64_t>& digests) const {
   const SlotDigests& row = at(slot);
   const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), row.store);
   for (size_t tile = 0; tile < digests.size(); ++tile) digests[tile] = digest(slot, tile) ^ tag;
-  return has_block(slot);
+  return has_block(slot) && group_of(row.store) == group_;
 }
 
 void DigestTable::write(int64_t slot, const std::vector<uint64_t>& digests) const {
   SlotDigests& row = at(slot);
-  const uint64_t store = take_stores(1);
-  const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), store);
+  if (digests.empty()) {
+    write_number(row.store, 0);  // whatever group loads it
+    row.tag = 0;
+    return;
+  }
+  const uint64_t tag = digest_tag(static_cast<uint64_t>(slot), begin_store(row));
   for (size_t tile = 0; tile < digests.size(); ++tile) {
     write_number(digests_behind(&row)[tile], digests[tile] ^ tag);
   }
-  write_number(row.store, store);
-  row.tag = digests.empty() ? ~tag : tag;
+  row.tag = tag;
 }
 
 bool DigestTable::has_block(int64_t slot) const {

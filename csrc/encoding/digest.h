@@ -30,61 +30,70 @@ inline void write_number(uint64_t& number, uint64_t value) {
   __atomic_store_n(&number, value, __ATOMIC_RELAXED);
 }
 
-// A bit of the number of a store into another pool, whose row came with its block. Numbers of
-// stores into this pool do not reach it.
+// The number of a store has the group of its block in these bits, so that a block of another group
+// has another tag. Counted stores do not reach them.
+constexpr int kGroupShift = 48;
+constexpr uint64_t kMaxGroups = 1 << 15;
+constexpr uint64_t kGroupBits = (kMaxGroups - 1) << kGroupShift;
+// A bit of the number of a store into another pool, whose row came with its block.
 constexpr uint64_t kAdoptedStore = uint64_t{1} << 63;
+
+constexpr uint64_t group_of(uint64_t store) { return (store & kGroupBits) >> kGroupShift; }
 
 // A row of digests for each slot of a pool, in host memory that the kernels can use, zeros at
 // first.
 class DigestTable {
  public:
   // counter: address of the number of the latest store, zero at first. rows: of the first row, a
-  // multiple of 64, like their distance. row_bytes: room for the digests of a slot.
-  DigestTable(uint64_t counter, uint64_t rows, uint64_t row_stride, uint64_t row_bytes)
-      : counter_(counter), rows_(rows), row_stride_(row_stride), row_bytes_(row_bytes) {}
+  // multiple of 64, like their distance. row_bytes: room for the digests of a slot. group: the
+  // place among the handler's groups of the one whose blocks are stored and loaded.
+  DigestTable(uint64_t counter, uint64_t rows, uint64_t row_stride, uint64_t row_bytes,
+              uint64_t group);
 
   uint64_t rows() const { return rows_; }
   uint64_t row_stride() const { return row_stride_; }
   uint64_t row_bytes() const { return row_bytes_; }
+  uint64_t group() const { return group_; }
   SlotDigests& at(int64_t slot) const {
     return *digests_at(rows_, row_stride_, static_cast<uint64_t>(slot));
   }
   uint64_t digest(int64_t slot, uint64_t tile) const {
     return read_number(digests_behind(&at(slot))[tile]);
   }
-  // Whether a store has left a block in the slot; if so, the digests of its tiles as they are in
-  // any slot, from the first one on. No job may use the slot.
+  // Whether a store has left a block of the group in the slot; if so, the digests of its tiles as
+  // they are in any slot, from the first one on. No job may use the slot.
   bool read(int64_t slot, std::vector<uint64_t>& digests) const;
   // As if a store had left a block with these digests in the slot, or, if there are none, no block.
   void write(int64_t slot, const std::vector<uint64_t>& digests) const;
-  // Whether a store has left a block in the slot. No job may use it.
+  // Whether a store has left a block of any group in the slot. No job may use it.
   bool has_block(int64_t slot) const;
   // The slot was filled with all bytes of a slot of another pool, whose row came with its block:
   // binds the row to this slot. If it was damaged, its block does not match. No job may use it.
   void adopt(int64_t slot) const;
   // Fills in where the digests of blocks [first, first + arguments.block_count) of a copy are, and
-  // the numbers of their stores. Gives stores their numbers, from block `first_new` of the copy on;
-  // those before had a launch.
+  // the numbers of their stores, which the first launch of a block decides: a store gets a number,
+  // and a load takes that of the latest store.
   template <typename Arguments>
-  void set_rows(Arguments& arguments, const PagedCopy& copy, size_t first, size_t first_new) const {
-    const uint32_t count = arguments.block_count;
-    uint64_t number = first_new < first + count ? take_stores(count) : 0;
-    for (uint32_t i = 0; i < count; ++i) {
-      SlotDigests& row = at(copy.slots[first + i]);
-      if (first + i >= first_new) write_number(row.store, number++);
-      arguments.stores[i] = row.store;
+  void set_rows(Arguments& arguments, const PagedCopy& copy, size_t first) const {
+    for (uint32_t i = 0; i < arguments.block_count; ++i) {
+      uint64_t& store = copy.stores[first + i];
+      if (store == kUnknownStore) {
+        SlotDigests& row = at(copy.slots[first + i]);
+        store = copy.to_host ? begin_store(row) : stored_in(row);
+      }
+      arguments.stores[i] = store;
     }
     arguments.rows = rows_;
     arguments.row_stride = row_stride_;
   }
-  // The first of some numbers for stores, which no other store of any process gets.
-  uint64_t take_stores(uint64_t count) const {
-    auto* const used = reinterpret_cast<uint64_t*>(counter_);
-    return __atomic_fetch_add(used, count, __ATOMIC_RELAXED) + 1;
-  }
 
  private:
-  const uint64_t counter_, rows_, row_stride_, row_bytes_;
+  // Gives a store of the group its number, which no other store of any process has.
+  uint64_t begin_store(SlotDigests& row) const;
+  // The number of the latest store, as if it had been one of the group; 0 for none.
+  uint64_t stored_in(const SlotDigests& row) const;
+
+  const uint64_t counter_, rows_, row_stride_, row_bytes_, group_;
 };
 
 }  // namespace kvswap

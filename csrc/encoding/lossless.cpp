@@ -102,9 +102,7 @@ class TileTable : public PackTable {
     for (; first < last; first += arguments.block_count) {
       set_blocks(arguments, copy, first, last);
       arguments.states = copy.states_from(first);
-      if (copy.digests != nullptr) {
-        copy.digests->set_rows(arguments, copy, first, copy.to_host ? first : copy.count);
-      }
+      if (copy.digests != nullptr) copy.digests->set_rows(arguments, copy, first);
       launch(arguments, copy.to_host, max_warps, stream);
       if (arguments.by_slot == 0) {
         arguments.packed += arguments.block_count * arguments.packed_stride;

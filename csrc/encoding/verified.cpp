@@ -42,16 +42,15 @@ class Digests {
   }
 
   // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
-  // has. A kWrite gives the stores their numbers.
+  // has.
   template <typename Run>
   void for_each(const PagedCopy& copy, size_t first, size_t last, DigestTask task, uint64_t tiles,
                 uint32_t word_bytes, const Run& run) const {
     DigestArguments arguments = arguments_of(copy, task, tiles, word_bytes);
-    const size_t first_new = task == DigestTask::kWrite ? first : copy.count;
     for (; first < last; first += arguments.block_count) {
       set_blocks(arguments, copy, first, last);
       arguments.states = copy.states_from(first);
-      table_.set_rows(arguments, copy, first, first_new);
+      table_.set_rows(arguments, copy, first);
       run(arguments);
     }
   }
@@ -60,6 +59,9 @@ class Digests {
   std::string difference_in(int64_t slot) const {
     const SlotDigests& row = table_.at(slot);
     const uint64_t found = read_number(row.found), store = read_number(row.store);
+    if (group_of(store) != table_.group()) {
+      return ": the slot has a block of group " + std::to_string(group_of(store));
+    }
     const uint64_t right = digest_tag(static_cast<uint64_t>(slot), store),
                    tag = read_number(row.tag);
     if (tag != right && tag != ~right) return ": the slot is marked as one of another store";
@@ -70,10 +72,11 @@ class Digests {
     const uint64_t begin = (tile - first_tiles_[slab]) * kDigestTileBytes;
     const uint64_t end = std::min<uint64_t>(begin + kDigestTileBytes, sizes_[slab]);
     const uint64_t stored = table_.digest(slot, tile) ^ right;
+    if (found == stored) return ": it was stored again while it was loaded";
     std::ostringstream text;
     text << ": bytes " << begin << " to " << end - 1 << " of slab " << slab << " have the digest "
          << hex(found) << ", and " << hex(stored) << " is that of store "
-         << (store & ~kAdoptedStore);
+         << (store & ~(kAdoptedStore | kGroupBits));
     if ((store & kAdoptedStore) != 0) text << " into another pool";
     return text.str();
   }
@@ -179,11 +182,10 @@ class VerifiedTable : public PackTable {
   void copy_and_digest(DigestArguments& arguments, const PagedCopy& copy, uint64_t begin,
                        uint64_t end, unsigned max_ctas, cuda::Stream stream) const {
     const uint64_t size = arguments.block_bytes, packed = arguments.packed;
-    const size_t first_new = copy.to_host ? (begin + size - 1) / size : copy.count;
     for (size_t first = begin / size; first * size < end; first += arguments.block_count) {
       set_bytes(arguments, copy, first, begin, end);
       arguments.states = copy.states_from(first);
-      digests_.table().set_rows(arguments, copy, first, first_new);
+      digests_.table().set_rows(arguments, copy, first);
       if (arguments.by_slot == 0) arguments.packed = packed + first * size - begin;
       const unsigned tiles = arguments.block_count * arguments.tile_count;
       const unsigned ctas = std::min(max_ctas, (tiles + kDigestCopyWarps - 1) / kDigestCopyWarps);
@@ -259,7 +261,7 @@ class VerifiedEncoding : public Encoding {
     if (is_first) afterwards = DigestTask::kCompareAgain;
     PagedCopy one = copy;
     for (one.count = 1; one.blocks != copy.blocks + copy.count;
-         ++one.blocks, ++one.slots, ++one.states) {
+         ++one.blocks, ++one.slots, ++one.states, ++one.stores) {
       if (is_first) digest(one, DigestTask::kWrite);
       slots_->copy_on_host(one);
       digest(one, afterwards);

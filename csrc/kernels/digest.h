@@ -44,7 +44,8 @@ KVSWAP_HOST_DEVICE constexpr uint64_t digest_of(const DigestSums& sums, uint32_t
   return mix_bits(mix_bits(sums.first + tile) + sums.second);
 }
 
-// Binds digests to a slot and to a store, whose number is not 0. Never 0, nor ~0.
+// Binds digests to a slot and to a store, whose number, with that of its group, is not 0. Never 0,
+// nor ~0.
 KVSWAP_HOST_DEVICE constexpr uint64_t digest_tag(uint64_t slot, uint64_t store) {
   const uint64_t tag = mix_bits(mix_bits(slot + 1) + store);
   return tag + 1 > 1 ? tag : 1;
@@ -54,8 +55,8 @@ KVSWAP_HOST_DEVICE constexpr uint64_t digest_tag(uint64_t slot, uint64_t store) 
 // another slot or store matches no more than one of other bytes.
 struct SlotDigests {
   uint64_t tag;  // ~tag: that store has left no block in the slot
-  // The number of the latest store that was given to the device, which only the host reads and
-  // writes; 0 for none.
+  // The number of the latest store that was given to the device, with the number of its group,
+  // which only the host reads and writes; 0 for none.
   uint64_t store;
   uint64_t tile, found;  // the last tile that did not match, and its digest; or kNoTile
 };

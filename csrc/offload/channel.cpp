@@ -21,6 +21,10 @@ void sort_by_slot(TransferPart& part) {
   }
 }
 
+size_t count_states(const TransferPart& part, const std::vector<Group>& groups) {
+  return groups[part.group].encoding->can_reject() ? part.blocks.size() : 0;
+}
+
 }  // namespace
 
 Channel::Channel(int number, Device& device)
@@ -84,6 +88,9 @@ Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> par
   Transfers made{std::make_shared<Transfer>()};
   Transfer& transfer = *made.front();
   transfer.parts = std::move(parts);
+  for (TransferPart& part : transfer.parts) {
+    part.stores.resize(count_states(part, groups), kUnknownStore);
+  }
   transfer.ends.reserve(layer_groups);
   try {
     transfer.start = events_.take();
@@ -100,15 +107,13 @@ Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> par
 
 void Channel::take_states(Transfer& transfer, const std::vector<Group>& groups) {
   size_t count = 0;
-  const auto states_of = [&](const TransferPart& part) {
-    return groups[part.group].encoding->can_reject() ? part.blocks.size() : 0;
-  };
-  for (const TransferPart& part : transfer.parts) count += states_of(part);
+  for (const TransferPart& part : transfer.parts) count += count_states(part, groups);
   if (count == 0) return;
   transfer.states = states_.take(count);
   uint8_t* next = states_.at(transfer.states);
   for (TransferPart& part : transfer.parts) {
-    if (states_of(part) != 0) part.states = std::exchange(next, next + states_of(part));
+    const size_t of_part = count_states(part, groups);
+    if (of_part != 0) part.states = std::exchange(next, next + of_part);
   }
 }
 
@@ -172,16 +177,16 @@ void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t
   }
 }
 
-void Channel::list_copies(const Transfer& transfer, int layer_group,
-                          const std::vector<Group>& groups, int64_t layers) {
+void Channel::list_copies(Transfer& transfer, int layer_group, const std::vector<Group>& groups,
+                          int64_t layers) {
   part_copies_.clear();
-  for (const TransferPart& part : transfer.parts) {
+  for (TransferPart& part : transfer.parts) {
     const Group& group = groups[part.group];
     const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
     if (slabs.begin == slabs.end) continue;
     part_copies_.push_back(
         {{&group.gpu, &group.host, slabs, part.blocks.data(), part.slots.data(), part.blocks.size(),
-          number_ == kStores, part.before, part.after, part.states},
+          number_ == kStores, part.before, part.after, part.states, part.stores.data()},
          part.method,
          group.number,
          group.encoding.get(),

@@ -100,7 +100,7 @@ class Channel {
  private:
   void copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers, uint64_t bytes);
   // Sets part_copies_ to the parts of the transfer, for one layer group.
-  void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
+  void list_copies(Transfer& transfer, int layer_group, const std::vector<Group>& groups,
                    int64_t layers);
   void take_states(Transfer& transfer, const std::vector<Group>& groups);
   void give_events(Transfer& transfer) noexcept;

@@ -24,6 +24,7 @@ class StateMemory {
   Device& device_;
   const size_t count_;
   uint8_t* states_;
+  bool is_allocated_ = false;  // by the device
 };
 
 }  // namespace kvswap

@@ -21,7 +21,8 @@ struct TransferPart {
   // The head or tail of a staged transfer, which is copied without staging, to keep the link busy
   // while a kernel packs or unpacks.
   bool is_head_or_tail = false;
-  uint8_t* states = nullptr;  // one for each block, if the group can reject blocks
+  uint8_t* states = nullptr;          // one for each block, if the group can reject blocks
+  std::vector<uint64_t> stores = {};  // the same: see PagedCopy
 };
 
 // The copies of one job, or of several small ones that were joined: they start and end together. A

@@ -45,7 +45,7 @@ class Pieces {
   Pieces(const BlockTensor& tensor, AddressMap* addresses)
       : tensor_(tensor), addresses_(addresses) {
     has_pieces_ =
-        addresses != nullptr && tensor.device.is_cpu() && !is_pageable(tensor, *addresses);
+        addresses != nullptr && tensor.device.is_cpu() && addresses->find(tensor.base).end != 0;
   }
   bool has_both(int64_t block, int64_t other) const {
     return !has_pieces_ || begin(block) == begin(other);

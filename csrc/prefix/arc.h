@@ -4,12 +4,12 @@
 
 namespace kvswap::prefix {
 
-// The adaptive replacement cache of Megiddo and Modha (FAST 2003). It has two sides: recent, pages
-// that were not used since they were stored, and frequent, pages that were. Each side remembers
-// keys that were evicted from it, its ghosts. When a ghost is stored again, its side gets more
-// room. sizes_ counts held pages too. If all pages of the side that should give one are held, the
-// other side gives it. In the table, the nodes of the pages come first, then the nodes of the
-// ghosts.
+// The adaptive replacement cache of Megiddo and Modha (FAST 2003), figure 4. It has two sides:
+// recent, pages that were stored once, and frequent, pages that were used since, or evicted and
+// stored again. Each side remembers keys that were evicted from it, its ghosts. When a ghost is
+// stored again, its side gets more room, and its page is frequent. sizes_ counts held pages too. If
+// all pages of the side that should give one are held, the other side gives it. In the table, the
+// nodes of the pages come first, then the nodes of the ghosts.
 class Arc final : public EvictionPolicy {
  public:
   Arc(Table& table, size_t num_pages);

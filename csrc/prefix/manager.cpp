@@ -113,13 +113,16 @@ bool BlockManager::is_pending(const Keys& keys, bool wait) {
 }
 
 std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purpose,
+                                                  std::optional<uint64_t> resets,
                                                   Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
+  if (resets && *resets != resets_) return std::nullopt;
   const bool keep = purpose != Purpose::kStored;
   const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
   check_distinct(keys);
   find_pages(keys, true);
-  if (!has_room(keys, keep)) return std::nullopt;
+  size_t skipped = 0;
+  if (!has_room(keys, keep, skipped)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
   assigned_.resize(found_pages_.size());
   std::vector<Pin> pins, kept;
@@ -130,7 +133,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   for (auto* numbers : {&assigned.key_indices, &assigned.pages, &assigned.evicted})
     numbers->resize(num_wanted);
   assigned.counts.resize(groups_.size());
-  const Stored stored{next_id(), keep ? next_id() : 0};
+  const Stored stored{next_id(), keep ? next_id() : 0, skipped};
   const auto reservation = reservations_.emplace(stored.reservation, Reservation{kind, {}}).first;
   try {
     if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
@@ -159,7 +162,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   if (written > 0) return stored;
   release_all(reservation->second.pins);
   reservations_.erase(reservation);
-  return Stored{0, stored.lease};
+  return Stored{0, stored.lease, skipped};
 }
 
 size_t BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
@@ -358,6 +361,7 @@ void BlockManager::reset() {
     }
   }
   leases_.swap(leases);
+  ++resets_;
 }
 
 void BlockManager::release_all(const std::vector<Pin>& pins) {
@@ -498,13 +502,14 @@ void BlockManager::check_distinct(const Keys& keys) {
   }
 }
 
-bool BlockManager::has_room(const Keys& keys, bool keep) {
+bool BlockManager::has_room(const Keys& keys, bool keep, size_t& skipped) {
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     group.wanted.clear();
-    size_t idle = group.pages->num_idle(), skipped = 0;
+    const size_t skipped_before = skipped;
+    size_t idle = group.pages->num_idle();
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (found_pages_[at] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
@@ -520,7 +525,7 @@ bool BlockManager::has_room(const Keys& keys, bool keep) {
       ++group.counters.refused;
       fits = false;
     }
-    group.counters.skipped += skipped;
+    group.counters.skipped += skipped - skipped_before;
   }
   return fits;
 }

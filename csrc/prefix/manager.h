@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -48,6 +49,7 @@ struct Assigned {
 struct Stored {
   int64_t reservation = 0;  // 0: there is nothing to store
   int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
+  size_t skipped = 0;       // keys below the store threshold
 };
 
 // What prepare_store() is for. kKept, kPromoted: the store threshold does not count, and all keys
@@ -97,9 +99,11 @@ class BlockManager {
   int64_t hold(const Keys& keys, Assigned& held, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
-  // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
-  // nullopt.
-  std::optional<Stored> prepare_store(const Keys& keys, Purpose purpose, Assigned& assigned,
+  // Gives pages to the keys that are to be stored. Gives none and returns nullopt if there is no
+  // room, or if there were other resets than `resets`, which counts those before the blocks were
+  // computed.
+  std::optional<Stored> prepare_store(const Keys& keys, Purpose purpose,
+                                      std::optional<uint64_t> resets, Assigned& assigned,
                                       bool wait);
   // Holds up to `count` pages of a group that are due to be written below, those that have been due
   // for longest. That is no use: they keep their places in the order of eviction.
@@ -131,6 +135,8 @@ class BlockManager {
   // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
   void reset();
+  // How many resets there were. Takes no lock.
+  uint64_t resets() const { return resets_; }
   // The range [first, end) of each group's blocks that a prefix of this length needs.
   std::vector<std::pair<size_t, size_t>> needed_blocks(int64_t units) const;
   // Of a group, in the order of the fields of torch_kvswap.prefix.BlockStats.
@@ -178,8 +184,9 @@ class BlockManager {
   std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
   void check_distinct(const Keys& keys);
-  // Sets `wanted` of each group. Returns whether there are pages for all of them.
-  bool has_room(const Keys& keys, bool keep);
+  // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
+  // there are pages for all that are wanted.
+  bool has_room(const Keys& keys, bool keep, size_t& skipped);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them. Returns how many pages it has written to `evicted`.
   size_t take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
@@ -199,6 +206,7 @@ class BlockManager {
   std::optional<LookupCounter> lookups_;
   std::unordered_map<int64_t, Reservation> reservations_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
+  std::atomic<uint64_t> resets_ = 0;
   // Of the call that is running; kept for their memory.
   std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
   // assigned_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().

@@ -79,7 +79,7 @@ class Model:
 
         def normal(*shape: int, gain: float = 1.0) -> Tensor:
             deviation = gain / sqrt(shape[-1])
-            return (torch.randn(shape, generator=generator) * deviation).to(device)
+            return (torch.randn(shape, generator=generator, device="cpu") * deviation).to(device)
 
         def layer() -> Layer:
             qkv = normal((HEADS + 2 * KV_HEADS) * HEAD_DIM, DIM)

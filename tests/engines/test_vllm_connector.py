@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm_engine import SPEC, KVSwapManager, KVSwapOffloadingSpec, KVSwapWorker
 from vllm_serving import (
+    CONNECTOR,
     IS_033,
+    MULTI,
     PROMPTS,
     RECOMPUTE,
     RUNNERS,
@@ -29,6 +32,7 @@ from vllm_serving import (
     serving,
 )
 
+from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES
 from torch_kvswap.results import DeviceLostError
 
 OLD = prompt(1, 96)
@@ -264,6 +268,14 @@ def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
         assert made._offloading_metric_metadata.keys() >= ours
 
 
+@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"cache": "mla"}])
+def test_the_host_has_as_many_pages_as_the_bytes_hold(tmp_path, how):
+    with serving(tmp_path, pages=8, **how) as engine:
+        given = engine.config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
+        assert engine.manager._blocks.stats().pages == 8
+        assert sum(one._pool.pages.nbytes for one in engine.workers) == given
+
+
 def test_another_spec_is_refused(tmp_path):
     with (
         pytest.raises(
@@ -291,6 +303,25 @@ def test_what_could_not_be_loaded_is_computed_again(tmp_path, runner, is_async, 
         engine.serve(third)
         assert faults.seen["load"] == 6, "it was stored again"
         check(engine, {**prompts, **second, **third})
+
+
+@RUNNERS
+@SCHEDULERS
+def test_a_child_of_multiconnector_survives_failed_loads(tmp_path, runner, is_async, caplog):
+    """The engine computes again, though the child's own policy is "fail", the default."""
+    caplog.set_level("INFO", "torch_kvswap")
+    child = {**CONNECTOR, "kv_role": "kv_both"}
+    child["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 20}
+    how: dict[str, Any] = {"transfer": MULTI | RECOMPUTE, "extra": {"connectors": [child]}}
+    new = again("again", PROMPTS, prompt(9, 40))
+    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
+        engine.serve(PROMPTS)
+        engine.forget_gpu()
+        faults = Faults(engine, only("load"))
+        engine.serve(new)
+        check(engine, new)
+        assert faults.count["load"] == len(PROMPTS)
+    assert "before the step that computes the rest: another connector has made it" in caplog.text
 
 
 @RUNNERS
@@ -338,6 +369,30 @@ def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     engine.serve({"again": one}, count=1)
     check(engine, {"first": one, "again": one}, count=1)
     assert engine.manager._blocks.stats().loaded == 5
+
+
+@pytest.mark.skipif(not IS_033, reason="vLLM 0.26 has none of these metrics")
+def test_metrics_count_failures_by_reason_and_pages_by_state(engine):
+    part, said = engine.scheduler.connector.connector_scheduler, OffloadingConnectorStats()
+    get_stats = part.get_stats
+    part.get_stats = lambda: said.aggregate(get_stats())
+    faults = Faults(engine, only("store", "rejected"))
+    engine.serve({"lost": prompt(1, 97)})
+    faults.chooses = never
+    engine.serve({"kept": prompt(2, 97)})
+    engine.forget_gpu()
+    faults.chooses = only("load")
+    engine.serve({"again": prompt(2, 100)})
+    numbers = said.reduce()
+    failures = {name: count for name, count in numbers.items() if name.startswith(FAILURES)}
+    assert failures == {
+        f"{FAILURES}:('store', 'rejected')": 1,
+        f"{FAILURES}:('load', 'failed')": 1,
+    }
+    states = {state: numbers[f"{PAGES}:('{state}',)"] for state in ("free", "used", "in_flight")}
+    assert states == {"free": 256 - 11, "used": 11, "in_flight": 0}
+    defined = KVSwapOffloadingSpec.build_metric_definitions({})
+    assert [len(defined[one].labelnames) for one in (FAILURES, PAGES)] == [2, 1]
 
 
 @pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("the pool is closed")])

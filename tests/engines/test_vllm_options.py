@@ -79,6 +79,19 @@ def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
         read_options({"cpu_bytes_to_use": 1, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("kv_load_failure_policy", "put it beside kv_connector_extra_config, in kv_transfer_conf"),
+        ("num_cpu_blocks", "set cpu_bytes_to_use, bytes of host memory of all workers"),
+        ("lazy_offload", "leave it out: a chunk is stored when it has been computed"),
+    ],
+)
+def test_an_option_of_elsewhere_is_refused_with_its_place(option, instead):
+    with pytest.raises(ValueError, match=f"kv_connector_extra_config has {option}; {instead}"):
+        read_options({"cpu_bytes_to_use": 1, option: 1})
+
+
 def test_the_bytes_of_host_memory_must_be_given():
     with pytest.raises(ValueError, match="needs cpu_bytes_to_use, bytes of host memory"):
         read_options({})

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -32,6 +33,7 @@ from vllm_engine import (
 )
 from vllm_tiers import on_one_host
 
+from torch_kvswap.host_pool import system
 from torch_kvswap.integrations.vllm import patch_ops
 from torch_kvswap.ops import swap_blocks_batch
 
@@ -197,6 +199,37 @@ def test_too_few_bytes_for_a_chunk_are_refused():
         of_pipeline.get_manager()
 
 
+def test_too_little_memory_is_told_in_cpu_bytes_to_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 10 kB\n")
+    spec = KVSwapOffloadingSpec(config(1, 1, 1000, cpu_bytes_to_use=20_000))
+    said = "cpu_bytes_to_use is 20000, but the pages need 20000 bytes .*; set it to 10000 or less, or end"
+    with pytest.raises(ValueError, match=said):
+        spec.get_worker(caches([[(0, 1000)]], [1000], "cpu"))
+
+
+def test_what_the_library_logs_looks_like_the_log_of_vllm():
+    script = """
+    import logging
+    from test_vllm_spec import KVSwapOffloadingSpec, config
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    configure_logging(LoggingConfig())  # as each of vLLM's processes begins
+    KVSwapOffloadingSpec(config(1, 1, cpu_bytes_to_use=8000))
+    logging.getLogger("torch_kvswap.host_pool").info("it moves")
+    logging.getLogger("torch_kvswap").warning("it is damaged")
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stdout"}
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    said = subprocess.check_output(command, cwd=here, env=environment, text=True)
+    for level, text in (("INFO", "it moves"), ("WARNING", "it is damaged")):
+        assert re.search(rf"pid=\d+\) {level} \S+ \d\d:\d\d:\d\d \[.*\] {text}\n", said)
+
+
 @pytest.mark.parametrize(("width", "pages"), [(None, 13), (12.125, 13), (12.5, 12)])
 def test_encoded_pages_are_more_in_the_same_memory(width, pages):
     options = {"encoding": "lossless", "cpu_bytes_to_use": 10 << 20}
@@ -209,9 +242,11 @@ def test_encoded_pages_are_more_in_the_same_memory(width, pages):
     worker.shutdown()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "fp8_e4m3"])
-def test_a_cache_that_cannot_be_encoded_is_refused_by_its_type(dtype):
-    settings = config(1, 1, 1 << 20, encoding="lossless", cpu_bytes_to_use=10 << 20)
+@pytest.mark.parametrize(
+    ("dtype", "block"), [("float16", 1 << 20), ("fp8_e4m3", 1 << 20), ("float32", 64)]
+)
+def test_a_cache_that_cannot_be_encoded_is_refused_by_its_type(dtype, block):
+    settings = config(1, 1, block, encoding="lossless", cpu_bytes_to_use=10 << 20)
     settings = replace(settings, model=replace(settings.model, dtype=dtype))
     with pytest.raises(ValueError, match=f"for bfloat16, but the KV cache is of {dtype}; leave"):
         KVSwapOffloadingSpec(settings)

@@ -41,7 +41,7 @@ def test_a_page_from_below_is_loaded_whatever_became_of_the_last_store_to_it(
         )
 
     with engine() as writer:
-        job = writer.store([key_of("a")], [1])
+        job = writer.store([key_of("a")], [1]).job
         assert result_of(driver, job) == "done"
         writer.poll()
         assert in_time(lambda: len(objects) == 2)
@@ -49,7 +49,7 @@ def test_a_page_from_below_is_loaded_whatever_became_of_the_last_store_to_it(
         if not marks:
             reader._below._mark_written = lambda pages: None  # type: ignore[union-attr]
         driver.fail("cuMemcpyAsync")
-        job = reader.store([key_of("x")], [2])
+        job = reader.store([key_of("x")], [2]).job
         assert result_of(driver, job) == "failed"
         reader.poll()
         while reader.lookup([key_of("a")]).ready == 0:

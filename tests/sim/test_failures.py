@@ -114,8 +114,8 @@ def test_a_call_that_fails_for_a_queued_job_fails_that_job_only(
         sim.event(SIDE)
         driver.fail(function, nth)
         job = sim.store(2, 2, after=Stream(SIDE))
-        with pytest.raises(TransferError, match=function):
-            job.wait(Stream(OTHER))  # what is joined is tried again, each job by itself
+        job.wait(Stream(OTHER))  # what is joined is tried again, each job by itself
+        assert function in failure(job)
         sim.store(3, 3)
         assert_others_are_done(sim, job)
 
@@ -150,11 +150,7 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
         driver.fail("cuMemcpyAsync", nth=1 + failing)  # then one by one, from that of fill() on
         job = jobs[failing - 1]
         copy = "cuMemcpyAsync"
-        if failing == 5:
-            with pytest.raises(TransferError, match=copy):
-                job.wait()
-        else:
-            jobs[-1].wait()
+        jobs[-1].wait()
         results = sim.finish()
         assert [result.job_id for result in results if not result.ok] == [job.id]
         assert copy in failure(job)
@@ -311,8 +307,7 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
         assert (metrics.queued, metrics.running) == (0, 0)
     with pytest.raises(DeviceLostError, match="the device is lost"):
         sim.handler.synchronize(jobs)
-    with pytest.raises(DeviceLostError, match="the device is lost"):
-        jobs[-1].wait()
+    jobs[-1].wait()  # poll() has said it
     assert not sim.handler.cancel(jobs[0])
     sim.handler.close()
 
@@ -392,8 +387,7 @@ def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> No
         driver.lose(719)
         # While something is queued they look for room for it.
         assert in_time(lambda: rest(workers))
-        with pytest.raises(TransferError, match="the device is lost"):
-            jobs[-1].wait()
+        jobs[-1].wait()
         assert_lost(sim, jobs)
 
 

@@ -15,6 +15,8 @@ from fuzz_prefixes import EncodedServer, Server
 from simulated_cache import needs_kernels
 from simulated_driver import Driver, simulated
 
+from torch_kvswap import PrefixCache
+
 
 def check(counts: Counter[str]) -> None:
     assert counts["compared"] > 0
@@ -64,6 +66,13 @@ def test_as_a_control_encoded_blocks_that_were_not_computed_are_found() -> None:
 @pytest.mark.gpu
 def test_prefix_caches_on_a_gpu_load_the_bytes_of_the_keys() -> None:
     check(fuzz(lambda seed: Server(Gpu(), seed, steps=600), 6))
+
+
+def test_as_a_control_kept_records_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What evict() stores after a reset or a rebind, if nothing is forgotten then."""
+    monkeypatch.setattr(PrefixCache, "_records", lambda prefixes: (prefixes._lazy, None))
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
+        fuzz(lambda seed: Server(Device(), seed), 40)
 
 
 def test_as_a_control_blocks_that_were_not_computed_are_found() -> None:

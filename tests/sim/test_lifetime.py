@@ -217,7 +217,7 @@ def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
             assert "the host pool is closed" in error_text(lambda closed=closed: closed.pages)
     assert (
         error_text(handler.store, gpu_block_ids=[0], page_ids=[0])
-        == "RuntimeError: the handler is closed; make a new one"
+        == "RuntimeError: the host pool is closed, and with it its handler; make new ones"
     )
 
 

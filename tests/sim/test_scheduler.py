@@ -328,7 +328,8 @@ def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
         assert [result.job_id for result in sim.handler.poll()] == [job.id]
         assert not sim.handler.cancel(job)
         with pytest.raises(TransferError, match=f"{job.direction} {job.id} was cancelled"):
-            job.wait()
+            job.synchronize()
+        job.wait()  # which says nothing of it
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.is_right(without=[job])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from fuzz import fuzz
 from logged import logged
-from simulated_cache import CURRENT, Stream, needs_kernels
-from simulated_driver import Driver, place, simulated
+from patience import in_time
+from simulated_cache import CURRENT, Stream, needs_kernels, rest, threads
+from simulated_driver import Driver, on_device, place, simulated
 
 from torch_kvswap import (
     BlocksRejectedError,
@@ -29,7 +31,7 @@ from torch_kvswap import (
     PagedLayout,
     TransferError,
 )
-from torch_kvswap.copy_method import CopyMethodCosts
+from torch_kvswap.copy_method import CopyMethodCosts, Costs
 
 ENCODINGS = ("raw", "lossless")
 
@@ -87,6 +89,37 @@ def test_random_jobs_find_nothing_but_what_is_wrong(
     assert counts["done"] > 0
     assert counts["rejected"] > 0
     assert counts["compared"] > 0
+
+
+class SlowToSubmit(OffloadHandler):
+    """Stages all blocks. Its worker submits all pieces but the first ones."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 1e-2, {512: 1e-9})}
+        for direction in ("store", "load")
+    }
+
+
+@needs_kernels
+@simulated
+def test_a_block_whose_pieces_are_of_two_stores_is_corrupted(driver: Driver) -> None:
+    layout = on_device(driver, torch.randint(256, (1, 3, 8 << 20), dtype=torch.uint8))
+    pool = HostPool(layout, 1, verify="load")
+    before = threads()
+    with (
+        SlowToSubmit(layout, pool, copy_method="staged", staging_bytes=4 << 20) as handler,
+        OffloadHandler(layout, pool, copy_method="kernel") as other,
+        logged(),
+    ):
+        other.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
+        handler.load(page_ids=[0], gpu_block_ids=[2]).synchronize()  # starts the worker
+        (worker,) = threads() - before
+        assert in_time(lambda: rest({worker}))
+        with driver.stopped(worker):
+            job = handler.load(page_ids=[0], gpu_block_ids=[2])
+            other.store(gpu_block_ids=[1], page_ids=[0]).synchronize()
+        with pytest.raises(CorruptedPageError, match="stored again while it was loaded"):
+            job.synchronize()
 
 
 @needs_kernels

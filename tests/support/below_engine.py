@@ -82,7 +82,7 @@ class Engine:
         keys = list(map(key_of, names))
         for block, key in enumerate(keys):
             self.tensor[block] = bytes_of(key)
-        job = self.prefixes.store(keys, list(range(len(keys))))
+        job = self.prefixes.store(keys, list(range(len(keys)))).job
         if job is not None:
             job.synchronize()
         self.prefixes.poll()

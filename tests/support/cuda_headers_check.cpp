@@ -43,6 +43,7 @@ SAME(get_function, cuModuleGetFunction);
 SAME(set_function_attribute, cuFuncSetAttribute);
 SAME(launch, cuLaunchKernel);
 SAME(allocate_host, cuMemHostAlloc);
+SAME(free_host, cuMemFreeHost);
 SAME(register_host, cuMemHostRegister);
 SAME(unregister_host, cuMemHostUnregister);
 SAME(get_device_attribute, cuDeviceGetAttribute);
@@ -60,6 +61,8 @@ static_assert(cuda::kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cuda::kWaitUntilAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(cuda::kHas64BitMemoryOperations == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 static_assert(cuda::kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+static_assert(cuda::kHasRegisteredAtSameAddress ==
+              CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
 static_assert(cuda::kPciBus == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID);
 static_assert(cuda::kPciDevice == CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID);
 static_assert(cuda::kPciDomain == CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID);
@@ -67,7 +70,9 @@ static_assert(cuda::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 static_assert(cuda::kSuccess == CUDA_SUCCESS);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(cuda::kNotReady == CUDA_ERROR_NOT_READY);
+static_assert(cuda::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
 static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+static_assert(cuda::kDevicePointer == CU_POINTER_ATTRIBUTE_DEVICE_POINTER);
 static_assert(cuda::kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(cuda::kRangeStart == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
 static_assert(cuda::kRangeSize == CU_POINTER_ATTRIBUTE_RANGE_SIZE);

@@ -493,12 +493,10 @@ class Session:
             job.wait(stream) if layer is None else job.wait(
                 stream, layer_group=job.layer_group_of(layer)
             )
-        except TransferError:
-            return False
         except RuntimeError:
             assert self.device.faults()[0]
             return None
-        return True
+        return job.result is None or job.result.ok
 
     # What must have come of it.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,14 @@ from bf16_blocks import KINDS, make_block, random_bits
 from fuzz_cache import Group, Memory, MismatchError, Slab, make_groups, make_pools, random_shapes
 from fuzz_devices import Device
 
-from torch_kvswap import HostPool, Job, PrefixCache, TransferError
+from torch_kvswap import HostPool, Job, PrefixCache
 from torch_kvswap.prefix import BlockGroup
 
 PROMPTS, LONGEST = 6, 5
+
+
+def _nothing() -> None:
+    """Stores have nothing to compare."""
 
 
 class Server:
@@ -25,6 +30,7 @@ class Server:
     def __init__(self, device: Device, seed: int, steps: int = 120, stale: bool = False) -> None:
         self.device, self.rng, self.steps = device, random.Random(f"{seed} prefixes"), steps
         self.stale = stale  # does not compute blocks before it stores them, as a control
+        self.num_blocks = self.rng.randint(40, 60)  # the same for all caches: records name blocks
         self.group, self.pool = self.make_cache()
         self.per_page = self.pool.blocks_per_page
         self.is_list = self.rng.random() < 0.3
@@ -38,6 +44,7 @@ class Server:
             eviction_policy=self.rng.choice(["lru", "arc"]),
             copy_method=self.rng.choice(self.copy_methods()),
         )
+        self.prefixes.poll()  # else it warns that nobody ever does
         (self.stream,) = device.streams(1)[:1]
         # Prompts share beginnings; a key is the number of its first prompt, and how far in it is.
         self.prompts: list[list[tuple[int, int]]] = []
@@ -47,11 +54,10 @@ class Server:
             length = self.rng.randint(max(len(shared), 1), LONGEST)
             own = [(number, place) for place in range(len(shared), length)]
             self.prompts.append(shared + own)
-        table = self.make_rows(PROMPTS * LONGEST * self.per_page + 1)  # the last is nobody's
-        self.contents, self.table = table.clone(), device.rows(table)
-        self.jobs: dict[
-            int, tuple[Job, list[int], list[int]]
-        ] = {}  # blocks, rows that a load ends with
+        self.alive: list[object] = []  # what kernels may still use
+        self.change_contents()
+        # Blocks, and the check of what a load ends with.
+        self.jobs: dict[int, tuple[Job, list[int], Callable[[], None]]] = {}
         self.cancelled: set[int] = set()
         self.lazily: set[int] = set()  # blocks that evict() has to be told of
         self.held: list[tuple[Any, list[tuple[int, int]], int | None]] = []  # with the store's job
@@ -59,10 +65,21 @@ class Server:
         self.counts: Counter[str] = Counter()
 
     def make_cache(self) -> tuple[Group, HostPool]:
-        shapes = random_shapes(self.rng, self.device, 1)
-        groups, _ = make_groups(self.rng, self.device, shapes, [self.rng.randint(40, 60)])
-        (pool,), _ = make_pools(self.rng, self.device, groups, 3)
-        return groups[0], pool
+        self.shapes = random_shapes(self.rng, self.device, 1)
+        group = self.make_group()
+        (pool,), _ = make_pools(self.rng, self.device, [group], 3)
+        return group, pool
+
+    def make_group(self) -> Group:
+        """The memory of the cache, of random bytes."""
+        groups, _ = make_groups(self.rng, self.device, self.shapes, [self.num_blocks])
+        return groups[0]
+
+    def change_contents(self) -> None:
+        """From now on each key stands for other bytes."""
+        table = self.make_rows(PROMPTS * LONGEST * self.per_page + 1)  # the last is nobody's
+        self.contents, self.table = table.clone(), self.device.rows(table)
+        self.alive.append(self.table)
 
     def copy_methods(self) -> Sequence[str]:
         return self.device.copy_methods
@@ -97,7 +114,7 @@ class Server:
         blocks = self.rng.sample(free, count)
         if self.lazily & set(blocks):
             for job in self.evict(blocks):
-                self.jobs[job.id] = job, [], []
+                self.jobs[job.id] = job, [], _nothing
                 if self.rng.random() < 0.5:
                     self.wait(job)
                 self.stream_waits(job)
@@ -116,8 +133,6 @@ class Server:
     def stream_waits(self, job: Job) -> None:
         try:
             job.wait(self.stream)
-        except TransferError:
-            pass
         except RuntimeError:
             assert self.device.faults()[0]
             self.wait(job)
@@ -138,22 +153,25 @@ class Server:
         if not blocks or (not self.stale and not self.write(blocks, self.rows(keys))):
             return
         preempts = not self.is_lazy and len(self.held) < 2 and self.rng.random() < 0.3
-        call = self.prefixes.preempt if preempts else self.prefixes.store
+        passed = self.passed(keys), self.passed(blocks)
+        job = None
         try:
-            answer = call(self.passed(keys), self.passed(blocks))
+            if preempts:
+                answer = self.prefixes.preempt(*passed)
+                if answer is not None:
+                    # The blocks were free, so that no other store reads them.
+                    (job,) = answer.jobs or [None]
+                    self.held.append((answer, keys, job and job.id))
+            else:
+                state, job = self.prefixes.store(*passed)
+                self.counts[state] += 1
         except RuntimeError:
             assert self.device.faults()[0]
             return
-        self.counts["stores" if answer is not None else "refused stores"] += 1
-        job = answer
-        if preempts and answer is not None:
-            # The blocks were free, so that no other store reads them.
-            (job,) = answer.jobs or [None]
-            self.held.append((answer, keys, job and job.id))
         if self.is_lazy:
             self.lazily |= set(blocks)
         if job is not None:
-            self.jobs[job.id] = job, blocks, []
+            self.jobs[job.id] = job, blocks, _nothing
 
     def load(self, keys: list[tuple[int, int]] | None = None) -> bool:
         keys = keys or self.some_keys()
@@ -176,7 +194,8 @@ class Server:
             assert self.device.faults()[0]
             return False
         assert job is not None, f"{keys} were ready"
-        self.jobs[job.id] = job, blocks, self.rows(keys)
+        check = partial(self.compare, self.group, self.contents, blocks, self.rows(keys))
+        self.jobs[job.id] = job, blocks, check
         self.counts["loads"] += 1
         return True
 
@@ -195,6 +214,27 @@ class Server:
         assert self.prefixes.release(preempted)
         assert not self.prefixes.release(preempted)
 
+    def reset(self) -> None:
+        """The weights change. Blocks that were recorded with the old ones stay on the GPU."""
+        self.prefixes.manager.reset()
+        for preempted, _, _ in self.held:
+            assert not self.prefixes.release(preempted)
+        self.held.clear()
+        self.change_contents()
+        self.counts["resets"] += 1
+
+    def rebind(self) -> None:
+        """The cache moves, while jobs are in flight. Nothing of it is in the new memory."""
+        if self.device.faults()[1]:
+            return
+        group = self.make_group()
+        with self.device.running():
+            self.prefixes.rebind(self.passed(group.layout))
+        self.alive.append(self.group)
+        self.group = group
+        self.poll()
+        self.counts["rebinds"] += 1
+
     def cancel(self) -> None:
         if self.jobs:
             number = self.rng.choice(list(self.jobs))
@@ -206,7 +246,7 @@ class Server:
         for result in self.prefixes.poll():
             if not known and result.job_id not in self.jobs:
                 continue
-            job, blocks, rows = self.jobs.pop(result.job_id)
+            job, _, check = self.jobs.pop(result.job_id)
             assert job.result is not None
             self.counts[result.state] += 1
             self.states[result.job_id] = result.state
@@ -215,7 +255,7 @@ class Server:
             assert result.state != "failed" or is_explained
             self.counts["rejected"] += len(result.rejected)
             if result.ok:
-                self.compare(blocks, rows)
+                check()
 
     def read(self, view: torch.Tensor) -> torch.Tensor:
         """Its bytes. A failure that waits for a copy of the cache may meet this one."""
@@ -226,12 +266,12 @@ class Server:
                 if "as the test wants" not in str(error):
                     raise
 
-    def compare(self, blocks: list[int], rows: list[int]) -> None:
-        if not rows:
-            return
+    def compare(
+        self, group: Group, contents: torch.Tensor, blocks: list[int], rows: list[int]
+    ) -> None:
         for block, row in zip(blocks, rows, strict=True):
-            for slab in self.group.slabs:
-                if not torch.equal(self.read(slab.view(block)), slab.row(self.contents, row)):
+            for slab in group.slabs:
+                if not torch.equal(self.read(slab.view(block)), slab.row(contents, row)):
                     raise MismatchError(
                         f"block {block} was loaded with other bytes than those of {row}"
                     )
@@ -264,6 +304,8 @@ class Server:
             self.wait_for_one: 1,
             self.stall: 0.3,
             self.fail: 0.1,
+            self.reset: 0.2,
+            self.rebind: 0.2,
         }
         for _ in range(self.steps):
             with self.device.using(self.stream):
@@ -297,7 +339,18 @@ class EncodedServer(Server):
     SLABS, SLAB_BYTES = 4, 2048
 
     def make_cache(self) -> tuple[Group, HostPool]:
-        blocks, size = self.rng.randint(40, 60), self.SLAB_BYTES
+        group = self.make_group()
+        pool = HostPool(
+            group.layout,
+            self.rng.randint(3, 10),
+            self.rng.choice([1, 1, 2, 3]),
+            encoding="lossless",
+            bits_per_value=12.5,
+        )
+        return group, pool
+
+    def make_group(self) -> Group:
+        blocks, size = self.num_blocks, self.SLAB_BYTES
         raw = torch.zeros(self.SLABS * blocks * size + 64, dtype=torch.uint8)
         first = -raw.data_ptr() % 16  # as kernels need it
         memory = Memory(self.device.cache_memory(raw), "cache")
@@ -307,14 +360,7 @@ class EncodedServer(Server):
             Slab(memory, first + number * blocks * size, size, size, number * size)
             for number in range(self.SLABS)
         ]
-        pool = HostPool(
-            layout,
-            self.rng.randint(3, 10),
-            self.rng.choice([1, 1, 2, 3]),
-            encoding="lossless",
-            bits_per_value=12.5,
-        )
-        return Group(layout, slabs, blocks, 0, self.SLABS * size, 1), pool
+        return Group(layout, slabs, blocks, 0, self.SLABS * size, 1)
 
     def copy_methods(self) -> Sequence[str]:
         can_encode = ("auto", "staged", "kernel")

@@ -42,7 +42,7 @@ def load(prefixes: PrefixCache, *arguments: Any) -> None:
 def check_load_into_other_blocks(device: str) -> None:
     prefixes, tensor = make(device)
     with prefixes:
-        assert prefixes.store(["a", "b", "c"], [1, 2, 3]) is not None
+        assert prefixes.store(["a", "b", "c"], [1, 2, 3]).state == "storing"
         assert prefixes.lookup(["a", "b", "x"]) == (2, 0, 2, 0)  # nobody has asked for results yet
         assert prefixes.load(["a", "b"], [8, 9]) is None
         assert [result.ok for result in results_of(prefixes)] == [True]
@@ -76,14 +76,14 @@ def check_preemption(device: str) -> None:
         assert preempted is not None
         prefixes.synchronize(preempted.jobs)
         prefixes.poll()
-        assert prefixes.store(["x"], [3]) is None
+        assert prefixes.store(["x"], [3]).state == "full"
         assert prefixes.preempt(["x"], [3]) is None
         tensor.zero_()
         load(prefixes, ["a", "b"], [4, 5])
         assert prefixes.release(preempted)
         results_of(prefixes)
         assert tensor[4:6, 0].tolist() == [1, 2]
-        assert prefixes.store(["x"], [3]) is not None
+        assert prefixes.store(["x"], [3]).state == "storing"
 
 
 def check_groups(device: str) -> None:

@@ -116,7 +116,7 @@ class ServedEngine(Engine):
         keys = list(map(key_of, names))
         for block, key in enumerate(keys):
             self.tensor[block] = bytes_of(key)
-        return self.prefixes.store(keys, list(range(len(keys))))
+        return self.prefixes.store(keys, list(range(len(keys)))).job
 
     def until(self, condition: Callable[[], bool]) -> None:
         assert in_time(condition), self.prefixes

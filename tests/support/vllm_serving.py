@@ -50,6 +50,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -63,6 +64,7 @@ from torch_kvswap.results import BlocksRejectedError, TransferError
 
 LAYERS, BLOCK, LANES = 4, 16, 16  # LANES: numbers of 4 bytes that a layer keeps of a token
 NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
+STATES = "states"
 VOCABULARY = 512
 PRIME = 2**31 - 1
 IS_033 = "layers" in KVCacheTensor.__dataclass_fields__
@@ -73,6 +75,8 @@ CONNECTOR = {
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 DOORS = pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
+# The engine follows the policy that it is given here, and not that of the child.
+MULTI = {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
 SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
@@ -139,16 +143,20 @@ class Runner:
         self, config: Any, kv_cache_config: Any, device: str, runner: str, heads: range
     ) -> None:
         self.config, self.is_v2, self.heads = config, runner == "v2", heads
-        shape = kv_cache_config.num_blocks, len(heads), BLOCK, LANES
+        shape = LAYERS, kv_cache_config.num_blocks, len(heads), BLOCK, LANES
+        self.caches = dict(
+            zip(NAMES, torch.empty(shape, dtype=torch.int32, device=device), strict=True)
+        )
         # Never zeros: a block that nobody has written must be seen.
-        self.caches = {
-            name: torch.full(shape, -layer - 1, dtype=torch.int32).to(device)
-            for layer, name in enumerate(NAMES)
-        }
+        for layer, cache in enumerate(self.caches.values()):
+            cache.fill_(-layer - 1)
         self.device = device
         self.window = getattr(
             kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None
         )
+        # A layer of states has the bytes of the first layer, in blocks of its own.
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            self.caches[STATES] = self.caches[NAMES[0]]
         self.states: dict[str, State] = {}
         self.drafts = config.num_speculative_tokens
         self.graph = CUDAGraphMode.NONE  # or FULL: no hooks then
@@ -171,6 +179,9 @@ class Runner:
         self._update(scheduled)
         if not self.is_v2:  # as GPUModelRunner.execute_model() does
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
+        for block in getattr(scheduled, "new_block_ids_to_zero", None) or ():
+            for name in NAMES:
+                self.caches[name][block] = 0
         if not scheduled.total_num_scheduled_tokens:
             if self.is_v2:
                 return self.hooks.no_forward(scheduled)
@@ -210,7 +221,7 @@ class Runner:
         for new in scheduled.scheduled_new_reqs:
             tokens = (new.prefill_token_ids if self.is_v2 else None) or new.prompt_token_ids
             self.states[new.req_id] = State(
-                list(tokens), new.num_computed_tokens, len(new.prompt_token_ids), *new.block_ids
+                list(tokens), new.num_computed_tokens, len(new.prompt_token_ids)
             )
             self.states[new.req_id].blocks = list(new.block_ids[0])
         cached = scheduled.scheduled_cached_reqs
@@ -296,6 +307,7 @@ class Serving:
         batched: tokens of a step.
         window: of all layers, in tokens; None is full attention.
         cache: "kv", or "fp8", or "mla" for latent attention, of as many bytes.
+        states: there is a Mamba layer, in a group of its own, whose states the model does not read.
         drafts: tokens that are proposed in each step.
         heads: of each layer, divided among the workers. None: each worker has one, and its cache is
             that of the others.
@@ -317,6 +329,7 @@ class Serving:
         device: str = "cpu",
         window: int | None = None,
         cache: str = "kv",
+        states: bool = False,
         drafts: int = 0,
         heads: int | None = None,
         workers: int = 1,
@@ -334,7 +347,9 @@ class Serving:
         self.config.cache_config.num_gpu_blocks = blocks
         if IS_033:
             self.config.cache_config.kv_cache_layout = "LBHNC"
-        kv_cache_config = _kv_cache_config(blocks, window, cache, heads_here)
+        if states:
+            self.config.cache_config.mamba_cache_mode = "align"
+        kv_cache_config = _kv_cache_config(blocks, window, cache, heads_here, states)
         self.runners = []  # before the scheduler, as in an engine
         for rank in range(workers):
             patch.setattr(self.config.parallel_config, "rank", rank)
@@ -445,7 +460,7 @@ class Serving:
     @property
     def workers(self) -> list[Any]:
         """The KVSwapWorker of each rank."""
-        return [one.connector.connector_worker.worker for one in self.runners]
+        return [_ours(one.connector).connector_worker.worker for one in self.runners]
 
     @property
     def worker(self) -> Any:
@@ -453,7 +468,12 @@ class Serving:
 
     @property
     def manager(self) -> Any:
-        return self.scheduler.connector.connector_scheduler.manager
+        return _ours(self.scheduler.connector).connector_scheduler.manager
+
+
+def _ours(connector: Any) -> Any:
+    """The connector, or the first child of a MultiConnector."""
+    return getattr(connector, "sub_connectors", [connector])[0]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -642,7 +662,9 @@ def _config(
     )
 
 
-def _kv_cache_config(blocks: int, window: int | None, cache: str, heads: int) -> KVCacheConfig:
+def _kv_cache_config(
+    blocks: int, window: int | None, cache: str, heads: int, states: bool
+) -> KVCacheConfig:
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": heads, "head_size": LANES // 2}
     shape["dtype"] = torch.float32
     if window is not None:
@@ -656,11 +678,16 @@ def _kv_cache_config(blocks: int, window: int | None, cache: str, heads: int) ->
     page = spec.page_size_bytes
     assert page == heads * BLOCK * LANES * 4
     if IS_033:
-        tensors = [
-            KVCacheTensor(size=page * blocks, layers=[name], layer_stride=0, block_stride=page)
-            for name in NAMES
-        ]
+        # All layers are in one allocation, one behind the other. `size` is that of all of it.
+        size, stride = page * blocks * LAYERS, page * blocks
+        tensors = [KVCacheTensor(size, list(NAMES), layer_stride=stride, block_stride=page)]
     else:
         tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in NAMES]
     more = {"kv_cache_layout": "LBHNC"} if IS_033 else {}
-    return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(list(NAMES), spec)], **more)
+    groups = [KVCacheGroupSpec(list(NAMES), spec)]
+    if states:
+        of_state = {"shapes": ((page // 4,),), "dtypes": (torch.float32,)}
+        mamba = MambaSpec(block_size=BLOCK, **of_state, mamba_cache_mode="align")
+        groups.append(KVCacheGroupSpec([STATES], mamba))
+        tensors.append(KVCacheTensor(size, [STATES], layer_stride=stride, block_stride=page))
+    return KVCacheConfig(blocks, tensors, groups, **more)

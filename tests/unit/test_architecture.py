@@ -10,6 +10,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._device import _device_constructors
 
 import torch_kvswap as kvs
 
@@ -118,6 +120,18 @@ def test_imports_go_downward(module):
 def test_no_modules_import_each_other_in_a_circle():
     order = TopologicalSorter({module: imported_modules(module) - {module} for module in MODULES})
     order.prepare()
+
+
+def test_tensors_are_made_on_a_device_that_is_named():
+    """An engine's default device would give others, on meta without an address."""
+    makers, found = _device_constructors(), []
+    for path in [*MODULES.values(), *sorted((ROOT / "examples").rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+                maker = getattr(torch, ast.unparse(node.func)[len("torch.") :], None)
+                if maker in makers and "device" not in [word.arg for word in node.keywords]:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
 
 
 def test_the_block_manager_can_be_used_without_the_handler():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from error_text import error_text
+from error_text import error_text, one_line
 from expecttest import assert_expected_inline
 
 from torch_kvswap.devices.queue import queue_of
@@ -29,6 +31,23 @@ def test_layers_are_counted_through_all_groups() -> None:
     with OffloadHandler(layouts, list(groups.pools)) as handler:
         job = handler.load(page_ids=[[], []], gpu_block_ids=[[], []], layer_groups=3)
         assert [job.layer_group_of(layer) for layer in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 6, 5, 4), 1), ((6, 2, 5, 4), 0), ((6, 5, 4), 0)])
+def test_layer_groups_of_one_tensor_say_what_splits_it(shape: tuple[int, ...], dim: int) -> None:
+    kv, block_dim = torch.zeros(shape), len(shape) - 2
+    gpu = PagedLayout([kv], block_dim)
+    with OffloadHandler(gpu, HostPool(gpu, 2)) as handler:
+        load = partial(handler.load, page_ids=[0], gpu_block_ids=[0], layer_groups=6)
+        said = one_line(load)
+    assert said == (
+        "ValueError: layer_groups is 6; it must be 1 to 1, because a tensor counts as one layer: "
+        f"if kv of shape {list(shape)} has 6 layers, make the layout of kv.unbind({dim}) with "
+        f"block_dim={block_dim - 1}"
+    )
+    gpu = PagedLayout(kv.unbind(dim), block_dim - 1)
+    with OffloadHandler(gpu, HostPool(gpu, 2)) as handler:
+        handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=6).synchronize()
 
 
 def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_one_memory() -> (

@@ -123,7 +123,7 @@ def test_several_handlers_share_a_pool(device: str) -> None:
     assert other.layouts[0].tensors[0].tolist() == [[0] * 6, list(range(42, 48)), [0] * 6]
     one.pools[0].close()
     for handler in (one, other):
-        with pytest.raises(RuntimeError, match="the handler is closed"):
+        with pytest.raises(RuntimeError, match="the host pool is closed, and with it its handler"):
             handler.store(gpu_block_ids=[0], page_ids=[0])
 
 
@@ -201,6 +201,15 @@ def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
     ):
         handler.synchronize(jobs[1])  # but for those who ask
     handler.close()
+
+
+def test_unnamed_ids_are_refused_with_the_names(device: str) -> None:
+    with make_handler(device) as handler:
+        for call in (handler.store, handler.load):
+            for given in ({}, {"gpu_block_ids": [0], "page_ids": [0]}):
+                with pytest.raises(TypeError, match=r"gpu_block_ids.*page_ids|page_ids.*gpu_block"):
+                    call([0], **given)
+        assert handler.poll() == []
 
 
 def test_a_job_of_another_handler_is_refused(device: str) -> None:

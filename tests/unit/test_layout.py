@@ -8,6 +8,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from torch_kvswap.layout import PagedLayout
 
@@ -98,12 +99,15 @@ def test_a_single_block_has_any_stride() -> None:
 
 def test_tensors_that_make_no_layout_are_refused() -> None:
     zeros = torch.zeros
+    with FakeTensorMode():
+        fake = zeros(3, 4)
     cases: list[tuple[list[Tensor], int | None]] = [
         ([], 0),
         ([zeros(3, 4)], 2),
         ([zeros(3, 4)], -1),
         ([zeros(3, 4), zeros(3, 4, device="meta")], 0),
         ([zeros(3, 4, device="meta") for _ in range(2)], None),
+        ([fake], 0),
         ([zeros(3, 4), zeros(2, 4)], 0),
         ([zeros(3, 4), zeros(3, 0)], 0),
         ([zeros(3, 4, 8)[:, :, :5]], 0),
@@ -122,8 +126,10 @@ ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
 dimension block_dim=-1; name the dimension that counts blocks, 0 to 1
 ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, meta) is on another
 device than tensors[0] (cpu); make a layout for each device
-ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, meta) is on meta,
-where tensors have no memory; pass tensors of a device or of the CPU
+ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, meta) has no memory
+(on meta, or fake); pass tensors of a device or of the CPU
+ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no memory
+(on meta, or fake); pass tensors of a device or of the CPU
 ValueError: tensors[1] (shape [2, 4], strides [4, 1], torch.float32, cpu) has 2 blocks
 in dimension 0, tensors[0] has 3; check block_dim, or make a layout for each size
 ValueError: tensors[1] (shape [3, 0], strides [1, 1], torch.float32, cpu) holds no

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch_kvswap._native.arguments import kind_of
 from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.mooncake import MooncakeStore
@@ -15,15 +17,17 @@ _KNOWN = (
 )
 
 
-def open_store(below: str | PageStore) -> PageStore:
+def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
     """The store that `below` names, or is.
 
     Raises:
-        TypeError: it is neither a str nor an object with the methods of a PageStore.
+        TypeError: it is no str, no path, and no object with the methods of a PageStore.
         ValueError: no such kind of store is known, or the URL is none.
         OSError: the folder cannot be made, or is none.
         ImportError: a package that the store needs is not installed.
     """
+    if isinstance(below, os.PathLike):
+        return FileStore(os.fsdecode(below))
     if isinstance(below, str):
         kind, _, place = below.partition(":")
         if kind == "file" and place:
@@ -32,6 +36,8 @@ def open_store(below: str | PageStore) -> PageStore:
             return ValkeyStore(below)
         if kind == "mooncake":
             return MooncakeStore(below)
+        if os.sep in kind:
+            raise ValueError(f"below is {kind!r}; for a folder pass 'file:PATH' or a pathlib.Path")
         # Not all of it, which may have a password.
         raise ValueError(f"below is a store of the kind {kind!r}; pass {_KNOWN}")
     missing = [name for name in _METHODS if not callable(getattr(below, name, None))]

@@ -94,8 +94,8 @@ class PageFormat:
         }
         self.namespace = sha256(json.dumps(fields, sort_keys=True).encode()).digest()
         self._prefix = f"{self.namespace.hex()}@{rank:x}"
-        self._pool, self._digest = pool, load_digest()
-        self._end = _FIELDS.size + len(pool._read_digests(0))
+        self._pool, self._group, self._digest = pool, group, load_digest()
+        self._end = _FIELDS.size + len(pool._read_digests(0, group))
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
         log.info("pages of group %d have the namespace %s below: %s", group, self._prefix, fields)
 
@@ -111,7 +111,7 @@ class PageFormat:
         self, trailer: memoryview, key: bytes, page: int, of_page: memoryview
     ) -> None:
         """Writes the trailer of a page of the pool, with these bytes, over zeros."""
-        self._write(trailer, key, of_page, self._pool._read_digests(page))
+        self._write(trailer, key, of_page, self._pool._read_digests(page, self._group))
 
     def problem(self, trailer: memoryview, key: bytes, of_page: memoryview) -> str | None:
         """Why these bytes are not the page of the key, or None."""
@@ -129,7 +129,7 @@ class PageFormat:
 
     def enter_digests(self, trailer: memoryview, page: int) -> None:
         """The bytes are in this page of the pool: so are the digests of its blocks from now on."""
-        self._pool._write_digests(page, self._digests_in(trailer))
+        self._pool._write_digests(page, self._group, self._digests_in(trailer))
 
     def _write(self, trailer: memoryview, key: bytes, of_page: memoryview, digests: bytes) -> None:
         digest = self._digest(of_page, digests)

@@ -274,7 +274,7 @@ def _rates(device: torch.device) -> tuple[tuple[float, float], system.Link]:
 
     The fastest of some copies, because disturbances only add time.
     """
-    here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(here, device=device, pin_memory=False)
     domain, bus, number = native.pci_address(device.index)
     rates = []

@@ -13,7 +13,7 @@ from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices.blocks import as_words
 from torch_kvswap.encoding.slot import WIDTHS, Encoding, EncodingName
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import PagedLayout, address_of
 
 # A width that rejects more of the blocks than this is not recommended.
 MOST_REJECTED = 0.01
@@ -120,5 +120,5 @@ def _addresses(parts: list[torch.Tensor]) -> Iterator[int]:
     """The address of each slab's block in contiguous tensors [..., words of a block]."""
     for part in parts:
         nbytes = part.shape[-1] * part.element_size()
-        first: int = part.data_ptr()
+        first = address_of(part)
         yield from range(first, first + part.numel() * part.element_size(), nbytes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices.kind import is_native
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import PagedLayout, address_of
 
 EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
@@ -104,9 +104,9 @@ class Encoding:
         nbytes = int(sizes.sum())
         if self.bits_per_value is None:
             return slot[:nbytes].clone()
-        block = torch.empty(nbytes, dtype=torch.uint8)
-        bases = block.data_ptr() + np.cumsum(sizes) - sizes
-        width, address = self.width_eighths, slot.data_ptr()
+        block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        bases = address_of(block) + np.cumsum(sizes) - sizes
+        width, address = self.width_eighths, address_of(slot)
         is_refused = native.decode_block(bases, sizes, width, address, 0, len(sizes))
         return None if is_refused else block
 

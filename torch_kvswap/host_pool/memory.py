@@ -16,7 +16,7 @@ from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.shape import SYSTEM_PAGE
+from torch_kvswap.host_pool.shape import MAX_ALIGNMENT, SYSTEM_PAGE
 from torch_kvswap.host_pool.system import check_room
 
 MAX_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
@@ -117,6 +117,41 @@ class TorchMemory:
         vars(self).pop("tensor", None)  # it may be called again
 
 
+class DriverMemory:
+    """A Mapping of zeroed memory that the CUDA driver has allocated and pinned, where it registers
+    none of the process. A forked child must not touch it.
+
+    Raises:
+        ValueError: the machine does not have this much memory.
+        RuntimeError: the driver does not allocate this much in one piece.
+    """
+
+    fd: int | None = None
+    huge_bytes = 0  # the driver does not report it
+
+    def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
+        check_room(nbytes, page_bytes, reserved=False)
+        allocated = native.allocate_host(device.index, nbytes + MAX_ALIGNMENT)
+        self.address = -(-allocated // MAX_ALIGNMENT) * MAX_ALIGNMENT
+        memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        # Not at exit, when copies may still run.
+        free = weakref.finalize(memory, _free, ForkGuard(), device.index, allocated)
+        free.atexit = False
+        self.tensor, self.nbytes = torch.frombuffer(memory, dtype=torch.uint8).zero_(), nbytes
+
+    def release(self) -> None:
+        """Drops the tensor. The memory is freed with its last view."""
+        vars(self).pop("tensor", None)  # it may be called again
+
+
+def _free(process: ForkGuard, device: int, address: int) -> None:
+    if process.is_current and (problem := _problem_of(native.free_host, device, address)):
+        log.warning(
+            "the driver did not free host memory: %s; it stays locked until the process ends",
+            problem,
+        )
+
+
 def map_new(nbytes: int, page_bytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
     """Maps the memory of a new pool: a file if other processes will map it too (`shared`).
 
@@ -179,14 +214,21 @@ class Registration:
 
         Returns:
             str | None: why the driver refused, or None.
+
+        Raises:
+            NotImplementedError: the driver registers no memory, of any size.
         """
         address = self._address + first
         keep(self)
         self._bytes[address] = last - first
-        reason = _problem_of(native.register_host, self._device.index, address, last - first)
-        if reason is not None:
+        try:
+            native.register_host(self._device.index, address, last - first)
+        except RuntimeError as error:
             del self._bytes[address]
-        return reason
+            if isinstance(error, NotImplementedError):
+                raise
+            return str(error)
+        return None
 
     def is_pinned(self) -> bool:
         """Whether something is registered, and the driver reports all of it as pinned."""

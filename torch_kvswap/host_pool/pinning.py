@@ -47,10 +47,10 @@ class Pinning:
     """Touches and registers the pages, and publishes in `ready_range` which are ready.
 
     start() pins. If the driver refuses a chunk, it is tried again in halves. If the driver still
-    refuses, start() unregisters everything, and raises RuntimeError if `pinned` is True; otherwise
-    it logs a warning and leaves the pages usable as pageable memory. In the background, start()
-    returns after the first chunk; pages that the thread cannot pin later are never ready. close()
-    unregisters everything; it does nothing in a forked child.
+    refuses, or registers no memory at all, start() unregisters everything, and raises RuntimeError
+    if `pinned` is True; otherwise it logs a warning and leaves the pages usable as pageable memory.
+    In the background, start() returns after the first chunk; pages that the thread cannot pin later
+    are never ready. close() unregisters everything; it does nothing in a forked child.
     """
 
     def __init__(
@@ -73,10 +73,12 @@ class Pinning:
         self._touching: _Touching | None = None
         self._process = ForkGuard()
 
-    def start(self, options: PinningOptions) -> None:
+    def start(self, options: PinningOptions, *, is_shared: bool) -> None:
         """Pins the pages; called once.
 
         Raises:
+            NotImplementedError: the driver registers no memory, and this one is not shared, so that
+                memory of the driver can take its place.
             RuntimeError: the driver refuses, and `pinned` is True.
         """
         shape = self._shape
@@ -96,8 +98,10 @@ class Pinning:
             else:
                 for _ in chunks:
                     pass
-        except _RefusedError as error:
+        except (_RefusedError, NotImplementedError) as error:
             self.registration.remove()
+            if isinstance(error, NotImplementedError) and not is_shared:
+                raise
             if options.pinned:
                 raise RuntimeError(self._refusal(error)) from None
             self._degrade(error)
@@ -234,7 +238,7 @@ class Pinning:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-        remedy = f"; {self._advice()}" if isinstance(error, _RefusedError) else ""
+        remedy = f"; {self._advice(error)}" if isinstance(error, _RefusedError) else ""
         log.warning(
             "%s, and the others cannot be used: %s%s", self._state(), _text_of(error), remedy
         )
@@ -246,10 +250,12 @@ class Pinning:
         nbytes = bytes_text(self._shape.nbytes)
         return (
             f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
-            f"{self._advice()}, or pass pinned=False for pageable memory"
+            f"{self._advice(error)}, or pass pinned=False for pageable memory"
         )
 
-    def _advice(self) -> str:
+    def _advice(self, error: BaseException) -> str:
+        if isinstance(error, NotImplementedError):
+            return "the driver can pin a pool of one process there: leave shared=True out"
         return system.advice(self._shape.nbytes)
 
     def _degrade(self, error: Exception) -> None:

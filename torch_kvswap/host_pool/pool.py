@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from torch_kvswap.encoding.slot import (
     read_verify,
 )
 from torch_kvswap.host_pool.memory import (
+    DriverMemory,
     Mapping,
     TorchMemory,
     map_new,
@@ -48,6 +51,9 @@ from torch_kvswap.host_pool.pinning import (
 from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
 from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle
 from torch_kvswap.layout import PagedLayout
+
+# What its owner pins: it is not registered.
+AllocatedMemory: TypeAlias = TorchMemory | DriverMemory
 
 
 class User(Protocol):
@@ -69,7 +75,7 @@ class _Memory:
 
     def __init__(
         self,
-        mapping: Mapping | TorchMemory,
+        mapping: Mapping | AllocatedMemory,
         shape: PoolShape,
         layout: PagedLayout,
         encoding: Encoding,
@@ -216,14 +222,27 @@ class HostPool(NotCopyable):
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, numa_node, chunk_bytes, verify
         )
-        mapping: Mapping | TorchMemory
+        mapping: Mapping | AllocatedMemory
         if shared:
             _check_shared_pinning(layout.device, pinning)
             mapping = map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
         else:
             mapping = _map_private(layout.device, shape, pinning, huge_pages)
         self._shares_huge_pages = huge_pages is not False if shared else None
-        self._open(layout, shape, mapping, kept, pinning)
+        try:
+            self._open(layout, shape, mapping, kept, pinning)
+        except NotImplementedError as error:
+            reason = str(error)
+        else:
+            return
+        self._memory.close()
+        log.info("the CUDA driver allocates the memory of a host pool: %s", reason)
+        mapping = _allocate_pinned(
+            "the CUDA driver",
+            partial(DriverMemory, shape.mapped_bytes, shape.page_bytes, layout.device),
+            *(layout.device, shape, pinning, huge_pages),
+        )
+        self._open(layout, shape, mapping, kept, pinning._replace(pinned=False))
 
     @classmethod
     def attach(
@@ -306,11 +325,15 @@ class HostPool(NotCopyable):
         self,
         layout: PagedLayout,
         shape: PoolShape,
-        mapping: Mapping | TorchMemory,
+        mapping: Mapping | AllocatedMemory,
         encoding: Encoding,
         pinning: PinningOptions,
     ) -> None:
-        """Initializes a pool of any kind; _shares_huge_pages is set."""
+        """Initializes a pool of any kind; _shares_huge_pages is set.
+
+        Raises:
+            NotImplementedError: the driver registers no memory, and this one is not shared.
+        """
         self.device = layout.device
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
         self.slot_bytes, self.num_parts = shape.slot_bytes, max(shape.parts, 1)
@@ -323,7 +346,9 @@ class HostPool(NotCopyable):
         if isinstance(mapping, Mapping) and is_registered and pinning.pinned is not False:
             if pinning.places:
                 mapping.place(layout.device, pinning.numa_node)
-            self._memory.make_pinning(shape, layout.device).start(pinning)
+            self._memory.make_pinning(shape, layout.device).start(
+                pinning, is_shared=self._shares_huge_pages is not None
+            )
 
     def _keep(self, layout: PagedLayout, encoding: Encoding) -> None:
         """Sets how blocks of the layout are kept in the slots."""
@@ -507,7 +532,7 @@ class HostPool(NotCopyable):
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_pinned()
-        return self._is_pinned_by_torch
+        return isinstance(memory.mapping, AllocatedMemory)
 
     @property
     def huge_bytes(self) -> int:
@@ -518,8 +543,10 @@ class HostPool(NotCopyable):
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
 
-    def _encoding_for_native(self, sizes: Int64Array) -> native.Encoding:
+    def _encoding_for_native(self, sizes: Int64Array, group: int = 0) -> native.Encoding:
         """What the native side asks about the slots of blocks with these slabs.
+
+        group: the place of the pool among those of the handler. Digests know it.
 
         Raises:
             ValueError: no slot can hold such a block, or the table has no room for its digests.
@@ -527,29 +554,30 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        return native.verified_encoding(encoding, sizes, self._digests, self.verify == "order")
+        digests = self._digests(group)
+        return native.verified_encoding(encoding, sizes, digests, self.verify == "order")
 
-    def _read_digests(self, page: int) -> bytes:
+    def _read_digests(self, page: int, group: int) -> bytes:
         """The digests of a page's blocks in any slots; nothing if the pool has no digests, or if
         they are in the page, with those of other ranks.
 
-        The page has none if a store into it has not been reported.
+        The page has none if a store into it has not been reported, or if another group stored it.
         """
         if self.verify == "off" or self.num_parts > 1:
             return b""
         first = page * self.blocks_per_page
-        return self._digests.read(self.layout.sizes, first, self.blocks_per_page)
+        return self._digests(group).read(self.layout.sizes, first, self.blocks_per_page)
 
-    def _write_digests(self, page: int, digests: bytes) -> None:
-        """The page has the blocks of another page of such a pool, with these _read_digests()."""
+    def _write_digests(self, page: int, group: int, digests: bytes) -> None:
+        """The page has the blocks of another page of the group, with these _read_digests()."""
         if self.verify == "off":
             return
         first = page * self.blocks_per_page
         if self.num_parts == 1:
-            self._digests.write(first, self.blocks_per_page, digests)
+            self._digests(group).write(first, self.blocks_per_page, digests)
             return
         for rank in range(self.num_parts):  # the digests have come with the page
-            table = self._shape.digests(self._memory.mapping.address, rank)
+            table = self._shape.digests(self._memory.mapping.address, group, rank)
             for slot in range(first, first + self.blocks_per_page):
                 table.adopt(slot)
 
@@ -558,11 +586,10 @@ class HostPool(NotCopyable):
         if self._encoding is not RAW:
             self.pages[page, slot, :SLOT_ALIGNMENT].zero_()
         if self.verify != "off":
-            self._digests.write(page * self.blocks_per_page + slot, 1, bytes(8))
+            self._digests(0).write(page * self.blocks_per_page + slot, 1, bytes(8))
 
-    @property
-    def _digests(self) -> native.DigestTable:
-        return self._shape.digests(self._memory.mapping.address)
+    def _digests(self, group: int) -> native.DigestTable:
+        return self._shape.digests(self._memory.mapping.address, group)
 
     @property
     def _is_pinned_by_torch(self) -> bool:
@@ -616,31 +643,45 @@ class HostPool(NotCopyable):
 
 def _map_private(
     device: torch.device, shape: PoolShape, pinning: PinningOptions, huge_pages: bool | None
-) -> Mapping | TorchMemory:
-    """Maps the memory of a pool of one process.
+) -> Mapping | AllocatedMemory:
+    """Maps the memory of a pool of one process. Raises what _allocate_pinned() does."""
+    if pinning.pinned is not False and pins_with_torch(device):
+        allocate = partial(TorchMemory, shape.nbytes, shape.page_bytes)
+        return _allocate_pinned("torch", allocate, device, shape, pinning, huge_pages)
+    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
+
+
+def _allocate_pinned(
+    owner: str,
+    allocate: Callable[[], AllocatedMemory],
+    device: torch.device,
+    shape: PoolShape,
+    pinning: PinningOptions,
+    huge_pages: bool | None,
+) -> Mapping | AllocatedMemory:
+    """Allocates memory that the owner pins; pageable memory if it does not.
 
     Raises:
-        ValueError: an option is not possible where torch pins, or there is not enough memory.
-        RuntimeError: torch cannot pin, and `pinned` is True.
+        ValueError: an option is not possible for such memory, or there is not enough memory.
+        RuntimeError: the owner cannot pin, and `pinned` is True.
     """
-    if pinning.pinned is not False and pins_with_torch(device):
-        for name, is_given in (
-            ("huge_pages=True", huge_pages is True),
-            ("numa_node", pinning.numa_node is not None),
-        ):
-            if is_given:
-                raise ValueError(
-                    f"{name} is not possible for {device}: torch pins memory for it, and takes "
-                    "that memory from where it likes; leave it out, or pass pinned=False"
-                )
-        try:
-            return TorchMemory(shape.nbytes, shape.page_bytes)
-        except (RuntimeError, NotImplementedError) as error:
-            nbytes = bytes_text(shape.nbytes)
-            reason = f"torch did not pin {nbytes} of host memory for {device}: {error}"
-            if pinning.pinned:
-                raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
-            log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
+    for name, is_given in (
+        ("huge_pages=True", huge_pages is True),
+        ("numa_node", pinning.numa_node is not None),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{name} is not possible for {device}: {owner} pins memory for it, and takes "
+                "that memory from where it likes; leave it out, or pass pinned=False"
+            )
+    try:
+        return allocate()
+    except RuntimeError as error:
+        nbytes = bytes_text(shape.nbytes)
+        reason = f"{owner} did not pin {nbytes} of host memory for {device}: {error}"
+        if pinning.pinned:
+            raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
+        log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
     return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
 
 

@@ -64,10 +64,12 @@ class Part(NamedTuple):
         begin = _rounded(nbytes, _ROW_ALIGNMENT if row_bytes else SLOT_ALIGNMENT)
         return cls(begin + row_bytes, begin, row_bytes)
 
-    def table(self, first_slot: int, slot_bytes: int, counter: int = 0) -> native.DigestTable:
+    def table(
+        self, first_slot: int, slot_bytes: int, counter: int = 0, group: int = 0
+    ) -> native.DigestTable:
         """The digests of this part of all slots, the first of which has this address."""
         rows = first_slot + self.digests_begin
-        return native.DigestTable(counter, rows, slot_bytes, self.row_bytes)
+        return native.DigestTable(counter, rows, slot_bytes, self.row_bytes, group)
 
 
 def _rounded(nbytes: int, alignment: int) -> int:
@@ -157,15 +159,15 @@ class PoolShape:
         slots = memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
         return slots[..., self.part_begin : self.part_begin + self.part_bytes]
 
-    def digests(self, memory: int, rank: int | None = None) -> native.DigestTable:
-        """The digests of all slots in the memory that begins at this address; of another rank's
-        part of them, if it is given."""
+    def digests(self, memory: int, group: int, rank: int | None = None) -> native.DigestTable:
+        """The digests of all slots in the memory that begins at this address, for blocks of one
+        group; of another rank's part of them, if it is given."""
         counter = memory + self.table_begin
         if self._part is not None:
             begin = self.part_begin if rank is None else rank * self.part_bytes
-            return self._part.table(memory + begin, self.slot_bytes, counter)
+            return self._part.table(memory + begin, self.slot_bytes, counter, group)
         rows = counter + self.row_bytes
-        return native.DigestTable(counter, rows, self.row_bytes, self.row_bytes)
+        return native.DigestTable(counter, rows, self.row_bytes, self.row_bytes, group)
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
         """The slabs of the pages' blocks in `memory`, for the blocks of `layout`.

@@ -192,9 +192,24 @@ def _read(file: str | Path) -> str:
         return ""
 
 
+class NoRoomError(ValueError):
+    """The machine has no room for a pool.
+
+    Attributes:
+        problem (str): what is too little, without advice.
+        room (int): bytes that a pool can have.
+        otherwise (str): what else than a smaller pool helps.
+    """
+
+    problem: str
+    room: int
+    otherwise: str
+
+
 def check_room(nbytes: int, page_bytes: int, *, reserved: bool) -> None:
     """Raises ValueError if the machine has no room for a pool of this size and pages, on reserved
-    huge pages or others. The message has the limit, and how many pages fit.
+    huge pages or others, and a NoRoomError on others. The message has the limit, and how many
+    pages fit.
 
     Without this check the kernel would kill the process when it touches the memory.
     """
@@ -207,19 +222,23 @@ def check_room(nbytes: int, page_bytes: int, *, reserved: bool) -> None:
         rooms.append(available)
     if nbytes <= min(rooms, default=nbytes):
         return
-    smaller = _smaller_pool(min(rooms), page_bytes)
+    needed = f"the pages need {bytes_text(nbytes)} of host memory"
     if available is not None and nbytes > available:
-        raise ValueError(
-            f"the pages need {bytes_text(nbytes)} of host memory, of which "
-            f"{bytes_text(available)} are available (MemAvailable in /proc/meminfo); {smaller}"
-            "end what uses the memory"
+        problem = (
+            f"{needed}, of which {bytes_text(available)} are available (MemAvailable in "
+            "/proc/meminfo)"
         )
-    limit = next(limit for limit in limits if nbytes > limit.left)
-    raise ValueError(
-        f"the pages need {bytes_text(nbytes)} of host memory, and the control group of this "
-        f"process has {bytes_text(max(limit.left, 0))} left of {bytes_text(limit.allowed)} "
-        f"({limit.file}); {smaller}raise the memory limit of the container or service"
-    )
+        otherwise = "end what uses the memory"
+    else:
+        limit = next(limit for limit in limits if nbytes > limit.left)
+        problem = (
+            f"{needed}, and the control group of this process has "
+            f"{bytes_text(max(limit.left, 0))} left of {bytes_text(limit.allowed)} ({limit.file})"
+        )
+        otherwise = "raise the memory limit of the container or service"
+    error = NoRoomError(f"{problem}; {_smaller_pool(min(rooms), page_bytes)}{otherwise}")
+    error.problem, error.room, error.otherwise = problem, min(rooms), otherwise
+    raise error
 
 
 def _check_huge_pages(nbytes: int, page_bytes: int) -> None:

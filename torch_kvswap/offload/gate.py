@@ -32,7 +32,7 @@ class Gate(NotCopyable, native.Gate):
 
     def __init__(self, handler: NativeHandler, layer_groups: int) -> None:
         self._handler = handler
-        layer_groups = read_int("layer_groups", layer_groups, 1, handler.groups.num_layers)
+        layer_groups = handler.groups.read_layer_groups(layer_groups)
         if handler.device.type == "cpu" or not is_native(handler.device.type):
             raise ValueError(
                 f"a gate makes CUDA streams wait, but the cache is on {handler.device}, "

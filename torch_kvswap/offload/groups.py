@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_kvswap._native.arguments import count_of, kind_of
+from torch_kvswap._native.arguments import count_of, kind_of, read_int
 from torch_kvswap._native.loader import native, ops
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.devices.queue import QueuedGroup, queue_of
@@ -107,9 +107,8 @@ class Groups:
     def _describe(self) -> list[native.GroupLayout]:
         pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
         first_layer, described = 0, []
-        for layout, pool, space in zip(
-            self.layouts, self.pools, block_spaces(self.layouts), strict=True
-        ):
+        of_groups = zip(self.layouts, self.pools, block_spaces(self.layouts), strict=True)
+        for group, (layout, pool, space) in enumerate(of_groups):
             described.append(
                 native.GroupLayout(
                     gpu_bases=layout.bases,
@@ -124,12 +123,36 @@ class Groups:
                     blocks_per_page=pool.blocks_per_page,
                     block_space=space,
                     slot_space=pools[id(pool._ready_range)],
-                    encoding=pool._encoding_for_native(layout.sizes),
+                    encoding=pool._encoding_for_native(layout.sizes, group),
                     ready_range=pool._ready_range,
                 )
             )
             first_layer += len(layout.tensors)
         return described
+
+    def read_layer_groups(self, layer_groups: object) -> int:
+        """Checks the number of layer groups of a load or a gate.
+
+        Raises TypeError or ValueError, with the advice for a tensor of several layers.
+        """
+        try:
+            return read_int("layer_groups", layer_groups, 1, self.num_layers)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._how_to_split()}") from None
+
+    def _how_to_split(self) -> str:
+        """What makes layers of the first tensor that seems to have several, if there is one."""
+        for layout in self.layouts:
+            before = layout.block_dim
+            for tensor in layout.tensors:
+                shape = list(tensor.shape)
+                if (most := max(shape[:before], default=0)) > 2:  # 2 may be keys and values
+                    return (
+                        f", because a tensor counts as one layer: if kv of shape {shape} has "
+                        f"{most} layers, make the layout of kv.unbind({shape.index(most)}) with "
+                        f"block_dim={before - 1}"
+                    )
+        return ""
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:
         """Combines the same pools with other layouts.

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,6 +47,9 @@ from torch_kvswap.results import (
 )
 
 STORES, LOADS, EXPEDITED = range(3)  # channels
+
+# Python's message, without an `*unnamed`, does not say which names are missing.
+_UNNAMED = "name all arguments of store() and load(): gpu_block_ids=..., page_ids=..."
 
 # A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
 _COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
@@ -121,6 +124,10 @@ class Job(NotCopyable, native.Job):
         first gives it, and everything ahead of it in its channel, to the driver; the host waits
         only until the driver has accepted them.
 
+        A failed or cancelled job raises nothing here: the stream goes on, and poll() reports the
+        job. When the host has the results of the work behind the wait, the job has ended, so that a
+        poll() reports it before they are used.
+
         Args:
             stream (torch.Stream | None): a stream of any GPU; for a cache on another device, one of
                 that device. None is the current stream of the cache's device.
@@ -136,8 +143,7 @@ class Job(NotCopyable, native.Job):
             TypeError: stream is no stream of such a device.
             ValueError: verified=True with a layer group, whose digests are not known before those
                 of the whole job, or without a pool that has digests.
-            TransferError: the job has already failed or been cancelled. poll() and synchronize()
-                report a later failure. With verified=True there is none.
+            TransferError: with verified=True, the job failed or was cancelled.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
                 wait. Raised even if the job has ended.
         """
@@ -150,9 +156,6 @@ class Job(NotCopyable, native.Job):
         self.handler._native.let_wait(self, group, stream)
         if is_verified:
             self.synchronize()
-        result = self.result
-        if result is not None and not result.ok:
-            raise error_of([result])
 
     def _check_has_digests(self, layer_group: int | None) -> None:
         """Raises ValueError if wait(layer_group=..., verified=True) cannot be had."""
@@ -266,6 +269,8 @@ class OffloadHandler(NotCopyable):
         self._has_warned = False  # about rejected blocks
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
+        if assigns_pages:
+            self._native.owner = "prefix cache"
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy)
         keep(self._native)
@@ -310,7 +315,7 @@ class OffloadHandler(NotCopyable):
 
     def store(
         self,
-        *,
+        *unnamed: NoReturn,
         gpu_block_ids: Ids | Sequence[Ids],
         page_ids: Ids | Sequence[Ids],
         first_slot: int | Sequence[int] = 0,
@@ -365,12 +370,14 @@ class OffloadHandler(NotCopyable):
                 what to do after each error.
             MemoryError: host memory is exhausted.
         """
+        if unnamed:
+            raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
         return self._submit(STORES, ids, after, tag, copy_method)
 
     def load(
         self,
-        *,
+        *unnamed: NoReturn,
         page_ids: Ids | Sequence[Ids],
         gpu_block_ids: Ids | Sequence[Ids],
         first_slot: int | Sequence[int] = 0,
@@ -417,6 +424,8 @@ class OffloadHandler(NotCopyable):
                 to another handler, or as in store().
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
+        if unnamed:
+            raise TypeError(_UNNAMED)
         ids = gpu_block_ids, page_ids, first_slot
         return self._submit(LOADS, ids, after, tag, copy_method, layer_groups, gate, expedited)
 
@@ -630,6 +639,7 @@ class OffloadHandler(NotCopyable):
         lost. Ctrl-C interrupts the wait; the handler then accepts no more jobs, and another close()
         continues.
         """
+        self._native.was_closed = True
         self._native.close()
 
     def __enter__(self) -> OffloadHandler:
@@ -740,7 +750,7 @@ class OffloadHandler(NotCopyable):
             raise ValueError("the gate belongs to another handler; make one with this handler")
         if layer_groups is None:
             return 1 if gate is None else gate.layer_groups
-        groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
+        groups = self._native.groups.read_layer_groups(layer_groups)
         if gate is not None and gate.layer_groups != groups:
             raise ValueError(
                 f"the gate has {count_of(gate.layer_groups, 'layer group')}, the load has "

@@ -9,6 +9,7 @@ from torch_kvswap._native.kept import let_go
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.offload.streams import resolve_waiting
+from torch_kvswap.results import DeviceLostError
 
 if TYPE_CHECKING:
     from torch_kvswap.offload.groups import Groups
@@ -20,9 +21,15 @@ class NativeHandler(NotCopyable, native.Handler):
 
     Any thread may call any method. In a forked child every method raises RuntimeError, except
     destroy(), which does nothing there.
+
+    Attributes:
+        owner (str): what errors say is closed.
+        was_closed (bool): by its owner's close(), not by that of a pool.
     """
 
     groups: Groups
+    owner = "handler"
+    was_closed = False
 
     def __init__(
         self, groups: Groups, submit_thread: bool, options: native.CopyMethodOptions
@@ -55,6 +62,21 @@ class NativeHandler(NotCopyable, native.Handler):
                 "the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync: copies of "
                 "scattered blocks take one driver call per fragment; update the driver"
             )
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if it is closed, or its device is lost."""
+        try:
+            super().check_open()
+        except DeviceLostError:
+            raise
+        except RuntimeError:
+            self.check_process()
+            is_pool = any(pool._memory.pages is None for pool in self.groups.pools)
+            if is_pool and not self.was_closed:
+                raise RuntimeError(
+                    f"the host pool is closed, and with it its {self.owner}; make new ones"
+                ) from None
+            raise RuntimeError(f"the {self.owner} is closed; make a new one") from None
 
     def let_wait(self, job: native.Job, layer_group: int, stream: object) -> None:
         """Makes a stream wait for a layer group of a job; -1 means the whole job.

@@ -2,12 +2,12 @@
 
 Public besides `torch_kvswap.PrefixCache` and `PrefixHasher`: the block manager, for engines that
 submit transfers themselves, with what it takes and returns, and that of a server
-(`RemoteManager`); what `preempt()`, `resume()` and `below_stats()` return (`Preempted`, `Resumed`,
-`BelowStats`), and the hasher (`PrefixKeys`).
+(`RemoteManager`); what `store()`, `preempt()`, `resume()` and `below_stats()` return (`Stored`,
+`Preempted`, `Resumed`, `BelowStats`), and the hasher (`PrefixKeys`).
 """
 
 from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
-from torch_kvswap.prefix.cache import Preempted, Resumed
+from torch_kvswap.prefix.cache import Preempted, Resumed, Stored
 from torch_kvswap.prefix.client import RemoteManager
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import PrefixKeys
@@ -30,5 +30,6 @@ __all__ = [
     "RemoteManager",
     "Resumed",
     "StoreReservation",
+    "Stored",
     "WriteReservation",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
@@ -19,6 +21,7 @@ from torch_kvswap._native.arguments import (
     read_timeout,
 )
 from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat
 from torch_kvswap.below.store import PageStore
@@ -34,12 +37,14 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.groups import BlockGroup, read_layer_groups
-from torch_kvswap.prefix.hashing import Keys
+from torch_kvswap.prefix.hashing import Keys, PrefixKeys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.pools import Pools
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import CorruptedPageError, Result
+
+_BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +80,21 @@ class _Prompt(NamedTuple):
     blocks: list[array[int]]
     named: list[array[int]]
     loads: tuple[int, ...] = ()
+
+
+class Stored(NamedTuple):
+    """What PrefixCache.store() has done.
+
+    Attributes:
+        state (str): "storing" with the job; "present" if the host has all blocks, or is storing
+            them for an earlier call; "full" if there is not enough room, so that no block is
+            stored; "skipped" if store_threshold leaves out the missing blocks; "recorded" with a
+            lazy store policy.
+        job (Job | None): the copy, if the state is "storing".
+    """
+
+    state: Literal["storing", "present", "full", "skipped", "recorded"]
+    job: Job | None = None
 
 
 class Resumed(NamedTuple):
@@ -139,6 +159,11 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
         manager._pools.close()
 
 
+def _are_integers(keys: Any) -> bool:
+    """Whether these are plain integers, as keys may be, and tokens are."""
+    return not isinstance(keys, PrefixKeys | bytes) and len(keys) > 0 and type(keys[0]) is int
+
+
 def _check_preempted(preempted: object) -> None:
     if not isinstance(preempted, Preempted):
         raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
@@ -164,10 +189,10 @@ class PrefixCache(NotCopyable):
             leave the GPU cache.
         eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes: see OffloadHandler.
-        below (str | PageStore | None): a store for pages that leave host memory, which may be
-            shared with other processes: "file:PATH", "valkey://HOST:PORT", "mooncake://HOST:PORT",
-            or an object, which close() closes. It needs the package xxhash, and pools with
-            page_alignment=4096. docs/below.md says what holds.
+        below (str | os.PathLike | PageStore | None): a store for pages that leave host memory,
+            which may be shared with other processes: "file:PATH" or a path, "valkey://HOST:PORT",
+            "mooncake://HOST:PORT", or an object, which close() closes. It needs the package
+            xxhash, and pools with page_alignment=4096. docs/below.md says what holds.
         below_model (str | None): with `below`, the model and its revision, whatever the keys say.
         below_rank, below_world (int): which part of the model this process has, and of how many.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
@@ -198,12 +223,12 @@ class PrefixCache(NotCopyable):
         store_threshold: int = 1,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        below: str | PageStore | None = None,
+        below: str | os.PathLike[str] | PageStore | None = None,
         below_model: str | None = None,
         below_rank: int = 0,
         below_world: int = 1,
         below_policy: BelowPolicy = "reused",
-        below_bytes: int = 256 << 20,
+        below_bytes: int = _BELOW_BYTES,
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
@@ -215,7 +240,16 @@ class PrefixCache(NotCopyable):
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
         below_bytes = read_int("below_bytes", below_bytes, 1)
         formats: list[PageFormat] = []
-        if below is not None:
+        if below is None:
+            unused = [below_model is not None, below_rank != 0, below_world != 1]
+            unused += [below_policy != "reused", below_bytes != _BELOW_BYTES]
+            names = ("below_model", "below_rank", "below_world", "below_policy", "below_bytes")
+            if given := list(compress(names, unused)):
+                raise ValueError(
+                    f"{' and '.join(given)} without below, which is the store: pass below='file:"
+                    "PATH' or another one, or leave it out"
+                )
+        else:
             formats = _page_formats(of_handler, below_model, below_rank, below_world)
         manager = BlockManager(
             pools.counts[0] if groups is None else groups,
@@ -241,7 +275,12 @@ class PrefixCache(NotCopyable):
         self._pools, self._ready, self.manager = pools, pools.ready, manager
         self._below: Tier | None = None
         lazy = of_handler.pools if store_policy == "lazy" else ()
-        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]  # empty if eager
+        # Empty if eager. Guarded by _reporting, as is what these records hold for: see _records().
+        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
+        self._was_polled = False  # or was warned of it
+        self._preempted: set[int] = set()  # leases that neither resume() nor release() has ended
+        self._stored_integers: bool | None = None  # whether as keys; None: nothing is stored yet
+        self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
 
@@ -322,7 +361,7 @@ class PrefixCache(NotCopyable):
 
     def _open_below(
         self,
-        below: str | PageStore,
+        below: str | os.PathLike[str] | PageStore,
         formats: Sequence[PageFormat],
         manager: BlockManager,
         below_bytes: int,
@@ -377,6 +416,12 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_open()
         of_pools = self._pools.split_keys(keys)
         found = self.manager.lookup(keys, again=again)
+        if not found.found and self._stored_integers is False and _are_integers(of_pools[0]):
+            self._stored_integers = True  # warns once
+            log.warning(
+                "lookup() has found nothing for a list of integers, but what was stored has keys "
+                "of another kind; if these are tokens, pass PrefixHasher.lookup_keys(tokens)"
+            )
         return found if self._below is None else self._below.ask(found, of_pools)
 
     def load(
@@ -444,7 +489,7 @@ class PrefixCache(NotCopyable):
         *,
         after: After = None,
         tag: object = None,
-    ) -> Job | None:
+    ) -> Stored:
         """Stores the blocks that the host does not have.
 
         The blocks must not change until the job has ended: see evict(). They can be loaded after
@@ -464,10 +509,7 @@ class PrefixCache(NotCopyable):
                 and its jobs have no tags.
 
         Returns:
-            Job | None: None if nothing was stored. With a lazy store policy that is always so.
-                Otherwise `manager.stats()` says why: `refused` has risen if there was not enough
-                room, `skipped` if store_threshold left blocks out. If neither has, the host has all
-                blocks, or is storing them.
+            Stored: the job that copies them, or why there is none.
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
@@ -477,12 +519,12 @@ class PrefixCache(NotCopyable):
             if after is not None:
                 raise TypeError('with store_policy="lazy", pass after to evict()')
             self._record_computed(keys, gpu_block_ids)
-            return None
+            return Stored("recorded")
         prompt = self._read(keys, gpu_block_ids)
         with self._handler._reporting:
-            job = self._store(prompt, after, tag)
+            stored = self._store(prompt, after, tag)
         # Not returned from within: Ctrl-C right behind the call would leave the lock taken.
-        return job
+        return stored
 
     def evict(self, gpu_block_ids: Ids | Sequence[Ids], *, after: After = None) -> list[Job]:
         """Returns the jobs that must end before these GPU blocks are reused.
@@ -509,11 +551,13 @@ class PrefixCache(NotCopyable):
         started: list[Job] = []
         if self._lazy:
             with self._handler._reporting:
-                for group, lazy in enumerate(self._lazy):
+                records, resets = self._records()
+                for group, lazy in enumerate(records):
                     for keys, ids, loads in lazy.chains_of(leaving[group]):
                         digests, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
                         digests[group], blocks[group] = keys, array("q", ids)
-                        job = self._store(_Prompt(digests, blocks, blocks, loads), after, None)
+                        prompt = _Prompt(digests, blocks, blocks, loads)
+                        job = self._store(prompt, after, None, resets).job
                         if job is not None:
                             started.append(job)
                 self._forget(leaving)
@@ -547,13 +591,16 @@ class PrefixCache(NotCopyable):
                 preempt = self.manager.preempt
                 job = self._submit(STORES, preempt, held, prompt, after=after, tag=tag)
                 if not held:
+                    self._warn_of_missing_poll()
                     return None
                 self._forget(prompt.named)  # the host has, or is about to have, all of them
             started = [] if job is None else [job]
             jobs = self._jobs_using(prompt.named, started)
             preempted = Preempted(jobs, held[0].lease, keys)
+            self._preempted.add(preempted.lease)
         except BaseException:  # KeyboardInterrupt too: nobody has the lease
             if held:
+                self._preempted.discard(held[0].lease)
                 self.manager.release(held[0].lease)
             raise
         return preempted
@@ -586,10 +633,16 @@ class PrefixCache(NotCopyable):
 
         Raises:
             TypeError: preempted is something else.
+            ValueError: the request was resumed or released before.
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see load(). The request
                 stays held.
         """
         _check_preempted(preempted)
+        if preempted.lease not in self._preempted:
+            raise ValueError(
+                "preempted is a request that was resumed or released before, or of another prefix "
+                "cache; preempt() it again, or load() its blocks by their keys"
+            )
         digests, blocks = self._pools.read(preempted.keys, gpu_block_ids)
         digests, _ = self._pools.keys_on_gpu(digests, blocks)
         # Before the load: poll() in another thread may end the stores between the two.
@@ -621,6 +674,7 @@ class PrefixCache(NotCopyable):
             TypeError: preempted is something else.
         """
         _check_preempted(preempted)
+        self._preempted.discard(preempted.lease)
         return self.manager.release(preempted.lease)
 
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
@@ -638,6 +692,7 @@ class PrefixCache(NotCopyable):
             timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits for an answer
                 of a store below, if lookup() has asked one.
         """
+        self._was_polled = True
         results: list[Result] = []
         began = time.monotonic() if self._below is not None else 0.0
         try:
@@ -675,11 +730,14 @@ class PrefixCache(NotCopyable):
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
         """Waits for all jobs, then continues with a cache at other addresses.
 
-        See OffloadHandler.rebind().
+        Pages on the host stay. With a lazy store policy, what was recorded of the old cache is
+        forgotten. See OffloadHandler.rebind().
         """
-        served = self.manager if isinstance(self.manager, RemoteManager) else None
-        with contextlib.nullcontext() if served is None else served._pools.changing:
-            self._handler.rebind(gpu)
+        self._handler._native.check_process()  # a fork may have the lock, held forever
+        handler, manager = self._handler, self.manager
+        rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
+        with handler._reporting:  # evict() stores of the old cache, or forgets it
+            rebind(gpu)
 
     def below_stats(self) -> BelowStats:
         """Returns what was moved to the store below and from there.
@@ -700,6 +758,7 @@ class PrefixCache(NotCopyable):
         if isinstance(self.manager, RemoteManager):
             _close_served(self._handler, self.manager)
         self._handler.close()
+        self._recorded_for = None  # evict() has nothing to store any more
 
     def __enter__(self) -> PrefixCache:
         self._handler.__enter__()
@@ -740,15 +799,28 @@ class PrefixCache(NotCopyable):
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
-        self._handler._native.check_process()  # a fork may have the lock, held forever
+        self._handler._native.check_open()  # in a fork, too, which may have the lock held forever
         prompt = self._read(keys, gpu_block_ids)
         self._pools.check_distinct_keys(prompt.digests)
         with self._handler._reporting:
             loads = tuple(self._handler._native.unreported_loads(self._pools.join(prompt.named)))
-            for lazy, digests, blocks in zip(
-                self._lazy, prompt.digests, prompt.blocks, strict=True
-            ):
+            records, _ = self._records()
+            for lazy, digests, blocks in zip(records, prompt.digests, prompt.blocks, strict=True):
                 lazy.record(digests, blocks, loads)
+
+    def _records(self) -> tuple[list[LazyStorePolicy], int]:
+        """What evict() stores: the keys of GPU blocks, per pool, and how often the manager had been
+        reset when these were recorded. The caller holds `_reporting`.
+
+        This is where all of them are forgotten, whatever has made them wrong: a reset, also by
+        another engine, a rebind(), or another server, which may have missed a reset.
+        """
+        recorded_for = self.manager.resets, weakref.ref(self._handler._native.groups)
+        if recorded_for != self._recorded_for:
+            for lazy in self._lazy:
+                lazy.clear()
+            self._recorded_for = recorded_for
+        return self._lazy, recorded_for[0]
 
     def _forget(self, blocks: Sequence[Iterable[int]]) -> None:
         """Forgets the keys of GPU blocks, per pool, that evict() is not to store any more. The
@@ -760,6 +832,8 @@ class PrefixCache(NotCopyable):
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         digests, named = self._pools.read(keys, gpu_block_ids)
+        if not self._stored_integers:
+            self._stored_integers = _are_integers(keys[0] if self._pools.is_list else keys)
         some_left_out = self._pools.check_blocks(self.layouts, named)
         self._pools.check_distinct(named)
         if not some_left_out:
@@ -771,13 +845,39 @@ class PrefixCache(NotCopyable):
         using = self._handler.jobs_using(self._pools.join(blocks))
         return [*(job for job in using if job not in started), *started]
 
-    def _store(self, prompt: _Prompt, after: After, tag: object) -> Job | None:
-        """Stores the blocks that the host does not have; None if there are none, or no room."""
-        prepare = self.manager.prepare_store
-        job = self._submit(STORES, prepare, [], prompt, after=after, tag=tag)
-        if job is None:
-            self._handler._check_options(after)
-        return job
+    def _store(
+        self, prompt: _Prompt, after: After, tag: object, resets: int | None = None
+    ) -> Stored:
+        """Stores the blocks that the host does not have. There is no room for those from before a
+        reset: `resets` is the manager's number when they were computed."""
+        prepare: Callable[..., Any] = self.manager.prepare_store
+        if resets is not None:  # in another thread, since _records()
+            prepare = partial(prepare, resets=resets)
+        held: list[Any] = []
+        job = self._submit(STORES, prepare, held, prompt, after=after, tag=tag)
+        if job is not None:
+            return Stored("storing", job)
+        self._handler._check_options(after)
+        if not held:
+            self._warn_of_missing_poll()
+            return Stored("full")
+        return Stored("skipped" if held[0].skipped else "present")
+
+    def _warn_of_missing_poll(self) -> None:
+        """Warns, once, if all pages belong to stores that wait for a first poll(). The caller has
+        found no room, and holds `_reporting`."""
+        if self._was_polled:
+            return
+        for group in range(len(self.pools)):
+            stats = self.manager.stats(group)
+            if 0 < stats.pages == stats.filling_pages:
+                self._was_polled = True
+                log.warning(
+                    "no room to store blocks: poll() was never called, and all %d pages belong to "
+                    "stores that it has to report; call it in every scheduler step",
+                    stats.pages,
+                )
+                return
 
     def _submit(
         self,

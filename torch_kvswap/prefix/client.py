@@ -62,6 +62,7 @@ class RemoteReservation(NamedTuple):
     key_indices: Any
     pages: Any
     lease: int = 0
+    skipped: int = 0  # a server has no store_threshold
 
 
 class Session(NotCopyable):
@@ -93,6 +94,7 @@ class Session(NotCopyable):
         self._names = {"engine": engine, "worker": worker, "workers": workers}
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
+        self.resets = 0
         # Guarded by _lock; _changed is notified when the thread may have something to do.
         self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
         self._changed = threading.Condition(self._lock)
@@ -124,7 +126,7 @@ class Session(NotCopyable):
                 self._pools.let_go()
             hello = {**self._cache, **self._names, "session": self._session}
             connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
-            (session,) = receive(connection, HEAD.size + 8)[0]
+            session, resets = receive(connection, HEAD.size + 16)[0]
             with contextlib.ExitStack() as received:
                 handles = []
                 for _ in self._pools.layouts:
@@ -141,9 +143,16 @@ class Session(NotCopyable):
             self._hang_up(connection)
             raise
         with self._lock:  # no call comes in between
+            self.resets = resets
             self._use(connection, session, generation)
-            if self._unheard_resets and self._ask(Op.RESET) is not None:
-                self._unheard_resets = 0
+            if self._unheard_resets:
+                self._tell_reset()
+
+    def _tell_reset(self) -> None:
+        """The caller holds the lock."""
+        answer = self._ask(Op.RESET)
+        if answer is not None:
+            self._unheard_resets, self.resets = 0, answer[0]
 
     def start(self) -> None:
         """Lets a thread join the server again when it is lost."""
@@ -313,6 +322,8 @@ class RemoteManager(Session):
 
     Attributes:
         groups, unit_tokens: see BlockManager.
+        resets (int): another number after each reset by any engine, and for each server, as far as
+            lookup() has heard.
     """
 
     def __init__(
@@ -334,7 +345,10 @@ class RemoteManager(Session):
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
         answer = self._ask(Op.LOOKUP, [read_switch("again", again)], self._read(keys))
-        return _NOTHING if answer is None else Lookup(*answer)
+        if answer is None:
+            return _NOTHING
+        *found, self.resets = answer
+        return Lookup(*found)
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
@@ -352,10 +366,14 @@ class RemoteManager(Session):
         return self._reserve(Op.PREPARE_LOAD, keys, held, [number])
 
     def prepare_store(
-        self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
+        self,
+        keys: Keys | Sequence[Keys],
+        *,
+        resets: int | None = None,
+        held: list[object] | None = None,
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._reserve(Op.PREPARE_STORE, keys, held)
+        return self._reserve(Op.PREPARE_STORE, keys, held, [-1 if resets is None else resets])
 
     def preempt(
         self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
@@ -394,8 +412,7 @@ class RemoteManager(Session):
         """
         with self._lock:
             self._unheard_resets = 1
-            if self._ask(Op.RESET) is not None:
-                self._unheard_resets = 0
+            self._tell_reset()
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""
@@ -488,7 +505,7 @@ class RemotePools:
     """The pools of a prefix cache on a server's memory. Without a server, pools of one page each.
 
     Args:
-        layouts (Sequence[PagedLayout]): of the cache.
+        layouts (Sequence[PagedLayout]): of the cache; changes with rebind().
         is_list (bool): whether the handler gets lists.
         options: of the pools of one page.
         rank (int): which part of each page this process has: see HostPool.attach().
@@ -520,6 +537,13 @@ class RemotePools:
     def let_go(self) -> None:
         """Frees the memory of a server that is gone. No job may be in flight."""
         self._use([HostPool(layout, 1, **self._options) for layout in self.layouts])
+
+    def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
+        """OffloadHandler.rebind(): later servers get the new cache, and the old one is let go."""
+        assert self.handler is not None
+        with self.changing:
+            self.handler.rebind(gpu)
+            self.layouts = self.handler.layouts
 
     def close(self) -> None:
         """Frees the memory. The handler must be closed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TypeAlias, overload
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from torch_kvswap._native.arguments import (
     CONVERSION_ERRORS,
     UINT32_MAX,
+    count_of,
     kind_of,
     read_int,
 )
@@ -30,7 +31,8 @@ DIGEST_BYTES: int = native.DIGEST_BYTES
 # First byte of the hashed bytes, so that digests of different kinds never collide.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
 
-Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+_TokenArray: TypeAlias = npt.NDArray[np.integer]
+Tokens: TypeAlias = Sequence[int] | _TokenArray
 
 
 def encode(value: Hashable) -> bytes:
@@ -83,6 +85,9 @@ class PrefixKeys(Sequence[bytes]):
 
     digests: bytes
     block_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_length("digests", self.digests)
 
     def __len__(self) -> int:
         return len(self.digests) // DIGEST_BYTES
@@ -158,56 +163,96 @@ class PrefixHasher:
         # The digest is equal for equal settings only, and does not give away the salt.
         return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
 
-    def keys(self, tokens: Tokens) -> PrefixKeys:
+    def keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
         """The keys of all full blocks of a prompt: what can be stored.
 
         Args:
             tokens: 1-D sequence, numpy array or CPU tensor of token ids.
+            known (PrefixKeys | None): keys of the first full blocks of the same tokens, from this
+                hasher. Only the blocks behind them are hashed, and to check `known` its first and
+                its last block.
 
         Returns:
-            PrefixKeys: a key for each block.
+            PrefixKeys: a key for each block, also for those of `known`.
 
         Raises:
-            TypeError: tokens is not a sequence of integers.
-            ValueError: a token is not in 0 to 2**32 - 1, or tokens is not 1-D.
+            TypeError: tokens is not a sequence of integers, or known is not PrefixKeys.
+            ValueError: a token is not in 0 to 2**32 - 1, tokens is not 1-D, or known has keys of
+                other tokens or settings, or too many.
         """
-        content = _token_bytes(tokens)
-        return self._first_keys(content, len(content) // 4 // self.block_tokens)
+        return self._first_keys(tokens, known, 0)
 
-    def lookup_keys(self, tokens: Tokens) -> PrefixKeys:
+    def lookup_keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
         """The keys of the blocks that a prompt can reuse: what to look up.
 
         As keys(), but without the block of the last token, which must be computed to predict the
         next one.
         """
-        content = _token_bytes(tokens)
-        return self._first_keys(content, max(len(content) // 4 - 1, 0) // self.block_tokens)
+        return self._first_keys(tokens, known, -1)
 
-    def request_keys(self, tokens: Tokens) -> PrefixKeys:
+    def request_keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
         """The keys of all blocks of a request, also of a partly filled last one: for preempt().
 
         As keys(), with one more for a partly filled block. It covers the number of tokens, so it
         differs from the key of any full block.
         """
-        content = _token_bytes(tokens)
-        return self._first_keys(content, -(-(len(content) // 4) // self.block_tokens))
+        return self._first_keys(tokens, known, self.block_tokens - 1)
 
-    def _first_keys(self, content: bytes, blocks: int) -> PrefixKeys:
-        """The keys of the first blocks; `content` has the tokens as 32-bit words."""
+    def _first_keys(self, tokens: Tokens, known: PrefixKeys | None, more: int) -> PrefixKeys:
+        """The keys of as many blocks as are full with this many more tokens; see keys()."""
+        size, tokens = self.block_tokens, _token_sequence(tokens)
+        if known is None:
+            known = PrefixKeys(b"", size)
+        else:
+            self._check_known(known, tokens)
+        blocks = max(len(tokens) + more, 0) // size
+        content = _token_bytes(tokens, len(known) * size)
+        content = content[: max(blocks - len(known), 0) * size * 4]
+        new = self._chain(known[-1] if known else self._root, content)
+        return PrefixKeys(b"".join((known[:blocks].digests, *new)), size)
+
+    def _chain(self, parent: bytes, content: bytes) -> Iterator[bytes]:
+        """The keys of blocks with these tokens behind the block with the key `parent`."""
         size = self.block_tokens * 4
-        parent, digests = self._root, []
         head = _BLOCK + self.block_tokens.to_bytes(8, "little")
-        for block in range(blocks):
-            part = content[block * size : (block + 1) * size]
+        for begin in range(0, len(content), size):
+            part = content[begin : begin + size]
             if len(part) < size:
                 head = _BLOCK + (len(part) // 4).to_bytes(8, "little")
             parent = sha256(head + parent + part).digest()
-            digests.append(parent)
-        return PrefixKeys(b"".join(digests), self.block_tokens)
+            yield parent
+
+    def _check_known(self, known: PrefixKeys, tokens: Sequence[int] | _TokenArray) -> None:
+        """Raises what keys() does if `known` are not keys of the tokens' first blocks.
+
+        The first key depends on all settings, the last one on the newest tokens. To check the
+        others would be to hash all blocks.
+        """
+        if not isinstance(known, PrefixKeys):
+            raise TypeError(f"known is {kind_of(known)}; pass what this hasher has returned")
+        size, count, full = self.block_tokens, len(known), len(tokens) // self.block_tokens
+        if known.block_tokens != size:
+            raise ValueError(
+                f"known has keys of {known.block_tokens} tokens, this hasher's are of {size}; pass "
+                "what this hasher has returned"
+            )
+        if count > full:
+            raise ValueError(
+                f"known has {count_of(count, 'key')}, but {count_of(len(tokens), 'token')} have "
+                f"{count_of(full, 'full block')} of {size}; pass known[:{full}]"
+            )
+        for at in (0, count - 1)[:count]:
+            block = _token_bytes(tokens, at * size, (at + 1) * size)
+            parent = known[at - 1] if at else self._root
+            if known[at] != next(self._chain(parent, block)):
+                raise ValueError(
+                    f"known[{at}] is not the key of tokens[{at * size}:{(at + 1) * size}] under "
+                    "the settings of this hasher; pass keys that it has made of the same tokens"
+                )
 
 
-def _token_bytes(tokens: Tokens) -> bytes:
-    """The tokens as 32-bit words."""
+def _token_sequence(tokens: Tokens) -> Sequence[int] | _TokenArray:
+    """The tokens as something that can be sliced."""
     if not isinstance(tokens, Sequence | np.ndarray) and hasattr(tokens, "__array__"):
         try:
             tokens = np.asarray(tokens)  # a tensor
@@ -218,15 +263,26 @@ def _token_bytes(tokens: Tokens) -> bytes:
             raise ValueError(f"tokens has shape {tokens.shape}; it must have one dimension")
         if tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"tokens is an array of {tokens.dtype}; tokens must be integers")
+        return tokens
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
+        raise TypeError(f"tokens is {kind_of(tokens)}; pass a list or an array of integers")
+    return tokens
+
+
+def _token_bytes(
+    tokens: Sequence[int] | _TokenArray, begin: int = 0, end: int | None = None
+) -> bytes:
+    """The tokens from `begin` to `end` as 32-bit words."""
+    if begin or end is not None:  # not every sequence has slices
+        tokens = tokens[begin:end]
+    if isinstance(tokens, np.ndarray):
         if not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) <= UINT32_MAX):
             return tokens.astype("<u4").tobytes()
         tokens = tokens.tolist()
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
-        raise TypeError(f"tokens is {kind_of(tokens)}; pass a list or an array of integers")
     try:
         return array("I", tokens).tobytes()
     except CONVERSION_ERRORS:
-        every = enumerate(tokens)
+        every = enumerate(tokens, begin)
         read = [read_int(f"tokens[{place}]", token, 0, UINT32_MAX) for place, token in every]
         return array("I", read).tobytes()
 
@@ -240,6 +296,14 @@ def split_digests(digests: bytes) -> list[bytes]:
     return [digests[place : place + DIGEST_BYTES] for place in places]
 
 
+def _check_length(name: str, digests: bytes) -> None:
+    if len(digests) % DIGEST_BYTES:
+        raise ValueError(
+            f"{name} has {len(digests)} bytes, but a digest has {DIGEST_BYTES}; "
+            "pass digests one after another, or a list of keys"
+        )
+
+
 def read_digests(name: str, keys: Keys) -> bytes:
     """Converts keys to digests, one after another. Native code reads bytes and lists of digests.
 
@@ -248,11 +312,7 @@ def read_digests(name: str, keys: Keys) -> bytes:
     if isinstance(keys, PrefixKeys):
         return keys.digests
     if isinstance(keys, bytes):
-        if len(keys) % DIGEST_BYTES:
-            raise ValueError(
-                f"{name} has {len(keys)} bytes, but a digest has {DIGEST_BYTES}; "
-                "pass digests one after another, or a list of keys"
-            )
+        _check_length(name, keys)
         return keys
     if isinstance(keys, str | bytearray | memoryview) or not isinstance(keys, Sequence):
         raise TypeError(

@@ -73,6 +73,11 @@ class LazyStorePolicy:
             for chain in chains
         ]
 
+    def clear(self) -> None:
+        """Forgets all blocks."""
+        for of in (self._parent, self._blocks, self._key, self._loads):
+            of.clear()
+
     def forget(self, gpu_block_ids: Iterable[int]) -> None:
         """Records that these GPU blocks have left."""
         for block in gpu_block_ids:

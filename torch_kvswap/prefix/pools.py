@@ -20,6 +20,8 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, read_digests, 
 class Pools:
     """Host pools: their usable pages (`counts`), and the conversion of arguments per pool.
 
+    Arguments are lists with one part per pool if `is_list`.
+
     The manager numbers the usable pages of each pool from 0 on.
 
     Args:
@@ -34,7 +36,7 @@ class Pools:
     def __init__(self, pools: Sequence[HostPool], groups: Sequence[BlockGroup] | None) -> None:
         self._pools = pools
         self._groups = groups
-        self._is_list = groups is not None
+        self.is_list = groups is not None
         self.counts = [pool.num_pages for pool in pools]
         named = self.counts if groups is None else [group.num_pages for group in groups]
         if named != self.counts:
@@ -72,7 +74,7 @@ class Pools:
 
     def select(self, blocks: Sequence[array[int]], key_indices: Any) -> list[Int64Array]:
         """Selects the GPU blocks of the keys with these indices, per pool."""
-        indices = key_indices if self._is_list else [key_indices]
+        indices = key_indices if self.is_list else [key_indices]
         return list(map(_select, self._pools, blocks, indices))
 
     def pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
@@ -97,7 +99,7 @@ class Pools:
         of_groups = list(map(split_digests, digests))
         of_pages = [
             (group, of_groups[group][index])
-            for group, indices in enumerate(key_indices if self._is_list else [key_indices])
+            for group, indices in enumerate(key_indices if self.is_list else [key_indices])
             for index in indices
         ]
         return [of_pages[position] for position in positions]
@@ -200,17 +202,17 @@ class Pools:
 
     def name_of(self, argument: str, group: int) -> str:
         """What errors call the part of an argument for this group."""
-        return f"{argument}[{group}]" if self._is_list else argument
+        return f"{argument}[{group}]" if self.is_list else argument
 
     def split(self, name: str, argument: Any) -> Sequence[Any]:
         """The part of an argument for each pool."""
-        if not self._is_list:
+        if not self.is_list:
             return [argument]
         return split_groups(name, argument, len(self._pools))
 
     def join(self, of_pools: Sequence[Any]) -> Any:
         """The parts of all pools in the form in which the caller passes arguments."""
-        return of_pools if self._is_list else of_pools[0]
+        return of_pools if self.is_list else of_pools[0]
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:

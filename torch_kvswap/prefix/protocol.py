@@ -23,7 +23,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 5
+VERSION = 6
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -33,15 +33,17 @@ MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
 class Op(IntEnum):
     """Requests, with their numbers. Those that are marked so get no answer."""
 
-    HELLO = 1  # JSON. The answer: session; behind it come the PoolHandles
-    LOOKUP = 2  # whether it is asked again, keys. The answer: a Lookup
-    PREPARE_LOAD = 3  # prefix, or -1 for all keys; keys. The answers of these three: reservation,
-    PREPARE_STORE = 4  # lease, of each group the number of pages, then of each the indices of the
-    PREEMPT = 5  # keys, then of each the pages; nothing if nothing is reserved
+    HELLO = 1  # JSON. The answer: session, `resets` of the index; then come the PoolHandles
+    LOOKUP = 2  # whether it is asked again, keys. The answer: a Lookup, `resets` of the index
+    # The answers of these three: reservation, lease, of each group the number of pages, then of
+    # each the indices of the keys, then of each the pages; nothing if nothing is reserved.
+    PREPARE_LOAD = 3  # prefix, or -1 for all keys; keys
+    PREPARE_STORE = 4  # `resets` when the blocks were computed, or -1 for now; keys
+    PREEMPT = 5  # keys
     IS_PENDING = 6  # keys. The answer: 0 or 1
     RELEASE = 7  # lease. The answer: 0 or 1
     STATS = 8  # group. The answer: BlockStats
-    RESET = 9
+    RESET = 9  # the answer: `resets` of the index
     MEET = 10  # JSON. The answer, when the others have come: session, pages, resets so far
     # Several lists of keys. The answer for each: reservation or 0; pages; how many keys in front
     # are there, arrive, or are being asked for below, or -1: all are held; then the pages, and if

@@ -110,7 +110,10 @@ class _Pages:
         groups, layouts = [], []
         for described in cache["groups"]:
             # A block for the sizes: the server has no cache.
-            slabs = [torch.empty(1, size, dtype=torch.uint8) for size in described["slab_sizes"]]
+            slabs = [
+                torch.empty(1, size, dtype=torch.uint8, device="cpu")
+                for size in described["slab_sizes"]
+            ]
             layout = PagedLayout(slabs, 0, dtype=_dtype_of(described["dtypes"]))
             kept = {name: described[name] for name in ("encoding", "bits_per_value", "verify")}
             kept["page_alignment"] = ALIGNMENT
@@ -458,6 +461,11 @@ class PageServer:
     def _manager(self) -> BlockManager:
         return self._pages.manager
 
+    @property
+    def _index(self) -> int:
+        """What engines know of resets: another number after each, and for each server."""
+        return self._generation + self._resets
+
     def _keys(self, counts: Sequence[int], digests: bytes) -> Any:
         """The keys as the block manager takes them."""
         if len(counts) != len(self._pages.pools):
@@ -482,7 +490,7 @@ class PageServer:
             )
         assert session.connection is not None
         session.is_member = True
-        self._answer(session, [session.number])
+        self._answer(session, [session.number, self._index])
         for pool in self._pages.pools:
             handle = pool.share()
             handle.send(session.connection)
@@ -582,7 +590,8 @@ class PageServer:
         again, *counts = numbers.tolist()
         keys = self._keys(counts, data)
         found = self._manager.lookup(keys, again=bool(again))
-        self._answer(session, self._pages.ask(found, self._pages.split(keys)))
+        found = self._pages.ask(found, self._pages.split(keys))
+        self._answer(session, [*found, self._index])
 
     def _on_prepare_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
         prefix, *counts = numbers.tolist()
@@ -593,7 +602,10 @@ class PageServer:
             self._pages.use_leases(self._pages.split(keys))
 
     def _on_prepare_store(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        self._reserve(session, self._manager.prepare_store(self._keys(numbers.tolist(), data)))
+        resets, *counts = numbers.tolist()
+        keys = self._keys(counts, data)
+        is_valid = resets in (-1, self._index)
+        self._reserve(session, self._manager.prepare_store(keys) if is_valid else None)
 
     def _on_preempt(self, session: _Session, numbers: array[int], data: bytes) -> None:
         self._reserve(session, self._manager.preempt(self._keys(numbers.tolist(), data)))
@@ -637,7 +649,7 @@ class PageServer:
     def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
         self._resets += 1
-        self._answer(session)
+        self._answer(session, [self._index])
         for other in self._sessions.values():
             is_told = other.is_scheduler and other.is_member and other.connection is not None
             if is_told and other is not session:

@@ -182,12 +182,18 @@ class Driver:
         self.library.simulated_set_initialized(int(value))
 
     def set_attribute(self, attribute: int, value: int) -> None:
-        """122 is CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
+        """91 is CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: if it is 0, the device
+        has other addresses for what is registered. 122 is
+        CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
         self.library.simulated_set_attribute(attribute, value)
 
     def limit_registration(self, in_one: int = 1 << 62, in_all: int = 1 << 62) -> None:
         """Bytes that may be registered in one piece, and in all pieces together."""
         self.library.simulated_limit_registration(ctypes.c_uint64(in_one), ctypes.c_uint64(in_all))
+
+    def refuse_registration(self) -> None:
+        """From now on no host memory can be registered: CUDA_ERROR_NOT_SUPPORTED."""
+        self.library.simulated_set_registers(0)
 
     def set_capturing(self, value: bool, stream: int | None = None) -> None:
         """Begins or ends the capture of one stream, or of all. What is captured does not run."""

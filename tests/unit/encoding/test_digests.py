@@ -162,17 +162,32 @@ def test_a_damaged_slot_that_no_decoder_takes_is_corrupted_and_not_empty() -> No
             job.synchronize()
 
 
-def test_a_page_of_another_group_is_not_taken_for_one_of_its_own() -> None:
-    first, second = layout(4096, 4096), layout(8192)
+@pytest.mark.parametrize("slabs", [(8192,), (4096, 4096)])
+def test_a_page_of_another_group_is_corrupted(slabs: tuple[int, ...]) -> None:
+    first, second = layout(4096, 4096), layout(*slabs)
     pool = HostPool(first, 4, verify="load")
     view = pool.view_for(second)
     with OffloadHandler([first, second], [pool, view]) as handler, logged():
         handler.store(gpu_block_ids=[[0], []], page_ids=[[1], []]).synchronize()
-        with pytest.raises(CorruptedPageError):
+        with pytest.raises(CorruptedPageError, match="the slot has a block of group 0"):
             handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
         handler.store(gpu_block_ids=[[], [0]], page_ids=[[], [1]]).synchronize()
         handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [2]]).synchronize()
     assert torch.equal(second.tensors[0][0], second.tensors[0][2])
+
+
+def test_layers_of_two_stores_are_corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = layout(3000, 512)
+    pool = HostPool(cache, 1, verify="load")
+    other = OffloadHandler(cache, pool)
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    with OffloadHandler(cache, pool) as handler, other, logged():
+        other.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
+        job = handler.load(page_ids=[0], gpu_block_ids=[2], layer_groups=2)
+        job.wait(layer_group=0)
+        other.store(gpu_block_ids=[1], page_ids=[0]).synchronize()
+        with pytest.raises(CorruptedPageError, match="stored again while it was loaded"):
+            job.synchronize()
 
 
 def test_processes_that_share_a_pool_share_its_digests() -> None:
@@ -220,6 +235,28 @@ def test_a_host_that_waits_for_the_digests_gets_the_error() -> None:
         pool.pages[4, 0, 0] ^= 1
         with pytest.raises(CorruptedPageError):
             handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_waits_on_a_stream_leave_failures_to_poll(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the job has failed by then."""
+    if is_late:
+        monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    cache, pool, handler = stored()
+    with handler, logged():
+        pool.pages[4, 0, 0] ^= 1
+        job = handler.load(page_ids=[4, 5], gpu_block_ids=[2, 3], layer_groups=2, tag="mine")
+        assert (job.result is None) == is_late
+        job.wait(layer_group=0)
+        job.wait()
+        failed = handler.poll()[-1]
+        assert (failed.tag, failed.state, failed.rejected) == ("mine", "failed", (0,))
+        job.wait()
+        assert all(torch.equal(layer[3], layer[1]) for layer in cache.tensors)
+        with pytest.raises(CorruptedPageError):
+            job.synchronize()
 
 
 def test_the_digests_cannot_be_waited_for_where_there_are_none() -> None:

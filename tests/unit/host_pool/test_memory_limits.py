@@ -33,7 +33,7 @@ def test_a_control_group_may_allow_less(tree: Path) -> None:
     assert_expected_inline(
         error_text(system.check_room, 48 * MIB + 1, MIB, reserved=False),
         """\
-ValueError: the pages need 50331649 bytes of host memory, and the control group of this
+NoRoomError: the pages need 50331649 bytes of host memory, and the control group of this
 process has 50331648 bytes left of 67108864 bytes (/sys/fs/cgroup/box/memory.max); ask
 for fewer pages (num_pages=48 fits), or raise the memory limit of the container or
 service""",
@@ -70,17 +70,17 @@ def test_gib_and_the_pages_that_fit_are_named(tree: Path) -> None:
     assert_expected_inline(
         "\n".join(refused),
         """\
-ValueError: the pages need 64424509440 bytes (60.0 GiB) of host memory, of which
+NoRoomError: the pages need 64424509440 bytes (60.0 GiB) of host memory, of which
 53687091200 bytes (50.0 GiB) are available (MemAvailable in /proc/meminfo); ask for
 fewer pages (num_pages=512 fits), or end what uses the memory
-ValueError: the pages need 64424509440 bytes (60.0 GiB) of host memory, of which
+NoRoomError: the pages need 64424509440 bytes (60.0 GiB) of host memory, of which
 53687091200 bytes (50.0 GiB) are available (MemAvailable in /proc/meminfo); ask for
 fewer pages (num_pages=40 fits), or end what uses the memory
-ValueError: the pages need 5368709120 bytes (5.0 GiB) of host memory, and the control
+NoRoomError: the pages need 5368709120 bytes (5.0 GiB) of host memory, and the control
 group of this process has 4294967296 bytes (4.0 GiB) left of 21474836480 bytes (20.0
 GiB) (/sys/fs/cgroup/box/memory.max); ask for fewer pages (num_pages=4 fits), or raise
 the memory limit of the container or service
-ValueError: the pages need 5368709120 bytes (5.0 GiB) of host memory, and the control
+NoRoomError: the pages need 5368709120 bytes (5.0 GiB) of host memory, and the control
 group of this process has 4294967296 bytes (4.0 GiB) left of 21474836480 bytes (20.0
 GiB) (/sys/fs/cgroup/box/memory.max); ask for smaller pages (one has 5368709120 bytes
 (5.0 GiB)), or raise the memory limit of the container or service""",

@@ -118,7 +118,7 @@ def test_more_than_the_machine_has_room_for_is_refused(
     assert_expected_inline(
         error_text(HostPool, make_layout(), num_pages=10_000),
         """\
-ValueError: the pages need 6560000 bytes of host memory, of which 4194304 bytes are
+NoRoomError: the pages need 6560000 bytes of host memory, of which 4194304 bytes are
 available (MemAvailable in /proc/meminfo); ask for fewer pages (num_pages=6393 fits), or
 end what uses the memory""",
     )

@@ -814,6 +814,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         refused(below_rank=1),
         refused(below_policy="none"),
         refused(below_bytes=0),
+        refused(below="/a/folder"),
+        refused(below=None, below_bytes=1 << 20),
         refused(pool=other).replace(hex(other.pages.data_ptr()), "0x..."),
         refused(pool=HostPool(layout, 4, shared=True, page_alignment=4096, part=(0, 2))),
     ]
@@ -838,7 +840,12 @@ ValueError: below_rank is 1; it must be 0 to 0
 
 ValueError: below_policy is 'none'; it can be reused or all
 
-ValueError: below_bytes is 0; it must be 1 to 9223372036854775807
+ValueError: below_bytes is 0; it must be 1 or more
+
+ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Path
+
+ValueError: below_model and below_bytes without below, which is the store: pass
+below='file:PATH' or another one, or leave it out
 
 ValueError: the pool has pages of 5000 bytes from the address 0x... on, but a
 store below needs multiples of 4096; make the pool with page_alignment=4096
@@ -846,7 +853,7 @@ store below needs multiples of 4096; make the pool with page_alignment=4096
 ValueError: the pool has a part of each page for 2 ranks, but a store below needs whole
 pages; make the pool without part""",
     )
-    with PrefixCache(layout, aligned, below=f"file:{tmp_path}", below_model="m"):
+    with PrefixCache(layout, aligned, below=tmp_path, below_model="m"):
         pass  # nothing was left behind
 
 

@@ -155,6 +155,69 @@ def test_what_a_load_has_overwritten_is_never_stored_under_its_old_key():
         assert prefixes.lookup(["b"]).found == 0
 
 
+def lazy_cache(value):
+    """A lazy prefix cache whose GPU blocks all have this value, with block 1 recorded as "a"."""
+    layout = PagedLayout([torch.full((4, 16), value, dtype=torch.uint8)])
+    prefixes = PrefixCache(layout, HostPool(layout, 4), store_policy="lazy")
+    prefixes.store(["a"], [1])
+    return prefixes
+
+
+def loaded_byte(prefixes):
+    """What is loaded for "a" once block 1 has left; None if nothing is found."""
+    prefixes.evict([1])
+    prefixes.poll()
+    job = prefixes.load(["a"], [2])
+    if job is None:
+        return None
+    prefixes.poll()
+    return prefixes.layouts[0].tensors[0][2].unique().item()
+
+
+def test_a_reset_forgets_what_was_to_be_stored():
+    with lazy_cache(7) as prefixes:
+        prefixes.manager.reset()
+        assert loaded_byte(prefixes) is None
+        prefixes.layouts[0].tensors[0].fill_(9)  # computed with new weights
+        prefixes.store(["a"], [1])
+        assert loaded_byte(prefixes) == 9
+
+
+def test_a_reset_during_evict_forgets_too(monkeypatch):
+    reset_after, records = [], PrefixCache._records
+
+    def reset_in_between(prefixes):
+        recorded = records(prefixes)
+        if reset_after:  # as another thread would
+            prefixes.manager.reset()
+        return recorded
+
+    monkeypatch.setattr(PrefixCache, "_records", reset_in_between)
+    for is_control in (True, False):
+        with lazy_cache(7) as prefixes:
+            if not is_control:
+                reset_after.append(True)
+            assert loaded_byte(prefixes) == (7 if is_control else None)
+
+
+def test_rebind_forgets_what_was_to_be_stored():
+    with lazy_cache(7) as prefixes:
+        prefixes.rebind(PagedLayout([torch.zeros(4, 16, dtype=torch.uint8)]))
+        assert loaded_byte(prefixes) is None
+    with lazy_cache(7) as prefixes:
+        with pytest.raises(TypeError):
+            prefixes.rebind(None)
+        assert loaded_byte(prefixes) == 7
+
+
+def test_a_closed_lazy_cache_stores_nothing():
+    prefixes = lazy_cache(7)
+    prefixes.close()
+    assert prefixes.evict([1]) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        prefixes.store(["a"], [1])
+
+
 def test_each_group_of_layers_stores_what_leaves_it():
     tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
     layouts = [PagedLayout([tensor]) for tensor in tensors]
@@ -164,7 +227,7 @@ def test_each_group_of_layers_stores_what_leaves_it():
         [BlockGroup(4), BlockGroup(4)],
         store_policy="lazy",
     ) as prefixes:
-        assert prefixes.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
+        assert prefixes.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) == ("recorded", None)
         (job,) = prefixes.evict([[2], []])
         assert job.nbytes == 2 * 16
         prefixes.poll()

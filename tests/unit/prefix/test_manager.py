@@ -329,7 +329,7 @@ ValueError: rejected[0] is -1; the reservation has 2 pages, and positions must a
 ValueError: rejected[1] is 0; the reservation has 2 pages, and positions must ascend
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
 ValueError: reservation ~ has ended before, or is another manager's
-ValueError: lease is -1; it must be 0 to 9223372036854775807""",
+ValueError: lease is -1; it must be 0 or more""",
     )
     assert manager.release(held.lease)
 

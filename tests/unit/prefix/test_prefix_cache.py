@@ -45,33 +45,50 @@ def test_a_prefix_cache_loads_the_bytes_that_it_stored(
 def test_only_what_is_new_is_copied():
     prefixes, _ = make()
     with prefixes:
-        first = prefixes.store(["a", "b"], [1, 2])
+        first = prefixes.store(["a", "b"], [1, 2]).job
         prefixes.poll()
-        second = prefixes.store(["a", "b", "c"], [5, 6, 3])
+        second = prefixes.store(["a", "b", "c"], [5, 6, 3]).job
         assert second.nbytes == first.nbytes // 2
         prefixes.poll()
-        assert prefixes.store(["a", "c"], [1, 3]) is None
-        assert prefixes.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
+        assert prefixes.store(["a", "c"], [1, 3]).job is None
 
 
-def test_stats_say_why_a_store_stored_nothing():
-    def why_none(prefixes, keys):
-        """How many more blocks were skipped, and stores refused, by a store that returns None."""
+def test_store_says_why_nothing_is_stored():
+    def why(prefixes, keys):
+        """What a store without a job says, how many more blocks were skipped, and stores refused."""
         before = prefixes.manager.stats()
-        assert prefixes.store(keys, [*range(len(keys))]) is None
+        stored = prefixes.store(keys, [*range(len(keys))])
+        assert stored.job is None
         after = prefixes.manager.stats()
-        return after.skipped - before.skipped, after.refused - before.refused
+        return stored.state, after.skipped - before.skipped, after.refused - before.refused
 
     prefixes, _ = make()
     with prefixes:
         prefixes.store(["a"], [1])
-        assert why_none(prefixes, ["a"]) == (0, 0)  # it is being stored
+        assert why(prefixes, ["a"]) == ("present", 0, 0)  # it is being stored
         prefixes.poll()
-        assert why_none(prefixes, ["a"]) == (0, 0)
-        assert why_none(prefixes, [*range(PAGES + 1)]) == (0, 1)
+        assert why(prefixes, ["a"]) == ("present", 0, 0)
+        assert why(prefixes, [*range(PAGES + 1)]) == ("full", 0, 1)
     prefixes, _ = make(store_threshold=2)
     with prefixes:
-        assert why_none(prefixes, ["a", "b"]) == (2, 0)
+        assert why(prefixes, ["a", "b"]) == ("skipped", 2, 0)
+        prefixes.lookup(["a"])
+        prefixes.lookup(["a"])
+        assert prefixes.store(["a", "b"], [0, 1]).state == "storing"
+        assert why(prefixes, ["a"]) == ("present", 0, 0)
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_a_caller_who_never_polls_is_warned_once(polls):
+    prefixes, _ = make()
+    with prefixes, logged() as messages:
+        if polls:
+            prefixes.poll()
+        for first in range(0, 3 * PAGES, 2):
+            prefixes.store([first, first + 1], [0, 1])
+        assert prefixes.preempt(["a"], [2]) is None
+        assert len(messages) == (not polls)
+        assert polls or f"poll() was never called, and all {PAGES} pages" in messages[0]
 
 
 def test_a_wrong_option_is_refused_also_if_nothing_is_copied():
@@ -97,7 +114,7 @@ def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
             error_text(prefixes.preempt, ["a"], [1], after=object()),
         ]
         assert prefixes.manager.stats().idle_pages == 1
-    closed = "RuntimeError: the handler is closed; make a new one"
+    closed = "RuntimeError: the prefix cache is closed; make a new one"
     assert error_text(prefixes.lookup, ["a"]) == closed
     for call in (prefixes.load, prefixes.store, prefixes.preempt):
         assert error_text(call, ["a"], [1]) == closed
@@ -140,7 +157,7 @@ def test_a_preemption_that_cannot_be_submitted_holds_nothing():
 def test_a_prefix_cache_has_the_calls_of_its_handler() -> None:
     prefixes, tensor = make()
     with prefixes:
-        job = prefixes.store(["a"], [1])
+        job = prefixes.store(["a"], [1]).job
         prefixes.synchronize(job)
         assert prefixes.cancel(job) is False
         assert prefixes.metrics().stores.done == 1
@@ -151,8 +168,61 @@ def test_a_prefix_cache_has_the_calls_of_its_handler() -> None:
         assert prefixes.layouts == (moved,)
         assert prefixes.load(["a"], [8])
         assert (moved.tensors[0][8, 0], tensor[8, 0]) == (1, 8)
-    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+    with pytest.raises(RuntimeError, match=r"^the prefix cache is closed; make a new one$"):
         prefixes.__enter__()
+
+
+def test_a_closed_pool_is_named_not_its_handler() -> None:
+    for closes_pool in (True, False):
+        prefixes, _ = make()
+        if not closes_pool:
+            prefixes.close()
+        prefixes.pools[0].close()
+        expected = (
+            "the host pool is closed, and with it its prefix cache; make new ones"
+            if closes_pool
+            else "the prefix cache is closed; make a new one"
+        )
+        assert error_text(prefixes.lookup, ["a"]) == f"RuntimeError: {expected}"
+        for call in (prefixes.store, prefixes.load):
+            assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
+
+
+def test_a_request_is_resumed_once() -> None:
+    prefixes, tensor = make()
+    with prefixes:
+        held = prefixes.preempt(["a", "b"], [1, 2])
+        with pytest.raises(IndexError):
+            prefixes.resume(held, [5, BLOCKS])
+        assert prefixes.resume(held, [5, 6]).state == "pending"
+        prefixes.poll()
+        assert prefixes.resume(held, [5, 6]).state == "loaded"
+        kept = tensor.clone()
+        with pytest.raises(ValueError, match="resumed or released before"):
+            prefixes.resume(held, [8, 9])
+        assert torch.equal(tensor, kept)
+        released = prefixes.preempt(["a"], [1])
+        assert prefixes.release(released)
+        with pytest.raises(ValueError, match="resumed or released before"):
+            prefixes.resume(released, [8])
+
+
+def test_lookup_warns_of_tokens_instead_of_keys() -> None:
+    tokens = list(range(20))
+    prefixes, _ = make()
+    with prefixes, logged() as messages:
+        prefixes.lookup(tokens)  # nothing can be found yet
+        prefixes.store(PrefixHasher("m", "uint8", block_tokens=4).keys(tokens), [0, 1, 2, 3, 4])
+        assert messages == []
+        for _ in range(2):
+            assert prefixes.lookup(tokens).found == 0
+        assert len(messages) == 1
+        assert "pass PrefixHasher.lookup_keys(tokens)" in messages[0]
+    prefixes, _ = make()
+    with prefixes, logged() as messages:
+        prefixes.store([1, 2], [1, 2])  # integers may be keys
+        assert prefixes.lookup([3]).found == 0
+        assert messages == []
 
 
 @simulated
@@ -203,7 +273,7 @@ def test_keys_of_another_number_of_tokens_than_their_group_are_refused() -> None
                 ValueError, match=r"^keys\[1\] stand for 2 tokens each, but block_t"
             ):
                 call([two, two])
-        assert prefixes.store([two, four], [[0, 1, 2, 3], [0, 1]]) is not None
+        assert prefixes.store([two, four], [[0, 1, 2, 3], [0, 1]]).state == "storing"
         prefixes.poll()
         assert prefixes.lookup([two, four]).ready == 2
         assert prefixes.lookup([two[:2], four[:1]]).ready == 1
@@ -240,11 +310,11 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
     with HostPool(layout, 12, **options) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         prefixes = PrefixCache(layout, pool)
-        assert prefixes.store(list(range(9)), list(range(9))) is None  # one page too many
+        assert prefixes.store(list(range(9)), list(range(9))).state == "full"  # by one page
         assert prefixes.preempt(list(range(9)), list(range(9))) is None
-        prefixes.synchronize(prefixes.store(list(range(8)), list(range(8))))
+        prefixes.synchronize(prefixes.store(list(range(8)), list(range(8))).job)
         prefixes.poll()
-        prefixes.synchronize(prefixes.store([8], [8]))  # the end of the prompt goes for it
+        prefixes.synchronize(prefixes.store([8], [8]).job)  # the end of the prompt goes for it
         assert prefixes.manager.stats().evicted == 1
         prefixes.poll()
         steps.pin_more(2)
@@ -276,7 +346,7 @@ def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driv
         assert "8 of 12 host pages are pinned" in messages[0]
         prefixes = PrefixCache(layout, pool)
         for i in range(20):
-            prefixes.synchronize(prefixes.store([i], [i % 16]))
+            prefixes.synchronize(prefixes.store([i], [i % 16]).job)
             prefixes.poll()
         assert prefixes.manager.stats().evicted == 12
 
@@ -290,7 +360,7 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
         HostPool(layout, 64, chunk_bytes=4 << 20, pin_in_background=True) as pool,
         PrefixCache(layout, pool, store_policy="lazy") as prefixes,
     ):
-        assert prefixes.store(ids, ids) is None
+        assert prefixes.store(ids, ids).state == "recorded"
         for job in prefixes.evict(ids):
             prefixes.synchronize(job)
         prefixes.poll()
@@ -359,7 +429,7 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
 
     def submit(number):
         for i in range(50):
-            while prefixes.store([(number, i)], [number]) is None:
+            while prefixes.store([(number, i)], [number]).job is None:
                 assert time.monotonic() < deadline
 
     with prefixes:
@@ -399,7 +469,7 @@ def test_a_poll_that_sees_a_job_before_its_call_has_returned_ends_its_reservatio
                 assert not poller.is_alive()
 
         monkeypatch.setattr(handler._native, "submit", submit_and_poll)
-        assert prefixes.load(["a"], [5]) if direction == "load" else prefixes.store(["b"], [2])
+        assert prefixes.load(["a"], [5]) if direction == "load" else prefixes.store(["b"], [2]).job
         poller.join(PATIENCE)
         assert [result.direction for result in results] == [direction]
         stats = prefixes.manager.stats()
@@ -714,7 +784,7 @@ def test_only_the_blocks_that_do_not_fit_are_forgotten():
         prefixes.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
         assert [cache.bytes_of(block) for block in (8, 9)] == list(map(cache.bytes_of, (0, 1)))
         cache.fill(2, "normal")
-        assert prefixes.store(keys, [0, 1, 2, 3]).nbytes == cache.layout.block_bytes
+        assert prefixes.store(keys, [0, 1, 2, 3]).job.nbytes == cache.layout.block_bytes
         prefixes.poll()
         assert prefixes.lookup(keys).ready == 4  # the block behind was never lost
 

@@ -42,7 +42,7 @@ def test_blocks_that_are_reused_wait_for_all_stores_that_read_them(
 def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driver: Driver) -> None:
     driver.set_mode("manual")
     with PrefixCache(*cache(driver)) as prefixes:
-        store = prefixes.store(["a", "b"], [1, 2])
+        store = prefixes.store(["a", "b"], [1, 2]).job
         held = prefixes.preempt(["a", "b"], [1, 2])
         assert held is not None
         assert held.jobs == [store]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
+import weakref
 from textwrap import fill
 from typing import Any
 
@@ -61,7 +63,7 @@ def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
         assert [other.find([name]).ready for name in "abcef"] == [1, 0, 1, 1, 1]
         with pytest.raises(ValueError, match=r"keys\[1\] is the same key as keys\[0\]"):
             engine.prefixes.preempt([key_of("g")] * 2, [1, 2])
-        assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)) is None
+        assert engine.prefixes.store([key_of(name) for name in "uvwxyz"], range(6)).state == "full"
         assert engine.pages.refused == 1
         manager.reset()
         assert other.find(["a"]).found == 0
@@ -123,6 +125,25 @@ def test_lazy_engines_store_what_leaves_them(path: str) -> None:
         assert other.load("abcd") == 3
 
 
+def test_a_reset_reaches_all_lazy_engines(path: str) -> None:
+    with (
+        serving(path),
+        ServedEngine(path, store_policy="lazy") as engine,
+        ServedEngine(path, store_policy="lazy") as other,
+    ):
+        engine.compute("ab")
+        other.compute("cd")
+        other.prefixes.manager.reset()
+        assert engine.prefixes.evict([0, 1]) == other.prefixes.evict([0, 1]) == []
+        engine.compute("ab")  # not looked up since: it may be from before the reset
+        assert engine.prefixes.evict([0, 1]) == []
+        engine.find("ab")
+        engine.compute("ab")
+        assert len(engine.prefixes.evict([0, 1])) == 1
+        engine.prefixes.poll()
+        assert other.load("abcd") == 2
+
+
 @pytest.mark.parametrize(
     "options", [{"verify": "load"}, {"encoding": "lossless", "bits_per_value": 12.5}, {}]
 )
@@ -136,7 +157,7 @@ def test_pages_are_as_the_engines_want_them(options: Any, path: str) -> None:
         (mine, first), (other, second) = make(), make()
         keys = [key_of(number) for number in range(3)]
         mine[:6] = torch.randn(6, 16, 64)
-        first.store(keys, range(6)).synchronize()
+        first.store(keys, range(6)).job.synchronize()
         first.poll()
         second.load(keys, range(10, 16), prefix=second.lookup(keys).ready).synchronize()
         assert torch.equal(mine[:6], other[10:16])
@@ -264,6 +285,21 @@ def test_a_cache_moves_while_no_other_thread_gives_the_handler_new_pages(
         engine.prefixes.rebind(PagedLayout([engine.tensor]))
         assert held == [True]
         assert engine.load("ab") == 2
+
+
+def test_a_rebound_cache_lets_the_old_one_go(path: str) -> None:
+    with server_process(path) as server, ServedEngine(path) as engine:
+        old = weakref.ref(engine.tensor)
+        engine.tensor = torch.zeros_like(engine.tensor)
+        engine.prefixes.rebind(PagedLayout([engine.tensor]))
+        gc.collect()
+        assert old() is None
+        server.kill()
+        engine.find("a")
+        with serving(path):
+            engine.until(lambda: engine.is_served)
+            engine.compute("ab")
+            assert engine.load("ab") == 2
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> None:

@@ -51,7 +51,7 @@ DYING = {
     "inside a message": "engine.prefixes.manager._connection.sendall(b'1234567')",
     "with an answer unread": """
 from torch_kvswap.prefix.protocol import Op, pack_keys
-engine.prefixes.manager._connection.sendall(pack_keys(Op.PREPARE_STORE, (), [key_of("z")]))
+engine.prefixes.manager._connection.sendall(pack_keys(Op.PREPARE_STORE, [-1], [key_of("z")]))
 """,
     "after it has lost the connection": "engine.prefixes.manager._connection.close()",
 }
@@ -135,6 +135,24 @@ def test_engines_go_on_without_a_killed_server_and_begin_anew_with_the_next(
                     assert other.load(names) == 8
             assert engine.pages.free_pages == 0
             assert engine.prefixes.pools[0].num_pages == pages
+
+
+def test_lazy_records_end_with_their_server(path: str) -> None:
+    """Another engine may have reset the index when there was no server."""
+    with (
+        server_process(path) as server,
+        ServedEngine(path, store_policy="lazy") as engine,
+    ):
+        engine.compute("ab")
+        server.kill()
+        assert engine.find("ab") == NOTHING
+        with serving(path):
+            engine.until(lambda: engine.is_served)
+            assert engine.prefixes.evict([0, 1]) == []
+            engine.compute("ab")
+            assert len(engine.prefixes.evict([0, 1])) == 1
+            engine.prefixes.poll()
+            assert engine.load("ab") == 2
 
 
 def test_a_request_preempted_at_an_earlier_server_does_not_end_one_of_the_next(path: str) -> None:
@@ -301,9 +319,9 @@ NONSENSE = {
     "no request": pack(0),
     "a second hello": pack(Op.HELLO, data=b"{}"),
     "keys without a number": pack(Op.TOUCH, (), b"1"),
-    "more keys than there are": pack(Op.PREPARE_STORE, [1 << 40]),
+    "more keys than there are": pack(Op.PREPARE_STORE, [-1, 1 << 40]),
     "a negative number of keys": pack(Op.TOUCH, [-1]),
-    "half a key": pack(Op.PREPARE_STORE, [1], b"1234"),
+    "half a key": pack(Op.PREPARE_STORE, [-1, 1], b"1234"),
     "keys of two groups": pack_keys(Op.IS_PENDING, (), [KEYS[0], KEYS[1]]),
     "no reservation": pack(Op.END),
     "no lease": pack(Op.RELEASE),
@@ -452,14 +470,14 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
         assert len(its.received) < 1 << 17
         assert sent < len(requests)
         # When it reads, all that it has sent is answered.
-        answers = sent // len(message) * (HEAD.size + 4 * 8)
+        answers = sent // len(message) * (HEAD.size + 5 * 8)
         connection.settimeout(PATIENCE)
         while answers > 0:
             answers -= len(connection.recv(1 << 16))
         assert answers == 0
         connection.settimeout(None)
         connection.sendall(requests[sent:][: -sent % len(message)])
-        assert len(connection.recv(100)) == HEAD.size + 4 * 8
+        assert len(connection.recv(100)) == HEAD.size + 5 * 8
 
 
 def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> None:
@@ -469,7 +487,7 @@ def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> Non
         prefixes = PrefixCache.connect(path, PagedLayout([tensor]), model="m")
         keys = b"".join(number.to_bytes(32, "little") for number in range(90_000))
         tensor[:90_000] = torch.arange(90_000, dtype=torch.uint8)[:, None]
-        prefixes.store(keys, range(90_000)).synchronize()  # type: ignore[union-attr]
+        prefixes.store(keys, range(90_000)).job.synchronize()  # type: ignore[union-attr]
         prefixes.poll()
         assert prefixes.lookup(keys) == Lookup(90_000, 90_000, 0)
         prefixes.load(keys, range(90_000)[::-1]).synchronize()  # type: ignore[union-attr]

@@ -37,7 +37,8 @@ def least_of_ranks(helper: Any, numbers: list[int]) -> list[int]:
     """The minimum of each number over all tensor-parallel ranks, which must decide alike."""
     if helper.tp_size == 1:
         return numbers
-    of_all = helper.tp_all_reduce_min(torch.tensor(numbers, dtype=torch.int64), on_cpu=True)
+    here = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    of_all = helper.tp_all_reduce_min(here, on_cpu=True)
     result: list[int] = of_all.tolist()
     return result
 

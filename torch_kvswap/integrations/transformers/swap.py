@@ -242,5 +242,4 @@ class Swap:
         self._busy, self._num_unreported = [], 0
 
     def _make_stream_wait(self, job: Job) -> None:
-        with suppress(TransferError):  # it has ended, so there is nothing to wait for
-            job.wait(self._stream)
+        job.wait(self._stream)

@@ -11,18 +11,22 @@ vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnect
   Only vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was
   computed from a failed load only if no later step was scheduled by then; its runner V2 keeps
   counting from that token; and requests that share the blocks go on before they are computed again.
+  A child of a MultiConnector is not told the engine's policy, and makes no such loads.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterable, Mapping
+import logging
+import sys
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -41,13 +45,19 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy, make_offloa
 from vllm.v1.request import RequestStatus
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.integrations.vllm.scheduler_side import IS_033, HostManager, load_source
+from torch_kvswap.integrations.vllm.scheduler_side import (
+    FAILURES,
+    IS_033,
+    HostManager,
+    load_source,
+)
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import TransferError
 
 _MODULE = "torch_kvswap.integrations.vllm"
+_log = logging.getLogger(__name__)
 # So many tokens are loaded about as fast as one is computed. If others are running, a request may
 # load so many in its step for each token that it has to compute. In any case a step loads no more
 # than so many for each token of vLLM's largest step.
@@ -62,9 +72,11 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
     Attributes:
         failed_pages (dict[int, set[int]]): host pages that jobs have not written or not read, by
             vLLM's number of the job.
+        failures (Counter[tuple[str, str]]): jobs that failed, by direction and reason.
     """
 
     failed_pages: dict[int, set[int]] = field(default_factory=dict)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
         """The reports of several workers as one."""
@@ -72,7 +84,8 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
         failed = {number: set(pages) for number, pages in self.failed_pages.items()}
         for number, pages in other.failed_pages.items():
             failed.setdefault(number, set()).update(pages)
-        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failed)
+        counts = self.failures + other.failures
+        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failed, counts)
 
 
 class WorkerPart(OffloadingConnectorWorker):
@@ -84,14 +97,23 @@ class WorkerPart(OffloadingConnectorWorker):
         others: further arguments of vLLM's OffloadingConnectorWorker.
         names_blocks (bool): vLLM can compute single blocks again.
         is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
+        writes_first (bool): a step writes to its new blocks (zeros, copies of other blocks) before
+            it calls handle_preemptions(), which waits for the stores of their old contents.
     """
 
     def __init__(
-        self, spec: KVSwapOffloadingSpec, *others: Any, names_blocks: bool, is_ahead: bool
+        self,
+        spec: KVSwapOffloadingSpec,
+        *others: Any,
+        names_blocks: bool,
+        is_ahead: bool,
+        writes_first: bool,
     ) -> None:
         super().__init__(spec, *others)
         self._names_blocks, self._is_ahead = names_blocks, is_ahead
+        self._writes_first = writes_first
         self._failed_pages: dict[int, set[int]] = {}
+        self._failure_counts = Counter[tuple[str, str]]()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._layer_groups = 1  # of an in-step load
@@ -118,10 +140,13 @@ class WorkerPart(OffloadingConnectorWorker):
             }
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """As vLLM's. Comes before everything else of a step."""
+        """As vLLM's. Comes before everything else of a step, except with `writes_first`: then it is
+        too late for stores of blocks that are given out again if they have not begun."""
         if self._next_is_spoiled:
             self._next_is_spoiled = False
             self._fail_stores(kv_connector_metadata)
+        if self._writes_first:
+            self._fail_stores(kv_connector_metadata, kv_connector_metadata.jobs_to_flush)
         super().handle_preemptions(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
@@ -161,6 +186,8 @@ class WorkerPart(OffloadingConnectorWorker):
         failures = self.worker.take_failures()
         for number, failure in failures.items():
             self._failed_pages[number] = failure.pages
+            direction = "load" if number in requests else "store"
+            self._failure_counts[direction, failure.reason] += 1
             if number not in requests:
                 continue
             if self._names_blocks:
@@ -170,17 +197,23 @@ class WorkerPart(OffloadingConnectorWorker):
         if not in_step.isdisjoint(failures):
             self._fail_stores(self._metadata)
             self._next_is_spoiled = self._is_ahead
+        if self._writes_first:
+            self.worker.hold_stream()
         return finished
 
-    def _fail_stores(self, metadata: Any) -> None:
-        """Does none of the stores of a step that may have computed from a failed load."""
+    def _fail_stores(self, metadata: Any, numbers: Collection[int] | None = None) -> None:
+        """Does none of these stores, or of all, that have not begun: their blocks may have been
+        computed from a failed load, or have other contents by now."""
         jobs = {number: job.dst_spec for number, job in metadata.store_jobs.items()}
         jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
-        for number, host in jobs.items():
-            self._failed_pages[number] = set(map(int, host.block_ids))
+        for number in jobs if numbers is None else jobs.keys() & numbers:
+            self._failed_pages[number] = set(map(int, jobs[number].block_ids))
+            self._failure_counts["store", "dropped"] += 1
             self._connector_worker_meta.mark_completed(number)
-        metadata.store_jobs.clear()
-        self._unsubmitted_store_jobs.clear()
+            metadata.store_jobs.pop(number, None)
+        self._unsubmitted_store_jobs[:] = [
+            one for one in self._unsubmitted_store_jobs if one[0] not in self._failed_pages
+        ]
 
     def take_failed_blocks(self) -> set[int]:
         """GPU blocks that were not loaded, of the loads reported since the last call."""
@@ -198,7 +231,8 @@ class WorkerPart(OffloadingConnectorWorker):
         if meta is None:
             return None
         failed, self._failed_pages = self._failed_pages, {}
-        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
+        counts, self._failure_counts = self._failure_counts, Counter()
+        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed, counts)
 
 
 @dataclass
@@ -431,6 +465,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's, which takes every job that has ended for a success."""
         meta = connector_output.kv_connector_worker_meta
         failed: Mapping[int, set[int]] = meta.failed_pages if meta is not None else {}
+        for labels, jobs in meta.failures.items() if meta is not None and IS_033 else ():
+            self._connector_stats.increase_counter(FAILURES, jobs, labels)
         for number, pages in failed.items():
             job = self._jobs.get(number)
             if job is None:  # it was running when the cache was reset
@@ -500,6 +536,9 @@ class KVSwapConnector(OffloadingConnector):
         spec_class = _choose_spec(vllm_config)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         names_blocks = _can_name_blocks(kv_cache_config)
+        # vLLM's runner V2 does it for models with states, and for caches of several precisions.
+        zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+        writes_first = bool(zeroes and vllm_config.use_v2_model_runner)
         self._is_layer_by_layer = vllm_config.speculative_config is None
         spec = spec_class(
             build_offloading_config(vllm_config, kv_cache_config),
@@ -508,11 +547,23 @@ class KVSwapConnector(OffloadingConnector):
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
+            why_before = _why_before_step(vllm_config, names_blocks, sys._getframe(1).f_code)
+            _log.info(
+                "KVSwapConnector loads prompts %s",
+                f"before the step that computes the rest: {why_before}"
+                if why_before
+                else "layer by layer in the step that computes the rest, if enough is left to "
+                "compute",
+            )
+            if writes_first:
+                _log.info(
+                    "vLLM's runner V2 writes to new blocks of this model before stores of their "
+                    "old contents can end. Each step waits for the stores that run beside it, and "
+                    "a store that has not begun when its blocks are given out again is dropped"
+                )
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config),
-                loads_in_step=names_blocks
-                and vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
-                and vllm_config.parallel_config.pipeline_parallel_size == 1,
+                loads_in_step=not why_before,
                 has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
@@ -521,6 +572,7 @@ class KVSwapConnector(OffloadingConnector):
                 *(spec, *of_engine, kv_cache_config),
                 names_blocks=names_blocks,
                 is_ahead=vllm_config.max_concurrent_batches > 1,
+                writes_first=writes_first,
             )
 
     @property
@@ -582,6 +634,29 @@ def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
         f"makes KVSwapOffloadingSpec or KVSwapTieringOffloadingSpec of {_MODULE!r}; name one of "
         'these, or use "kv_connector": "OffloadingConnector"'
     )
+
+
+def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:
+    """Why no load is safe in the step that computes the rest. Empty if loads are.
+
+    Args:
+        vllm_config (VllmConfig): that of the connector.
+        names_blocks (bool): vLLM can compute single blocks again.
+        maker (CodeType): the code that makes the connector. vLLM's factory passes the configuration
+            that the engine follows; others, such as MultiConnector, pass one of their own.
+    """
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if maker is not KVConnectorFactory.create_connector.__func__.__code__:
+        return (
+            "another connector has made it, which does not tell it the kv_load_failure_policy that "
+            "the engine follows"
+        )
+    if policy != "fail":
+        return f"kv_load_failure_policy is {policy!r}"
+    if not names_blocks:
+        return "the model has several groups of layers, a sliding window or states"
+    return "" if stages == 1 else f"pipeline_parallel_size is {stages}"
 
 
 def _can_name_blocks(kv_cache_config: Any) -> bool:

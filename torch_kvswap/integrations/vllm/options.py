@@ -35,6 +35,12 @@ _ONLY_OF_VLLM = {
     "secondary_tiers": "leave it out: KVSwapOffloadingSpec keeps blocks in host memory only; or "
     "use spec_name KVSwapTieringOffloadingSpec",
 }
+# What users of vLLM's other connectors type, and what to type instead.
+_OF_OTHERS = {
+    "num_cpu_blocks": "set cpu_bytes_to_use, bytes of host memory of all workers together",
+    "cpu_bytes_to_use_per_rank": "set cpu_bytes_to_use, bytes of all workers together",
+    "lazy_offload": "leave it out: a chunk is stored when it has been computed",
+}
 _WITH_TIERS = ("canonical_layout", "secondary_tiers")
 _OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
 _BEFORE_033 = "which vLLM 0.26 does not have; leave it out"
@@ -103,6 +109,11 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
             )
     unknown = sorted(set(config) - {*_OURS, *_OF_VLLM, *_ONLY_OF_VLLM, *_OF_TIERS})
     if unknown:
+        instead = _OF_OTHERS.get(unknown[0], "")
+        if unknown[0].startswith("kv_") or unknown[0] == "engine_id":
+            instead = "put it beside kv_connector_extra_config, in kv_transfer_config itself"
+        if instead:
+            raise ValueError(f"kv_connector_extra_config has {unknown[0]}; {instead}")
         raise ValueError(
             f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapOffloadingSpec does "
             f"not know; it takes {', '.join(_OURS)} and vLLM's {', '.join(_OF_VLLM)}"

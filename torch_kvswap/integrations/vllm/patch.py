@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from torch_kvswap.integrations.vllm.log import write_where_vllm_does
 from torch_kvswap.ops import swap_blocks_batch
 
 _WORKER = "vllm.v1.kv_offload.cpu.gpu_worker"
@@ -30,6 +31,7 @@ def patch_ops() -> str:
     """
     from vllm import _custom_ops
 
+    write_where_vllm_does()
     if _custom_ops.swap_blocks_batch is not swap_blocks_batch:
         _check_not_built()
         _custom_ops.swap_blocks_batch = swap_blocks_batch

@@ -70,7 +70,7 @@ def _row(pool: HostPool, place: Place, direction: Direction, kept: Kept, stored:
         return pool.pages[key]
     if direction == "store":
         pool._forget_block(*key)  # an older one, which nobody must read
-        stored[key] = torch.empty(pool.layout.block_bytes, dtype=torch.uint8)
+        stored[key] = torch.empty(pool.layout.block_bytes, dtype=torch.uint8, device="cpu")
         return stored[key]
     found = kept.get(key)
     if found is not None:

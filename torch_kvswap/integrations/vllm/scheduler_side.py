@@ -21,6 +21,8 @@ _MEDIUM = base.Medium.CPU if IS_033 else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
+FAILURES, PAGES = "kvswap:transfer_failures", "kvswap:pages"  # a counter and a gauge of our own
+Usage = dict[tuple[str, ...], float]  # gauges, by name and values of labels
 
 
 class OpenLoads(dict[str, list[tuple[tuple[Key, ...], _Load]]], Generic[_Load]):
@@ -92,11 +94,12 @@ class HostManager(base.OffloadingManager):
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
         return load_source()
 
-    def _stats_with(self, usage: Mapping[str, float]) -> OffloadingConnectorStats:
-        """Statistics under the names of vLLM's own manager, so that dashboards keep working."""
+    def _stats_with(self, usage: Usage) -> OffloadingConnectorStats:
+        """Statistics under the names of vLLM's own manager, so that dashboards keep working, and
+        the pages by state."""
         stats = OffloadingConnectorStats()
-        for name, value in usage.items():
-            stats.set_gauge(name, value)
+        for (name, *labels), value in usage.items():
+            stats.set_gauge(name, value, tuple(labels))
         for size in self._sizes:
             stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         self._sizes.clear()
@@ -145,7 +148,7 @@ class KVSwapManager(HostManager):
         self._was_reset = False
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
-        self._usage: dict[str, float] | None = None  # None if it must be measured again
+        self._usage: Usage | None = None  # None if it must be measured again
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._access(req_context)
@@ -401,12 +404,16 @@ def load_source() -> Any:
     return CacheHitSource.HOST
 
 
-def usage_of(now: BlockStats) -> dict[str, float]:
-    """vLLM's gauges."""
-    used = (now.pages - now.free_pages - now.idle_pages) / now.pages
-    writing = now.filling_pages / now.pages
-    return {
-        CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: used,
-        CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: writing,
-        CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: max(used - writing, 0.0),
+def usage_of(now: BlockStats) -> Usage:
+    """The gauges. Those of vLLM count pages in flight only, which can not be evicted."""
+    in_flight = now.pages - now.free_pages - now.idle_pages
+    used, writing = in_flight / now.pages, now.filling_pages / now.pages
+    usage: Usage = {
+        (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,): used,
+        (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,): writing,
+        (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,): max(used - writing, 0.0),
     }
+    if IS_033:
+        states = {"free": now.free_pages, "used": now.idle_pages, "in_flight": in_flight}
+        usage |= {(PAGES, state): pages for state, pages in states.items()}
+    return usage

@@ -20,6 +20,7 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     HostManager,
     Key,
     OpenLoads,
+    Usage,
     usage_of,
 )
 from torch_kvswap.prefix.halves import Held, SchedulerSession
@@ -99,7 +100,7 @@ class SharedManager(HostManager):
         self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
         self._losses = self._resets = 0
         self._step, self._reset_step, self._is_new_step = 1, 0, True
-        self._usage: dict[str, float] = {}
+        self._usage: Usage = {}
         self._usage_asked = -_STATS_SECONDS
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:

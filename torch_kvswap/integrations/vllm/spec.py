@@ -11,6 +11,8 @@ import torch
 
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.shape import padded_slot
+from torch_kvswap.host_pool.system import NoRoomError
+from torch_kvswap.integrations.vllm.log import write_where_vllm_does
 from torch_kvswap.integrations.vllm.options import (
     SERVER,
     TESTED_VERSIONS,
@@ -57,10 +59,13 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, repeats: bool = True) -> None:
         super().__init__(config)
+        write_where_vllm_does()
         self._repeats = repeats
         self.options = self._read_options()
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
+        if self.options.encoding != "raw":
+            _check_encoding(config, self.replicated_layout)
         copies = 1 if self.replicated_layout else config.parallel.world_size
         self.num_pages, self._chunk_bytes, self._problem = 0, 0, ""
         try:
@@ -71,8 +76,6 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             # Only the first stage of a pipeline decides, and the others wait in get_worker().
             self._problem = str(error)
         _check_chunks(config)
-        if self.options.encoding != "raw":
-            _check_encoding(config, self.replicated_layout)
         if self.options.host_server is not None:
             _check_shared(config, self.options, repeats)
         self._manager: OffloadingManager | None = None
@@ -94,7 +97,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> Any:
-        return cls._vllms_spec().build_metric_definitions(extra_config)
+        return {**cls._vllms_spec().build_metric_definitions(extra_config), **_own_metrics()}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> Any:
@@ -118,12 +121,22 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             replicas = self._replicas() if server is None else None
             if replicas is not None:
                 check_one_host(_hosts_of_workers(replicas))
-            self._worker = KVSwapWorker(
-                *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
-                *(self.options, replicas, self._repeats),
-                rows=self._rows_offer(),
-                server=server,
-            )
+            try:
+                self._worker = KVSwapWorker(
+                    *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
+                    *(self.options, replicas, self._repeats),
+                    rows=self._rows_offer(),
+                    server=server,
+                )
+            except NoRoomError as error:
+                chunk = max(self._chunk_bytes, 1)
+                fits = error.room // chunk * chunk
+                smaller = f"set it to {fits} or less, or " if fits > 0 else ""
+                raise ValueError(
+                    f"kv_connector_extra_config: cpu_bytes_to_use is "
+                    f"{self.options.cpu_bytes_to_use}, but {error.problem}; "
+                    f"{smaller}{error.otherwise}"
+                ) from error
         return self._worker
 
     def _size_pools(self, copies: int) -> None:
@@ -240,6 +253,29 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             return None
         sizes = num_pages, self._chunk_bytes
         return common.CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
+
+
+def _own_metrics() -> dict[str, Any]:
+    """Our own metrics, beside those of vLLM's spec; for 0.33."""
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+    from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, IS_033, PAGES
+
+    if not IS_033:
+        return {}
+    return {
+        FAILURES: OffloadingCounterMetadata(
+            documentation="Stores and loads of a worker that did not copy all of their blocks: "
+            "failed, rejected (a block does not fit into its encoded slot), damaged (a block is "
+            "not what was stored) or dropped (not begun before its blocks changed).",
+            labelnames=("direction", "reason"),
+        ),
+        PAGES: OffloadingGaugeMetadata(
+            documentation="Pages of the host memory, each for a chunk, by state: free, used, or "
+            "in_flight (being stored or loaded).",
+            labelnames=("state",),
+        ),
+    }
 
 
 def _hosts_of_workers(replicas: Replicas) -> list[Host]:

@@ -39,10 +39,13 @@ class Failure(NamedTuple):
     Attributes:
         blocks (set[int]): GPU blocks.
         pages (set[int]): host pages.
+        reason (str): "failed"; "rejected", if blocks do not fit into encoded slots; or "damaged",
+            if they are not what was stored.
     """
 
     blocks: set[int]
     pages: set[int]
+    reason: str
 
 
 class _Open(NamedTuple):
@@ -202,6 +205,14 @@ class KVSwapWorker(base.OffloadingWorker):
                 job.wait()
         return None
 
+    def hold_stream(self) -> None:
+        """Makes the current stream wait for all stores that have begun, so that what comes next may
+        write to their blocks."""
+        for _, job in self._open.values():
+            if job.direction == "store":
+                with contextlib.suppress(TransferError):  # get_finished() reports it
+                    job.wait()
+
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
         is returned once."""
@@ -275,7 +286,7 @@ class KVSwapWorker(base.OffloadingWorker):
                 "transfer %s of vLLM could not start: %s", ", ".join(map(str, numbers)), error
             )
             for number, move in moves.items():
-                self._fail(number, move.places(self._blocks_per_page))
+                self._fail(number, move.places(self._blocks_per_page), "failed")
             return None
         for number, move in moves.items():
             self._open[number] = _Open(move, job)
@@ -313,8 +324,11 @@ class KVSwapWorker(base.OffloadingWorker):
                 _log.log(
                     logging.DEBUG if result.rejected else logging.ERROR, "%s", error_of([result])
                 )
+                reason = "rejected" if result.rejected else "failed"
+                if isinstance(result.error, CorruptedPageError):
+                    reason = "damaged"
                 for number in moves:
-                    self._fail(number, [place for owner, place in lost if owner == number])
+                    self._fail(number, [place for owner, place in lost if owner == number], reason)
                 continue
             (number,) = moves  # only KVSwapConnector, which repeats nothing, joins transfers
             if isinstance(result.error, CorruptedPageError):
@@ -327,11 +341,11 @@ class KVSwapWorker(base.OffloadingWorker):
                 _log.error("%s; retrying with plain copies", error_of([result]))
             self._repeat(number, result, [place for _, place in lost])
 
-    def _fail(self, number: int, places: Sequence[Place]) -> None:
+    def _fail(self, number: int, places: Sequence[Place], reason: str) -> None:
         """Reports the end of a transfer whose job has failed and not copied these blocks of it."""
         if places:
             blocks, pages = {place.block for place in places}, {place.page for place in places}
-            self._failures[number] = Failure(blocks, pages)
+            self._failures[number] = Failure(blocks, pages, reason)
         self._ended.append(_result_of(number, True))
 
     def _repeat(self, number: int, result: Result, places: Sequence[Place]) -> None:

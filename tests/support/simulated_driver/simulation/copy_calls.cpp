@@ -102,6 +102,7 @@ int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t*
     operation.copies.push_back(std::move(copy));
   }
   operation.name = "batch of " + std::to_string(operation.copies.size());
+  device().check_addresses(operation);
   stream->push(std::move(operation));
   return fails ? kInvalidValue : kSuccess;
 }

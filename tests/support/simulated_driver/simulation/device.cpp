@@ -155,6 +155,13 @@ void Device::lose(int code) {
   changed.notify_all();
 }
 
+void Device::check_addresses(const Operation& operation) {
+  for (const Range& range : memory.elsewhere()) {
+    if (!operation.touches(range.begin, range.end)) continue;
+    log.violation(operation.name, " uses host memory that the device has at other addresses");
+  }
+}
+
 void Device::reset() {
   for (const auto& [key, stream] : streams_) stream->drop();
   streams_.clear();
@@ -164,8 +171,9 @@ void Device::reset() {
   log.clear();
   memory.clear();
   faults = Faults();
-  // It is a Hopper, and can use 64-bit stream memory operations.
-  attributes = {{75, 9}, {122, 1}};
+  // It is a Hopper, can use 64-bit stream memory operations, and uses registered host memory at the
+  // addresses of the process.
+  attributes = {{75, 9}, {kRegisteredAtSameAddress, 1}, {122, 1}};
   initialized = 1;
   global_capture = capture_spoilt = 0;
   capturing_ = false;

@@ -26,6 +26,8 @@ enum class Mode {
 // last is current.
 inline thread_local std::vector<int> contexts;
 constexpr int kNoContext = -1;
+// CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+constexpr int kRegisteredAtSameAddress = 91;
 inline int current_context() { return contexts.empty() ? kNoContext : contexts.back(); }
 
 // Makes the context of a device current for calls of the test, which log nothing.
@@ -81,6 +83,8 @@ class Device {
   // As the log has it: the numbers begin again after a reset.
   std::string name(const void* handle) const;
   std::string pending() const;
+  // Writes down if the device itself uses addresses that only the process has.
+  void check_addresses(const Operation& operation);
   // Whether pending operations touch the memory, those of one stream left out.
   bool in_use(uint64_t begin, uint64_t end, const Stream* except = nullptr) const;
 

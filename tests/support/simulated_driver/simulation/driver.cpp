@@ -172,6 +172,10 @@ void simulated_limit_registration(uint64_t in_one, uint64_t in_all) {
   device().memory.most_in_one = in_one;
   device().memory.most_in_all = in_all;
 }
+void simulated_set_registers(int value) {
+  const Lock lock(device().mutex);
+  device().memory.registers = value != 0;
+}
 void simulated_set_capturing(int value) {
   const Lock lock(device().mutex);
   device().set_capturing(value);

@@ -134,6 +134,7 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
     }
     if (addresses % 16 != 0) device().log.violation("a kernel codes what is not aligned to 16");
     coding.memory.emplace_back(slot, slot_end);
+    coding.memory.emplace_back(a.states + i, a.states + i + 1);
     if (a.rows != 0) {
       const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
       coding.memory.emplace_back(row, row + sizeof(kvswap::SlotDigests));
@@ -165,6 +166,7 @@ std::vector<Coding> digests_of(const kvswap::DigestArguments& arguments) {
         device().log.violation("a kernel digests bytes that are not aligned to ", a.word_bytes);
       }
     }
+    coding.memory.emplace_back(a.states + i, a.states + i + 1);
     const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
     const uint64_t digests = row + sizeof(kvswap::SlotDigests);
     coding.memory.emplace_back(row, digests + (a.first_tile + a.tile_count) * sizeof(uint64_t));
@@ -213,6 +215,7 @@ std::vector<Coding> digest_copies_of(const kvswap::DigestArguments& arguments, u
       coding.memory.emplace_back(part.paged, part.paged + part.bytes);
       coding.memory.emplace_back(part.packed + part.from, part.packed + part.to);
     }
+    coding.memory.emplace_back(a->states + i, a->states + i + 1);
     const uint64_t row = a->rows + static_cast<uint64_t>(a->slots[i]) * a->row_stride;
     coding.memory.emplace_back(row, row + sizeof(kvswap::SlotDigests));
     coding.run = [a, i] { copy_and_digest(*a, i); };
@@ -273,6 +276,7 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
   }
   operation.name += " " + std::to_string(blocks) + " blocks";
   device().log.add(operation.name, " on stream ", device().name(handle));
+  device().check_addresses(operation);
   stream->push(std::move(operation));
   return kSuccess;
 }

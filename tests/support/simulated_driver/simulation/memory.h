@@ -13,6 +13,7 @@ struct Range {
   unsigned type = 0;  // 1 host, 2 device, 0 not known to the driver
   int device = -1;
   enum Origin { kAdopted, kAllocated, kRegistered } origin = kAdopted;
+  uint64_t shift = 0;  // from an address of the process to that of the device
 };
 
 // The ranges that the driver knows. All of it is host memory.
@@ -52,12 +53,22 @@ class Memory {
     }
     return bytes <= most_in_one && registered <= most_in_all;
   }
+  bool registers = true;
   uint64_t most_in_one = ~uint64_t{0}, most_in_all = ~uint64_t{0};
 
   int allocations() const {
     int count = 0;
     for (const auto& [begin, range] : ranges_) count += range.origin == Range::kAllocated;
     return count;
+  }
+
+  // What the device uses at other addresses than the process.
+  std::vector<Range> elsewhere() const {
+    std::vector<Range> found;
+    for (const auto& [begin, range] : ranges_) {
+      if (range.shift != 0) found.push_back(range);
+    }
+    return found;
   }
 
   bool overlaps(uint64_t begin, uint64_t end) const {

@@ -8,6 +8,7 @@ namespace simulated {
 namespace {
 
 constexpr unsigned kHostMemory = 1, kDeviceMemory = 2;
+constexpr uint64_t kShift = uint64_t{1} << 50;  // to addresses that no process has
 
 int get_pointer_attributes(unsigned count, int* names, void** values, unsigned long long address) {
   const Call call("cuPointerGetAttributes");
@@ -16,6 +17,9 @@ int get_pointer_attributes(unsigned count, int* names, void** values, unsigned l
   const Range found = device().memory.find(address);
   for (unsigned i = 0; i < count; ++i) {
     if (names[i] == 2) *static_cast<unsigned*>(values[i]) = found.type;
+    if (names[i] == 3) {
+      *static_cast<unsigned long long*>(values[i]) = found.type == 0 ? 0 : address + found.shift;
+    }
     if (names[i] == 9) *static_cast<int*>(values[i]) = found.device;
     if (names[i] == 11 || names[i] == 19)
       *static_cast<unsigned long long*>(values[i]) = found.begin;
@@ -88,9 +92,11 @@ int register_host(void* address, size_t bytes, unsigned) {
   if (call.result) return call.result;
   const auto begin = reinterpret_cast<uint64_t>(address);
   if (bytes == 0) return kInvalidValue;
+  if (!device().memory.registers) return kNotSupported;
   if (device().memory.overlaps(begin, begin + bytes)) return kAlreadyRegistered;
   if (!device().memory.takes(bytes)) return kOutOfMemory;
-  device().memory.add({begin, begin + bytes, kHostMemory, 0, Range::kRegistered});
+  const uint64_t shift = device().attributes[kRegisteredAtSameAddress] ? 0 : kShift;
+  device().memory.add({begin, begin + bytes, kHostMemory, 0, Range::kRegistered, shift});
   device().log.add("register ", bytes, " bytes of host memory");
   return kSuccess;
 }

@@ -1,0 +1,118 @@
+"""Where the driver registers no host memory, or the device has other addresses for it, pools of one
+process are memory that the driver allocates.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from error_text import error_text
+from logged import logged
+from simulated_driver import DEVICE, Driver, place, simulated
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap._native.loader import native
+from torch_kvswap.ops import swap_blocks_batch
+
+needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
+MACHINES = pytest.mark.parametrize("machine", ["refuses", "has other addresses"])
+BLOCK = 4096
+
+
+def cache_on(driver: Driver, machine: str) -> PagedLayout:
+    if machine == "refuses":
+        driver.refuse_registration()
+    else:
+        driver.set_attribute(91, 0)
+    return place(driver, PagedLayout([torch.randint(256, (16, BLOCK), dtype=torch.uint8)]))
+
+
+def round_trip(layout: PagedLayout, pool: HostPool, **options: str) -> bool:
+    """Whether blocks come back as they were."""
+    ids = list(range(8))
+    expected = layout.tensors[0][:8].clone()
+    with OffloadHandler(layout, pool, **options) as handler:
+        handler.store(gpu_block_ids=ids, page_ids=ids).synchronize()
+        layout.tensors[0].zero_()
+        handler.load(page_ids=ids, gpu_block_ids=ids).synchronize()
+    return torch.equal(layout.tensors[0][:8], expected)
+
+
+@MACHINES
+@pytest.mark.parametrize(
+    ("copy_method", "verify"),
+    [
+        *(("batch", "off"), ("strided", "off")),
+        pytest.param("staged", "load", marks=needs_kernels),
+        pytest.param("kernel", "load", marks=needs_kernels),
+    ],
+)
+@simulated
+def test_pages_are_pinned_without_registration(
+    driver: Driver, machine: str, copy_method: str, verify: str
+) -> None:
+    layout = cache_on(driver, machine)
+    pool = HostPool(layout, 8, verify=verify, pinned=True, page_alignment=4096)
+    assert (pool.is_pinned, pool.is_ready) == (True, True)
+    assert not pool.pages.any()
+    assert pool.pages.data_ptr() % 4096 == 0
+    assert round_trip(layout, pool, copy_method=copy_method)
+    assert "register " not in driver.log()
+    pool.close()
+    del pool
+    gc.collect()
+    assert driver.live("allocations") == 0
+
+
+@MACHINES
+@simulated
+def test_shared_pages_are_pageable_with_one_warning(driver: Driver, machine: str) -> None:
+    layout = cache_on(driver, machine)
+    with logged() as messages, HostPool(layout, 8, shared=True) as pool:
+        assert not pool.is_pinned
+        assert round_trip(layout, pool)
+    assert len(messages) == 1
+    assert "leave shared=True out" in messages[0]
+    text = error_text(HostPool, layout, 8, shared=True, pinned=True).replace("\n", " ")
+    assert "leave shared=True out, or pass pinned=False for pageable memory" in text
+    assert ("as in confidential computing" in text) == (machine == "refuses")
+
+
+@MACHINES
+@simulated
+def test_pages_are_pageable_if_the_driver_has_no_memory(driver: Driver, machine: str) -> None:
+    layout = cache_on(driver, machine)
+    driver.fail("cuMemHostAlloc", 1, 2)
+    with logged() as messages, HostPool(layout, 8) as pool:
+        assert not pool.is_pinned
+        assert round_trip(layout, pool)
+    assert len(messages) == 1
+    assert "The pages are pageable now" in messages[0]
+    text = error_text(HostPool, layout, 8, numa_node=0)
+    assert "numa_node is not possible for cuda:0: the CUDA driver pins memory" in text.replace(
+        "\n", " "
+    )
+
+
+@simulated
+def test_only_the_driver_copies_registered_memory_elsewhere(driver: Driver) -> None:
+    driver.set_attribute(91, 0)
+    host, device = torch.randint(256, (4 * BLOCK,)).byte(), driver.memory(4 * BLOCK, DEVICE)
+    for half in (0, 2 * BLOCK):
+        driver.cuda.check("cuMemHostRegister", host.data_ptr() + half, 2 * BLOCK, 1)
+    starts, sizes = BLOCK * torch.arange(4), torch.full((4,), BLOCK)
+    driver.log()
+    swap_blocks_batch(host.data_ptr() + starts, device.data_ptr() + starts, sizes)
+    assert torch.equal(device, host)
+    assert driver.log().count(f"copy {BLOCK} bytes") == 4
+
+
+@simulated
+def test_as_a_control_a_batch_with_such_memory_is_a_violation(driver: Driver) -> None:
+    driver.set_attribute(91, 0)
+    host, device = torch.zeros(BLOCK, dtype=torch.uint8), driver.memory(BLOCK, DEVICE)
+    driver.cuda.check("cuMemHostRegister", host.data_ptr(), BLOCK, 1)
+    driver.cuda.copy_batch([(device, host)], driver.cuda.create_stream())
+    assert driver.violations() == 1
