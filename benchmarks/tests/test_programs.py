@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_kvswap import OffloadHandler, PrefixCache
+from torch_kvswap import OffloadHandler
 from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
@@ -27,8 +27,6 @@ PROGRAMS = {
     "copy_methods": (f"{SHAPES} --blocks 1 8", 16),
     "encoding": ("--shapes 3x16 1x32 --samples 2 --blocks 1 8", 12),
     "interference": ("--shapes 3x4", 12),
-    "host_memory": ("--gib 0.01 --samples 2", 4),
-    "outstanding": ("--jobs 300", None),
 }
 
 
@@ -64,11 +62,11 @@ def test_a_program_runs_and_leaves_its_figures(
     assert set(wrong_counts(figures)) <= {0}
     assert figures["verdicts"]
     assert all("met" in verdict for verdict in figures["verdicts"])  # run_all.py counts them
-    if device == "cpu" and PROGRAMS[name][1] is not None:
+    if device == "cpu":
         assert len(figures["cells"]) == PROGRAMS[name][1]
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "host_memory"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_as_a_control_a_program_ends_with_1_when_one_block_of_each_job_is_wrong(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,15 +83,6 @@ def test_as_a_control_a_program_ends_with_1_when_one_block_of_each_job_is_wrong(
     assert run(name, tmp_path / "figures.json") == 1
     counts = list(wrong_counts(json.loads((tmp_path / "figures.json").read_text())))
     assert any(counts) or not counts  # a later transfer may have put right what a cell had wrong
-
-
-def test_a_lost_result_and_one_that_comes_twice_end_outstanding_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poll = OffloadHandler.poll
-    for change in (lambda results: results[1:], lambda results: results + results[:1]):
-        monkeypatch.setattr(OffloadHandler, "poll", lambda it, change=change: change(poll(it)))
-        assert run("outstanding", tmp_path / "figures.json") == 1
 
 
 def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_reason() -> None:
@@ -114,29 +103,6 @@ def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_r
     }
 
 
-def test_below_moves_pages_and_notices_wrong_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, file = importlib.import_module("below"), tmp_path / "figures.json"
-    small = "--pages 2 --page-bytes 8192 --samples 1 --lookups 5 --folder"
-    arguments = [*small.split(), str(tmp_path), "--json", str(file)]
-    assert program.main(arguments) == 0
-    figures = json.loads(file.read_text())
-    assert len(figures["cells"]) == 4 * 2  # ways and directions
-    assert set(wrong_counts(figures)) == {0}
-    load = PrefixCache.load
-    monkeypatch.setattr(PrefixCache, "load", lambda it, keys, ids: load(it, keys, ids[::-1]))
-    assert program.main(arguments) == 1
-
-
-def test_replicas_find_more_in_a_shared_cache(tmp_path: Path) -> None:
-    program, file = importlib.import_module("replicas"), tmp_path / "figures.json"
-    small = "--replicas 3 --chunks 1200 --requests 300 --samples 5 --json"
-    assert program.main([*small.split(), str(file)]) == 0
-    found = json.loads(file.read_text())["found"]
-    assert 0 < found["private"] < found["shared"] < 1
-
-
 def test_a_trace_is_replayed(tmp_path: Path) -> None:
     program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
     trace = tmp_path / "trace.jsonl"
@@ -145,13 +111,10 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert {found["share"] for found in json.loads(file.read_text())["found"]} == {0.3333}
 
 
-def test_all_calls_of_block_managers_are_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_call_of_a_block_manager_is_timed(tmp_path: Path) -> None:
     program, file = importlib.import_module("block_manager"), tmp_path / "figures.json"
     arguments = "--server --pages 400 --blocks 20 --samples 3 --json"
     assert program.main([*arguments.split(), str(file)]) == 0
-    figures = json.loads(file.read_text())
-    assert len(figures["cells"]) == 3 * 8  # ways of calling, and calls
-    assert all(cell["prompt"]["median"] > 0 for cell in figures["cells"])
-    assert capsys.readouterr().out.count("not measured") == 4  # what is beside vLLM's
+    cells = json.loads(file.read_text())["cells"]
+    assert len(cells) == 3 * 8  # ways of calling, and calls
+    assert all(cell["prompt"]["median"] > 0 for cell in cells)

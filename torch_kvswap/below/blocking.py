@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from torch_kvswap.below.store import Completion
 
-_THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL (benchmarks/below.py)
+_THREADS = 4  # with more, pages are no faster, and lookups wait for the GIL
 _Answers = tuple[list[bool], str]  # of each key, and what went wrong
 _Work = Callable[[], _Answers]
 

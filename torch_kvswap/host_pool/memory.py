@@ -21,7 +21,7 @@ from torch_kvswap.host_pool.system import check_room
 
 MAX_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
 _ALIGNMENT = 2 << 20  # bytes of a transparent huge page
-_MAX_THREADS = 16  # assumed to saturate memory bandwidth; benchmarks/host_memory.py measures it
+_MAX_THREADS = 16  # assumed to saturate memory bandwidth
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
