@@ -295,7 +295,7 @@ def test_the_histogram_of_allocations_has_stores_that_found_no_room(threshold):
             output = of.prepare_store(keys(*places), one)
         assert output is None
         said.append(of.get_stats().reduce())
-    assert said[0] == said[1]
+    assert said[0] | said[1] == said[0], "vLLM's numbers, beside our own"
 
 
 @needs_vllm
