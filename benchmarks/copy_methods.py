@@ -43,7 +43,7 @@ from timing import Move
 from transfers import Kind, Shape, move, open_handlers
 
 from torch_kvswap import OffloadHandler
-from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES
+from torch_kvswap.copy_method import AUTO, COPY_ENGINES
 
 STATES = (WARM, COLD)
 RATIO = 1.05  # of the automatic method over the best forced one
@@ -51,7 +51,7 @@ FIRST = 2  # samples after which SLOW decides
 SLOW, MUCH_SLOWER = 2.0, 10.0  # over the best: no candidate for it; not even worth FIRST samples
 COPIES = (BIG, REFERENCE)
 COPY_ENGINES_ONLY = "copy engines only"
-FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
+FORCED = ("strided", "batch", "staged", "kernel")
 # The blocks, the handlers by copy_method, and the reasons why other methods have no handler.
 Methods = tuple[NumberedBlocks, dict[str, OffloadHandler], dict[str, str]]
 

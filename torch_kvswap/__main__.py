@@ -5,7 +5,6 @@ from importlib import import_module
 
 # Imported only when run: a command must not fail because another one cannot be imported.
 COMMANDS = {
-    "calibrate": ("torch_kvswap.cli.calibrate", "measure the copy methods on this machine"),
     "doctor": ("torch_kvswap.cli.doctor", "report what this installation can do on this machine"),
     "serve": ("torch_kvswap.cli.serve", "keep host pages for the engines of this machine"),
 }

@@ -508,27 +508,15 @@ void bind_layouts(nb::module_& module) {
       .def_ro("slot_space", &GroupLayout::slot_space)
       .def_rw("number", &GroupLayout::number);
 
-  using Costs = std::tuple<double, double, double, double, nb::list>;
   nb::class_<CopyMethodOptions>(module, "CopyMethodOptions")
       .def(
           "__init__",
           [](CopyMethodOptions* self, int copy_method, bool without_kernels, const char* setting,
-             uint64_t staging_bytes, nb::typed<nb::list, nb::any> costs) {
-            CopyMethodOptions options{copy_method, without_kernels, setting, staging_bytes, {}};
-            for (size_t direction = 0; direction < 2; ++direction) {
-              for (size_t method = 0; method < kCopyMethods; ++method) {
-                const nb::object from = costs[direction][method];
-                if (from.is_none()) continue;
-                CopyMethodCosts& to = options.costs[direction][method];
-                nb::list fragments;
-                std::tie(to.start_seconds, to.block_seconds, to.submit_start_seconds,
-                         to.submit_copy_seconds, fragments) = nb::cast<Costs>(from);
-                to.fragments = items_of<std::pair<double, double>>(fragments);
-              }
-            }
-            new (self) CopyMethodOptions(std::move(options));
+             uint64_t staging_bytes) {
+            new (self) CopyMethodOptions{copy_method, without_kernels, setting, staging_bytes};
           },
-          "copy_method"_a, "without_kernels"_a, "setting"_a, "staging_bytes"_a, "costs"_a)
+          "copy_method"_a, "without_kernels"_a, "setting"_a, "staging_bytes"_a)
+      .def_rw("caller_seconds", &CopyMethodOptions::caller_seconds)
       .def_ro("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
 }
@@ -548,11 +536,18 @@ void bind_handler(nb::module_& module) {
     return names;
   });
   module.def(
-      "fragment_seconds",
-      [](nb::typed<nb::list, nb::typed<nb::tuple, double, double>> known, double bytes) {
-        return fragment_seconds(items_of<std::pair<double, double>>(known), bytes);
+      "preferred_copy_methods",
+      [](uint64_t block_bytes, size_t slabs, size_t runs, size_t fragments, size_t blocks,
+         bool is_expedited, bool is_crowded) {
+        std::vector<std::string> names;
+        for (const CopyMethod method : preferred_methods(
+                 {block_bytes, slabs, runs, fragments, blocks, is_expedited, is_crowded})) {
+          names.emplace_back(copy_method_name(method));
+        }
+        return names;
       },
-      "known"_a, "bytes"_a, "See copy_plan.h.");
+      "block_bytes"_a, "slabs"_a, "runs"_a, "fragments"_a, "blocks"_a, "is_expedited"_a = false,
+      "is_crowded"_a = false, "See copy_plan.h.");
   module.attr("BUCKETS") = Histogram::kBuckets;
   bind_layouts(module);
 

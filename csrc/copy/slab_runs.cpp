@@ -15,6 +15,12 @@ bool can_follow(const Slabs& side, size_t slab, uint64_t distance) {
          side.distance_at(slab) == distance && as_rows(distance, side.sizes[slab]).pitch != 0;
 }
 
+// Whether the next slab begins where this one ends, in each block.
+bool is_continued(const Slabs& side, size_t slab) {
+  return side.allocations[slab + 1] == side.allocations[slab] &&
+         side.strides[slab + 1] == side.strides[slab] && side.distance_at(slab) == side.sizes[slab];
+}
+
 }  // namespace
 
 RowDistance as_rows(uint64_t distance, uint64_t width) {
@@ -40,6 +46,14 @@ std::vector<SlabRun> equidistant_runs(const Slabs& src, const Slabs& dst) {
     runs.push_back({s, 1});
   }
   return runs;
+}
+
+size_t num_fragments(const Slabs& src, const Slabs& dst) {
+  size_t fragments = src.count();
+  for (size_t s = 0; s + 1 < src.count(); ++s) {
+    if (is_continued(src, s) && is_continued(dst, s)) --fragments;
+  }
+  return fragments;
 }
 
 std::vector<SlabRun> runs_among(const std::vector<SlabRun>& runs, SlabRange slabs) {

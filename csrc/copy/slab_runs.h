@@ -16,6 +16,9 @@ struct SlabRun {
 
 std::vector<SlabRun> equidistant_runs(const Slabs& src, const Slabs& dst);
 
+// How many pieces a block has when slabs that are neighbours on both sides count as one.
+size_t num_fragments(const Slabs& src, const Slabs& dst);
+
 // The runs, cut to some slabs.
 std::vector<SlabRun> runs_among(const std::vector<SlabRun>& runs, SlabRange slabs);
 

@@ -213,7 +213,7 @@ class Device {
 
   // Copies.
 
-  // One or more. The first is chosen if none has a predicted time. kBatch must be one of them if
+  // One or more. The first is taken if the rule knows none of them. kBatch must be one of them if
   // find_allocations() may report pageable host memory, which only kBatch copies.
   virtual const std::vector<CopyMethod>& copy_methods() const = 0;
   // A copier for one channel. copies: the channel's stream.

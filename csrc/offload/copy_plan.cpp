@@ -1,6 +1,7 @@
 #include "offload/copy_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -20,24 +21,60 @@ constexpr size_t kSmallPieces = 8, kEntriesPerPiece = 3;
 // An entry for the event at the end of each further layer group. kMaxRunning leaves room for the
 // other events of transfers.
 constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
-// A kernel that waits for the link slows down the compute beside it all the while, a load of 160 x
-// 8 KiB blocks by 1.5 to 2.1 ms for each GB, as long as it takes. Staging them costs as much, but
-// leaves the SMs alone in between (H200).
-constexpr double kMaxKernelBytes = 4 << 20;
+
+// The rule. Its figures are of H200 and H100 with PCIe 5.0 x16: docs/copy_methods.md.
+//
+// A kernel that waits for the link slows down the compute beside it all the while. Staging the same
+// bytes takes about as long, and leaves the SMs alone in between.
+constexpr uint64_t kMaxKernelBytes = 4 << 20;
+// The driver copies fragments of this size at 52 to 53 GB/s: staging them gains 2 to 4 %.
+constexpr uint64_t kLargeFragmentBytes = 1 << 20;
+// A strided call takes as long to submit as so many fragments of a batch.
+constexpr size_t kSlabsPerStridedCall = 4;
+// A single block, or the head or tail of a staged transfer, is on the link sooner by so few copies
+// than by a kernel.
+constexpr size_t kMaxUnstagedRuns = 2;
+// What the link copies in the 12 us that it takes to launch a kernel.
+constexpr uint64_t kUnstagedBytes = 512 << 10;
+
+// Beside kernels that hold all SMs, a kernel waits for SMs, and copy engines do not. After a
+// transfer with kernels that took kMinGain times as long as the link needs, copy engines copy what
+// takes them no longer than that wait of about 1 ms, for kAvoidTimes its duration, kMaxAvoidSeconds
+// at most: trying kernels again too early costs several times as much as trying too late. Two
+// copies that share the link are both slower, by less than kMinGain. Beside a GEMM, 8 blocks of 160
+// x 8 KiB at a time, of layers at one distance, are stored and loaded at 45 GB/s, by kernels at 7
+// and 10; 32 at a time at 46 instead of 26 and 35; 102 at a time faster by staging, at 53 instead
+// of 47 (H200).
+constexpr double kMinGain = 2, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
+constexpr uint64_t kMaxCrowdedBytes = 64 << 20;
+constexpr size_t kMaxCrowdedFragments = 512;
+// Added to the time that the link needs.
+constexpr double kMinCrowdedSeconds = 100e-6;
+// The rate of the link is the fastest that was seen in transfers of so many bytes: in smaller ones
+// the start takes longer than the copy. The first value is that of a slow link.
+constexpr double kMinRateBytes = 4 << 20, kSlowLink = 10e9;
 
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
-// Beside kernels that hold all SMs, a kernel waits for SMs, and copy engines do not. A transfer
-// with kernels that took kMinGain times as long as predicted for the best method on such a GPU adds
-// kLaunchSeconds for this wait to the predictions for kernels, for kAvoidTimes its duration,
-// kMaxAvoidSeconds at most: trying kernels again too early costs several times as much as trying
-// too late. Two copies that share the link are both slower, by less than kMinGain.
-// Beside a GEMM, 8 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored and
-// loaded at 45 GB/s, without this rule at 7 and 10; 32 at a time at 46 instead of 26 and 35 (H200).
-constexpr double kMinGain = 2, kAvoidTimes = 100, kMaxAvoidSeconds = 2, kLaunchSeconds = 1e-3;
-constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
-constexpr double kUnstagedSeconds = 12e-6;
-constexpr size_t kMaxUnstagedRuns = 2;
+// What a thread takes to submit a transfer, a further piece of it or a further layer group, and
+// what it takes for each copy, as MethodChooser::copies() counts them (H200).
+struct SubmitSeconds {
+  double start, copy;
+};
+constexpr SubmitSeconds submit_seconds_of(CopyMethod method) {
+  switch (method) {
+    case CopyMethod::kBatch:
+      return {2e-6, 0.6e-6};
+    case CopyMethod::kStrided:
+      return {1e-6, 2e-6};
+    case CopyMethod::kStaged:
+      return {8e-6, 1.15e-6};
+    case CopyMethod::kKernel:
+      return {5e-6, 0.1e-6};
+    default:
+      return {};  // there is no choice, and nothing to submit
+  }
+}
 
 bool is_by_kernels(CopyMethod method) {
   return method == CopyMethod::kStaged || method == CopyMethod::kKernel;
@@ -73,9 +110,9 @@ TransferPart cut(TransferPart& part, size_t first, const Group& group) {
   return rest;
 }
 
-// Copies some blocks of a staged transfer of one part where they lie: the first ones of a store,
-// while the first piece is packed, and the last ones of a load, while the last piece is unpacked.
-// blocks: so many.
+// Copies `blocks` blocks of a staged transfer of one part where they lie: the first ones of a
+// store, while the first piece is packed, or the last ones of a load, while the last piece is
+// unpacked.
 void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, int channel,
                         size_t blocks) {
   TransferPart& all = parts.front();
@@ -90,14 +127,27 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 
 }  // namespace
 
-double fragment_seconds(const std::vector<std::pair<double, double>>& known, double bytes) {
-  if (known.empty()) return 0;
-  if (bytes <= known.front().first) return known.front().second;
-  const auto above = std::upper_bound(known.begin(), known.end(), std::pair(bytes, -1.0));
-  const auto [size, seconds] = *std::prev(above);
-  if (above == known.end()) return seconds * bytes / size;
-  const double share = std::log2(bytes / size) / std::log2(above->first / size);
-  return seconds * (1 - share) + above->second * share;
+std::array<CopyMethod, 4> preferred_methods(const RuleInput& input) {
+  const uint64_t bytes = input.blocks * input.block_bytes;
+  const bool is_single = input.blocks == 1;
+  const bool saves_calls = input.slabs >= kSlabsPerStridedCall * input.runs;
+  const bool is_strided = input.runs < input.fragments &&
+                          (saves_calls || (is_single && input.runs <= kMaxUnstagedRuns));
+  const bool is_one_copy = is_single && std::min(input.runs, input.fragments) <= kMaxUnstagedRuns;
+  const bool has_large_fragments = input.block_bytes / input.fragments >= kLargeFragmentBytes;
+  const bool is_crowded_out =
+      input.is_crowded && bytes <= kMaxCrowdedBytes &&
+      (is_strided || input.blocks * input.fragments <= kMaxCrowdedFragments);
+  const bool by_engines = is_one_copy || has_large_fragments || is_crowded_out;
+
+  const bool by_one_kernel = input.is_expedited || bytes <= kMaxKernelBytes;
+  const auto kernels = by_one_kernel ? std::array{CopyMethod::kKernel, CopyMethod::kStaged}
+                                     : std::array{CopyMethod::kStaged, CopyMethod::kKernel};
+  const auto engines = is_strided ? std::array{CopyMethod::kStrided, CopyMethod::kBatch}
+                                  : std::array{CopyMethod::kBatch, CopyMethod::kStrided};
+  // Without staging memory, a kernel copies many bytes only if nothing else can.
+  if (by_engines) return {engines[0], engines[1], kernels[0], kernels[1]};
+  return {kernels[0], engines[0], engines[1], kernels[1]};
 }
 
 MethodChooser::MethodChooser(const CopyMethodOptions& options,
@@ -106,50 +156,27 @@ MethodChooser::MethodChooser(const CopyMethodOptions& options,
     : forced_(options.copy_method),
       max_piece_bytes_(std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes) / 4) {
   for (const Group& group : groups) {
-    GroupCosts& fitted = groups_.emplace_back();
-    fitted.host_is_pageable = group.host_is_pageable;
-    fitted.is_divisible = group.encoding->is_divisible();
-    fitted.methods = usable(available, *group.encoding, options.without_kernels);
-    fitted.block_bytes = static_cast<double>(group.block_bytes);
-    fitted.slabs = group.gpu.count();
-    fitted.runs = group.runs.size();
-    fitted.first_layer = group.layers.front();
-    fitted.last_layer = group.layers.back();
-    num_layers_ = std::max(num_layers_, fitted.last_layer + 1);
-    const auto slabs = static_cast<double>(fitted.slabs);
-    for (int direction = 0; direction < 2; ++direction) {
-      for (int method = 0; method < kCopyMethods; ++method) {
-        CopyMethodCosts costs = options.costs[direction][method];
-        const bool calls_for_each_run = method == static_cast<int>(CopyMethod::kStrided);
-        if (calls_for_each_run) costs.block_seconds *= static_cast<double>(fitted.runs);
-        costs.block_seconds +=
-            slabs * fragment_seconds(costs.fragments, fitted.block_bytes / slabs);
-        fitted.costs[direction][method] = costs;
-      }
-    }
+    groups_.push_back({group.host_is_pageable,
+                       group.encoding->is_divisible(),
+                       usable(available, *group.encoding, options.without_kernels),
+                       {group.block_bytes, group.gpu.count(), group.runs.size(), group.fragments},
+                       group.layers.front(),
+                       group.layers.back()});
+    num_layers_ = std::max(num_layers_, group.layers.back() + 1);
   }
 }
 
-double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
-  const int direction = copy.channel == kStores ? 0 : 1;
-  const CopyMethodCosts& costs = groups_[copy.group].costs[direction][static_cast<int>(method)];
-  if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
-  const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
-  return copy.is_crowded && is_by_kernels(method) ? alone + kLaunchSeconds : alone;
-}
-
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
-  const int direction = copy.channel == kStores ? 0 : 1;
-  const CopyMethodCosts& costs = groups_[copy.group].costs[direction][static_cast<int>(method)];
+  const SubmitSeconds seconds = submit_seconds_of(method);
   // Each group of layers is a start of its own.
   size_t starts = layer_groups(copy);
   if (method == CopyMethod::kStaged) starts += full_pieces(copy);
-  return static_cast<double>(starts) * costs.submit_start_seconds +
-         static_cast<double>(copies(method, copy)) * costs.submit_copy_seconds;
+  return static_cast<double>(starts) * seconds.start +
+         static_cast<double>(copies(method, copy)) * seconds.copy;
 }
 
 size_t MethodChooser::layer_groups(const GroupCopy& copy) const {
-  const GroupCosts& group = groups_[copy.group];
+  const Shape& group = groups_[copy.group];
   const auto number = [&](int64_t layer) {
     return layer_group_of(layer, copy.layer_groups, num_layers_);
   };
@@ -157,16 +184,16 @@ size_t MethodChooser::layer_groups(const GroupCopy& copy) const {
 }
 
 double MethodChooser::block_bytes(const GroupCopy& copy) const {
-  return groups_[copy.group].block_bytes / static_cast<double>(layer_groups(copy));
+  return static_cast<double>(groups_[copy.group].block.block_bytes) /
+         static_cast<double>(layer_groups(copy));
 }
 
 size_t MethodChooser::full_pieces(const GroupCopy& copy) const {
-  const GroupCosts& group = groups_[copy.group];
+  const Shape& group = groups_[copy.group];
   const auto block = static_cast<uint64_t>(std::ceil(block_bytes(copy)));
   const uint64_t unit = piece_unit(block, max_piece_bytes_, group.is_divisible);
   const uint64_t units = std::max(max_piece_bytes_ / unit, uint64_t{1});
-  const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
-  return static_cast<size_t>(bytes / static_cast<double>(units * unit));
+  return copy.blocks * group.block.block_bytes / (units * unit);
 }
 
 size_t MethodChooser::small_pieces(const GroupCopy& copy) const {
@@ -175,42 +202,47 @@ size_t MethodChooser::small_pieces(const GroupCopy& copy) const {
 }
 
 size_t MethodChooser::copies(CopyMethod method, const GroupCopy& copy) const {
-  const GroupCosts& group = groups_[copy.group];
-  if (method == CopyMethod::kBatch) return copy.blocks * group.slabs;
-  // The layers of a group are copied by themselves, so that runs may be cut.
-  if (method == CopyMethod::kStrided)
-    return copy.blocks * std::min(group.slabs, group.runs + layer_groups(copy) - 1);
-  return copy.blocks * layer_groups(copy);
+  const RuleInput& block = groups_[copy.group].block;
+  // The layers of a layer group are copied by themselves, which may divide a run or a fragment.
+  const size_t cuts = layer_groups(copy) - 1;
+  if (method == CopyMethod::kBatch)
+    return copy.blocks * std::min(block.slabs, block.fragments + cuts);
+  if (method == CopyMethod::kStrided) return copy.blocks * std::min(block.slabs, block.runs + cuts);
+  return copy.blocks * (cuts + 1);
 }
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
-  const GroupCosts& group = groups_[copy.group];
+  const Shape& group = groups_[copy.group];
   if (group.host_is_pageable) return CopyMethod::kBatch;
-  const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
   // Expedited loads have no staging buffer, in which they would wait behind other loads.
   const bool is_expedited = copy.channel == kExpedited;
-  const bool may_stage = copy.may_launch && copy.may_stage && !is_expedited;
-  std::optional<CopyMethod> best;
-  double least = std::numeric_limits<double>::infinity();
-  for (const CopyMethod method : group.methods) {
-    if (method == CopyMethod::kStaged && !may_stage) continue;
-    if (method == CopyMethod::kKernel && !copy.may_launch) continue;
-    if (forces(method)) return method;
-    const bool is_large = method == CopyMethod::kKernel && !is_expedited && bytes > kMaxKernelBytes;
-    const double predicted = is_large ? least : seconds(method, copy);
-    if (best && predicted >= least) continue;
-    least = predicted;
-    best = method;
+  const auto is_available = [&](CopyMethod method) {
+    if (is_by_kernels(method) && !copy.may_launch) return false;
+    if (method == CopyMethod::kStaged && (!copy.may_stage || is_expedited)) return false;
+    return std::find(group.methods.begin(), group.methods.end(), method) != group.methods.end();
+  };
+  if (forced_ >= 0 && is_available(static_cast<CopyMethod>(forced_))) {
+    return static_cast<CopyMethod>(forced_);
   }
-  return best.value();  // only kernel methods are left out, and check_encoding() needs another
+  RuleInput input = group.block;
+  input.fragments = copies(CopyMethod::kBatch, {copy.group, copy.channel, 1, copy.layer_groups});
+  input.blocks = copy.blocks;
+  input.is_expedited = is_expedited;
+  input.is_crowded = copy.is_crowded;
+  for (const CopyMethod method : preferred_methods(input)) {
+    if (is_available(method)) return method;
+  }
+  return group.methods.front();  // that of a device that has no other
 }
 
 bool MethodChooser::may_choose(CopyMethod method) const {
   if (forces(method)) return true;
   for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
     for (const int channel : {kStores, kLoads, kExpedited}) {
-      for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
-        if (choose({group, channel, blocks}) == method) return true;
+      for (const int layer_groups : {1, static_cast<int>(num_layers_)}) {
+        for (size_t blocks = 1; blocks <= 1 << 20; blocks *= 2) {
+          if (choose({group, channel, blocks, layer_groups}) == method) return true;
+        }
       }
     }
   }
@@ -224,6 +256,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
       options_(options),
       fragments_per_entry_(channels[kStores]->fragments_per_entry()),
       chooser_(options, device.copy_methods(), groups),
+      fastest_{kSlowLink, kSlowLink},
       stream_(channels[kStores]->stream()) {
   check_forced_method();
   const Group* demanding = nullptr;  // needs more than copies without kernels
@@ -388,22 +421,23 @@ void CopyPlanner::plan(Job& job) const noexcept {
     work.entries += static_cast<uint32_t>(queue_entries(method, copy));
     seconds += group.host_is_pageable ? kPageableSeconds : chooser_.submit_seconds(method, copy);
   }
-  work.predicted_submit_seconds = static_cast<float>(seconds);
+  work.submit_seconds = static_cast<float>(seconds);
 }
 
 void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noexcept {
-  double predicted = kMinCrowdedSeconds;
+  double bytes = 0;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     const std::vector<CopyMethod>& methods = chooser_.methods(part.group);
     const bool had_choice = !std::all_of(methods.begin(), methods.end(), is_by_kernels);
     launched |= is_by_kernels(part.method) && had_choice;
-    const int channel = transfer.jobs.front().channel;
-    MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size()};
-    crowded.is_crowded = true;
-    predicted += chooser_.seconds(chooser_.choose(crowded), crowded);
+    const Encoding& encoding = *groups_[part.group].encoding;
+    const uint64_t packed = encoding.packed_bytes({0, groups_[part.group].gpu.count()});
+    bytes += static_cast<double>(part.blocks.size() * packed);
   }
-  if (!launched || seconds < kMinGain * predicted) return;
+  double& fastest = fastest_[transfer.jobs.front().channel == kStores ? 0 : 1];
+  if (bytes >= kMinRateBytes && seconds > 0) fastest = std::max(fastest, bytes / seconds);
+  if (!launched || seconds < kMinGain * (bytes / fastest + kMinCrowdedSeconds)) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
 }
 
@@ -431,20 +465,16 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
       parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
   if (has_head_or_tail) {
     const int group = parts.front().group;
-    split_head_or_tail(parts, groups_[group], first.channel, unstaged_blocks(group, first.channel));
+    split_head_or_tail(parts, groups_[group], first.channel, unstaged_blocks(group));
   }
   return parts;
 }
 
-// As many blocks as the link copies in the time that it takes to launch a kernel.
-size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
+size_t CopyPlanner::unstaged_blocks(int group) const {
   const bool is_few = groups_[group].runs.size() <= kMaxUnstagedRuns;
   if (!is_few || !groups_[group].encoding->can_use(CopyMethod::kStrided)) return 0;
-  const auto seconds = [&](size_t blocks) {
-    return chooser_.seconds(CopyMethod::kStrided, {group, channel, blocks});
-  };
-  const double each = seconds(2) - seconds(1);
-  return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
+  const uint64_t block = groups_[group].block_bytes;
+  return (kUnstagedBytes + block - 1) / block;
 }
 
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts, int layer_groups) const {

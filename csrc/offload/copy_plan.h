@@ -14,16 +14,25 @@
 
 namespace kvswap {
 
-// Seconds for a fragment of this size, from `known` sizes in bytes and their seconds, ascending:
-// interpolated in the logarithm of the size, constant below the smallest size, and proportional to
-// the size above the largest one. 0 if no size is known.
-double fragment_seconds(const std::vector<std::pair<double, double>>& known, double bytes);
+// What the rule looks at: the blocks of one group in a transfer, before it asks what is available.
+struct RuleInput {
+  uint64_t block_bytes;
+  // Of a block: slabs, runs of slabs at equal distances, and pieces that are contiguous in the
+  // cache and on the host.
+  size_t slabs, runs, fragments;
+  size_t blocks = 0;
+  bool is_expedited = false;
+  bool is_crowded = false;  // other kernels keep the GPU busy
+};
 
-// Chooses the copy method of a group's blocks: of those available, the one predicted to be fastest.
+// Copy methods by preference: the first one that is available is taken. docs/copy_methods.md has
+// the measurements behind the constants.
+std::array<CopyMethod, 4> preferred_methods(const RuleInput& input);
+
+// Chooses the copy method of a group's blocks, and counts what it gives to the driver.
 class MethodChooser {
  public:
-  // available: the device's copy methods. The options may exclude kernels. If no method that is
-  // left has costs, the first one is chosen.
+  // available: the device's copy methods. The options may exclude kernels.
   MethodChooser(const CopyMethodOptions& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
@@ -38,9 +47,7 @@ class MethodChooser {
     bool is_crowded = false;  // other kernels keep the GPU busy
   };
   CopyMethod choose(const GroupCopy& copy) const;
-  // Predicted seconds; infinite for a copy method without costs.
-  double seconds(CopyMethod method, const GroupCopy& copy) const;
-  // Predicted seconds that a thread takes to submit it; 0 for a copy method without costs.
+  // Seconds that a thread is expected to take to submit it.
   double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
   // How many of the transfer's layer groups have layers of these blocks.
   size_t layer_groups(const GroupCopy& copy) const;
@@ -48,10 +55,11 @@ class MethodChooser {
   size_t full_pieces(const GroupCopy& copy) const;
   // How many smaller ones they have in each layer group.
   size_t small_pieces(const GroupCopy& copy) const;
-  // How many copies, as CopyMethodCosts in copy_method.py counts them.
+  // How many copies the driver is given: fragments ("batch"), runs of slabs of each block
+  // ("strided") or blocks (other methods), in each layer group.
   size_t copies(CopyMethod method, const GroupCopy& copy) const;
 
-  // Whether this copy method would be chosen for some number of blocks.
+  // Whether this copy method would be chosen for some number of blocks and of layer groups.
   bool may_choose(CopyMethod method) const;
   // What the group can be copied by.
   const std::vector<CopyMethod>& methods(size_t group) const { return groups_[group].methods; }
@@ -62,21 +70,17 @@ class MethodChooser {
   // In each layer group. What is staged there passes through the buffer by itself.
   double block_bytes(const GroupCopy& copy) const;
 
-  // What it takes to copy blocks of a group.
-  struct GroupCosts {
+  struct Shape {
     bool host_is_pageable, is_divisible;
     std::vector<CopyMethod> methods;  // of the device and of the group's encoding
-    double block_bytes;
-    size_t slabs, runs;
+    RuleInput block;
     int64_t first_layer, last_layer;
-    // For a block, block_seconds includes all fragments.
-    CopyMethodCosts costs[2][kCopyMethods];
   };
 
   int forced_;
   uint64_t max_piece_bytes_;  // of a staged copy
   int64_t num_layers_ = 0;    // of the model, in all groups together
-  std::vector<GroupCosts> groups_;
+  std::vector<Shape> groups_;
 };
 
 // Plans how jobs are copied, and owns the GPU memory for it: the tables of slabs and the staging
@@ -104,16 +108,15 @@ class CopyPlanner {
   void rebind(MethodChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
   // Sets what it takes to copy this job alone, as far as is known now: the copy method of its first
-  // group, its entries in the driver's queue, and the predicted seconds that submitting it takes.
+  // group, its entries in the driver's queue, and the seconds that submitting it takes.
   void plan(Job& job) const noexcept;
 
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
   std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts, int layer_groups) const;
 
-  // To be called with the time that each transfer took on the device. If one with kernels was much
-  // slower than predicted for a GPU that other kernels keep busy, methods are chosen for such a GPU
-  // for a while.
+  // To be called with the time that each transfer took on the device. If one with kernels took much
+  // longer than the link needs for it, methods are chosen for a crowded GPU for a while.
   void record_duration(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory. Nothing runs any more.
@@ -130,7 +133,7 @@ class CopyPlanner {
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
-  size_t unstaged_blocks(int group, int channel) const;
+  size_t unstaged_blocks(int group) const;
   size_t queue_entries(CopyMethod method, const MethodChooser::GroupCopy& copy) const;
 
   std::vector<Group>& groups_;
@@ -140,6 +143,7 @@ class CopyPlanner {
   MethodChooser chooser_;
   std::string slower_copies_;
   double crowded_until_ = 0;  // until then other kernels keep the GPU busy
+  double fastest_[2];         // bytes per second of a store and of a load: the most seen so far
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0;

@@ -48,6 +48,7 @@ Group read_group(const GroupLayout& layout, Device& device) {
   }
   for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
   group.runs = equidistant_runs(group.gpu, group.host);
+  group.fragments = num_fragments(group.gpu, group.host);
   return group;
 }
 

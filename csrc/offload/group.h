@@ -38,6 +38,7 @@ struct Group : GroupLayout {
   bool host_is_pageable = false;
   uint64_t block_bytes = 0;          // in all slabs
   std::vector<SlabRun> runs;         // of slabs at equal distances
+  size_t fragments = 0;              // of a block
   std::shared_ptr<PackTable> table;  // for the kernels; null if they cannot be used
 
   // The slabs in a layer group, if the model's `num_layers` layers are divided into `layer_groups`.

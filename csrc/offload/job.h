@@ -78,8 +78,8 @@ constexpr JobNumbers kNoJobs{-1, -1, -1};
 
 // What a job needs only until it has ended.
 struct Work {
-  uint32_t entries = 0;  // of the driver's queue, when the job is copied alone
-  float predicted_submit_seconds = 0;
+  uint32_t entries = 0;             // of the driver's queue, when the job is copied alone
+  float submit_seconds = 0;         // that a thread is expected to take to submit it
   bool was_queued = false;          // true from when it enters the queue of its channel
   bool submission_started = false;  // it has left the queue, and may be on the device
   bool was_cancelled = false;       // cancel() was called

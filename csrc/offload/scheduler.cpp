@@ -18,11 +18,6 @@ namespace {
 // Names of the worker threads in ps and profilers: 15 characters at most.
 constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", "kvswap-expedite"};
 
-// The thread that calls store() or load() submits a job itself if that takes no longer. 64 blocks
-// of 160 x 8 KiB are more: the call, which begins them, takes 0.08 ms, and would take 0.19 ms if it
-// submitted all of them (H200).
-constexpr double kSmallSeconds = 50e-6;
-
 // The thread that calls store() or load() begins a larger job that is staged with so many bytes:
 // enough to keep the link busy until the worker has woken up.
 constexpr uint64_t kBegunBytes = 3 << 20;
@@ -70,6 +65,7 @@ Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, 
     : device_(device),
       layers_(layers),
       submit_thread_(submit_thread && !device.is_synchronous()),
+      caller_seconds_(options.caller_seconds),
       groups_(std::move(groups)),
       table_(groups_),
       queues_{{kStores, device}, {kLoads, device}, {kExpedited, device}},
@@ -160,7 +156,7 @@ bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_unt
 
 void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   Queue& queue = queue_of(*job);
-  const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
+  const bool is_small = job->work->submit_seconds <= caller_seconds_;
   if (!is_small && !ensure_worker(queue, *job)) return;
   const bool may_begin = is_small || job->work->is_staged;
   if (!submit_thread_ && may_begin && queue.jobs.empty() && can_submit(queue, *job, kNoFlush)) {
@@ -342,7 +338,7 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
   if (submit_thread_ || (!is_begun && !plan_first(queue))) return false;
   const Job& first = is_begun ? queue.begun.front()->jobs.front() : queue.jobs.front();
   const bool may_block = first.work->entries > kMaxEntries;  // in the driver, whose queue is full
-  const bool is_quick = first.work->predicted_submit_seconds < seconds;
+  const bool is_quick = first.work->submit_seconds < seconds;
   // Beyond the channel's limits the driver's queue may be full, and the thread has to come back.
   const int64_t flush_until = seconds < kNoLimit ? kNoFlush : flush_until_;
   if (may_block || !is_quick || !(is_begun || can_submit(queue, first, flush_until))) return false;
@@ -403,7 +399,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
 }
 
 // Takes the first job of the queue, which is not empty, and the jobs that can be joined with it. If
-// `seconds` is given, submitting all of them is predicted to take less.
+// `seconds` is given, submitting all of them is expected to take less.
 JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until,
                              std::optional<double> seconds) noexcept {
   JobList jobs;
@@ -417,7 +413,7 @@ JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until,
       continue;
     }
     rejectable_blocks += next.work->rejectable_blocks;
-    submit_seconds += next.work->predicted_submit_seconds;
+    submit_seconds += next.work->submit_seconds;
     const bool is_quick = !seconds || submit_seconds < *seconds;
     if (!jobs.empty() && (!is_quick || !can_join(queue, jobs, bytes, entries, next, flush_until) ||
                           !queue.channel.has_states_for(rejectable_blocks))) {

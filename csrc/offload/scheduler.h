@@ -27,7 +27,7 @@ using Lock = std::unique_lock<std::mutex>;
 //
 // Who gives copies to the driver:
 // - The thread that calls store() or load(), if the job can start now and that takes at most
-//   kSmallSeconds (scheduler.cpp).
+//   CopyMethodOptions::caller_seconds.
 // - It also begins a larger job that is staged, so that its first bytes are on the link at once.
 // - The channel's worker thread gives all else, unless a thread that waits for a job of the channel
 //   comes first. Both join small jobs into one transfer.
@@ -169,6 +169,7 @@ class Scheduler {
   Device& device_;
   const int64_t layers_;  // of the model, in all groups together
   const bool submit_thread_;
+  const double caller_seconds_;
   std::vector<Group> groups_;
   JobTable table_;
   Queue queues_[kChannels];

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoded_cache import FREE, METHODS, STAGING_BYTES, VALUES, EncodedCache, costs, finish
+from encoded_cache import METHODS, STAGING_BYTES, VALUES, EncodedCache, finish
 from encoded_fuzz import Fuzz
 from fuzz import fuzz
 from patience import PATIENCE, in_time
@@ -28,7 +28,6 @@ from simulated_cache import (
 from simulated_driver import Driver, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.results import BlocksRejectedError, Result
 
@@ -148,9 +147,8 @@ def test_a_store_encodes_what_its_stream_has_written(
 @simulated
 def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> None:
     """The simulated driver refuses kernels of two streams that use the same ones."""
-    figures = {"staged": CopyMethodCosts(2e-3, 0, 0, 0, {512: 0}), "kernel": FREE}
     sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192}
-    with costs(figures), EncodedCache(driver, **sizes) as cache:
+    with EncodedCache(driver, **sizes) as cache:
         before = [cache.block(block) for block in range(40)]
         small = cache.store([0], [0])
         large = cache.store(range(1, 40), range(1, 40))  # more bytes than a kernel stores
@@ -387,15 +385,15 @@ def test_a_failed_job_leaves_no_states_behind(
 def test_a_handler_that_cannot_be_made_leaves_nothing(driver: Driver, nth: int, call: str) -> None:
     layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
     pool = HostPool(layout, 8, encoding="lossless")
-    OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
+    OffloadHandler(layout, pool, copy_method="auto", staging_bytes=STAGING_BYTES).close()
     before = what_lives(driver)
     made = driver.calls(call)
-    OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
+    OffloadHandler(layout, pool, copy_method="auto", staging_bytes=STAGING_BYTES).close()
     made = driver.calls(call) - made
     driver.fail(call, nth)
     if nth <= made:
         with pytest.raises(ValueError, match=f"encoding='lossless' cannot be had: {call}"):
-            OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES)
+            OffloadHandler(layout, pool, copy_method="auto", staging_bytes=STAGING_BYTES)
     assert what_lives(driver) == before
 
 
@@ -452,7 +450,7 @@ def load_no_kernels(driver: Driver) -> None:
     pool = HostPool(layout, 4, encoding="lossless")
     driver.fail("cuModuleLoadData", 1, 209)
     try:
-        OffloadHandler(layout, pool)
+        OffloadHandler(layout, pool, copy_method="auto")
     except ValueError as error:
         print(error)
     print(driver.live("streams"), driver.live("allocations"))
@@ -476,7 +474,7 @@ def encode_on_an_old_gpu(driver: Driver) -> None:
     driver.set_attribute(75, 7)  # the compute capability
     layout = place(driver, PagedLayout([torch.randn(8, 2048).bfloat16()]))
     try:
-        OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
+        OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"), copy_method="auto")
     except ValueError as error:
         print(error)
     print(driver.live("streams"), driver.live("allocations"))
@@ -508,7 +506,7 @@ def test_slabs_that_the_kernels_cannot_read_are_refused_by_number(
     layout = place(driver, PagedLayout([first, second]))
     pool = HostPool(layout, 4, encoding="lossless")
     with pytest.raises(ValueError, match="lossless") as refusal:
-        OffloadHandler(layout, pool)
+        OffloadHandler(layout, pool, copy_method="auto")
     assert str(refusal.value) == (
         f"encoding='lossless' cannot be had: slab 1 begins at address 0x{second.data_ptr():x} and "
         f"its blocks are {2 * row} bytes apart; the kernels need multiples of 16 for both: allocate "

@@ -100,9 +100,9 @@ def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driv
     with sim:
         for _ in range(2):
             hold = sim.held(SIDE)
-            for _ in range(28):
-                sim.submit("store", range(25), range(25), after=Stream(SIDE))
-            assert sim.metrics("store").queued == 0, "28 copies of 25 entries are in flight"
+            for _ in range(35):
+                sim.submit("store", range(20), range(20), after=Stream(SIDE))
+            assert sim.metrics("store").queued == 0, "35 copies of 20 entries are in flight"
             sim.store(1, 1)
             assert sim.metrics("store").queued == 1, "there is no room for another entry"
             sim.release(hold)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,26 +16,15 @@ from simulated_driver import Driver, on_device, pool, simulated
 from torch import Tensor
 
 from torch_kvswap import DeviceLostError, OffloadHandler, TransferError
-from torch_kvswap.copy_method import CopyMethodCosts, Costs
 from torch_kvswap.offload.handler import Job
 
 BLOCKS = 64  # of 256 KiB, more than the calling thread submits
 ALL = list(range(BLOCKS))
 STAGING = 32 << 20  # a piece has 8 MiB at most
 LAUNCH = "cuLaunchKernel"  # once for each piece
-STRIDED = "cuMemcpy3DAsync"  # once for each block
 ROUNDS, JOBS = 3, 8  # of a random test, and of each round
 KINDS = pytest.mark.parametrize("kind", ["store", "load"])
 WAITS = pytest.mark.parametrize("waits", ["on the host", "on a stream"])
-
-
-class Handler(OffloadHandler):
-    """Submitting each block is predicted to take 10 us."""
-
-    _costs: ClassVar[Costs] = {
-        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 10e-6, {512: 1e-9})}
-        for direction in ("store", "load")
-    }
 
 
 @dataclass
@@ -59,7 +47,7 @@ class Launches:
 class Staged:
     """A handler that stages all transfers, and the worker of its stores or loads, which sleeps."""
 
-    def __init__(self, driver: Driver, handler: Handler, kind: str, tensors: Tensor) -> None:
+    def __init__(self, driver: Driver, handler: OffloadHandler, kind: str, tensors: Tensor) -> None:
         self.driver = driver
         self.handler = handler
         self.kind = kind
@@ -108,7 +96,7 @@ def staged(
 ) -> Iterator[Staged]:
     tensors = torch.randint(256, (layers, BLOCKS, (256 << 10) // layers), dtype=torch.uint8)
     layout = on_device(driver, tensors)
-    with Handler(
+    with OffloadHandler(
         layout,
         pool(driver, layout, BLOCKS),
         copy_method="staged",
@@ -137,20 +125,14 @@ def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
         assert sim.is_right()
 
 
-class ManyPieces(OffloadHandler):
-    """Submitting a piece is predicted to take 5 us. A piece has 256 KiB."""
-
-    _costs: ClassVar[Costs] = {
-        direction: {"staged": CopyMethodCosts(0.0, 0.0, 5e-6, 1e-6, {512: 1e-9})}
-        for direction in ("store", "load")
-    }
+# A piece has 256 KiB.
 
 
 @contextmanager
-def many_pieces(driver: Driver) -> Iterator[ManyPieces]:
+def many_pieces(driver: Driver) -> Iterator[OffloadHandler]:
     layout = on_device(driver, torch.randint(256, (1, 2, 4 << 20), dtype=torch.uint8))
     pages = pool(driver, layout, 2)
-    with ManyPieces(layout, pages, copy_method="staged", staging_bytes=1 << 20) as handler:
+    with OffloadHandler(layout, pages, copy_method="staged", staging_bytes=1 << 20) as handler:
         yield handler
 
 
@@ -320,43 +302,27 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
         assert sim.is_right()
 
 
-class TwoGroupsHandler(OffloadHandler):
-    """Blocks of one run are strided, others are staged. Each copy takes 10 us to submit."""
-
-    _costs: ClassVar[Costs] = {
-        direction: {
-            "strided": CopyMethodCosts(0.0, 1e-6, 0.0, 10e-6, {512: 1e-12}),
-            "staged": CopyMethodCosts(0.0, 2e-6, 0.0, 10e-6, {512: 1e-12}),
-        }
-        for direction in ("store", "load")
-    }
-
-
-@contextmanager
-def two_groups(driver: Driver) -> Iterator[TwoGroupsHandler]:
-    """The blocks of the first group are strided, those of the second are staged."""
-    memory = [torch.zeros(13, BLOCKS, 512, dtype=torch.uint8) for _ in range(2)]
-    layouts = [
-        on_device(driver, whole, [whole[i] for i in layers])
-        for whole, layers in zip(memory, ((0, 1), (0, 1, 3, 7, 12)), strict=True)
-    ]
-    with TwoGroupsHandler(layouts, [pool(driver, layout, BLOCKS) for layout in layouts]) as handler:
-        yield handler
-
-
-@pytest.mark.parametrize("counts", [(BLOCKS, BLOCKS), (BLOCKS, 1), (1, BLOCKS)])
+@pytest.mark.parametrize("counts", [(BLOCKS, BLOCKS), (1, BLOCKS)])
 @needs_kernels
 @simulated
 def test_the_caller_gives_no_large_job_of_which_one_group_is_not_staged(
     driver: Driver, counts: tuple[int, int]
 ) -> None:
-    with two_groups(driver) as handler:
-        before = driver.calls_here(STRIDED), driver.calls_here(LAUNCH)
+    """The first group has large fragments, which copy engines copy."""
+    layouts = [
+        on_device(driver, torch.zeros(layers, BLOCKS, size, dtype=torch.uint8))
+        for layers, size in ((1, 1 << 20), (8, 16 << 10))
+    ]
+    pools = [pool(driver, layout, BLOCKS) for layout in layouts]
+    with OffloadHandler(layouts, pools, copy_method="auto", staging_bytes=STAGING) as handler:
+        calls = LAUNCH, "cuMemcpyAsync", "cuMemcpyBatchAsync"
+        before = [driver.calls_here(call) for call in calls]
         ids = [range(count) for count in counts]
         job = handler.store(gpu_block_ids=ids, page_ids=ids, after=())
-        assert (driver.calls_here(STRIDED), driver.calls_here(LAUNCH)) == before
+        assert [driver.calls_here(call) for call in calls] == before
         assert in_time(job.query)
-        assert driver.calls(STRIDED) > 0
+        assert job.result is not None
+        assert job.result.copy_method == "batch"
         assert driver.calls(LAUNCH) > 0
 
 

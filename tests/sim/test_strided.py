@@ -49,7 +49,7 @@ strided copy of 2 x 48 bytes on stream 103""",
     )
 
 
-@pytest.mark.parametrize("copy_method", ["auto", "strided"])
+@pytest.mark.parametrize("copy_method", ["copy_engines", "strided"])
 @pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
 @simulated
 def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
@@ -62,7 +62,7 @@ def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
         "of two sizes": [whole[layer][:, : 16 + 8 * (layer % 2)] for layer in range(6)],
     }[kind]
     log = moved(driver, on_device(driver, whole, tensors), copy_method)
-    assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (copy_method == "auto")
+    assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (copy_method == "copy_engines")
 
 
 @simulated

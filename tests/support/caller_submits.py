@@ -1,20 +1,34 @@
-"""A handler whose callers submit their jobs themselves, as long as the channel has room."""
+"""Handlers whose callers submit more, or less, than others do."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
-from torch_kvswap.copy_method import CopyMethodCosts, Costs
+import pytest
+
+from torch_kvswap.copy_method import copy_method_options
+from torch_kvswap.offload import handler
 from torch_kvswap.offload.handler import OffloadHandler
 
 
 class CallerSubmits(OffloadHandler):
-    """Submitting is predicted to take no time."""
+    """The calling thread submits its jobs, however long that takes."""
 
-    _costs: ClassVar[Costs] = {
-        direction: dict.fromkeys(
-            ("batch", "strided", "staged", "kernel"),
-            CopyMethodCosts(0.0, 0.0, 0.0, 0.0, {512: 1e-9}),
-        )
-        for direction in ("store", "load")
-    }
+    _seconds: ClassVar[float] = math.inf
+
+    def _open(self, *arguments: Any, **options: Any) -> None:
+        def changed(*of: Any) -> Any:
+            made = copy_method_options(*of)
+            made.caller_seconds = self._seconds
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(handler, "copy_method_options", changed)
+            super()._open(*arguments, **options)
+
+
+class CallerBegins(CallerSubmits):
+    """The calling thread begins staged jobs, however small, and leaves the rest to another one."""
+
+    _seconds = -1.0

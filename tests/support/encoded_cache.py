@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from simulated_cache import run_until
 from torch import Tensor
 
-from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 VALUES = 2048  # of a block in a layer: less would leave no room for escapes
 STAGING_BYTES = 1 << 20
 METHODS = ("staged", "kernel")  # of the simulated driver and of a GPU
-FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
 
 
 class EncodedCache:
@@ -101,7 +97,7 @@ class EncodedCache:
         self.handler = OffloadHandler(
             self.layouts if several else self.layouts[0],
             self.pools if several else self.pools[0],
-            **options,
+            **{"copy_method": "auto", **options},
         )
         if driver is not None:
             driver.set_mode("manual")
@@ -154,11 +150,3 @@ def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
     assert cache.driver is not None
     run_until(cache.driver, lambda: all([job.query() for job in jobs]))
     return [job.result for job in jobs if job.result is not None]
-
-
-@contextlib.contextmanager
-def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
-    """Handlers that are made meanwhile predict from these, in both directions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
-        yield

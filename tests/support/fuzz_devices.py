@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+from caller_submits import CallerBegins
 from queued_devices import forget_queues
 from simulated_cache import HURTS_A_JOB, run_until
 from simulated_driver import DEVICE, HOST, Driver
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap._native.loader import native
-from torch_kvswap.copy_method import CopyMethodCosts, Costs
 
 if TYPE_CHECKING:
     from torch_kvswap import HostPool, Job, PagedLayout, PrefixCache
@@ -143,16 +143,6 @@ class Device:
         return ""
 
 
-class BegunHandler(OffloadHandler):
-    """Submitting a piece or a block is predicted to take longer than the caller does it for: of large
-    jobs the caller gives the first pieces, and another thread the rest."""
-
-    _costs: ClassVar[Costs] = {
-        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 60e-6, {512: 1e-9})}
-        for direction in ("store", "load")
-    }
-
-
 class Simulated(Device):
     """The simulated driver. mode: of `Driver.set_mode`. alone: whether one thread submits."""
 
@@ -170,7 +160,7 @@ class Simulated(Device):
             *(["staged", "kernel"] if HAS_KERNELS else []),
         ]
         if HAS_KERNELS and random.Random(f"{seed} begun").random() < 0.3:
-            self.handler = BegunHandler
+            self.handler = CallerBegins
             self.copy_methods = ["staged"]
             self.block_bytes, self.memory_bytes = 1 << 20, 1 << 25
             self.block_shapes = self.large_shapes = ((64, 1024), (128, 1000))

@@ -32,7 +32,7 @@ LAYERS = (
     ("host_pool",),
     ("offload", "reference", "below"),
     ("prefix",),
-    ("integrations", "calibrate"),
+    ("integrations",),
     ("cli", "__init__", "__main__"),
 )
 # Folders of csrc/, lowest first. A file includes from its own layer and from those below.

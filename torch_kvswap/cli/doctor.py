@@ -12,16 +12,13 @@ import importlib.metadata
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.copy_method import read_costs
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
@@ -142,23 +139,6 @@ def _gpu(address: str, model: str) -> Finding:
     return Finding("; ".join([text, *faults]), is_fault=bool(faults))
 
 
-def _copy_method_costs(models: Iterable[str]) -> Finding:
-    """The source of the copy-method costs for each GPU model in the system."""
-    try:
-        sources = [f"{_aged(read_costs(model).source)} ({model})" for model in sorted(set(models))]
-    except ValueError as error:
-        return Finding(f"none: {error}", is_fault=True)
-    return Finding(", ".join(sources) or "unknown: the system names no GPU")
-
-
-def _aged(source: str) -> str:
-    """A source of costs; a file that was measured, with its age."""
-    if not Path(source).is_file():
-        return source
-    days = (time.time() - Path(source).stat().st_mtime) / 86400
-    return f"{source}, {days:.0f} days old"
-
-
 def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -> Finding:
     try:
         version = importlib.metadata.version(package)
@@ -236,7 +216,6 @@ def report() -> dict[str, Finding]:
         "scattered copies": _scattered_copies(),
         **_accelerator(),
         "encodings": Finding(_encodings()),
-        "copy costs": _copy_method_costs(gpus.values()),
         "host memory": Finding(_host_memory()),
         "memory limits": Finding(_limits()),
         "NUMA nodes": Finding(_nodes()),

@@ -24,7 +24,6 @@ from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
 from torch_kvswap.copy_method import (
     DEFAULT_STAGING_BYTES,
-    Costs,
     check_job_method,
     copy_method_options,
 )
@@ -217,8 +216,8 @@ class OffloadHandler(NotCopyable):
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
         host (HostPool | Sequence[HostPool]): the host pages; each pool has the slab sizes of its
             layout.
-        copy_method (str | None): "auto" chooses the method with the lowest predicted time for each
-            transfer, and "copy_engines" among those without kernels, see store(). "strided",
+        copy_method (str | None): "auto" chooses a method for each transfer by its size and layout,
+            and "copy_engines" among those without kernels, see store(). "strided",
             "batch", "staged", "kernel" and "generic" force one method, which the device must have;
             a cache on the CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
             "auto".
@@ -236,8 +235,6 @@ class OffloadHandler(NotCopyable):
             belongs to an open PrefixCache.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
-
-    _costs: Costs | None = None  # costs of the copy methods; None: the device's
 
     def __init__(
         self,
@@ -260,7 +257,7 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
         submit_thread = read_switch("submit_thread", submit_thread)
-        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
+        options = copy_method_options(copy_method, staging_bytes)
         for pool in groups.pools:
             pool._check_new_user(assigns_pages)
         # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.

@@ -20,9 +20,9 @@ from simulated_driver.libraries import build
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a process with the simulated driver, which can import the test support and
-    the package. It has cost tables by which kernels are used only where a test asks for them."""
+    the package. Kernels are used only where a test asks for them."""
     support, root = Path(__file__).parents[1], Path(__file__).parents[3]
-    more = {"KVSWAP_COPY_METHOD_COSTS": str(Path(__file__).with_name("path_costs.json")), **more}
+    more = {"KVSWAP_COPY_METHOD": "copy_engines", **more}
     path = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "SIMULATED_DRIVER": str(build()), **more}
 

@@ -39,7 +39,7 @@ class Queue:
         self.pool = HostPool(self.layout, 6)
         groups = Groups(self.layout, self.pool)
         groups.layouts_for_native[0].number = 77
-        kind, options = native.DeviceKind.QUEUED, copy_method_options(None, 0, torch.device("cpu"))
+        kind, options = native.DeviceKind.QUEUED, copy_method_options(None, 0)
         self.handler = native.Handler(
             groups, groups.layouts_for_native, False, 1, kind, self.index, False, options
         )

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from fake_procfs import write
 
-from torch_kvswap import copy_method
 from torch_kvswap._native.loader import native
 from torch_kvswap.cli import doctor
 from torch_kvswap.host_pool import system
@@ -70,7 +68,6 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
         "CUDA kernels",
         "scattered copies",
         "encodings",
-        "copy costs",
         "host memory",
         "memory limits",
         "NUMA nodes",
@@ -78,31 +75,6 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
         "transformers",
         "0",
     ]
-
-
-def test_doctor_says_where_the_costs_of_each_kind_of_gpu_are_from(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("KVSWAP_COPY_METHOD_COSTS", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(system, "ROOT", tmp_path)
-    assert doctor.report()["copy costs"].text == "unknown: the system names no GPU"
-    for number, model in enumerate(["Imaginary 9000", "Imaginary 9000", "Other GPU"]):
-        file = f"proc/driver/nvidia/gpus/{number}/information"
-        write(tmp_path, file, f"Model: \t\t {model}\nIRQ:   1\n")
-    assert doctor.report()["copy costs"].text == (
-        "copy_method_costs.json, NVIDIA H200 (Imaginary 9000), copy_method_costs.json, NVIDIA H200 (Other GPU)"
-    )
-    measured = tmp_path / "measured.json"
-    costs = json.loads(copy_method.SHIPPED.read_text())[copy_method.REFERENCE_GPU]
-    measured.write_text(json.dumps(costs))
-    os.utime(measured, (time.time() - 12.1 * 86400,) * 2)
-    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", str(measured))
-    assert doctor.report()["copy costs"].text.startswith(f"{measured}, 12 days old (Imaginary")
-    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere")
-    assert doctor.report()["copy costs"].text.startswith(
-        "none: the costs of the copy methods cannot be read"
-    )
 
 
 def plug_in(root: Path, speed: str) -> None:
@@ -188,7 +160,6 @@ def test_a_big_copy_each_way_is_measured(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_fault_is_named_with_its_remedy_and_by_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("KVSWAP_COPY_METHOD_COSTS", raising=False)
     monkeypatch.setattr(system, "ROOT", tmp_path)
     write(tmp_path, "proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t Imaginary\n")
     device = "sys/bus/pci/devices/0000:01:00.0"

@@ -17,8 +17,6 @@ import importlib.util
 import re
 from typing import Any
 
-import torch
-
 from torch_kvswap.copy_method import COPY_ENGINES, DEFAULT_STAGING_BYTES, copy_method_options
 from torch_kvswap.encoding.slot import (
     RAW,
@@ -100,7 +98,7 @@ def enable(
         ValueError: copy_method, encoding, bits_per_value or verify is unknown, staging_bytes is
             negative, or copy_method="copy_engines" is combined with what takes kernels.
     """
-    copy_method_options(copy_method, staging_bytes, torch.device("cpu"))  # raises now, not later
+    copy_method_options(copy_method, staging_bytes)  # raises now, not later
     is_raw = read_encoding(encoding, bits_per_value) is RAW
     is_unverified = read_verify(verify) == "off"
     if copy_method == COPY_ENGINES and not (is_raw and is_unverified):
