@@ -24,7 +24,10 @@ def on_the_cpu(code, *changes):
 
 @pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
 def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypatch):
-    _, _, preempt, resume, *_ = examples_of("prefixes.md")
+    preempt, resume = (
+        next(code for code in examples_of("prefixes.md") if f"prefixes.{call}(" in code)
+        for call in ("preempt", "resume")
+    )
     rows = torch.arange(18)[:, None].repeat(1, 5)
     gpu = kvs.PagedLayout([rows])
     hasher = kvs.PrefixHasher("my-model", "bfloat16", block_tokens=16)
