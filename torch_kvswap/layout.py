@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,16 @@ from torch_kvswap._native.arguments import (
     INT64_MAX,
     INT64_MIN,
     Int64Array,
-    count_of,
     kind_of,
     read_int,
 )
 
 _ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
+_BLOCKS = "blocks"  # their number in the description of a tensor
+_DESCRIBED = re.compile(
+    rf"(?P<dtype>\w+) \[(?P<shape>(?:\d+, )*{_BLOCKS}(?:, \d+)*)\]"
+    r"(?: in the order \[(?P<order>\d+(?:, \d+)*)\])?(?:, bytes of (?P<values>\w+))?"
+)
 
 
 class Slabs:
@@ -45,28 +50,6 @@ class Slabs:
         self.sizes = sizes
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
-
-    def _check_same_blocks(
-        self,
-        host_sizes: Int64Array,
-        advice: str,
-        names: tuple[str, str] = ("the cache", "the host pool"),
-    ) -> None:
-        """Raises ValueError if a block here has other slab sizes than one in a host pool.
-
-        The error calls the cache and the pool by `names`, and says `advice`.
-        """
-        cache, pool = names
-        if len(self.sizes) != len(host_sizes):
-            slabs = count_of(len(self.sizes), "slab")
-            raise ValueError(f"{cache} has {slabs}, {pool} has {len(host_sizes)}; {advice}")
-        different = np.flatnonzero(self.sizes != host_sizes)
-        if different.size:
-            slab = int(different[0])
-            raise ValueError(
-                f"a block has {self.sizes[slab]} bytes in slab {slab} of {cache} and "
-                f"{host_sizes[slab]} in {pool}; {advice}"
-            )
 
 
 class PagedLayout(Slabs):
@@ -180,10 +163,18 @@ class PagedLayout(Slabs):
         # Built again, because copied tensors have other addresses.
         return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
-    def _dtype_names(self) -> list[str]:
-        """What the blocks hold, for comparisons between processes: a name for all slabs, or, if
-        there is no common type, one for each tensor."""
-        return [str(self.dtype)] if self.dtype else [str(tensor.dtype) for tensor in self.tensors]
+    def _describe(self) -> list[str]:
+        """What a block has in each tensor: type, shape, and the order of the bytes, in words.
+
+        Two layouts whose blocks have the same bytes in host memory have equal descriptions only if
+        these bytes have the same types and axes. The number of blocks, and where they lie in the
+        memory of the device, make no difference.
+        """
+        dtypes = (self.dtype or tensor.dtype for tensor in self.tensors)
+        return [
+            _describe_tensor(tensor, self.block_dim, dtype)
+            for tensor, dtype in zip(self.tensors, dtypes, strict=True)
+        ]
 
     def _check_unmoved(self, name: str = "tensors") -> None:
         """Raises RuntimeError if a tensor has moved since construction, or its storage was freed or
@@ -198,6 +189,34 @@ class PagedLayout(Slabs):
                     f"{name}[{index}] {problem} since the layout was made; make a new layout and "
                     "pass it to rebind()"
                 )
+
+
+def layout_like(described: Sequence[str]) -> PagedLayout:
+    """A layout in CPU memory, of one block, that _describe() describes so.
+
+    Raises:
+        ValueError: nothing is described so.
+    """
+    tensors, block_dim, dtype = [], 0, None
+    for text in described:
+        match = _DESCRIBED.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} describes no tensor of a cache")
+        sizes = match["shape"].split(", ")
+        block_dim = sizes.index(_BLOCKS)
+        shape = [1 if size == _BLOCKS else int(size) for size in sizes]
+        order = list(range(len(shape)))
+        if match["order"]:
+            order = list(map(int, match["order"].split(", ")))
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"{text!r} names no order of {len(shape)} dimensions")
+        memory = torch.empty(
+            [shape[dim] for dim in order], dtype=_dtype_named(match["dtype"]), device="cpu"
+        )
+        tensors.append(memory.permute(np.argsort(order).tolist()))
+        if match["values"]:
+            dtype = _dtype_named(match["values"])
+    return PagedLayout(tensors, block_dim, dtype=dtype)
 
 
 def allocate_layers(
@@ -340,6 +359,38 @@ def address_of(tensor: Tensor) -> int:
     if not _has_memory(tensor):
         raise RuntimeError("FakeTensorMode makes tensors without memory; call this outside of it")
     return tensor.data_ptr()
+
+
+def _describe_tensor(tensor: Tensor, block_dim: int, dtype: torch.dtype) -> str:
+    """See PagedLayout._describe(). `dtype` is the type of the values."""
+    shape = list(tensor.shape)
+    inner = range(block_dim + 1, len(shape))
+    in_memory = sorted((dim for dim in inner if shape[dim] > 1), key=tensor.stride, reverse=True)
+    is_in_bytes = tensor.dtype != dtype
+    if is_in_bytes and in_memory and shape[in_memory[-1]] % dtype.itemsize == 0:
+        # The tensor of the values, of which this is a view, is described so.
+        shape[in_memory[-1]] //= dtype.itemsize
+        is_in_bytes = False
+    # A dimension with one index lies nowhere in particular: it keeps its place.
+    moved = iter([dim for dim in in_memory if shape[dim] > 1])
+    order = [next(moved) if dim in inner and shape[dim] > 1 else dim for dim in range(len(shape))]
+    sizes = [_BLOCKS if dim == block_dim else str(size) for dim, size in enumerate(shape)]
+    text = f"{_name_of(tensor.dtype if is_in_bytes else dtype)} [{', '.join(sizes)}]"
+    if order != sorted(order):
+        text += f" in the order {order}"
+    return f"{text}, bytes of {_name_of(dtype)}" if is_in_bytes else text
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    """Raises ValueError if this PyTorch has no such type."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no type of PyTorch")
+    return dtype
 
 
 def _storage_end(tensor: Tensor) -> int:

@@ -62,7 +62,7 @@ class ReferenceHandler(NotCopyable):
 
     Args:
         gpu (PagedLayout): the cache.
-        host (HostPool): the host pages, with the slab sizes of the cache.
+        host (HostPool): the host pages, made for such blocks.
 
     Raises:
         ValueError: gpu and host do not match, the pages are encoded, or the cache is neither on
@@ -81,7 +81,7 @@ class ReferenceHandler(NotCopyable):
                 f"the pool has verify={host.verify!r}, and no op makes digests; make it with "
                 "verify='off'"
             )
-        gpu._check_same_blocks(host.layout.sizes, "make the pool from this layout")
+        host._check_blocks(gpu, "make the pool from this layout")
         self._torch: Any = torch.get_device_module(self.device)  # torch.cuda or torch.cpu
         self._stream = self._torch.Stream(self.device)
         self._jobs: deque[Job] = deque()  # poll() has not reported these

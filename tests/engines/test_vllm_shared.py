@@ -771,11 +771,14 @@ def test_what_engines_cannot_share_is_refused(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"block_bytes": 2000}, "have groups[0].slab_sizes[0] 1000, and this engine has 2000"),
-        ({"verify": "load"}, "have groups[0].verify 'off', and this engine has 'load'"),
-        ({"chunk": 2}, "have groups[0].blocks_per_page 1, and this engine has 2"),
-        ({"world": 2}, "have parts 1, and this engine has 2"),
-        ({"seed": "1"}, "have bytes_of.PYTHONHASHSEED '0', and this engine has '1'"),
+        (
+            {"block_bytes": 2000},
+            "pages[0].bytes_of.groups[0][0]: int8 [blocks, 2000] here, int8 [blocks, 1000]",
+        ),
+        ({"verify": "load"}, "pages[0].verify: load here, off"),
+        ({"chunk": 2}, "pages[0].blocks_per_page: 2 here, 1"),
+        ({"world": 2}, "pages[0].parts: 2 here, 0"),
+        ({"seed": "1"}, "pages[0].bytes_of.PYTHONHASHSEED: 1 here, 0"),
     ],
 )
 def test_a_server_refuses_an_engine_with_other_pages(folder, path, how, said, monkeypatch):
@@ -786,7 +789,21 @@ def test_a_server_refuses_an_engine_with_other_pages(folder, path, how, said, mo
         first = ServedRanks("a", path, cache(1000), block_bytes=1000)
         monkeypatch.setenv("PYTHONHASHSEED", how.pop("seed", "0"))
         of_ranks = [cache(how.setdefault("block_bytes", 1000))] * how.pop("world", 1)
-        with pytest.raises(ValueError, match="the pages at") as error:
+        with pytest.raises(ValueError, match="the server has other pages: ") as error:
             ServedRanks("b", path, *of_ranks, **how)
-        assert str(error.value) == (f"the pages at {path} {said}; start a server of its own for it")
+        assert f": {said} at {path}; " in str(error.value)
+        first.shutdown()
+
+
+def test_a_server_compares_all_groups_of_layers(folder, path):
+    """Pages have the size of the largest blocks, and blocks of any group."""
+
+    def cache(*layers: int) -> Any:
+        return caches([[(0, 1000)], list(enumerate(layers, 1))], [1000, *layers], "cpu")
+
+    with page_server(path, 64):
+        first = ServedRanks("a", path, cache(300, 600), block_bytes=1000)
+        with pytest.raises(ValueError, match=r"bytes_of.groups\[1\]\[0\]: int8 \[blocks, 600\]"):
+            ServedRanks("b", path, cache(600, 300), block_bytes=1000)
+        ServedRanks("c", path, cache(300, 600), block_bytes=1000).shutdown()
         first.shutdown()

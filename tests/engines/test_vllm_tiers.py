@@ -39,8 +39,8 @@ from vllm_serving import (
 )
 from vllm_tiers import TieredRanks, files, tier
 
+from torch_kvswap.host_pool import description
 from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
-from torch_kvswap.integrations.vllm import rows as rows_module
 from torch_kvswap.integrations.vllm import tiering as tiering_module
 from torch_kvswap.integrations.vllm import worker as worker_module
 
@@ -172,7 +172,7 @@ def test_rows_of_another_namespace_are_not_found_and_the_log_names_ours(
     with serving(folder, extra=tier(folder)) as engine:
         engine.serve(PROMPTS)
     stored = files(folder)
-    monkeypatch.setattr(rows_module, "_FORMAT", "other")
+    monkeypatch.setattr(description, "FORMAT_VERSION", "other")
     with serving(folder, extra=tier(folder)) as engine:
         promoted = Promoted(engine)
         engine.serve(PROMPTS)
@@ -180,7 +180,7 @@ def test_rows_of_another_namespace_are_not_found_and_the_log_names_ours(
         assert promoted.count == 0
     assert len(files(folder)) == 2 * len(stored)
     said = [one for one in caplog.messages if "finds only rows that were stored as" in one]
-    assert re.fullmatch(r"secondary tier 0 \(fs\) .* as: \w+, torch_kvswap 1: raw, .*", said[0])
+    assert re.match(r"secondary tier 0 \(fs\) .* as \w+, torch_kvswap \w{32}: \{\n", said[0])
     assert len(said) == 2
 
 

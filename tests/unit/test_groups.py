@@ -93,10 +93,12 @@ list of each
 ValueError: 0 layouts and 0 host pools: each layout needs one pool
 ValueError: 2 layouts and 1 host pool: each layout needs one pool
 ValueError: 1 layout and 0 host pools: each layout needs one pool
-ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
-ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
-the pool from this layout
-ValueError: gpu[1] has 2 slabs, host[1] has 1; make host[1] from gpu[1]
+ValueError: the cache does not fit the host pool: number of tensors: 2 in the cache, 1
+in the host pool; make the pool from this layout
+ValueError: the cache does not fit the host pool: tensors[1]: float32 [blocks, 5] in the
+cache, float32 [blocks, 7] in the host pool; make the pool from this layout
+ValueError: gpu[1] does not fit host[1]: number of tensors: 2 in gpu[1], 1 in host[1];
+make host[1] from gpu[1]
 ValueError: a cache on meta is not supported: torch has no streams or events for it
 (meta backend doesn't support events.)""",
     )
@@ -122,17 +124,19 @@ def test_errors_of_several_groups_name_the_group() -> None:
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: gpu[1] has 2 slabs, host[1] has 1; make host[1] from gpu[1]
-ValueError: a block has 24 bytes in slab 1 of gpu[1] and 28 in host[1]; make host[1]
-from gpu[1]
+ValueError: gpu[1] does not fit host[1]: number of tensors: 2 in gpu[1], 1 in host[1];
+make host[1] from gpu[1]
+ValueError: gpu[1] does not fit host[1]: tensors[1]: float32 [blocks, 6] in gpu[1],
+float32 [blocks, 7] in host[1]; make host[1] from gpu[1]
 ValueError: gpu[0] is on cpu, gpu[1] on cuda:1; make a handler for each device
 ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
 this layout
 ValueError: encoding='lossless' is for torch.bfloat16, but gpu[1] is of torch.float16;
 make host[1] from gpu[1] with encoding='raw'
-ValueError: a block has 28 bytes in slab 1 of gpu[1] and 24 in host[1]; make host[1]
-from gpu[1]
-ValueError: gpu[1] has 1 slab, host[1] has 2; make host[1] from gpu[1]
+ValueError: gpu[1] does not fit host[1]: tensors[1]: float32 [blocks, 7] in gpu[1],
+float32 [blocks, 6] in host[1]; make host[1] from gpu[1]
+ValueError: gpu[1] does not fit host[1]: number of tensors: 1 in gpu[1], 2 in host[1];
+make host[1] from gpu[1]
 ValueError: gpu[0] is on cuda:1, host[0] was made for cpu; make host[0] from gpu[0]""",
     )
 

@@ -60,7 +60,7 @@ def is_refused(
 
 def make_handle(**given: Any) -> PoolHandle:
     numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1}
-    return PoolHandle(**{**numbers, "huge_pages": True, "slab_sizes": [1], **given})
+    return PoolHandle(**{**numbers, "huge_pages": True, "tensors": [], **given})
 
 
 def store_hybrid(**given: Any) -> object:
@@ -102,7 +102,6 @@ def test_a_wrong_integer_is_refused(
 def test_a_wrong_integer_in_a_list_is_refused(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^first_slot\[1\] "):
         store_hybrid(first_slot=[0, value])
-    is_refused("slab_sizes", error, make_handle, slab_sizes=[1, value])
 
 
 def test_integers_that_are_too_large_are_refused(handler: OffloadHandler) -> None:

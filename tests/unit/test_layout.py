@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import PagedLayout, layout_like
 
 
 def block_bytes_of(layout: PagedLayout, slab: int, block: int) -> int:
@@ -257,3 +257,68 @@ multiple of 2""",
         error_text(PagedLayout, odd, dtype="bfloat16"),
         """TypeError: dtype is a str; it must be a torch.dtype, or None""",
     )
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+TOKENS_FIRST = "bfloat16 [blocks, 16, 8, 64]"
+# Layouts by the description of their only tensor: its bytes in host memory mean the same.
+DESCRIBED: dict[str, list[PagedLayout]] = {
+    TOKENS_FIRST: [
+        PagedLayout([bf16(4, 16, 8, 64)]),
+        PagedLayout([bf16(9, 16, 8, 64)]),
+        PagedLayout([bf16(5, 3, 16, 8, 64)[:, 1]]),  # blocks lie apart
+        PagedLayout([bf16(4, 16, 8, 64).view(torch.uint8)], dtype=torch.bfloat16),
+        PagedLayout([bf16(4, 16, 8, 64).view(torch.int8)], dtype=torch.bfloat16),
+    ],
+    "bfloat16 [blocks, 8, 16, 64]": [PagedLayout([bf16(4, 8, 16, 64)])],
+    "bfloat16 [blocks, 4, 16, 128]": [PagedLayout([bf16(4, 4, 16, 128)])],
+    f"{TOKENS_FIRST} in the order [0, 2, 1, 3]": [
+        PagedLayout([bf16(4, 8, 16, 64).transpose(1, 2)]),
+        PagedLayout([bf16(4, 8, 16, 64).view(torch.uint8).transpose(1, 2)], dtype=torch.bfloat16),
+    ],
+    "bfloat16 [blocks, 16, 1, 64]": [
+        PagedLayout([bf16(4, 16, 1, 64)]),
+        PagedLayout([bf16(4, 1, 16, 64).transpose(1, 2)]),  # one head has no order
+    ],
+    "bfloat16 [blocks, 1, 16, 64]": [PagedLayout([bf16(4, 1, 16, 64)])],
+    "bfloat16 [2, 5, blocks, 64]": [PagedLayout([bf16(2, 5, 4, 64)], 2)],
+    "bfloat16 [5, 2, blocks, 64]": [
+        PagedLayout([bf16(5, 2, 4, 64)], 2),
+        PagedLayout([bf16(2, 5, 4, 64).transpose(0, 1)], 2),
+    ],
+    "bfloat16 [blocks, 2, 5, 64]": [PagedLayout([bf16(4, 2, 5, 64)])],
+    "float16 [blocks, 64]": [PagedLayout([torch.zeros(4, 64, dtype=torch.float16)])],
+    "uint8 [blocks, 128]": [PagedLayout([torch.zeros(4, 128, dtype=torch.uint8)])],
+    "uint8 [blocks, 2, 3], bytes of bfloat16": [
+        PagedLayout([torch.zeros(4, 2, 3, dtype=torch.uint8)], dtype=torch.bfloat16)
+    ],
+    "float32 [blocks]": [PagedLayout([torch.zeros(4)])],
+}
+
+
+@pytest.mark.parametrize("text", DESCRIBED)
+def test_equal_descriptions_are_of_equal_bytes(text: str) -> None:
+    for layout in DESCRIBED[text]:
+        assert layout._describe() == [text]
+
+
+@pytest.mark.parametrize("text", DESCRIBED)
+def test_a_layout_is_made_again_from_its_description(text: str) -> None:
+    (one, *_), again = DESCRIBED[text], layout_like([text])
+    assert again._describe() == [text]
+    assert (again.sizes.tolist(), again.dtype) == (one.sizes.tolist(), one.dtype)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "float32", "float32 [4]", "float33 [blocks]", "nn [blocks]", "float32 [blocks, 0]"]
+    + [
+        f"float32 [blocks, 2, 3] in the order [{order}]" for order in ("0, 1", "0, 1, 1", "0, 1, 3")
+    ],
+)
+def test_what_describes_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"describes no|is no type|names no order|holds no bytes"):
+        layout_like([text])

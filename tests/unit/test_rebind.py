@@ -90,12 +90,21 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
         assert_expected_inline(
             "\n".join(error_text(handler.rebind, moved) for moved in (wider, [layout, layout])),
             """\
-ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; make
-the pool from this layout
+ValueError: the cache does not fit the host pool: tensors[0]: uint8 [blocks, 41] in the
+cache, uint8 [blocks, 40] in the host pool; make the pool from this layout
 TypeError: gpu is a list of 2 PagedLayouts, host is a HostPool; pass one of each, or a
 list of each""",
         )
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
+
+
+def test_a_cache_with_other_axes_is_refused() -> None:
+    """What was stored has the old ones."""
+    layout = PagedLayout([torch.zeros(6, 16, 8)])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        for other in (torch.zeros(6, 8, 16), torch.zeros(6, 8, 16).transpose(1, 2)):
+            with pytest.raises(ValueError, match=r"tensors\[0\]: float32 \[blocks, "):
+                handler.rebind(PagedLayout([other]))
 
 
 def test_another_kind_of_cache_is_refused_without_waiting_for_jobs() -> None:
@@ -103,7 +112,7 @@ def test_another_kind_of_cache_is_refused_without_waiting_for_jobs() -> None:
     wider = PagedLayout([torch.zeros(6, 41, dtype=torch.uint8)])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler, pytest.MonkeyPatch.context() as to:
         to.setattr(handler._native, "synchronize", lambda *_: pytest.fail("it waits"))
-        assert "41 bytes in slab 0" in error_text(handler.rebind, wider)
+        assert "tensors[0]: uint8 [blocks, 41] in" in error_text(handler.rebind, wider)
 
 
 def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:

@@ -44,7 +44,7 @@ def test_two_demos_on_one_server_reuse_more_than_two_with_caches_of_their_own(tm
     path = str(tmp_path / "pages")
     with serving(path, pages=768):  # as much memory as two have of their own
         first, second = reused("--server", path), reused("--server", path)
-        with pytest.raises(ValueError, match="have model 'demo, seed 0'"):
+        with pytest.raises(ValueError, match="model: demo, seed 1 here, demo, seed 0 at"):
             demo.main([*SMALL, "--server", path, "--seed", "1"])
     alone = reused()
     assert first == alone

@@ -6,22 +6,22 @@ magic, version, namespace, key, length, digest, the digests of the blocks if the
 digests of the blocks. The trailer is written second. Whoever reads a page makes the trailer of what
 came, and compares: that checks all fields.
 
-Another version of the format has other namespaces, so that its pages are not found, and another
-number in its trailers, so that they are refused where they are.
+NAMESPACE is the SHA-256 of the page_text() of what describes the pages. Another version of the
+format has other namespaces, so that its pages are not found, and another number in its trailers, so
+that they are refused where they are.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import sha256
+from typing import Any
 
 from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.description import FORMAT_VERSION, page_text
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.layout import PagedLayout
 
-FORMAT_VERSION = 1
 ALIGNMENT = 4096  # bytes, of pages and trailers
 _MAGIC = b"KVSWPAGE"
 _FIELDS = struct.Struct("<8sI4x32s32sQ16s")  # 104 bytes
@@ -54,58 +54,36 @@ class PageFormat:
     """Names and trailers of the pages of one pool.
 
     Args:
-        layout (PagedLayout), pool (HostPool): what the pages hold.
-        model (str): the model, with its revision.
-        group (int): the position of the pool among those of the cache.
-        rank (int), world (int): which part of the model this process has, of how many.
-        bytes_of (Mapping[str, str]): what else the bytes of a block depend on.
+        pool (HostPool): has the pages.
+        contents (dict[str, Any]): what the pages hold, from describe_contents().
 
     Attributes:
-        namespace (bytes): SHA-256 of everything that must be equal for a page to be of use.
+        description (dict[str, Any]): see describe_page(): what must be equal for a page to be of
+            use.
+        name (str): of these pages in a store: NAMESPACE@RANK.
+        namespace (bytes): the SHA-256.
         trailer_bytes (int): bytes of a trailer.
 
     Raises:
         ImportError: see load_digest().
     """
 
-    def __init__(
-        self,
-        layout: PagedLayout,
-        pool: HostPool,
-        model: str,
-        group: int,
-        rank: int,
-        world: int,
-        bytes_of: Mapping[str, str],
-    ) -> None:
-        fields = {
-            "format": FORMAT_VERSION,
-            "model": model,
-            "slab_sizes": pool.layout.sizes.tolist(),
-            "dtypes": layout._dtype_names(),
-            "blocks_per_page": pool.blocks_per_page,
-            "slot_bytes": pool.slot_bytes,
-            "encoding": [pool.encoding, pool.bits_per_value],
-            "digests": pool.verify != "off",
-            "group": group,
-            "rank": [rank, world],
-            "parts": pool.num_parts,
-            "bytes_of": dict(bytes_of),
-        }
-        self.namespace = sha256(json.dumps(fields, sort_keys=True).encode()).digest()
-        self._prefix = f"{self.namespace.hex()}@{rank:x}"
-        self._pool, self._group, self._digest = pool, group, load_digest()
-        self._end = _FIELDS.size + len(pool._read_digests(0, group))
+    def __init__(self, pool: HostPool, contents: dict[str, Any]) -> None:
+        self.description = pool._describe(contents)
+        self.namespace = sha256(page_text(self.description).encode()).digest()
+        self.name = f"{self.namespace.hex()}@{contents['rank']:x}"
+        self._pool, self._group, self._digest = pool, contents["group"], load_digest()
+        self._end = _FIELDS.size + len(pool._read_digests(0, self._group))
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
-        log.info("pages of group %d have the namespace %s below: %s", group, self._prefix, fields)
+        log.info("pages below are named %s@...: %s", self.name, self.description)
 
     def page_name(self, key: bytes) -> str:
         """The name of the object with the bytes of a page."""
-        return f"{self._prefix}@0@{key.hex()}"
+        return f"{self.name}@0@{key.hex()}"
 
     def trailer_name(self, key: bytes) -> str:
         """The name of the object with the trailer of a page."""
-        return f"{self._prefix}@1@{key.hex()}"
+        return f"{self.name}@1@{key.hex()}"
 
     def write_trailer(
         self, trailer: memoryview, key: bytes, page: int, of_page: memoryview

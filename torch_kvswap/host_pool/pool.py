@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torch_kvswap.encoding.slot import (
     read_encoding,
     read_verify,
 )
+from torch_kvswap.host_pool.description import describe_page, difference
 from torch_kvswap.host_pool.memory import (
     DriverMemory,
     Mapping,
@@ -82,8 +83,8 @@ class _Memory:
     ) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
-        # The sizes of the layout that the pool was made for. Views may have smaller blocks.
-        self.slab_sizes, self.encoding = layout.sizes, encoding
+        # Of the layout that the pool was made for. Views may have smaller blocks.
+        self.tensors, self.encoding = layout._describe(), encoding
         self.pages: Tensor | None = shape.view(mapping.tensor)
         # The native side reads it at each submission.
         self._ready_range = native.ReadyRange(shape.num_pages, ONE_CHUNK)
@@ -258,16 +259,17 @@ class HostPool(NotCopyable):
         Pins all of them; if the driver refuses, logs a warning and uses them as pageable memory.
 
         Args:
-            layout (PagedLayout): this process's cache, with the page size and the slab sizes of the
-                handle. The encoding, `verify` and `page_alignment` are those of the handle.
+            layout (PagedLayout): this process's cache. Its blocks must have the types, the axes and
+                the order of those in the handle, in the same order of tensors. The encoding,
+                `verify` and `page_alignment` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pin_in_background (bool): see HostPool.
             rank (int): which part of the slots this process uses: see HostPool's `part`.
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
-            ValueError: the handle has another page size or other slab sizes, the layout's blocks
-                cannot be encoded as the handle says, or an argument is out of range.
+            ValueError: the handle is for other blocks, the layout's blocks cannot be encoded as the
+                handle says, or an argument is out of range.
             RuntimeError: the kernel does not map the memory, or the handle is closed.
         """
         if not isinstance(handle, PoolHandle):
@@ -354,6 +356,7 @@ class HostPool(NotCopyable):
         """Sets how blocks of the layout are kept in the slots."""
         self._encoding = encoding
         self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
+        self._tensors = layout._describe()
         self.layout = self._shape.slabs(self._memory.mapping.tensor, layout, encoding)
 
     def __repr__(self) -> str:
@@ -382,7 +385,7 @@ class HostPool(NotCopyable):
         if self._shares_huge_pages is None or fd is None:
             raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
-        kept = self._memory.slab_sizes, self._memory.encoding, self.verify
+        kept = self._memory.tensors, self._memory.encoding, self.verify
         rows = self._shape.page_alignment, self._shape.parts
         return PoolHandle(os.dup(fd), *shape, *kept, *rows)
 
@@ -542,6 +545,26 @@ class HostPool(NotCopyable):
         """
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
+
+    def _describe(self, contents: dict[str, Any] | None = None) -> dict[str, Any]:
+        """See describe_page()."""
+        return describe_page(self._tensors, self._shape, self._encoding, contents)
+
+    def _check_blocks(
+        self,
+        layout: PagedLayout,
+        advice: str,
+        names: tuple[str, str] = ("the cache", "the host pool"),
+    ) -> None:
+        """Raises ValueError if blocks of the layout are not what the pool has in its slots.
+
+        The error calls the layout and the pool by `names`, and says `advice`.
+        """
+        cache, pool = names
+        both = {"tensors": layout._describe()}, {"tensors": self._tensors}
+        different = difference(*both, (f"in {cache}", f"in {pool}"))
+        if different is not None:
+            raise ValueError(f"{cache} does not fit {pool}: {different}; {advice}")
 
     def _encoding_for_native(self, sizes: Int64Array, group: int = 0) -> native.Encoding:
         """What the native side asks about the slots of blocks with these slabs.

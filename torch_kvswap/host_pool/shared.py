@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import struct
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
-
 from torch_kvswap._native.arguments import (
     INT32_MAX,
-    Int64Array,
     NotCopyable,
     count_of,
     kind_of,
@@ -27,12 +25,15 @@ from torch_kvswap.encoding.slot import (
     encoding_of,
     read_verify,
 )
+from torch_kvswap.host_pool.description import FORMAT_VERSION, describe_page, difference
 from torch_kvswap.host_pool.shape import PoolShape, read_page_alignment
 from torch_kvswap.layout import PagedLayout
 
-# The last number counts the slabs, whose sizes follow.
-_NUMBERS = struct.Struct("=9q")
+# The last number counts the bytes of the description of the tensors, which follows.
+_HEAD = struct.Struct("=8s10q")
+_MAGIC = b"KVSWPOOL"
 _READ_BYTES = 1 << 16
+_MAX_BYTES = 1 << 26  # of the description
 # What the error advises if the blocks of the attaching layout do not fit into the pool.
 ATTACH_ADVICE = "attach with a layout of the cache that the pool was made for"
 
@@ -50,8 +51,8 @@ class PoolHandle(NotCopyable):
         blocks_per_page (int): blocks per page.
         page_bytes (int): bytes per page.
         huge_pages (bool): whether the kernel may use transparent huge pages.
-        slab_sizes (np.ndarray): int64 [slabs], bytes of a block in each slab of the cache that the
-            pool was made for.
+        tensors (list[str]): what a block has in each tensor of the cache that the pool was made
+            for: type, shape, and the order of the dimensions in memory.
         encoding (str): HostPool.encoding.
         bits_per_value (float | None): HostPool.bits_per_value.
         verify (str): HostPool.verify.
@@ -68,7 +69,7 @@ class PoolHandle(NotCopyable):
         blocks_per_page: int,
         page_bytes: int,
         huge_pages: bool,
-        slab_sizes: Sequence[int] | Int64Array,
+        tensors: Sequence[str],
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
         page_alignment: int = 1,
@@ -78,8 +79,7 @@ class PoolHandle(NotCopyable):
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
         self.huge_pages = bool(huge_pages)
-        sizes = [read_int(f"slab_sizes[{i}]", size, 1) for i, size in enumerate(slab_sizes)]
-        self.slab_sizes: Int64Array = np.array(sizes, np.int64)
+        self.tensors = list(tensors)
         self._encoding = encoding
         self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
         self.verify: VerifyName = read_verify(verify)
@@ -120,8 +120,9 @@ class PoolHandle(NotCopyable):
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
         kept = self._encoding.width_eighths, VERIFY.index(self.verify), self.page_alignment
-        numbers = *shape, *kept, self.parts, len(self.slab_sizes)
-        message = _NUMBERS.pack(*numbers) + self.slab_sizes.tobytes()
+        text = json.dumps(self.tensors).encode()
+        numbers = FORMAT_VERSION, *shape, *kept, self.parts, len(text)
+        message = _HEAD.pack(_MAGIC, *numbers) + text
         sent = socket.send_fds(connection, [message], [self.fd])
         if sent < len(message):  # sending nothing fails if the other end has closed already
             connection.sendall(message[sent:])
@@ -140,20 +141,30 @@ class PoolHandle(NotCopyable):
             TypeError, ValueError, ConnectionError: see send(); also if something else was sent.
         """
         _check_connection(connection)
-        message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
+        message, fds, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
         try:
             for fd in fds:
                 os.set_inheritable(fd, False)
-            message = _receive_rest(connection, message, fds, _NUMBERS.size)
-            *numbers, width_eighths, verify, page_alignment, parts, slabs = _NUMBERS.unpack(message)
+            message = _receive_rest(connection, message, fds, _HEAD.size)
+            magic, version, *numbers, width, verify, page_alignment, parts, nbytes = _HEAD.unpack(
+                message
+            )
             try:
-                encoding = encoding_of(width_eighths)
+                # Anything else must not make us wait for more bytes.
+                if magic != _MAGIC:
+                    raise ValueError("it is none")
+                if version != FORMAT_VERSION:
+                    raise ValueError(
+                        f"its format is {version}, that of this library {FORMAT_VERSION}; use the "
+                        "same release in both processes"
+                    )
+                encoding = encoding_of(width)
                 verified = VERIFY[read_int("verify", verify, 0, len(VERIFY) - 1)]
-                # A slab has at least one byte. Anything else must not make us wait for more bytes.
-                page_bytes = max(numbers[2], 1)
-                nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
-                sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
-                numbers += [sizes, encoding, verified, page_alignment, parts]
+                nbytes = read_int("the size of its description", nbytes, 1, _MAX_BYTES)
+                tensors = json.loads(_receive_rest(connection, b"", fds, nbytes))
+                if not isinstance(tensors, list) or not all(isinstance(it, str) for it in tensors):
+                    raise ValueError("it describes no tensors")
+                numbers += [tensors, encoding, verified, page_alignment, parts]
                 return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
@@ -165,15 +176,15 @@ class PoolHandle(NotCopyable):
     def _check(self, shape: PoolShape, layout: PagedLayout) -> None:
         """Checks that a pool of this shape can attach to the handle.
 
-        Processes read each other's blocks, so their slabs must be the same. The file must also be
+        Processes read each other's blocks, so their bytes must mean the same. The file must also be
         large enough and sealed against shrinking: an access beyond its end would kill the process.
         """
-        if shape.page_bytes != self.page_bytes:
-            raise ValueError(
-                f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
-                f"{shape.page_bytes}; {ATTACH_ADVICE}"
-            )
-        layout._check_same_blocks(self.slab_sizes, ATTACH_ADVICE)
+        here = describe_page(layout._describe(), shape, self._encoding)
+        slot_bytes = self.page_bytes // self.blocks_per_page
+        there = {**here, "tensors": self.tensors, "slot_bytes": slot_bytes}
+        different = difference(here, there, ("here", "in the pool"))
+        if different is not None:
+            raise ValueError(f"the handle is for other pages: {different}; {ATTACH_ADVICE}")
         nbytes, size = shape.mapped_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

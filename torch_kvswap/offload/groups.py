@@ -222,8 +222,8 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             raise ValueError(
                 f"{cache} is on {layout.device}, {host} was made for {pool.device}; {advice}"
             )
-        layout._check_same_blocks(pool.layout.sizes, advice, names)
         # Says what is wrong if the pool encodes blocks and these cannot be encoded.
         pool._encoding.slot_bytes(
             layout, f"{advice} with encoding='raw'", is_width_open=False, name=cache
         )
+        pool._check_blocks(layout, advice, names)

@@ -214,8 +214,8 @@ class OffloadHandler(NotCopyable):
 
     Args:
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
-        host (HostPool | Sequence[HostPool]): the host pages; each pool has the slab sizes of its
-            layout.
+        host (HostPool | Sequence[HostPool]): the host pages; each pool was made for blocks
+            like those of its layout.
         copy_method (str | None): "auto" chooses a method for each transfer by its size and layout,
             and "copy_engines" among those without kernels, see store(). "strided",
             "batch", "staged", "kernel" and "generic" force one method, which the device must have;

@@ -35,7 +35,7 @@ from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
-from torch_kvswap.prefix.groups import BlockGroup, read_layer_groups
+from torch_kvswap.prefix.groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.hashing import Keys, PrefixKeys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
@@ -124,11 +124,17 @@ class Preempted(NamedTuple):
     keys: Keys | Sequence[Keys]
 
 
-def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[PageFormat]:
+def _page_formats(
+    pools: Sequence[HostPool],
+    groups: Sequence[BlockGroup] | None,
+    model: object,
+    rank: int,
+    world: int,
+) -> list[PageFormat]:
     """The formats of the pools' pages. Raises what a PrefixCache does for a wrong argument."""
-    model, rank, world = read_model(model, rank, world, "below_")
+    contents = describe_contents(groups, *read_model(model, rank, world, "below_"))
     formats = []
-    for group, (layout, pool) in enumerate(zip(groups.layouts, groups.pools, strict=True)):
+    for pool, of_group in zip(pools, contents, strict=True):
         if pool.num_parts > 1:
             raise ValueError(
                 f"the pool has a part of each page for {pool.num_parts} ranks, but a store below "
@@ -141,7 +147,7 @@ def _page_formats(groups: Groups, model: object, rank: int, world: int) -> list[
                 f"but a store below needs multiples of {ALIGNMENT}; make the pool with "
                 f"page_alignment={ALIGNMENT}"
             )
-        formats.append(PageFormat(layout, pool, model, group, rank, world, {}))
+        formats.append(PageFormat(pool, of_group))
     return formats
 
 
@@ -192,7 +198,8 @@ class PrefixCache(NotCopyable):
             which may be shared with other processes: "file:PATH" or a path, "valkey://HOST:PORT",
             "mooncake://HOST:PORT", or an object, which close() closes. It needs the package
             xxhash, and pools with page_alignment=4096. docs/below.md says what holds.
-        below_model (str | None): with `below`, the model and its revision, whatever the keys say.
+        below_model (str | None): with `below`, the model and its revision, whatever the keys say,
+            and the order of tensors and axes that are equal: docs/below.md.
         below_rank, below_world (int): which part of the model this process has, and of how many.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
@@ -249,7 +256,7 @@ class PrefixCache(NotCopyable):
                     "PATH' or another one, or leave it out"
                 )
         else:
-            formats = _page_formats(of_handler, below_model, below_rank, below_world)
+            formats = _page_formats(of_handler.pools, groups, below_model, below_rank, below_world)
         manager = BlockManager(
             pools.counts[0] if groups is None else groups,
             num_ready_pages=pools.ready,
@@ -317,7 +324,8 @@ class PrefixCache(NotCopyable):
             groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
                 all pages together must fit into the server's memory. Without, the server decides
                 how many pages there are.
-            model (str): the model and its revision, whatever the keys say.
+            model (str): the model and its revision, whatever the keys say, and the order of tensors
+                and axes that are equal: docs/below.md.
             rank, world (int): which part of the model this process has, and of how many.
             blocks_per_page, encoding, bits_per_value, verify: of the pages; see HostPool.
             store_policy, copy_method, staging_bytes: see PrefixCache.
@@ -340,7 +348,7 @@ class PrefixCache(NotCopyable):
             "bits_per_value": bits_per_value,
             "verify": verify,
         }
-        cache = describe(layouts, groups, model, rank, world, **how, bytes_of={})
+        cache = describe(layouts, groups, model, rank, world, **how)
         served = RemotePools(layouts, is_list, {**how, "page_alignment": ALIGNMENT})
         manager = RemoteManager(path, 1 if groups is None else groups, cache, served)
         manager.join()

@@ -26,13 +26,21 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
+from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
+from torch_kvswap.host_pool.description import describe_page
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.prefix.groups import BlockGroup, read_groups, unit_tokens
+from torch_kvswap.prefix.groups import (
+    BlockGroup,
+    describe_contents,
+    read_groups,
+    unit_tokens,
+)
 from torch_kvswap.prefix.hashing import Keys, read_digests
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
@@ -585,45 +593,32 @@ def describe(
     encoding: EncodingName,
     bits_per_value: float | None,
     verify: VerifyName,
-    bytes_of: Mapping[str, str],
+    bytes_of: Mapping[str, Any] | None = None,
     parts: int = 1,
 ) -> dict[str, object]:
     """What must be equal for engines to share pages; see PrefixCache.connect().
 
     Args:
         groups (Sequence[BlockGroup] | None): as read_layer_groups() returns them.
-        bytes_of (Mapping[str, str]): what else the bytes of a block depend on.
+        bytes_of (Mapping[str, Any] | None): what else the bytes of a block depend on.
         parts (int): ranks that have a part of each page: see `part` of HostPool.
         others: see PrefixCache.connect().
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    model, rank, world = read_model(model, rank, world)
-    kept = read_encoding(encoding, bits_per_value)
-    of_groups = [BlockGroup(1) for _ in layouts] if groups is None else groups
-    described = []
-    for layout, group in zip(layouts, of_groups, strict=True):
-        described.append(
-            {
-                "slab_sizes": layout.sizes.tolist(),
-                "dtypes": layout._dtype_names(),
-                "blocks_per_page": read_int("blocks_per_page", blocks_per_page, 1),
-                "encoding": kept.name,
-                "bits_per_value": kept.bits_per_value,
-                "verify": read_verify(verify, layout.device),
-                **dataclasses.asdict(group),
-                "num_pages": 0 if groups is None else group.num_pages,
-            }
-        )
+    contents = describe_contents(groups, *read_model(model, rank, world), bytes_of)
+    kept, part = read_encoding(encoding, bits_per_value), (0, parts) if parts > 1 else None
+    pages = []
+    for layout, of_group in zip(layouts, contents, strict=True):
+        verify = read_verify(verify, layout.device)
+        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, ALIGNMENT, part)
+        pages.append(describe_page(layout._describe(), shape, kept, of_group))
     return {
-        "model": model,
-        "rank": rank,
-        "world": world,
-        "parts": parts,
+        "pages": pages,
         "is_list": groups is not None,
-        "bytes_of": dict(bytes_of),
-        "groups": described,
+        "num_pages": [0] if groups is None else [group.num_pages for group in groups],
+        "verify": verify,
     }
 
 

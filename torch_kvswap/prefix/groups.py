@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, count_of, kind_of, read_int
 
@@ -121,6 +121,37 @@ def read_layer_groups(
             "for each layout"
         )
     return read
+
+
+def describe_contents(
+    groups: Sequence[BlockGroup] | None,
+    model: str,
+    rank: int,
+    world: int,
+    bytes_of: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """What the pages of each group hold: `contents` of describe_page().
+
+    Args:
+        groups (Sequence[BlockGroup] | None): as read_layer_groups() returns them.
+        model (str), rank (int), world (int): of which part of which model the pages are.
+        bytes_of (Mapping[str, Any] | None): what else the key and the bytes of a block depend on.
+    """
+    of_groups = [BlockGroup(1)] if groups is None else groups
+    return [
+        {
+            "model": model,
+            "rank": rank,
+            "world": world,
+            "group": number,
+            "groups": len(of_groups),
+            "block_tokens": group.block_tokens,
+            "window_tokens": group.window_tokens,
+            "is_state": group.is_state,
+            "bytes_of": dict(bytes_of or {}),
+        }
+        for number, group in enumerate(of_groups)
+    ]
 
 
 def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:

@@ -7,7 +7,6 @@ import fcntl
 import itertools
 import json
 import os
-import reprlib
 import secrets
 import selectors
 import socket
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from torch_kvswap._C import LoadReservation
 from torch_kvswap._native.arguments import bytes_text, read_int
@@ -28,8 +26,9 @@ from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
 from torch_kvswap.below.store import PageStore
+from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
@@ -107,21 +106,16 @@ class _Pages:
     ) -> None:
         self.cache = cache
         self.pools: list[HostPool] = []
-        groups, layouts = [], []
-        for described in cache["groups"]:
-            # A block for the sizes: the server has no cache.
-            slabs = [
-                torch.empty(1, size, dtype=torch.uint8, device="cpu")
-                for size in described["slab_sizes"]
-            ]
-            layout = PagedLayout(slabs, 0, dtype=_dtype_of(described["dtypes"]))
-            kept = {name: described[name] for name in ("encoding", "bits_per_value", "verify")}
-            kept["page_alignment"] = ALIGNMENT
-            if cache["parts"] > 1:
-                kept["part"] = 0, cache["parts"]
-            per_page = described["blocks_per_page"]
+        groups = []
+        for page, wanted in zip(cache["pages"], cache["num_pages"], strict=True):
+            layout = layout_like(page["tensors"])
+            kept = {name: page[name] for name in ("encoding", "bits_per_value")}
+            kept |= {"verify": cache["verify"], "page_alignment": ALIGNMENT}
+            if page["parts"]:
+                kept["part"] = 0, page["parts"]
+            per_page = page["blocks_per_page"]
             size = HostPool.page_bytes_of(layout, per_page, **kept)
-            count = described["num_pages"] or memory // size
+            count = wanted or memory // size
             left = memory - sum(pool.nbytes for pool in self.pools)
             if count * size > left or not count:
                 raise ValueError(
@@ -129,11 +123,9 @@ class _Pages:
                     f"{bytes_text(left)} that this server has left for them; start it with more "
                     "--memory"
                 )
-            pool = HostPool(layout, count, per_page, **kept, shared=True)
-            self.pools.append(pool)
-            layouts.append(layout)
-            fields = {name: described[name] for name in ("block_tokens", "window_tokens")}
-            groups.append(BlockGroup(count, **fields, is_state=described["is_state"]))
+            self.pools.append(HostPool(layout, count, per_page, **kept, shared=True))
+            fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
+            groups.append(BlockGroup(count, **fields))
         self.is_list = cache["is_list"]
         self.manager = BlockManager(
             groups if self.is_list else groups[0].num_pages,
@@ -141,11 +133,7 @@ class _Pages:
         )
         self.tier: Tier | None = None
         if store is not None:
-            of_part = cache["rank"], cache["world"], cache["bytes_of"]
-            formats = [
-                PageFormat(*of_group, cache["model"], number, *of_part)
-                for number, of_group in enumerate(zip(layouts, self.pools, strict=True))
-            ]
+            formats = list(map(PageFormat, self.pools, cache["pages"]))
             self.tier = Tier(
                 store,
                 formats,
@@ -171,25 +159,6 @@ class _Pages:
         """See Tier.use_leases()."""
         if self.tier is not None:
             self.tier.use_leases(of_groups)
-
-
-def _difference(theirs: Any, ours: Any, name: str = "") -> str | None:
-    """Where the description of an engine's cache first differs from ours, in words."""
-    places: Iterable[Any] = ()
-    if isinstance(ours, dict) and theirs.keys() == ours.keys():
-        places = ((key, f"{name}.{key}" if name else key) for key in ours)
-    elif isinstance(ours, list) and len(theirs) == len(ours):
-        places = ((place, f"{name}[{place}]") for place in range(len(ours)))
-    elif theirs != ours:
-        return f"have {name} {reprlib.repr(ours)}, and this engine has {reprlib.repr(theirs)}"
-    found = (_difference(theirs[place], ours[place], its) for place, its in places)
-    return next(filter(None, found), None)
-
-
-def _dtype_of(names: list[str]) -> torch.dtype | None:
-    """The type of keys and values; None if there are several."""
-    dtype = getattr(torch, names[0].removeprefix("torch."), None) if len(names) == 1 else None
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 class PageServer:
@@ -483,10 +452,10 @@ class PageServer:
                 )
             except (OSError, ImportError, RuntimeError) as error:
                 raise ValueError(str(error)) from error
-        difference = _difference(cache, self._pages.cache)
-        if difference is not None:
+        different = difference(cache, self._pages.cache, ("here", f"at {self._path}"))
+        if different is not None:
             raise ValueError(
-                f"the pages at {self._path} {difference}; start a server of its own for it"
+                f"the server has other pages: {different}; start a server of its own for this cache"
             )
         assert session.connection is not None
         session.is_member = True

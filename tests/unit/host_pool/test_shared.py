@@ -24,7 +24,7 @@ from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.host_pool import PoolHandle
+from torch_kvswap.host_pool import PoolHandle, shared
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
@@ -88,7 +88,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
     [
         (8, False, TimeoutError),
         (8, True, ConnectionError),
-        (72, False, ConnectionError),  # all numbers are 0
+        (88, False, ConnectionError),  # all bytes are 0
     ],
 )
 def test_a_handle_that_does_not_come_leaves_no_file(
@@ -193,8 +193,8 @@ def test_a_handle_of_something_else_is_refused() -> None:
     assert_expected_inline(
         error_text(HostPool.attach, layout(8), handle),
         """\
-ValueError: the handle is for pages of 4096 bytes; this layout has pages of 8; attach
-with a layout of the cache that the pool was made for""",
+ValueError: the handle is for other pages: tensors[0]: uint8 [blocks, 8] here, uint8
+[blocks, 4096] in the pool; attach with a layout of the cache that the pool was made for""",
     )
     assert_expected_inline(
         error_text(HostPool.attach, layout(), pool),
@@ -219,15 +219,54 @@ def test_processes_with_other_slabs_cannot_use_the_same_pages() -> None:
         assert_expected_inline(
             error_text(HostPool.attach, of_slabs(3072, 1024), handle),
             """\
-ValueError: a block has 3072 bytes in slab 0 of the cache and 1024 in the host pool;
-attach with a layout of the cache that the pool was made for""",
+ValueError: the handle is for other pages: tensors[0]: uint8 [blocks, 3072] here, uint8
+[blocks, 1024] in the pool; attach with a layout of the cache that the pool was made for""",
         )
         assert_expected_inline(
             error_text(HostPool.attach, of_slabs(4096), handle),
             """\
-ValueError: the cache has 1 slab, the host pool has 2; attach with a layout of the cache
-that the pool was made for""",
+ValueError: the handle is for other pages: tensors[0]: uint8 [blocks, 4096] here, uint8
+[blocks, 1024] in the pool; attach with a layout of the cache that the pool was made for""",
         )
+
+
+def test_processes_with_other_axes_cannot_use_the_same_pages() -> None:
+    cache = torch.zeros(8, 16, 8, 4)
+    pool = HostPool(PagedLayout([cache, cache.clone()]), 4, shared=True)
+    handle = through_a_socket(pool.share())
+    padded = [torch.zeros(5, 2, 16, 8, 4)[:, 0] for _ in range(2)]
+    assert HostPool.attach(PagedLayout(padded), handle).num_pages == 4
+    others = [
+        [cache, torch.zeros(8, 8, 16, 4)],
+        [cache, torch.zeros(8, 8, 16, 4).transpose(1, 2)],
+        [cache, cache.clone().view(torch.int32)],
+    ]
+    assert_expected_inline(
+        "\n".join(error_text(HostPool.attach, PagedLayout(other), handle) for other in others),
+        """\
+ValueError: the handle is for other pages: tensors[1]: float32 [blocks, 8, 16, 4] here,
+float32 [blocks, 16, 8, 4] in the pool; attach with a layout of the cache that the pool
+was made for
+ValueError: the handle is for other pages: tensors[1]: float32 [blocks, 16, 8, 4] in the
+order [0, 2, 1, 3] here, float32 [blocks, 16, 8, 4] in the pool; attach with a layout of
+the cache that the pool was made for
+ValueError: the handle is for other pages: tensors[1]: int32 [blocks, 16, 8, 4] here,
+float32 [blocks, 16, 8, 4] in the pool; attach with a layout of the cache that the pool
+was made for""",
+    )
+
+
+def test_a_handle_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = HostPool(layout(), 6, shared=True).share()
+    here, there = socket.socketpair()
+    with here, there:
+        monkeypatch.setattr(shared, "FORMAT_VERSION", 1000)
+        handle.send(here)
+        monkeypatch.undo()
+        before = open_files()
+        with pytest.raises(ConnectionError, match="its format is 1000"):
+            PoolHandle.receive(there)
+        assert open_files() == before
 
 
 def test_an_attached_pool_has_the_alignment_of_its_handle() -> None:
@@ -302,25 +341,25 @@ the layout with the largest slots""",
     )
 
 
-def test_the_handle_of_a_view_has_the_slabs_of_its_pool() -> None:
+def test_the_handle_of_a_view_has_the_blocks_of_its_pool() -> None:
     pool = HostPool(of_slabs(1024, 3072), 4, shared=True)
     handle = through_a_socket(pool.view_for(of_slabs(2048, 2048)).share())
-    assert handle.slab_sizes.tolist() == [1024, 3072]
+    assert handle.tensors == ["uint8 [blocks, 1024]", "uint8 [blocks, 3072]"]
     assert HostPool.attach(of_slabs(1024, 3072), handle).num_pages == 4
 
 
-def test_a_handle_with_many_slabs_comes_in_parts() -> None:
-    sizes = [16 * (1 + number % 7) for number in range(20_000)]
+def test_a_handle_with_many_tensors_comes_in_parts() -> None:
+    tensors = [f"uint8 [blocks, {number}]" for number in range(1, 20_000)]
     fd = os.memfd_create("pages")
     here, there = socket.socketpair()
     with here, there:
         for end in (here, there):
             end.settimeout(PATIENCE)
-        handle = PoolHandle(fd, 1, 1, sum(sizes), True, sizes)
+        handle = PoolHandle(fd, 1, 1, 1, True, tensors)
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sender = threading.Thread(target=handle.send, args=(here,))
         sender.start()
-        assert PoolHandle.receive(there).slab_sizes.tolist() == sizes
+        assert PoolHandle.receive(there).tensors == tensors
         sender.join()
 
 
@@ -340,7 +379,7 @@ sealed against shrinking; pass what HostPool.share() returns""",
     os.ftruncate(half_sealed, 6 * BLOCK)
     fcntl.fcntl(half_sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     for file in (os.open(plain, os.O_RDWR), half_sealed):
-        loose = PoolHandle(file, 6, 1, BLOCK, True, [BLOCK])
+        loose = PoolHandle(file, 6, 1, BLOCK, True, [f"uint8 [blocks, {BLOCK}]"])
         with pytest.raises(ValueError, match="sealed against shrinking"):
             HostPool.attach(layout(), loose)
 

@@ -445,7 +445,7 @@ def replace(store: MemoryStore, *names_of: NameOf) -> None:
     [
         (lambda store: flip(store, data_of, 1234, 1), "its digest is "),
         (lambda store: flip(store, trailer_of, 4000, 1), "its trailer is damaged"),
-        (lambda store: flip(store, trailer_of, 8, 3), "its version is 2, not 1"),
+        (lambda store: flip(store, trailer_of, 8, 3), "its version is 1, not 2"),
         (lambda store: replace(store, data_of), "its digest is "),
         (lambda store: replace(store, data_of, trailer_of), "its key is "),
     ],

@@ -205,7 +205,7 @@ def test_pages_that_leave_memory_are_found_below(path: str, tmp_path: Any) -> No
     below = {"below": f"file:{tmp_path}", "below_policy": "all"}
     with serving(path, pages=8, **below), ServedEngine(path) as engine:
         engine.compute(PROMPT)
-        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        engine.until(lambda: len(list(tmp_path.glob("*@*"))) == 2 * 8)
     with serving(path, pages=8, **below), ServedEngine(path) as engine:
         assert engine.find(PROMPT).ready == 8
         assert engine.pages.promoted == 8
@@ -219,7 +219,7 @@ def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: 
     below = {"below": f"file:{tmp_path}", "below_policy": "all"}
     with serving(path, **below), ServedEngine(path, verify="load") as engine:
         engine.compute(PROMPT)
-        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        engine.until(lambda: len(list(tmp_path.glob("*@*"))) == 2 * 8)
         pages = engine.prefixes.pools[0].pages
         (page,) = (
             at for at in range(32) if torch.equal(pages[at, 0, :BLOCK_BYTES], bytes_of(key_of("c")))
@@ -228,9 +228,9 @@ def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: 
         job = engine.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
         assert job is not None
         assert [result.rejected for result in engine.prefixes.poll()] == [(2,)]
-        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 7 + 1)
+        engine.until(lambda: len(list(tmp_path.glob("*@*"))) == 2 * 7)
         engine.compute(PROMPT)
-        engine.until(lambda: len(list(tmp_path.iterdir())) == 2 * 8 + 1)
+        engine.until(lambda: len(list(tmp_path.glob("*@*"))) == 2 * 8)
         assert engine.load(PROMPT) == 8
 
 
@@ -338,22 +338,22 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> 
     assert_expected_inline(
         "\n".join(errors),
         """\
-ValueError: the pages at PATH have model 'm', and this engine has 'another'; start a
-server of its own for it
-ValueError: the pages at PATH have rank 0, and this engine has 1; start a server of its
-own for it
-ValueError: the pages at PATH have groups[0].blocks_per_page 1, and this engine has 2;
-start a server of its own for it
-ValueError: the pages at PATH have groups[0].verify 'off', and this engine has 'load';
-start a server of its own for it
-ValueError: the pages at PATH have groups[0].slab_sizes[0] 5000, and this engine has
-5001; start a server of its own for it
-ValueError: the pages at PATH have groups[0].dtypes[0] 'torch.uint8', and this engine
-has 'torch.bfloat16'; start a server of its own for it
-ValueError: the pages at PATH have is_list False, and this engine has True; start a
-server of its own for it
-ValueError: the pages at PATH have is_list False, and this engine has True; start a
-server of its own for it
+ValueError: the server has other pages: pages[0].model: another here, m at PATH; start a
+server of its own for this cache
+ValueError: the server has other pages: pages[0].rank: 1 here, 0 at PATH; start a server
+of its own for this cache
+ValueError: the server has other pages: pages[0].blocks_per_page: 2 here, 1 at PATH;
+start a server of its own for this cache
+ValueError: the server has other pages: pages[0].verify: load here, off at PATH; start a
+server of its own for this cache
+ValueError: the server has other pages: pages[0].tensors[0]: uint8 [blocks, 5001] here,
+uint8 [blocks, 5000] at PATH; start a server of its own for this cache
+ValueError: the server has other pages: pages[0].tensors[0]: bfloat16 [blocks, 2500]
+here, uint8 [blocks, 5000] at PATH; start a server of its own for this cache
+ValueError: the server has other pages: is_list: true here, false at PATH; start a
+server of its own for this cache
+ValueError: the server has other pages: pages[0].groups: 2 here, 1 at PATH; start a
+server of its own for this cache
 ValueError: 5 pages of 8192 bytes do not fit into the 32768 bytes that this server has
 left for them; start it with more --memory
 ValueError: 1 pages of 40960 bytes do not fit into the 32768 bytes that this server has

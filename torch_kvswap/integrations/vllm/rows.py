@@ -4,25 +4,24 @@ as rows: all bytes of a page, of all workers."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch_kvswap._native.loader import native
+from torch_kvswap.host_pool.description import page_text
 from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import Part
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.pool import address_of, send_to_next, user_of
+from torch_kvswap.layout import layout_like
 
 # Direct I/O needs rows that begin at a multiple of it. vLLM's file tier stores nothing else.
 ROW_ALIGNMENT = 4096
-_FORMAT = 1  # of a row; a part of its namespace
 
 
 class RowsOffer(NamedTuple):
@@ -40,24 +39,17 @@ class RowsOffer(NamedTuple):
     share: Share | None = None
 
     def namespace(self, pools: Sequence[HostPool]) -> str:
-        """What the bytes of a row depend on, besides the model and its tokens.
+        """What the bytes of a row depend on, besides the model and its tokens, as JSON.
 
         Args:
             pools (Sequence[HostPool]): of each group of layers in this worker.
         """
-        pool = pools[0]
-        heads = 1 if self.share is None else self.share.heads_here
-        of = f"{pool.num_parts} ranks" if self.share is None else f"{self.share.heads} heads"
-        # Of one head, which all heads have.
-        sizes = [one.layout.sizes[: len(one.layout.sizes) // heads].tolist() for one in pools]
-        slabs = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
-        width = "" if pool.bits_per_value is None else f" {pool.bits_per_value}"
-        digests = "" if pool.verify == "off" else " with digests"
-        return (
-            f"torch_kvswap {_FORMAT}: {pool.encoding}{width}{digests}, {sys.byteorder} endian, "
-            f"{pool.blocks_per_page} slots of {pool.slot_bytes} bytes for {of}, "
-            f"slabs {slabs}, KV layout {self.kv_layout}"
-        )
+        pages = [pool._describe({"kv_layout": self.kv_layout}) for pool in pools]
+        if self.share is not None:
+            for page in pages:  # of one head, which all heads have, on any number of workers
+                one_head = page["tensors"][: len(page["tensors"]) // self.share.heads_here]
+                page |= {"tensors": one_head, "heads": self.share.heads, "parts": None}
+        return "".join(map(page_text, pages))
 
 
 class RowsServer:
@@ -143,10 +135,10 @@ class Rows:
             self.num_pages, self._slots = handle.num_pages, handle.blocks_per_page
             self.row_bytes = handle.page_bytes
             self._slot_bytes = handle.page_bytes // handle.blocks_per_page
-            self._sizes = handle.slab_sizes
+            self._sizes = layout_like(handle.tensors).sizes
             self._width = handle._encoding.width_eighths
-            nbytes = handle._encoding.for_native(handle.slab_sizes).slot_bytes
-            row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(handle.slab_sizes)
+            nbytes = handle._encoding.for_native(self._sizes).slot_bytes
+            row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(self._sizes)
             part = Part.of(nbytes, row_bytes)
             mapping = Mapping(
                 handle.num_pages * handle.page_bytes, os.dup(handle.fd), handle.huge_pages

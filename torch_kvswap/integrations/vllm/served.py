@@ -25,13 +25,13 @@ class HostServer(NamedTuple):
         path (str): its socket.
         worker (Replicas): this worker, of an engine whose name is unique at the server.
         model (str): name of the model.
-        bytes_of (Mapping[str, str]): what else the key and the bytes of a block depend on.
+        bytes_of (Mapping[str, Any]): what else the key and the bytes of a block depend on.
     """
 
     path: str
     worker: Replicas
     model: str
-    bytes_of: Mapping[str, str]
+    bytes_of: Mapping[str, Any]
 
 
 class ServedPool(RemotePools):
@@ -40,6 +40,7 @@ class ServedPool(RemotePools):
 
     Args:
         server (HostServer): where the pages are.
+        layouts (Sequence[PagedLayout]): of each group.
         largest (PagedLayout): of the layouts that with the largest blocks.
         blocks_per_page (int): GPU blocks per page.
         how (dict[str, Any]): encoding, bits_per_value and verify of HostPool.
@@ -52,6 +53,7 @@ class ServedPool(RemotePools):
     def __init__(
         self,
         server: HostServer,
+        layouts: Sequence[PagedLayout],
         largest: PagedLayout,
         blocks_per_page: int,
         how: dict[str, Any],
@@ -59,7 +61,8 @@ class ServedPool(RemotePools):
         shape = [largest], None, server.model, 0, 1, blocks_per_page
         of = server.worker
         rank, parts = of.part or (0, 1)
-        cache = describe(*shape, **how, bytes_of=server.bytes_of, parts=parts)
+        bytes_of = {**server.bytes_of, "groups": [layout._describe() for layout in layouts]}
+        cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page, "page_alignment": ALIGNMENT}
         super().__init__([largest], False, alone, rank)
         self._session = WorkerSession(server.path, of.engine_id, cache, self, of.rank)

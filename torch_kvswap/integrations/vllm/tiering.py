@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Collection
@@ -330,7 +331,8 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
     def _make_tier(self, at: int, tier: dict[str, Any], rows: Rows) -> Any:
         """Makes a tier that finds only what was stored with rows of the same namespace."""
         config, told = self.config, copy.copy(self)
-        dtype = f"{config.model.dtype}, {rows.namespace}"
+        namespace = hashlib.sha256(rows.namespace.encode()).hexdigest()[:32]
+        dtype = f"{config.model.dtype}, torch_kvswap {namespace}"
         told.config = replace(
             config,
             model=replace(config.model, dtype=dtype),
@@ -344,6 +346,6 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
                 f"kv_connector_extra_config: secondary_tiers[{at}] of type {tier['type']!r} cannot "
                 f"be made: {error}"
             ) from error
-        told_as = at, tier["type"], dtype
-        _log.info("secondary tier %d (%s) finds only rows that were stored as: %s", *told_as)
+        told_as = at, tier["type"], dtype, rows.namespace
+        _log.info("secondary tier %d (%s) finds only rows that were stored as %s: %s", *told_as)
         return made

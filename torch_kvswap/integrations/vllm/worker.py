@@ -122,7 +122,7 @@ class KVSwapWorker(base.OffloadingWorker):
         how |= {"bits_per_value": options.bits_per_value}
         self._served: ServedPool | None = None
         if server is not None:
-            self._served = ServedPool(server, largest, blocks_per_page, how)
+            self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
         how |= {"pin_in_background": options.pin_in_background}
         if rows is not None:
             how |= {"page_alignment": ROW_ALIGNMENT, "shared": True, "part": (0, 1)}

@@ -1,0 +1,117 @@
+"""Whatever the door, blocks are served only to caches in which their bytes mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from below_engine import find, key_of
+from memory_store import MemoryStore
+from patience import in_time
+from served_engine import serving
+
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
+from torch_kvswap.prefix import BlockGroup
+
+KEYS = [[key_of(name) for name in "abcd"]]
+GROUP = BlockGroup(16, block_tokens=16)
+Cache = tuple[PagedLayout, BlockGroup]
+Door = Callable[[PagedLayout, BlockGroup], PrefixCache]
+
+
+def first_cache() -> Cache:
+    """Keys and values of 16 tokens and 8 heads."""
+    return PagedLayout([torch.zeros(8, 16, 8, 4) for _ in range(2)]), GROUP
+
+
+def same_cache() -> Cache:
+    return PagedLayout([torch.zeros(9, 3, 16, 8, 4)[:, 1] for _ in range(2)]), GROUP
+
+
+def of_shape(*shape: int, **options: Any) -> Callable[[], Cache]:
+    return lambda: (PagedLayout([torch.zeros(shape, **options) for _ in range(2)]), GROUP)
+
+
+def of_group(**fields: Any) -> Callable[[], Cache]:
+    return lambda: (first_cache()[0], replace(GROUP, **fields))
+
+
+# All have blocks of as many bytes, and pages of the same keys.
+OTHERS: dict[str, Callable[[], Cache]] = {
+    "heads first": of_shape(8, 8, 16, 4),
+    "heads first in memory": lambda: (
+        PagedLayout([torch.zeros(8, 8, 16, 4).transpose(1, 2) for _ in range(2)]),
+        GROUP,
+    ),
+    "more heads": of_shape(8, 16, 16, 2),
+    "another type": of_shape(8, 16, 8, 4, dtype=torch.int32),
+    "keys beside values": lambda: (PagedLayout([torch.zeros(8, 2, 16, 8, 4)]), GROUP),
+    "one tensor": lambda: (PagedLayout([torch.zeros(2, 8, 16, 8, 4)], 1), GROUP),
+    "other tokens": of_group(block_tokens=32),
+    "a window": of_group(window_tokens=64),
+    "a state": of_group(is_state=True),
+}
+
+
+def below(store: Any) -> Door:
+    def open_cache(layout: PagedLayout, group: BlockGroup) -> PrefixCache:
+        pool = HostPool(layout, group.num_pages, page_alignment=4096)
+        how = {"below_model": "m", "below_policy": "all"}
+        return PrefixCache([layout], [pool], [group], below=store(), **how)  # type: ignore[arg-type]
+
+    return open_cache
+
+
+@contextmanager
+def folder_door(path: str) -> Iterator[Door]:
+    yield below(lambda: f"file:{path}")
+
+
+@contextmanager
+def store_door(_: str) -> Iterator[Door]:
+    objects: dict[str, bytes] = {}
+    yield below(lambda: MemoryStore(objects))
+
+
+@contextmanager
+def server_door(path: str) -> Iterator[Door]:
+    with serving(path):
+        yield lambda layout, group: PrefixCache.connect(path, [layout], [group], model="m")
+
+
+def store_blocks(cache: PrefixCache) -> None:
+    (layout,) = cache.layouts
+    for tensor in layout.tensors:
+        tensor[:4] = torch.randn(4, *tensor.shape[1:])
+    job = cache.store(KEYS, [[0, 1, 2, 3]]).job
+    assert job is not None
+    job.synchronize()
+    cache.poll()
+    if cache._below is not None:
+        assert in_time(lambda: cache.below_stats().written == 4)
+
+
+@pytest.mark.parametrize("door", [folder_door, store_door, server_door])
+@pytest.mark.parametrize("other", OTHERS)
+def test_blocks_of_another_format_are_not_served(door: Any, other: str, path: str) -> None:
+    with door(path) as open_cache:
+        first = open_cache(*first_cache())
+        store_blocks(first)
+        if door is server_door:
+            with pytest.raises(ValueError, match="the server has other pages: pages"):
+                open_cache(*OTHERS[other]())
+        else:
+            with open_cache(*OTHERS[other]()) as cache:
+                assert find(cache, KEYS).found == 0
+        with open_cache(*same_cache()) as cache:
+            assert find(cache, KEYS).ready == 4
+            job = cache.load(KEYS, [[5, 6, 7, 8]])
+            assert job is not None
+            job.synchronize()
+            for here, there in zip(cache.layouts[0].tensors, first.layouts[0].tensors, strict=True):
+                assert torch.equal(here[5:9], there[:4])
+        first.close()

@@ -1,0 +1,83 @@
+"""What the bytes of a host page mean: equal for all who may read each other's pages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch_kvswap.encoding.slot import Encoding
+from torch_kvswap.host_pool.shape import PoolShape
+
+# Of this description, of pages, and of what lies beside them in a store. Another number makes all
+# pages that were stored before unfindable, instead of misread.
+FORMAT_VERSION = 2
+_LONGEST = 200  # characters of a value in an error
+
+
+def describe_page(
+    tensors: Sequence[str],
+    shape: PoolShape,
+    encoding: Encoding,
+    contents: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Describes a page, as JSON can hold it. Whoever reads pages of others compares all of it.
+
+    Args:
+        tensors (Sequence[str]): PagedLayout._describe() of the cache.
+        shape (PoolShape), encoding (Encoding): of the pool.
+        contents (dict[str, Any] | None): what else the bytes depend on, such as the model and
+            the rank; None for pages of a pool, which does not know it.
+    """
+    return {
+        "format": FORMAT_VERSION,
+        "byte_order": sys.byteorder,
+        **(contents or {}),
+        "tensors": list(tensors),
+        "blocks_per_page": shape.blocks_per_page,
+        "slot_bytes": shape.slot_bytes,
+        "parts": shape.parts,
+        "encoding": encoding.name,
+        "bits_per_value": encoding.bits_per_value,
+        # "order" compares more, and keeps the same digests.
+        "verify": "off" if shape.verify == "off" else "load",
+    }
+
+
+def page_text(description: Mapping[str, Any]) -> str:
+    """The description as JSON, with a line for each field and each tensor: people can diff it."""
+    fields = []
+    for name, value in description.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        fields.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def difference(here: Any, there: Any, names: tuple[str, str], field: str = "") -> str | None:
+    """The first difference between two descriptions, in words; None if they are equal.
+
+    Args:
+        names (tuple[str, str]): where the two are, such as "in the cache".
+    """
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        for name in {**here, **there}:
+            place = f"{field}.{name}" if field else name
+            pairs.append((place, here.get(name), there.get(name)))
+    elif isinstance(here, list) and isinstance(there, list):
+        both = zip(here, there, strict=False)
+        pairs += [(f"{field}[{place}]", *pair) for place, pair in enumerate(both)]
+        if len(here) != len(there):
+            pairs.append((f"number of {field}", len(here), len(there)))
+    elif here != there:
+        return f"{field}: {_text(here)} {names[0]}, {_text(there)} {names[1]}"
+    found = (difference(one, other, names, place) for place, one, other in pairs)
+    return next(filter(None, found), None)
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
