@@ -16,6 +16,7 @@ from fuzz_devices import Device
 from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout
+from torch_kvswap.layout import layout_like
 
 GUARD = 64  # bytes before and behind the blocks of a memory
 DTYPES = [
@@ -104,6 +105,11 @@ class TensorShape:
         return math.prod(self.lead) * self.numel * self.dtype.itemsize
 
     @property
+    def meaning(self) -> tuple[object, ...]:
+        """Equal if the bytes of a block are of the same values."""
+        return self.dtype, self.lead, self.inner, [d for d in self.order if self.inner[d] > 1]
+
+    @property
     def inner_strides(self) -> list[int]:
         strides, distance = [0] * len(self.inner), 1
         for dim in reversed(self.order):
@@ -154,6 +160,9 @@ def random_shapes(rng: random.Random, device: Device, num_groups: int) -> list[G
                 as_bytes = rng.random() < 0.5
                 shapes.append(GroupShape(block_dim, (), (shared, tuple(chosen)), as_bytes))
                 continue
+        if number and rng.random() < 0.3 and not (equal := rng.choice(shapes)).shares:
+            shapes.append(equal)  # slabs of the same sizes, in memory of their own
+            continue
         block_dim = rng.choice([0, 0, 0, 1, 1, 2])
         tensors = _random_tensors(rng, device, block_dim)
         while sum(tensor.nbytes for tensor in tensors) > device.block_bytes:
@@ -207,6 +216,14 @@ def make_groups(
                 where = slab.memory, slab.offset, slab.stride, slab.size
                 slabs.append(Slab(*where, start=start, layer=layer))
         layout = device.layout([tensor for tensor, _ in made], block_dim)
+        if shape.shares is None:
+            described = layout._describe()
+            assert layout_like(described)._describe() == described
+            for other, group in zip(shapes, groups, strict=False):
+                is_same = [of.meaning for of in other.tensors] == [
+                    of.meaning for of in shape.tensors
+                ]
+                assert is_same == (group.layout._describe() == described) or other.shares
         block_bytes = sum(slab.size for slab in slabs)
         groups.append(Group(layout, slabs, blocks, space, block_bytes, len(made)))
     return groups, memories
