@@ -6,14 +6,25 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 import secrets
+import stat
+from collections.abc import Mapping
+from typing import Any
 
-from torch_kvswap._native.log import warn_once
+from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.below.blocking import BlockingStore
+from torch_kvswap.host_pool.description import difference, page_text
 
 # Smaller files, such as trailers, go through the page cache: to wait for the disk takes longer.
 _LEAST_DIRECT = 8192
+
+
+# A link is not followed, and opening a named pipe waits for nobody.
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# Pages are of the same layers if these fields are equal.
+_LAYERS = ("model", "rank", "world", "group")
 
 
 class FileStore(BlockingStore):
@@ -39,6 +50,37 @@ class FileStore(BlockingStore):
         self._names = f"{secrets.token_hex(8)}-"
         self._files = itertools.count()
         super().__init__()
+
+    def _describe(self, name: str, description: Mapping[str, Any]) -> None:
+        """Keeps the description of the pages with this name in formats/NAME.json, for people.
+
+        Warns if the folder has pages of the same model, rank and group that differ in anything
+        else: lookups do not find them.
+        """
+        formats = os.path.join(self._path, "formats")
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(formats, 0o700)
+            folder = os.open(formats, os.O_RDONLY | os.O_DIRECTORY | _CAREFULLY)
+            try:
+                others = sorted(os.listdir(folder))
+                if f"{name}.json" not in others:
+                    unfinished = f"{self._names}{next(self._files)}"
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
+                    with open(os.open(unfinished, flags, 0o600, dir_fd=folder), "w") as file:
+                        file.write(page_text(description))
+                    os.rename(unfinished, f"{name}.json", src_dir_fd=folder, dst_dir_fd=folder)
+                different = (_difference(other, folder, description) for other in others)
+                first = next(filter(None, different), None)
+            finally:
+                os.close(folder)
+        except OSError:  # a folder that cannot be written is read all the same
+            return
+        if first is not None:
+            log.warning(
+                "%s has pages of %s that this engine cannot use: %s; it finds only pages as in %s",
+                *(self._path, description["model"], first, f"{formats}/{name}.json"),
+            )
 
     def set(self, key: str, memory: memoryview) -> None:
         name = os.path.join(self._unfinished, f"{self._names}{next(self._files)}")
@@ -120,3 +162,22 @@ class FileStore(BlockingStore):
                     os.unlink(entry.path)
                 finally:
                     os.close(file)
+
+
+def _difference(name: str, folder: int, description: Mapping[str, Any]) -> str | None:
+    """How the described pages differ from those of the same layers that the file describes."""
+    try:
+        file = os.open(name, os.O_RDONLY | _CAREFULLY, dir_fd=folder)
+        try:
+            of_file = os.fstat(file)
+            if not stat.S_ISREG(of_file.st_mode) or of_file.st_uid != os.geteuid():
+                return None
+            with open(file, closefd=False) as text:
+                other = json.load(text)
+        finally:
+            os.close(file)
+    except (OSError, ValueError, RecursionError):  # whatever somebody has left there
+        return None
+    if not isinstance(other, dict) or any(other.get(of) != description[of] for of in _LAYERS):
+        return None
+    return difference(description, other, ("here", "there"))

@@ -17,6 +17,7 @@ from torch_kvswap._C import StoreReservation, WriteReservation
 from torch_kvswap._native.arguments import count_of
 from torch_kvswap._native.log import log
 from torch_kvswap.below import thread
+from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.thread import Pause, Steps, StoreError, StoreThread
@@ -129,6 +130,9 @@ class Tier:
         below_bytes: int,
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
+        if isinstance(store, FileStore):
+            for form in formats:
+                store._describe(form.name, form.description)
         self._formats, self._manager, self._on_answer = formats, manager, on_answer
         self._mark_written, self._join = mark_written, join
         self._page_bytes = [pool.page_bytes for pool in pools]

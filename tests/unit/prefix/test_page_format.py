@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from below_engine import find, key_of
+from below_engine import Engine, cache_at, find, key_of
+from logged import logged
 from memory_store import MemoryStore
 from patience import in_time
 from served_engine import serving
@@ -115,3 +119,50 @@ def test_blocks_of_another_format_are_not_served(door: Any, other: str, path: st
             for here, there in zip(cache.layouts[0].tensors, first.layouts[0].tensors, strict=True):
                 assert torch.equal(here[5:9], there[:4])
         first.close()
+
+
+def test_a_folder_describes_its_pages(tmp_path: Path) -> None:
+    with Engine(f"file:{tmp_path}") as engine:
+        engine.share("ab")
+        (form,) = engine.tier._formats
+    (file,) = (tmp_path / "formats").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert json.loads(file.read_text()) == form.description
+    assert '  "uint8 [blocks, 5000]"' in file.read_text().splitlines()
+    assert {page.name.split("@")[0] for page in tmp_path.glob("*@0@0@*")} == {form.namespace.hex()}
+
+
+def test_an_engine_says_why_a_folder_has_nothing(tmp_path: Path) -> None:
+    def new(layout: PagedLayout) -> PrefixCache:
+        return cache_at(tmp_path, layout, HostPool(layout, 4, page_alignment=4096))
+
+    with logged() as messages, new(first_cache()[0]), new(same_cache()[0]):
+        assert messages == []
+        with new(OTHERS["heads first"]()[0]):
+            (message,) = messages
+        with Engine(f"file:{tmp_path}", below_model="another"):
+            assert len(messages) == 1
+    assert (
+        "has pages of m that this engine cannot use: tensors[0]: float32 [blocks, 8, 16, 4] here, "
+        "float32 [blocks, 16, 8, 4] there;"
+    ) in message
+
+
+@pytest.mark.parametrize("what", ["", "[]", "{", '{"model": "m"}', os.mkfifo, os.mkdir])
+def test_what_is_no_description_harms_nobody(what: Any, tmp_path: Path) -> None:
+    formats = tmp_path / "formats"
+    formats.mkdir()
+    if callable(what):
+        what(formats / "x")
+    else:
+        (formats / "x").write_text(what)
+    with logged() as messages, Engine(f"file:{tmp_path}") as engine:
+        engine.share("ab")
+    assert messages == []
+
+
+def test_a_folder_without_descriptions_has_pages(tmp_path: Path) -> None:
+    (tmp_path / "formats").symlink_to(tmp_path / "elsewhere")
+    with Engine(f"file:{tmp_path}") as engine:
+        engine.share("ab")
+        assert engine.load("ab") == 2
