@@ -19,6 +19,7 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
+from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap.encoding.slot import (
     RAW,
     VERIFY,
@@ -115,6 +116,7 @@ class PoolHandle(NotCopyable):
             TypeError: connection is not a socket.
             ValueError: it is not a Unix stream socket.
             ConnectionError: it is not connected, or the other end was closed.
+            PermissionError: the other end belongs to another user.
             RuntimeError: the handle is closed.
         """
         _check_connection(connection)
@@ -137,13 +139,15 @@ class PoolHandle(NotCopyable):
             PoolHandle: with a descriptor of its own.
 
         Raises:
-            TypeError, ValueError, ConnectionError: see send(); also if something else was sent.
+            TypeError, ValueError, ConnectionError, PermissionError: see send(); also if something
+                else was sent, or the memory belongs to another user.
         """
         _check_connection(connection)
         message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
         try:
             for fd in fds:
                 os.set_inheritable(fd, False)
+                check_owner("the memory of the host pool", os.fstat(fd).st_uid)
             message = _receive_rest(connection, message, fds, _NUMBERS.size)
             *numbers, width_eighths, verify, page_alignment, parts, slabs = _NUMBERS.unpack(message)
             try:
@@ -228,3 +232,5 @@ def _check_connection(connection: object) -> None:
         raise ConnectionError(
             "connection is not connected; connect it to the other process first"
         ) from error
+    pid, uid = peer_of(connection)
+    check_owner(f"process {pid} at the other end of the socket", uid)

@@ -12,7 +12,6 @@ import secrets
 import selectors
 import socket
 import stat
-import struct
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ import torch
 from torch_kvswap._C import LoadReservation
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.log import log
+from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
 from torch_kvswap.below.store import PageStore
@@ -206,7 +206,7 @@ class PageServer:
     Raises:
         RuntimeError: another server has this socket.
         OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
-            that is no socket has this name.
+            that is no socket has this name. PermissionError: one of another user has it.
         ImportError, ValueError: see `below` of PrefixCache.
     """
 
@@ -234,9 +234,10 @@ class PageServer:
                 load_digest()  # raises here, not when an engine comes
                 self._store = open_store(below)
                 undo.callback(self._store.close)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_file = os.open(f"{path}.lock", flags, 0o600)
             undo.callback(os.close, self._lock_file)
+            check_owner(f"{path}.lock", os.fstat(self._lock_file).st_uid)
             self._listener = self._listen()
             undo.pop_all()
         self._selector = selectors.DefaultSelector()
@@ -252,8 +253,10 @@ class PageServer:
         except BlockingIOError as error:
             raise RuntimeError(f"another server has the socket {self._path}") from error
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
+            status = os.lstat(self._path)
+            if not stat.S_ISSOCK(status.st_mode):
                 raise FileExistsError(f"{self._path} is there, and is no socket")
+            check_owner(self._path, status.st_uid)
             os.unlink(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -311,12 +314,10 @@ class PageServer:
         except OSError as error:  # it has gone already, or there are no descriptors left
             log.warning("an engine could not connect: %s", error)
             return
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, uid, _ = struct.unpack("3i", credentials)
+        pid, uid = peer_of(connection)
         connection.setblocking(False)
         try:
-            if uid != os.geteuid():
-                raise PermissionError(f"this server serves user {os.geteuid()}, not {uid}")
+            check_owner(f"process {pid}", uid)
             process = _process_of(connection, pid)
         except OSError as error:
             log.warning("process %d is not served: %s", pid, error)

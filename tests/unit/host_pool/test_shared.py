@@ -24,7 +24,7 @@ from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.host_pool import PoolHandle
+from torch_kvswap.host_pool import PoolHandle, shared
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
@@ -54,6 +54,25 @@ def test_a_handle_goes_through_a_socket() -> None:
     pool.pages[5, 1].fill_(9)
     assert other.pages[5, 1].eq(9).all()
     assert other.pages.data_ptr() != pool.pages.data_ptr()
+
+
+def test_memory_of_another_user_is_neither_sent_nor_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, own = HostPool(layout(), 4, shared=True), os.geteuid()
+    handle = pool.share()
+    here, there = socket.socketpair()
+    with here, there:
+        handle.send(here)
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        for pass_on in (lambda: handle.send(here), lambda: PoolHandle.receive(there)):
+            with pytest.raises(PermissionError, match=f"socket belongs to user {own}, and this"):
+                pass_on()
+        before = open_files()
+        monkeypatch.setattr(shared, "peer_of", lambda _: (0, own + 1))
+        with pytest.raises(PermissionError, match=f"memory of the host pool belongs to user {own}"):
+            PoolHandle.receive(there)
+        assert open_files() == before
 
 
 def open_files() -> int:

