@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import heapq
 import itertools
 import json
 import os
@@ -12,6 +14,7 @@ import secrets
 import selectors
 import socket
 import stat
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -46,9 +49,12 @@ from torch_kvswap.prefix.protocol import (
 )
 from torch_kvswap.prefix.tier import Tier
 
+_HELLO_SECONDS = 30.0  # until a connection has said who it is
+_PAUSE_SECONDS = 1.0  # of the listener, while there are no file descriptors
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
 _LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
+_NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
@@ -69,6 +75,7 @@ class _Session:
     workers: int = 0  # of a scheduler: how many its engine has
     is_member: bool = False  # its cache fits to the pages
     waits: bool = False  # it has said MEET, and has no answer yet
+    deadline: float = 0.0  # by which it must have said HELLO or MEET
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
     reservations: dict[int, Reservation] = field(default_factory=dict)  # those that are open
@@ -225,6 +232,9 @@ class PageServer:
         self._sessions: dict[int, _Session] = {}
         self._made: _Pages | None = None
         self._is_over, self._some_ended = False, False
+        self._clock = time.monotonic
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap, see _later()
+        self._timer_numbers = itertools.count()
         self._handlers: dict[int, Callable[[_Session, Any, bytes], None]] = {
             op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
@@ -239,10 +249,13 @@ class PageServer:
             undo.callback(os.close, self._lock_file)
             check_owner(f"{path}.lock", os.fstat(self._lock_file).st_uid)
             self._listener = self._listen()
+            undo.callback(self._listener.close)
+            self._spare: int | None = os.dup(self._lock_file)  # see _refuse_next()
             undo.pop_all()
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
+        self._is_full = False  # whether it was said that there are no descriptors
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
@@ -274,8 +287,13 @@ class PageServer:
         try:
             while not self._is_over:
                 tier = None if self._made is None else self._made.tier
-                for key, events in self._selector.select(None if tier is None else _TIER_SECONDS):
+                seconds = [] if tier is None else [_TIER_SECONDS]
+                if self._timers:
+                    seconds.append(max(self._timers[0][0] - self._clock(), 0.0))
+                for key, events in self._selector.select(min(seconds, default=None)):
                     key.data(key.fileobj, events)
+                while self._timers and self._timers[0][0] <= self._clock():
+                    heapq.heappop(self._timers)[2]()
                 if tier is not None:
                     tier.poll(some_ended=self._some_ended)
                     self._some_ended = False
@@ -298,7 +316,13 @@ class PageServer:
             self._store.close()
         self._selector.close()
         self._listener.close()
+        if self._spare is not None:
+            os.close(self._spare)
         os.close(self._lock_file)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls it in run(), after so many seconds."""
+        heapq.heappush(self._timers, (self._clock() + seconds, next(self._timer_numbers), call))
 
     # Connections.
 
@@ -311,20 +335,21 @@ class PageServer:
     def _accept(self, *_: object) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # it has gone already, or there are no descriptors left
-            log.warning("an engine could not connect: %s", error)
-            return
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                self._refuse_next()
+            return  # else it has gone already
         pid, uid = peer_of(connection)
         connection.setblocking(False)
         try:
             check_owner(f"process {pid}", uid)
             process = _process_of(connection, pid)
         except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                return self._refuse_full(connection)
             log.warning("process %d is not served: %s", pid, error)
-            with contextlib.suppress(OSError):
-                connection.send(pack(Status.REFUSED, data=str(error).encode()))
-            connection.close()
-            return
+            return _refuse(connection, str(error))
+        self._is_full = False
         session = _Session(next(self._numbers), connection, process, pid)
         self._sessions[session.number] = session
         self._selector.register(
@@ -334,6 +359,46 @@ class PageServer:
             connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
         )
         self._send(session, pack(Status.DONE, (VERSION, self._generation), MAGIC))
+        self._expect_hello(session)
+
+    def _refuse_next(self) -> None:
+        """Tells an engine that there are no file descriptors, with the one that is kept for this.
+
+        Otherwise the listener would stay readable, and select() would return at once, for ever.
+        """
+        self._selector.unregister(self._listener)
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+            with contextlib.suppress(OSError):
+                self._refuse_full(self._listener.accept()[0])
+        self._listen_again()
+
+    def _refuse_full(self, connection: socket.socket) -> None:
+        text = "this server has no file descriptors left; raise its limit (ulimit -n)"
+        if not self._is_full:
+            self._is_full = True
+            log.warning("an engine cannot connect: %s", text)
+        _refuse(connection, text)
+
+    def _listen_again(self) -> None:
+        """Waits for connections, once a descriptor is reserved."""
+        try:
+            self._spare = os.dup(self._lock_file)
+        except OSError:
+            return self._later(_PAUSE_SECONDS, self._listen_again)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _expect_hello(self, session: _Session) -> None:
+        """Disconnects a session that does not say HELLO or MEET in time."""
+        session.deadline = self._clock() + _HELLO_SECONDS
+        self._later(_HELLO_SECONDS, lambda: self._end_silent(session))
+
+    def _end_silent(self, session: _Session) -> None:
+        is_silent = not (session.is_member or session.waits)
+        if is_silent and session.connection is not None and session.deadline <= self._clock():
+            log.warning("process %d has said nothing for %g s", session.pid, _HELLO_SECONDS)
+            self._disconnect(session)
 
     def _serve(self, session: _Session, events: int) -> None:
         """Receives, or sends the rest of an answer."""
@@ -542,6 +607,8 @@ class PageServer:
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.waits, one.is_member = False, one.is_scheduler
                 self._answer(one, [one.number, pages, self._resets])
+                if not one.is_member:
+                    self._expect_hello(one)
 
     def _on_hold(self, session: _Session, counts: array[int], data: bytes) -> None:
         answer = array("q")
@@ -683,6 +750,11 @@ class PageServer:
         if generation == self._generation and ended is not None and ended.pid == session.pid:
             self._end_session(ended)
         self._end_session(session)
+
+
+def _refuse(connection: socket.socket, why: str) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.send(pack(Status.REFUSED, data=why.encode()))
 
 
 def _process_of(connection: socket.socket, pid: int) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
+import resource
 import signal
 import socket
 import threading
@@ -13,12 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from below_engine import bytes_of, key_of
 from error_text import error_text
 from interrupts import Interrupter
+from logged import logged
 from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
@@ -443,6 +448,50 @@ def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
             engine.compute("a")
             assert engine.load("a") == 1
             assert len(server._sessions) == 1
+
+
+def test_a_connection_that_says_nothing_is_closed(path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine:
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(path)
+            engine.until(lambda: len(server._sessions) == 2)
+            engine.compute("a")
+            with logged() as warnings:
+                server._clock = lambda: time.monotonic() + 30
+                server._wake()
+                wait_until_closed(silent)
+        assert warnings == [f"process {os.getpid()} has said nothing for 30 s"]
+        assert engine.load("a") == 1
+
+
+def test_a_server_without_descriptors_says_so_and_waits(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server = PageServer(path, 4 * PAGE_BYTES)
+    connections = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    with contextlib.ExitStack() as stack, logged() as warnings:
+        for connection in connections:
+            stack.enter_context(connection).connect(path)
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for connection in connections[:3]:
+            assert server._listener in server._selector.get_map()
+            with monkeypatch.context() as patch:
+                if connection is connections[2]:  # another thread takes the one in reserve
+                    patch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE, "none")))
+                server._accept()
+            with pytest.raises(ValueError, match="this server has no file descriptors left; raise"):
+                client.receive(connection)
+        assert server._listener not in server._selector.get_map()
+        server._listen_again()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        server._accept()
+        assert client.receive(connections[3])[1] == b"KVSWSERV"
+        assert len(warnings) == 1
+    server._close()
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
