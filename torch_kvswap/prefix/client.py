@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import struct
 import threading
@@ -27,6 +28,7 @@ from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap._native.owner import check_owner, peer_of
+from torch_kvswap._native.process_lock import open_lock
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
@@ -126,7 +128,14 @@ class Session(NotCopyable):
                 self._session = self._generation = 0
                 self._pools.let_go()
             hello = {**self._cache, **self._names, "session": self._session}
-            connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
+            message = pack(Op.HELLO, data=json.dumps(hello).encode())
+            lock = open_lock()
+            try:
+                sent = socket.send_fds(connection, [message], [lock])
+            finally:
+                os.close(lock)
+            if sent < len(message):  # sending nothing fails if the server has closed already
+                connection.sendall(message[sent:])
             session, resets = receive(connection, HEAD.size + 16)[0]
             with contextlib.ExitStack() as received:
                 handles = []

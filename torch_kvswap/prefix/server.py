@@ -28,6 +28,7 @@ from torch_kvswap._C import LoadReservation
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.log import log
 from torch_kvswap._native.owner import check_owner, peer_of
+from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
 from torch_kvswap.below.store import PageStore
@@ -49,6 +50,8 @@ from torch_kvswap.prefix.protocol import (
 )
 from torch_kvswap.prefix.tier import Tier
 
+QUARANTINE = 5.0  # seconds in which no page is used that a dead engine may have been writing
+_LOCK_SECONDS = 0.1  # how late it is seen at most that a dead engine's forked children have ended
 _HELLO_SECONDS = 30.0  # until a connection has said who it is
 _PAUSE_SECONDS = 1.0  # of the listener, while there are no file descriptors
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
@@ -61,13 +64,16 @@ _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 @dataclass(eq=False)
 class _Session:
     """An engine, or its scheduler or one of its workers if these are processes of their own. It
-    outlives its connection while it has pages and its process lives, and those of its workers.
+    outlives its connection while it has pages and its process lives, those of its workers, and
+    those that were forked from them.
     """
 
     number: int  # names it when it connects again
     connection: socket.socket | None  # None when it is lost
     process: int  # a file descriptor, readable when the process has ended
     pid: int
+    lock: int | None = None  # a file descriptor, see process_lock.is_free(); a scheduler has none
+    is_dead: bool = False  # its process has ended
     received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
     unsent: bytes = b""  # what it has not taken; until then nothing is received from it
     engine: str = ""  # its name, if scheduler and workers are sessions of their own
@@ -353,7 +359,7 @@ class PageServer:
         session = _Session(next(self._numbers), connection, process, pid)
         self._sessions[session.number] = session
         self._selector.register(
-            process, selectors.EVENT_READ, lambda *_: self._end_session(session)
+            process, selectors.EVENT_READ, lambda *_: self._process_ended(session)
         )
         self._selector.register(
             connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
@@ -409,7 +415,7 @@ class PageServer:
             if events & selectors.EVENT_WRITE:
                 self._send(session)
             else:
-                data = connection.recv(READ_BYTES)
+                data = self._receive(session, connection)
                 if not data:
                     return self._disconnect(session)
                 session.received += data
@@ -422,6 +428,16 @@ class PageServer:
                 text = str(error) or type(error).__name__
                 log.warning("the connection of process %d is closed: %s", session.pid, text)
                 self._disconnect(session)
+
+    def _receive(self, session: _Session, connection: socket.socket) -> bytes:
+        if session.is_member:
+            return connection.recv(READ_BYTES)
+        data, fds, _, _ = socket.recv_fds(connection, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        for lock in fds:
+            if session.lock is not None:
+                os.close(session.lock)
+            session.lock = lock
+        return data
 
     def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
         # A member has said HELLO or MEET, once. LEAVE may come first: for a session that is lost.
@@ -467,6 +483,26 @@ class PageServer:
         if not session.has_pages and not is_worker:
             self._end_session(session)
 
+    def _process_ended(self, session: _Session) -> None:
+        session.is_dead = True
+        self._unwatch(session)
+        self._await_forks(session)
+
+    def _unwatch(self, session: _Session) -> None:
+        if session.process in self._selector.get_map():
+            self._selector.unregister(session.process)
+
+    def _await_forks(self, session: _Session) -> None:
+        """Ends the session of a process that has ended when what was forked from it has, too: until
+        then its copies may run.
+        """
+        if session.number not in self._sessions:
+            return
+        if session.lock is None or is_free(session.lock):
+            self._end_session(session)
+        else:
+            self._later(_LOCK_SECONDS, lambda: self._await_forks(session))
+
     def _end_session(self, session: _Session) -> None:
         """No copy of the engine uses a page any more: its process has ended, or it says so.
 
@@ -479,7 +515,7 @@ class PageServer:
         if is_in_use and any(other.is_member for other in others):
             if not session.is_over:
                 session.is_over = True
-                self._selector.unregister(session.process)
+                self._unwatch(session)
                 self._disconnect(session)
             return
         self._drop(session)
@@ -497,24 +533,37 @@ class PageServer:
         ]
 
     def _drop(self, session: _Session) -> None:
-        """Frees what an engine has reserved, and forgets it."""
+        """Frees what an engine has reserved, and forgets it. What an engine that has not said that
+        its copies have ended may have been writing is freed later.
+        """
         del self._sessions[session.number]
-        for reservation in session.reservations.values():
-            if isinstance(reservation, LoadReservation):
-                self._manager.complete(reservation)
-            else:
-                self._manager.fail(reservation)
-        for lease in session.leases:
-            self._manager.release(lease)
-        if session.lent:
-            self._manager.take_back(list(session.lent))
+        self._unwatch(session)
+        os.close(session.process)
+        if session.lock is not None:
+            os.close(session.lock)
+        reserved = list(session.reservations.values())
+        leases, lent = list(session.leases), list(session.lent)
         for held in (session.reservations, session.leases, session.lent):
             held.clear()
-        if not session.is_over:
-            self._selector.unregister(session.process)
-        os.close(session.process)
         self._disconnect(session)
-        self._some_ended = True
+
+        def free() -> None:
+            for reservation in reserved:
+                if isinstance(reservation, LoadReservation):
+                    self._manager.complete(reservation)
+                else:
+                    self._manager.fail(reservation)
+            for lease in leases:
+                self._manager.release(lease)
+            if lent:
+                self._manager.take_back(lent)
+            self._some_ended = True
+
+        is_written = lent or any(not isinstance(one, LoadReservation) for one in reserved)
+        if is_written and (session.is_dead or session.is_over):
+            self._later(QUARANTINE, free)
+        else:
+            free()
 
     # Requests.
 
@@ -540,6 +589,8 @@ class PageServer:
 
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
+        if session.lock is None or is_free(session.lock):
+            raise ValueError("this engine has sent no lock that its process holds")
         cache = json.loads(data)
         self._enter(session, cache)
         if self._made is None:
@@ -579,7 +630,7 @@ class PageServer:
             )
             if not (session.engine and is_same and other.is_member and not other.is_over):
                 continue
-            if other.connection is None and other.pid == session.pid:
+            if other.connection is None and other.pid == session.pid and not other.is_dead:
                 self._drop(other)  # it has not heard that it had joined
             else:
                 raise ValueError(

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -85,6 +86,60 @@ def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: 
         assert engine.find("e").found == 0
         engine.compute("efgh")
         assert engine.load(PROMPT) == 8
+
+
+def test_a_forked_child_keeps_the_pages_of_its_killed_engine(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free, answers = page_server.is_free, list[bool]()
+    monkeypatch.setattr(
+        page_server, "is_free", lambda lock: answers.append(is_free(lock)) or answers[-1]
+    )
+    monkeypatch.setattr(page_server, "_LOCK_SECONDS", 0.001)
+    forks = f"""
+import os, signal
+child = os.fork()
+if child == 0:
+    os.close(1)
+    signal.pause()
+open({path + ".child"!r}, "w").write(str(child))
+"""
+    with serving(path), ServedEngine(path) as engine:
+        with engine_process(path, HOLDS + forks) as other:
+            before = counts(engine)
+            assert before == (24, 1, 4, 3)
+            other.send(signal.SIGKILL)
+            other.wait()
+        child = int(Path(f"{path}.child").read_text())
+        try:
+            asked = len(answers)
+            engine.until(lambda: len(answers) > asked + 10)
+            assert not any(answers)
+            assert counts(engine) == before
+        finally:
+            os.kill(child, signal.SIGKILL)
+        engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+
+
+def test_pages_that_a_killed_engine_was_writing_are_quarantined(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "QUARANTINE", 5.0)
+    now = 0.0
+    with serving(path) as server, ServedEngine(path) as engine:
+        server._clock = lambda: now
+        with ServedEngine(path) as closed, engine_process(path, HOLDS) as other:
+            closed.hold("xyz")
+            other.send(signal.SIGKILL)
+        engine.until(lambda: len(server._sessions) == 1)
+        assert counts(engine) == (24, 1, 4, 3)  # the engine that was closed has none
+        now = 4.9
+        server._wake()
+        for _ in range(10):
+            assert counts(engine) == (24, 1, 4, 3)
+        now = 5.0
+        server._wake()
+        engine.until(lambda: counts(engine) == (28, 4, 0, 0))
 
 
 def test_an_engine_that_is_closed_without_its_connection_keeps_no_page(

@@ -1,0 +1,20 @@
+"""The lock that says whether a process and all that were forked from it are gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from processes import in_child
+
+from torch_kvswap._native.process_lock import is_free, open_lock
+
+
+def test_a_process_and_its_forked_child_have_a_lock_each() -> None:
+    own, (here, there) = open_lock(), socket.socketpair()
+    with here, there:
+        assert in_child(lambda: socket.send_fds(there, [b"!"], [open_lock()]))
+        _, (of_child,), _, _ = socket.recv_fds(here, 1, 1)
+    assert (is_free(own), is_free(of_child)) == (False, True)
+    for lock in (own, of_child):
+        os.close(lock)
