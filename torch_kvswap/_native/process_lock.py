@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import os
 
+from torch_kvswap._native.descriptors import Descriptors
+
 _files: list[int] = []  # of this process and those that it was forked from; they stay open
 
 
@@ -19,13 +21,13 @@ def _hold() -> None:
     fcntl.flock(_files[-1], fcntl.LOCK_EX)
 
 
-def open_lock() -> int:
-    """Opens the lock of this process anew, for another one: see is_free(). The caller closes it."""
-    return os.open(f"/proc/self/fd/{_files[-1]}", os.O_RDWR | os.O_CLOEXEC)
+def open_lock() -> Descriptors:
+    """Opens the lock of this process anew, for another one: see is_free()."""
+    return Descriptors(os.open, f"/proc/self/fd/{_files[-1]}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def is_free(lock: int) -> bool:
-    """Whether the process that has opened the lock, and all that were forked from it, are gone."""
+    """Whether the process whose lock this is, and all that were forked from it, are gone."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
@@ -28,8 +29,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Mapping:
     """Zeroed memory of `nbytes`, mapped until `tensor` (uint8) and every view of it are gone.
 
-    Maps `fd`, a file from create_file() that this object closes; without one private memory, which
-    a forked child sees as zeros. huge_pages=False keeps the kernel from using transparent ones.
+    Maps the file of `fd`, from create_file(), and keeps a descriptor of its own. Without `fd` it
+    maps private memory, which a forked child sees as zeros. huge_pages=False keeps the kernel from
+    using transparent ones.
 
     Raises:
         RuntimeError: the kernel does not map the memory.
@@ -37,9 +39,8 @@ class Mapping:
 
     def __init__(self, nbytes: int, fd: int | None = None, huge_pages: bool = True) -> None:
         self.nbytes = nbytes
-        self.fd = fd
+        self._file = None if fd is None else Descriptors(os.dup, fd)
         if fd is not None:
-            self._close_file = weakref.finalize(self, os.close, fd)
             status = os.fstat(fd)
             mapped = status.st_size
             unit = status.st_blksize  # the huge page size, if the file is on huge pages
@@ -61,11 +62,16 @@ class Mapping:
         """Bytes that the kernel has put on huge pages so far."""
         return min(self.nbytes, system.huge_bytes(self.address, self._last))
 
+    @property
+    def fd(self) -> int | None:
+        """The descriptor of the file; None for private memory."""
+        return None if self._file is None else self._file.fd
+
     def release(self) -> None:
         """Drops the tensor and closes the file. The memory is unmapped with its last view."""
         vars(self).pop("tensor", None)  # it may be called again
-        if self.fd is not None:
-            self._close_file()
+        if self._file is not None:
+            self._file.close()
 
     def place(self, device: torch.device, numa_node: int | None) -> None:
         """Places the pages on a NUMA node when they are first touched, while it has memory.
@@ -159,8 +165,10 @@ def map_new(nbytes: int, page_bytes: int, huge_pages: bool | None, *, shared: bo
         ValueError: the machine does not have this much memory.
     """
     check_room(nbytes, page_bytes, reserved=huge_pages is True)
-    fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
-    return Mapping(nbytes, fd, huge_pages is not False)
+    if not shared and huge_pages is not True:
+        return Mapping(nbytes, None, huge_pages is not False)
+    file = create_file(nbytes, huge_pages is True)
+    return Mapping(nbytes, file.fd, huge_pages is not False)
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -172,25 +180,21 @@ def _node_of(device: torch.device) -> int | None:
     return system.numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
-def create_file(nbytes: int, huge_pages: bool) -> int:
+def create_file(nbytes: int, huge_pages: bool) -> Descriptors:
     """Creates an unnamed memory file of a fixed size, rounded up to whole (huge) pages.
 
     It is freed when the last process that has it ends, even if that process is killed. No process
-    can change its size. Returns the file descriptor.
+    can change its size.
 
     Raises:
         OSError: the kernel does not create the file.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     size = system.reserved_huge_pages().size if huge_pages else SYSTEM_PAGE
-    fd = os.memfd_create("torch_kvswap", flags)
-    try:
-        os.ftruncate(fd, -(-nbytes // size) * size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except (OSError, OverflowError):
-        os.close(fd)
-        raise
-    return fd
+    file = Descriptors(os.memfd_create, "torch_kvswap", flags)
+    os.ftruncate(file.fd, -(-nbytes // size) * size)
+    fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS)
+    return file
 
 
 class Registration:

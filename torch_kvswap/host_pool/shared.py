@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
 import struct
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
+from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap.encoding.slot import (
     RAW,
@@ -86,15 +87,18 @@ class PoolHandle(NotCopyable):
         self.verify: VerifyName = read_verify(verify)
         self.page_alignment = read_page_alignment(page_alignment)
         self.parts = read_int("parts", parts, 0)
-        self._fd = read_int("fd", fd, 0, INT32_MAX)
-        self.close = weakref.finalize(self, os.close, self._fd)
+        self._file = Descriptors(os.dup, read_int("fd", fd, 0, INT32_MAX))
 
     def __repr__(self) -> str:
         return (
             f"PoolHandle(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
             f"page_bytes={self.page_bytes}, encoding={self.encoding!r}, "
-            f"{f'fd={self._fd}' if self.close.alive else 'closed'})"
+            f"{f'fd={self.fd}' if self._file.fds else 'closed'})"
         )
+
+    def close(self) -> None:
+        """Closes the descriptor. Idempotent."""
+        self._file.close()
 
     @property
     def fd(self) -> int:
@@ -102,9 +106,9 @@ class PoolHandle(NotCopyable):
 
         Raises RuntimeError after close(), when another file may have this number.
         """
-        if not self.close.alive:
+        if not self._file.fds:
             raise RuntimeError("the handle of the host pool is closed; share() the pool again")
-        return self._fd
+        return self._file.fd
 
     def send(self, connection: socket.socket) -> None:
         """Sends the handle to a receive() at the other end. This handle stays open.
@@ -143,12 +147,12 @@ class PoolHandle(NotCopyable):
                 else was sent, or the memory belongs to another user.
         """
         _check_connection(connection)
-        message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
-        try:
-            for fd in fds:
-                os.set_inheritable(fd, False)
+        room_for_one = socket.CMSG_LEN(4)
+        came = Descriptors(connection.recvmsg, _NUMBERS.size, room_for_one, socket.MSG_CMSG_CLOEXEC)
+        with contextlib.closing(came):
+            for fd in came.fds:
                 check_owner("the memory of the host pool", os.fstat(fd).st_uid)
-            message = _receive_rest(connection, message, fds, _NUMBERS.size)
+            message = _receive_rest(connection, came.returned[0][0], came.fds, _NUMBERS.size)
             *numbers, width_eighths, verify, page_alignment, parts, slabs = _NUMBERS.unpack(message)
             try:
                 encoding = encoding_of(width_eighths)
@@ -156,15 +160,11 @@ class PoolHandle(NotCopyable):
                 # A slab has at least one byte. Anything else must not make us wait for more bytes.
                 page_bytes = max(numbers[2], 1)
                 nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
-                sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
+                sizes = np.frombuffer(_receive_rest(connection, b"", came.fds, nbytes), np.int64)
                 numbers += [sizes, encoding, verified, page_alignment, parts]
-                return cls(fds[0], *numbers)
+                return cls(came.fd, *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
-        except BaseException:  # a timeout, a signal
-            for fd in fds:
-                os.close(fd)
-            raise
 
     def _check(self, shape: PoolShape, layout: PagedLayout) -> None:
         """Checks that a pool of this shape can attach to the handle.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import socket
 import struct
 import threading
@@ -129,11 +128,7 @@ class Session(NotCopyable):
                 self._pools.let_go()
             hello = {**self._cache, **self._names, "session": self._session}
             message = pack(Op.HELLO, data=json.dumps(hello).encode())
-            lock = open_lock()
-            try:
-                sent = socket.send_fds(connection, [message], [lock])
-            finally:
-                os.close(lock)
+            sent = socket.send_fds(connection, [message], open_lock().fds)
             if sent < len(message):  # sending nothing fails if the server has closed already
                 connection.sendall(message[sent:])
             session, resets = receive(connection, HEAD.size + 16)[0]

@@ -11,10 +11,10 @@ from torch_kvswap._native.process_lock import is_free, open_lock
 
 
 def test_a_process_and_its_forked_child_have_a_lock_each() -> None:
-    own, (here, there) = open_lock(), socket.socketpair()
+    lock, (here, there) = open_lock(), socket.socketpair()
+    (own,) = lock.fds
     with here, there:
-        assert in_child(lambda: socket.send_fds(there, [b"!"], [open_lock()]))
+        assert in_child(lambda: socket.send_fds(there, [b"!"], open_lock().fds))
         _, (of_child,), _, _ = socket.recv_fds(here, 1, 1)
     assert (is_free(own), is_free(of_child)) == (False, True)
-    for lock in (own, of_child):
-        os.close(lock)
+    os.close(of_child)

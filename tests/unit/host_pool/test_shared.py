@@ -11,8 +11,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
@@ -77,6 +79,37 @@ def test_memory_of_another_user_is_neither_sent_nor_received(
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("call", ["HostPool", "share", "attach", "receive"])
+def test_an_interruption_leaves_no_file_open(call: str) -> None:
+    cache, interrupter = layout(), Interrupter()
+    pool = HostPool(cache, 4, shared=True)
+    handle = pool.share()
+
+    def receive() -> PoolHandle:
+        handle.send(here)
+        return PoolHandle.receive(there)
+
+    makes: dict[str, Callable[[], Any]] = {
+        "HostPool": lambda: HostPool(cache, 4, shared=True),
+        "share": pool.share,
+        "attach": lambda: HostPool.attach(cache, handle),
+        "receive": receive,
+    }
+    gc.collect()
+    for at in count(1):
+        here, there = socket.socketpair()
+        with here, there:
+            before = open_files()
+            made: list[Any] = []
+            is_stopped = interrupter.stops(at, lambda made=made: made.append(makes[call]()))
+            for one in made:
+                one.close()
+            assert open_files() == before, at
+        if not is_stopped:
+            break
+    assert at > 20
 
 
 def test_a_closed_handle_sends_no_other_file() -> None:
@@ -341,6 +374,7 @@ def test_a_handle_with_many_slabs_comes_in_parts() -> None:
         sender.start()
         assert PoolHandle.receive(there).slab_sizes.tolist() == sizes
         sender.join()
+    os.close(fd)
 
 
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
@@ -362,6 +396,7 @@ sealed against shrinking; pass what HostPool.share() returns""",
         loose = PoolHandle(file, 6, 1, BLOCK, True, [BLOCK])
         with pytest.raises(ValueError, match="sealed against shrinking"):
             HostPool.attach(layout(), loose)
+        os.close(file)
 
 
 def test_what_is_no_handle_is_refused_at_the_socket() -> None:
