@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE, in_time
+from patience import in_time
 from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import pool as vllm_pool
 from torch_kvswap.integrations.vllm import rows as vllm_rows
 from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer, RowsServer
@@ -89,19 +88,17 @@ def test_a_caller_that_hangs_up_is_not_the_scheduler(engine):
 
 
 def test_another_user_is_given_nothing(engine, monkeypatch):
-    asked = threading.Event()
-
-    def other(connection: socket.socket) -> int:
-        asked.set()
-        return os.getuid() + 1
-
-    for end in (vllm_pool, vllm_rows):
-        monkeypatch.setattr(end, "user_of", other)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pool_of() as pool:
         server = RowsServer(engine, pool.share(), "")
-        with pytest.raises(RuntimeError, match="it belongs to another user"):
+        with pytest.raises(
+            PermissionError, match=f"socket belongs to user {own}, and this process"
+        ):
             Rows(engine)
-        assert asked.wait(PATIENCE)
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(vllm_rows._address(engine))
+            assert caller.recv(1) == b""
         assert server._thread.is_alive()
         server.close()
 

@@ -34,8 +34,8 @@ def in_child(body: Callable[[], object]) -> int:
 
 
 @contextmanager
-def live_fork() -> Iterator[None]:
-    """A forked process lives and does nothing."""
+def live_fork() -> Iterator[int]:
+    """A forked process lives and does nothing. Its number."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -43,7 +43,7 @@ def live_fork() -> Iterator[None]:
         os.read(read_end, 1)
         os._exit(0)
     try:
-        yield
+        yield child
     finally:
         os.close(write_end)
         os.waitpid(child, 0)

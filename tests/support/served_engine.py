@@ -16,11 +16,13 @@ from patience import PATIENCE, in_time
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockStats, client
+from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.server import PageServer
 
 # No test depends on speed; those of a server that hangs set their own.
 client.DEADLINE = client.JOINING = PATIENCE
 client.FIRST_PAUSE = client.LONGEST_PAUSE = 0.01
+page_server.QUARANTINE = 0.0
 PAGE_BYTES = HostPool.page_bytes_of(
     PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]), page_alignment=4096
 )

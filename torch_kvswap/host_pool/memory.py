@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
@@ -28,8 +30,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Mapping:
     """Zeroed memory of `nbytes`, mapped until `tensor` (uint8) and every view of it are gone.
 
-    Maps `fd`, a file from create_file() that this object closes; without one private memory, which
-    a forked child sees as zeros. huge_pages=False keeps the kernel from using transparent ones.
+    Maps the file of `fd`, from create_file(), and keeps a descriptor of its own. Without `fd` it
+    maps private memory, which a forked child sees as zeros. huge_pages=False keeps the kernel from
+    using transparent ones.
 
     Raises:
         RuntimeError: the kernel does not map the memory.
@@ -37,9 +40,9 @@ class Mapping:
 
     def __init__(self, nbytes: int, fd: int | None = None, huge_pages: bool = True) -> None:
         self.nbytes = nbytes
-        self.fd = fd
+        self._is_private = fd is None
         if fd is not None:
-            self._close_file = weakref.finalize(self, os.close, fd)
+            self._file = Descriptors(os.dup, fd)
             status = os.fstat(fd)
             mapped = status.st_size
             unit = status.st_blksize  # the huge page size, if the file is on huge pages
@@ -52,6 +55,9 @@ class Mapping:
         weakref.finalize(memory, native.unmap_host, address, mapped).atexit = False
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address, self._last = address, address + mapped
+        if fd is None:
+            of = f" {os.getpid()} {self.address:x}-{self._last:x}"
+            self._file = promise(nbytes, of)
         # From Linux 6.1 on also where the setting for shared memory is "never".
         self._collapse = fd is not None and huge_pages and unit == SYSTEM_PAGE
         self._cpus: list[int] = []
@@ -61,11 +67,15 @@ class Mapping:
         """Bytes that the kernel has put on huge pages so far."""
         return min(self.nbytes, system.huge_bytes(self.address, self._last))
 
+    @property
+    def fd(self) -> int | None:
+        """The descriptor of the file; None for private memory."""
+        return None if self._is_private else self._file.fd
+
     def release(self) -> None:
         """Drops the tensor and closes the file. The memory is unmapped with its last view."""
         vars(self).pop("tensor", None)  # it may be called again
-        if self.fd is not None:
-            self._close_file()
+        self._file.close()
 
     def place(self, device: torch.device, numa_node: int | None) -> None:
         """Places the pages on a NUMA node when they are first touched, while it has memory.
@@ -106,8 +116,9 @@ class TorchMemory:
     huge_bytes = 0  # torch does not report it
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
-        check_room(nbytes, page_bytes, reserved=False)
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).zero_()
+        with _has_room(nbytes, page_bytes):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self.tensor = memory.zero_()
         if not self.tensor.is_pinned():
             raise RuntimeError("torch has allocated memory that is not pinned")
         self.address, self.nbytes = self.tensor.data_ptr(), nbytes
@@ -130,8 +141,8 @@ class DriverMemory:
     huge_bytes = 0  # the driver does not report it
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
-        check_room(nbytes, page_bytes, reserved=False)
-        allocated = native.allocate_host(device.index, nbytes + MAX_ALIGNMENT)
+        with _has_room(nbytes, page_bytes):  # the driver touches all of it
+            allocated = native.allocate_host(device.index, nbytes + MAX_ALIGNMENT)
         self.address = -(-allocated // MAX_ALIGNMENT) * MAX_ALIGNMENT
         memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
         # Not at exit, when copies may still run.
@@ -158,9 +169,40 @@ def map_new(nbytes: int, page_bytes: int, huge_pages: bool | None, *, shared: bo
     Raises:
         ValueError: the machine does not have this much memory.
     """
-    check_room(nbytes, page_bytes, reserved=huge_pages is True)
-    fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
-    return Mapping(nbytes, fd, huge_pages is not False)
+    is_reserved = huge_pages is True
+    check_room(nbytes, page_bytes, reserved=is_reserved)
+    if not shared and not is_reserved:
+        mapping = Mapping(nbytes, None, huge_pages is not False)
+        try:
+            check_room(nbytes, page_bytes, reserved=False, own=mapping._file.fd)
+        except ValueError:
+            mapping.release()  # now: it counts while the exception lives
+            raise
+        return mapping
+    with contextlib.closing(create_file(nbytes, is_reserved)) as file:
+        check_room(nbytes, page_bytes, reserved=is_reserved, own=file.fd)
+        return Mapping(nbytes, file.fd, huge_pages is not False)
+
+
+@contextlib.contextmanager
+def _has_room(nbytes: int, page_bytes: int) -> Iterator[None]:
+    """Promises memory while it is allocated and touched."""
+    check_room(nbytes, page_bytes, reserved=False)
+    with contextlib.closing(promise(nbytes)) as file:
+        check_room(nbytes, page_bytes, reserved=False, own=file.fd)
+        yield
+
+
+def promise(nbytes: int, of: str = "") -> Descriptors:
+    """Makes a file of this size, without memory, that check_room() counts in all processes until it
+    is closed.
+
+    Args:
+        of (str): the process and the range of addresses where the memory is touched.
+    """
+    file = Descriptors(os.memfd_create, f"torch_kvswap{of}", os.MFD_CLOEXEC)
+    os.ftruncate(file.fd, nbytes)
+    return file
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -172,25 +214,23 @@ def _node_of(device: torch.device) -> int | None:
     return system.numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
-def create_file(nbytes: int, huge_pages: bool) -> int:
+def create_file(nbytes: int, huge_pages: bool) -> Descriptors:
     """Creates an unnamed memory file of a fixed size, rounded up to whole (huge) pages.
 
     It is freed when the last process that has it ends, even if that process is killed. No process
-    can change its size. Returns the file descriptor.
+    can change its size. The size of /dev/shm does not limit it. Its memory is not reserved here,
+    which takes as long as touching it with one thread: touch() reports what is missing.
 
     Raises:
         OSError: the kernel does not create the file.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     size = system.reserved_huge_pages().size if huge_pages else SYSTEM_PAGE
-    fd = os.memfd_create("torch_kvswap", flags)
-    try:
-        os.ftruncate(fd, -(-nbytes // size) * size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except (OSError, OverflowError):
-        os.close(fd)
-        raise
-    return fd
+    name = "torch_kvswap_huge" if huge_pages else "torch_kvswap"  # see system.promised_bytes()
+    file = Descriptors(os.memfd_create, name, flags)
+    os.ftruncate(file.fd, -(-nbytes // size) * size)
+    fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS)
+    return file
 
 
 class Registration:

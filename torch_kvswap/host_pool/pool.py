@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -290,7 +289,7 @@ class HostPool(NotCopyable):
             layout, kept, None, pin_in_background, None, DEFAULT_CHUNK_BYTES, verify
         )._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
-        mapping = Mapping(shape.mapped_bytes, os.dup(handle.fd), handle.huge_pages)
+        mapping = Mapping(shape.mapped_bytes, handle.fd, handle.huge_pages)
         pool = cls.__new__(cls)
         pool._shares_huge_pages = handle.huge_pages
         pool._open(layout, shape, mapping, kept, pinning)
@@ -387,7 +386,7 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
         kept = self._memory.tensors, self._memory.encoding, self.verify
         rows = self._shape.page_alignment, self._shape.parts
-        return PoolHandle(os.dup(fd), *shape, *kept, *rows)
+        return PoolHandle(fd, *shape, *kept, *rows)
 
     def view_for(
         self,

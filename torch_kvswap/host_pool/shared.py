@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
 import struct
-import weakref
 from collections.abc import Sequence
 
 from torch_kvswap._native.arguments import (
@@ -17,6 +17,8 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
+from torch_kvswap._native.descriptors import Descriptors
+from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap.encoding.slot import (
     RAW,
     VERIFY,
@@ -85,15 +87,18 @@ class PoolHandle(NotCopyable):
         self.verify: VerifyName = read_verify(verify)
         self.page_alignment = read_page_alignment(page_alignment)
         self.parts = read_int("parts", parts, 0)
-        self._fd = read_int("fd", fd, 0, INT32_MAX)
-        self.close = weakref.finalize(self, os.close, self._fd)
+        self._file = Descriptors(os.dup, read_int("fd", fd, 0, INT32_MAX))
 
     def __repr__(self) -> str:
         return (
             f"PoolHandle(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
             f"page_bytes={self.page_bytes}, encoding={self.encoding!r}, "
-            f"{f'fd={self._fd}' if self.close.alive else 'closed'})"
+            f"{f'fd={self.fd}' if self._file.fds else 'closed'})"
         )
+
+    def close(self) -> None:
+        """Closes the descriptor. Idempotent."""
+        self._file.close()
 
     @property
     def fd(self) -> int:
@@ -101,9 +106,9 @@ class PoolHandle(NotCopyable):
 
         Raises RuntimeError after close(), when another file may have this number.
         """
-        if not self.close.alive:
+        if not self._file.fds:
             raise RuntimeError("the handle of the host pool is closed; share() the pool again")
-        return self._fd
+        return self._file.fd
 
     def send(self, connection: socket.socket) -> None:
         """Sends the handle to a receive() at the other end. This handle stays open.
@@ -115,6 +120,7 @@ class PoolHandle(NotCopyable):
             TypeError: connection is not a socket.
             ValueError: it is not a Unix stream socket.
             ConnectionError: it is not connected, or the other end was closed.
+            PermissionError: the other end belongs to another user.
             RuntimeError: the handle is closed.
         """
         _check_connection(connection)
@@ -138,14 +144,16 @@ class PoolHandle(NotCopyable):
             PoolHandle: with a descriptor of its own.
 
         Raises:
-            TypeError, ValueError, ConnectionError: see send(); also if something else was sent.
+            TypeError, ValueError, ConnectionError, PermissionError: see send(); also if something
+                else was sent, or the memory belongs to another user.
         """
         _check_connection(connection)
-        message, fds, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
-        try:
-            for fd in fds:
-                os.set_inheritable(fd, False)
-            message = _receive_rest(connection, message, fds, _HEAD.size)
+        room_for_one = socket.CMSG_LEN(4)
+        came = Descriptors(connection.recvmsg, _HEAD.size, room_for_one, socket.MSG_CMSG_CLOEXEC)
+        with contextlib.closing(came):
+            for fd in came.fds:
+                check_owner("the memory of the host pool", os.fstat(fd).st_uid)
+            message = _receive_rest(connection, came.returned[0][0], came.fds, _HEAD.size)
             magic, version, *numbers, width, verify, page_alignment, parts, nbytes = _HEAD.unpack(
                 message
             )
@@ -161,17 +169,13 @@ class PoolHandle(NotCopyable):
                 encoding = encoding_of(width)
                 verified = VERIFY[read_int("verify", verify, 0, len(VERIFY) - 1)]
                 nbytes = read_int("the size of its description", nbytes, 1, _MAX_BYTES)
-                tensors = json.loads(_receive_rest(connection, b"", fds, nbytes))
+                tensors = json.loads(_receive_rest(connection, b"", came.fds, nbytes))
                 if not isinstance(tensors, list) or not all(isinstance(it, str) for it in tensors):
                     raise ValueError("it describes no tensors")
                 numbers += [tensors, encoding, verified, page_alignment, parts]
-                return cls(fds[0], *numbers)
+                return cls(came.fd, *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
-        except BaseException:  # a timeout, a signal
-            for fd in fds:
-                os.close(fd)
-            raise
 
     def _check(self, shape: PoolShape, layout: PagedLayout) -> None:
         """Checks that a pool of this shape can attach to the handle.
@@ -239,3 +243,5 @@ def _check_connection(connection: object) -> None:
         raise ConnectionError(
             "connection is not connected; connect it to the other process first"
         ) from error
+    pid, uid = peer_of(connection)
+    check_owner(f"process {pid} at the other end of the socket", uid)

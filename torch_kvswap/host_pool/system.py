@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -14,6 +15,10 @@ from torch_kvswap._native.arguments import bytes_text, count_of
 # By the transfers of a lane in a second, in 10^9.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 _LANE_BYTES = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
+
+# Files of pools, see memory.create_file() and memory.promise().
+_POOL_FILE = re.compile(r"/memfd:torch_kvswap(?: (\d+) ([0-9a-f]+)-([0-9a-f]+))? \(deleted\)")
+_SMALL_PART = 1 << 10  # of the room: a smaller pool need not know what others have been promised
 
 ROOT = Path("/")  # contains proc and sys; tests use another folder
 
@@ -165,17 +170,57 @@ def _limit(folder: Path, limit_name: str, usage_name: str, inactive_name: str) -
 
 def huge_bytes(first: int, last: int) -> int:
     """Bytes on huge pages in the mappings between two addresses."""
+    of = "AnonHugePages|ShmemPmdMapped|FilePmdMapped|\\w+_Hugetlb"
+    return _mapped_bytes("self", first, last, of)
+
+
+def _mapped_bytes(process: str, first: int, last: int, of: str) -> int:
+    """The sum of these values of a process's mappings between two addresses."""
     kilobytes, inside = 0, False
-    for line in _read("proc/self/smaps").splitlines():
+    for line in _read(f"proc/{process}/smaps").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = first <= int(found[1], 16) and int(found[2], 16) <= last
-        elif inside and (
-            found := re.match(
-                r"(?:AnonHugePages|ShmemPmdMapped|FilePmdMapped|\w+_Hugetlb):\s+(\d+) kB", line
-            )
-        ):
+        elif inside and (found := re.match(rf"(?:{of}):\s+(\d+) kB", line)):
             kilobytes += int(found[1])
     return kilobytes << 10
+
+
+def promised_bytes(own: int) -> tuple[int, int]:
+    """Bytes that pools have been promised and have not touched, as far as the kernel shows them to
+    this process: of this user's processes, and of those of them in its control group.
+
+    Args:
+        own (int): file descriptor of a pool that is left out.
+    """
+    seen = {os.fstat(own).st_ino}
+    group, promised, in_group = _read("proc/self/cgroup"), 0, 0
+    for process in _processes():
+        for found, status in _pool_files(process):
+            pid, first, last = found.groups()
+            if status.st_ino in seen or pid not in (None, process):  # None: forked children share
+                continue
+            seen.add(status.st_ino)
+            left = status.st_size - 512 * status.st_blocks
+            if pid is not None:
+                left -= _mapped_bytes(process, int(first, 16), int(last, 16), "Rss")
+            promised += max(left, 0)
+            in_group += max(left, 0) if _read(f"proc/{process}/cgroup") == group else 0
+    return promised, in_group
+
+
+def _processes() -> list[str]:
+    with contextlib.suppress(OSError):
+        return [name for name in os.listdir(ROOT / "proc") if name.isdecimal()]
+    return []
+
+
+def _pool_files(process: str) -> Iterator[tuple[re.Match[str], os.stat_result]]:
+    """The open files of a process that stand for memory of a pool."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for file in (ROOT / "proc" / process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if found := _POOL_FILE.fullmatch(os.readlink(file)):
+                    yield found, file.stat()
 
 
 def _meminfo() -> dict[str, int]:
@@ -206,12 +251,14 @@ class NoRoomError(ValueError):
     otherwise: str
 
 
-def check_room(nbytes: int, page_bytes: int, *, reserved: bool) -> None:
+def check_room(nbytes: int, page_bytes: int, *, reserved: bool, own: int | None = None) -> None:
     """Raises ValueError if the machine has no room for a pool of this size and pages, on reserved
     huge pages or others, and a NoRoomError on others. The message has the limit, and how many
     pages fit.
 
-    Without this check the kernel would kill the process when it touches the memory.
+    Without this check the kernel would kill the process when it touches the memory. With `own`, the
+    pool's file, what other pools have been promised is no room. They see this file already: of
+    those that ask at the same time too few may get memory, but never too many.
     """
     if reserved:
         _check_huge_pages(nbytes, page_bytes)
@@ -220,25 +267,38 @@ def check_room(nbytes: int, page_bytes: int, *, reserved: bool) -> None:
     rooms = [limit.left for limit in limits]
     if available is not None:
         rooms.append(available)
+    promised = in_group = 0
+    if own is not None and nbytes > min(rooms, default=nbytes) // _SMALL_PART:
+        promised, in_group = promised_bytes(own)
+        rooms = [limit.left - in_group for limit in limits]
+        if available is not None:
+            rooms.append(available - promised)
     if nbytes <= min(rooms, default=nbytes):
         return
     needed = f"the pages need {bytes_text(nbytes)} of host memory"
-    if available is not None and nbytes > available:
+    if available is not None and nbytes > available - promised:
         problem = (
             f"{needed}, of which {bytes_text(available)} are available (MemAvailable in "
-            "/proc/meminfo)"
+            f"/proc/meminfo){_promised_text(promised)}"
         )
         otherwise = "end what uses the memory"
     else:
-        limit = next(limit for limit in limits if nbytes > limit.left)
+        limit = next(limit for limit in limits if nbytes > limit.left - in_group)
         problem = (
             f"{needed}, and the control group of this process has "
             f"{bytes_text(max(limit.left, 0))} left of {bytes_text(limit.allowed)} ({limit.file})"
+            f"{_promised_text(in_group)}"
         )
         otherwise = "raise the memory limit of the container or service"
     error = NoRoomError(f"{problem}; {_smaller_pool(min(rooms), page_bytes)}{otherwise}")
     error.problem, error.room, error.otherwise = problem, min(rooms), otherwise
     raise error
+
+
+def _promised_text(nbytes: int) -> str:
+    if not nbytes:
+        return ""
+    return f", {bytes_text(nbytes)} of them promised to other host pools, which have not used them"
 
 
 def _check_huge_pages(nbytes: int, page_bytes: int) -> None:

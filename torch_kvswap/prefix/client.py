@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
+from torch_kvswap._native.owner import check_owner, peer_of
+from torch_kvswap._native.process_lock import open_lock
 from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
 from torch_kvswap.host_pool.description import describe_page
@@ -133,7 +135,11 @@ class Session(NotCopyable):
                 self._session = self._generation = 0
                 self._pools.let_go()
             hello = {**self._cache, **self._names, "session": self._session}
-            connection.sendall(pack(Op.HELLO, data=json.dumps(hello).encode()))
+            message = pack(Op.HELLO, data=json.dumps(hello).encode())
+            with contextlib.closing(open_lock()) as lock:
+                sent = socket.send_fds(connection, [message], lock.fds)
+            if sent < len(message):  # sending nothing fails if the server has closed already
+                connection.sendall(message[sent:])
             session, resets = receive(connection, HEAD.size + 16)[0]
             with contextlib.ExitStack() as received:
                 handles = []
@@ -203,6 +209,7 @@ class Session(NotCopyable):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(DEADLINE)
             connection.connect(self._path)
+            _check_server(connection, self._path)
             connection.sendall(pack(Op.LEAVE, [self._session, self._generation]))
 
     def _hang_up(self, connection: socket.socket) -> None:
@@ -625,19 +632,16 @@ def describe(
 def connect_to(path: str) -> tuple[socket.socket, int]:
     """A connection to the server, and its generation: another one has other memory.
 
-    Raises OSError if there is none, and ValueError if it refuses.
+    Raises OSError if there is none or it is another user's, and ValueError if it refuses.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(JOINING)
-        try:
+        with _needs_server(path):
             connection.connect(path)
+        _check_server(connection, path)
+        with _needs_server(path):
             numbers, magic = receive(connection)
-        except OSError as error:
-            raise ConnectionError(
-                f"no server answers at {path}: {error}; start one with "
-                f"`python -m torch_kvswap serve --socket {path} --memory ...`"
-            ) from error
         if magic != MAGIC or len(numbers) != 2:
             raise ConnectionError(f"what answers at {path} is no server of this library")
         version, generation = numbers
@@ -650,6 +654,21 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
         connection.close()
         raise
     return connection, generation
+
+
+@contextlib.contextmanager
+def _needs_server(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConnectionError(
+            f"no server answers at {path}: {error}; start one with "
+            f"`python -m torch_kvswap serve --socket {path} --memory ...`"
+        ) from error
+
+
+def _check_server(connection: socket.socket, path: str) -> None:
+    check_owner(f"the server at {path}", peer_of(connection)[1])
 
 
 def receive(connection: socket.socket, at_once: int = READ_BYTES) -> tuple[array[int], bytes]:

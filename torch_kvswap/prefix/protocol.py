@@ -23,7 +23,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 6
+VERSION = 7
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -33,7 +33,8 @@ MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
 class Op(IntEnum):
     """Requests, with their numbers. Those that are marked so get no answer."""
 
-    HELLO = 1  # JSON. The answer: session, `resets` of the index; then come the PoolHandles
+    # JSON, and open_lock(). The answer: session, `resets` of the index; then come the PoolHandles
+    HELLO = 1
     LOOKUP = 2  # whether it is asked again, keys. The answer: a Lookup, `resets` of the index
     # The answers of these three: reservation, lease, of each group the number of pages, then of
     # each the indices of the keys, then of each the pages; nothing if nothing is reserved.

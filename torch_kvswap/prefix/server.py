@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import heapq
 import itertools
 import json
 import os
@@ -11,7 +13,7 @@ import secrets
 import selectors
 import socket
 import stat
-import struct
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +25,8 @@ import numpy as np
 from torch_kvswap._C import LoadReservation
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.log import log
+from torch_kvswap._native.owner import check_owner, peer_of
+from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
 from torch_kvswap.below.store import PageStore
@@ -45,22 +49,30 @@ from torch_kvswap.prefix.protocol import (
 )
 from torch_kvswap.prefix.tier import Tier
 
+QUARANTINE = 5.0  # seconds in which no page is used that a dead engine may have been writing
+_LOCK_SECONDS = 0.1  # how late it is seen at most that a dead engine's forked children have ended
+_HELLO_SECONDS = 30.0  # until a connection has said who it is
+_PAUSE_SECONDS = 1.0  # of the listener, while there are no file descriptors
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
 _LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
+_NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
 @dataclass(eq=False)
 class _Session:
     """An engine, or its scheduler or one of its workers if these are processes of their own. It
-    outlives its connection while it has pages and its process lives, and those of its workers.
+    outlives its connection while it has pages and its process lives, those of its workers, and
+    those that were forked from them.
     """
 
     number: int  # names it when it connects again
     connection: socket.socket | None  # None when it is lost
     process: int  # a file descriptor, readable when the process has ended
     pid: int
+    lock: int | None = None  # a file descriptor, see process_lock.is_free(); a scheduler has none
+    is_dead: bool = False  # its process has ended
     received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
     unsent: bytes = b""  # what it has not taken; until then nothing is received from it
     engine: str = ""  # its name, if scheduler and workers are sessions of their own
@@ -68,6 +80,7 @@ class _Session:
     workers: int = 0  # of a scheduler: how many its engine has
     is_member: bool = False  # its cache fits to the pages
     waits: bool = False  # it has said MEET, and has no answer yet
+    deadline: float = 0.0  # by which it must have said HELLO or MEET
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
     reservations: dict[int, Reservation] = field(default_factory=dict)  # those that are open
@@ -175,7 +188,7 @@ class PageServer:
     Raises:
         RuntimeError: another server has this socket.
         OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
-            that is no socket has this name.
+            that is no socket has this name. PermissionError: one of another user has it.
         ImportError, ValueError: see `below` of PrefixCache.
     """
 
@@ -194,6 +207,9 @@ class PageServer:
         self._sessions: dict[int, _Session] = {}
         self._made: _Pages | None = None
         self._is_over, self._some_ended = False, False
+        self._clock = time.monotonic
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap, see _later()
+        self._timer_numbers = itertools.count()
         self._handlers: dict[int, Callable[[_Session, Any, bytes], None]] = {
             op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
@@ -203,14 +219,18 @@ class PageServer:
                 load_digest()  # raises here, not when an engine comes
                 self._store = open_store(below)
                 undo.callback(self._store.close)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_file = os.open(f"{path}.lock", flags, 0o600)
             undo.callback(os.close, self._lock_file)
+            check_owner(f"{path}.lock", os.fstat(self._lock_file).st_uid)
             self._listener = self._listen()
+            undo.callback(self._listener.close)
+            self._spare: int | None = os.dup(self._lock_file)  # see _refuse_next()
             undo.pop_all()
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_fd)  # stop() may come after run() has ended
+        self._is_full = False  # whether it was said that there are no descriptors
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
@@ -221,8 +241,10 @@ class PageServer:
         except BlockingIOError as error:
             raise RuntimeError(f"another server has the socket {self._path}") from error
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
+            status = os.lstat(self._path)
+            if not stat.S_ISSOCK(status.st_mode):
                 raise FileExistsError(f"{self._path} is there, and is no socket")
+            check_owner(self._path, status.st_uid)
             os.unlink(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -240,8 +262,13 @@ class PageServer:
         try:
             while not self._is_over:
                 tier = None if self._made is None else self._made.tier
-                for key, events in self._selector.select(None if tier is None else _TIER_SECONDS):
+                seconds = [] if tier is None else [_TIER_SECONDS]
+                if self._timers:
+                    seconds.append(max(self._timers[0][0] - self._clock(), 0.0))
+                for key, events in self._selector.select(min(seconds, default=None)):
                     key.data(key.fileobj, events)
+                while self._timers and self._timers[0][0] <= self._clock():
+                    heapq.heappop(self._timers)[2]()
                 if tier is not None:
                     tier.poll(some_ended=self._some_ended)
                     self._some_ended = False
@@ -264,7 +291,13 @@ class PageServer:
             self._store.close()
         self._selector.close()
         self._listener.close()
+        if self._spare is not None:
+            os.close(self._spare)
         os.close(self._lock_file)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls it in run(), after so many seconds."""
+        heapq.heappush(self._timers, (self._clock() + seconds, next(self._timer_numbers), call))
 
     # Connections.
 
@@ -277,31 +310,70 @@ class PageServer:
     def _accept(self, *_: object) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # it has gone already, or there are no descriptors left
-            log.warning("an engine could not connect: %s", error)
-            return
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, uid, _ = struct.unpack("3i", credentials)
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                self._refuse_next()
+            return  # else it has gone already
+        pid, uid = peer_of(connection)
         connection.setblocking(False)
         try:
-            if uid != os.geteuid():
-                raise PermissionError(f"this server serves user {os.geteuid()}, not {uid}")
+            check_owner(f"process {pid}", uid)
             process = _process_of(connection, pid)
         except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                return self._refuse_full(connection)
             log.warning("process %d is not served: %s", pid, error)
-            with contextlib.suppress(OSError):
-                connection.send(pack(Status.REFUSED, data=str(error).encode()))
-            connection.close()
-            return
+            return _refuse(connection, str(error))
+        self._is_full = False
         session = _Session(next(self._numbers), connection, process, pid)
         self._sessions[session.number] = session
         self._selector.register(
-            process, selectors.EVENT_READ, lambda *_: self._end_session(session)
+            process, selectors.EVENT_READ, lambda *_: self._process_ended(session)
         )
         self._selector.register(
             connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
         )
         self._send(session, pack(Status.DONE, (VERSION, self._generation), MAGIC))
+        self._expect_hello(session)
+
+    def _refuse_next(self) -> None:
+        """Tells an engine that there are no file descriptors, with the one that is kept for this.
+
+        Otherwise the listener would stay readable, and select() would return at once, for ever.
+        """
+        self._selector.unregister(self._listener)
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+            with contextlib.suppress(OSError):
+                self._refuse_full(self._listener.accept()[0])
+        self._listen_again()
+
+    def _refuse_full(self, connection: socket.socket) -> None:
+        text = "this server has no file descriptors left; raise its limit (ulimit -n)"
+        if not self._is_full:
+            self._is_full = True
+            log.warning("an engine cannot connect: %s", text)
+        _refuse(connection, text)
+
+    def _listen_again(self) -> None:
+        """Waits for connections, once a descriptor is reserved."""
+        try:
+            self._spare = os.dup(self._lock_file)
+        except OSError:
+            return self._later(_PAUSE_SECONDS, self._listen_again)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _expect_hello(self, session: _Session) -> None:
+        """Disconnects a session that does not say HELLO or MEET in time."""
+        session.deadline = self._clock() + _HELLO_SECONDS
+        self._later(_HELLO_SECONDS, lambda: self._end_silent(session))
+
+    def _end_silent(self, session: _Session) -> None:
+        is_silent = not (session.is_member or session.waits)
+        if is_silent and session.connection is not None and session.deadline <= self._clock():
+            log.warning("process %d has said nothing for %g s", session.pid, _HELLO_SECONDS)
+            self._disconnect(session)
 
     def _serve(self, session: _Session, events: int) -> None:
         """Receives, or sends the rest of an answer."""
@@ -312,7 +384,7 @@ class PageServer:
             if events & selectors.EVENT_WRITE:
                 self._send(session)
             else:
-                data = connection.recv(READ_BYTES)
+                data = self._receive(session, connection)
                 if not data:
                     return self._disconnect(session)
                 session.received += data
@@ -325,6 +397,16 @@ class PageServer:
                 text = str(error) or type(error).__name__
                 log.warning("the connection of process %d is closed: %s", session.pid, text)
                 self._disconnect(session)
+
+    def _receive(self, session: _Session, connection: socket.socket) -> bytes:
+        if session.is_member:
+            return connection.recv(READ_BYTES)
+        data, fds, _, _ = socket.recv_fds(connection, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        for lock in fds:
+            if session.lock is not None:
+                os.close(session.lock)
+            session.lock = lock
+        return data
 
     def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
         # A member has said HELLO or MEET, once. LEAVE may come first: for a session that is lost.
@@ -370,6 +452,26 @@ class PageServer:
         if not session.has_pages and not is_worker:
             self._end_session(session)
 
+    def _process_ended(self, session: _Session) -> None:
+        session.is_dead = True
+        self._unwatch(session)
+        self._await_forks(session)
+
+    def _unwatch(self, session: _Session) -> None:
+        if session.process in self._selector.get_map():
+            self._selector.unregister(session.process)
+
+    def _await_forks(self, session: _Session) -> None:
+        """Ends the session of a process that has ended when what was forked from it has, too: until
+        then its copies may run.
+        """
+        if session.number not in self._sessions:
+            return
+        if session.lock is None or is_free(session.lock):
+            self._end_session(session)
+        else:
+            self._later(_LOCK_SECONDS, lambda: self._await_forks(session))
+
     def _end_session(self, session: _Session) -> None:
         """No copy of the engine uses a page any more: its process has ended, or it says so.
 
@@ -382,7 +484,7 @@ class PageServer:
         if is_in_use and any(other.is_member for other in others):
             if not session.is_over:
                 session.is_over = True
-                self._selector.unregister(session.process)
+                self._unwatch(session)
                 self._disconnect(session)
             return
         self._drop(session)
@@ -400,24 +502,37 @@ class PageServer:
         ]
 
     def _drop(self, session: _Session) -> None:
-        """Frees what an engine has reserved, and forgets it."""
+        """Frees what an engine has reserved, and forgets it. What an engine that has not said that
+        its copies have ended may have been writing is freed later.
+        """
         del self._sessions[session.number]
-        for reservation in session.reservations.values():
-            if isinstance(reservation, LoadReservation):
-                self._manager.complete(reservation)
-            else:
-                self._manager.fail(reservation)
-        for lease in session.leases:
-            self._manager.release(lease)
-        if session.lent:
-            self._manager.take_back(list(session.lent))
+        self._unwatch(session)
+        os.close(session.process)
+        if session.lock is not None:
+            os.close(session.lock)
+        reserved = list(session.reservations.values())
+        leases, lent = list(session.leases), list(session.lent)
         for held in (session.reservations, session.leases, session.lent):
             held.clear()
-        if not session.is_over:
-            self._selector.unregister(session.process)
-        os.close(session.process)
         self._disconnect(session)
-        self._some_ended = True
+
+        def free() -> None:
+            for reservation in reserved:
+                if isinstance(reservation, LoadReservation):
+                    self._manager.complete(reservation)
+                else:
+                    self._manager.fail(reservation)
+            for lease in leases:
+                self._manager.release(lease)
+            if lent:
+                self._manager.take_back(lent)
+            self._some_ended = True
+
+        is_written = lent or any(not isinstance(one, LoadReservation) for one in reserved)
+        if is_written and (session.is_dead or session.is_over):
+            self._later(QUARANTINE, free)
+        else:
+            free()
 
     # Requests.
 
@@ -443,6 +558,8 @@ class PageServer:
 
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
+        if session.lock is None or is_free(session.lock):
+            raise ValueError("this engine has sent no lock that its process holds")
         cache = json.loads(data)
         self._enter(session, cache)
         if self._made is None:
@@ -482,7 +599,7 @@ class PageServer:
             )
             if not (session.engine and is_same and other.is_member and not other.is_over):
                 continue
-            if other.connection is None and other.pid == session.pid:
+            if other.connection is None and other.pid == session.pid and not other.is_dead:
                 self._drop(other)  # it has not heard that it had joined
             else:
                 raise ValueError(
@@ -510,6 +627,8 @@ class PageServer:
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.waits, one.is_member = False, one.is_scheduler
                 self._answer(one, [one.number, pages, self._resets])
+                if not one.is_member:
+                    self._expect_hello(one)
 
     def _on_hold(self, session: _Session, counts: array[int], data: bytes) -> None:
         answer = array("q")
@@ -651,6 +770,11 @@ class PageServer:
         if generation == self._generation and ended is not None and ended.pid == session.pid:
             self._end_session(ended)
         self._end_session(session)
+
+
+def _refuse(connection: socket.socket, why: str) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.send(pack(Status.REFUSED, data=why.encode()))
 
 
 def _process_of(connection: socket.socket, pid: int) -> int:

@@ -172,7 +172,8 @@ def test_a_fork_may_drop_its_mapping_while_the_parent_goes_on() -> None:
 
 
 def test_a_file_keeps_its_size_and_has_no_name() -> None:
-    file = create_file(10_000, huge_pages=False)
+    made = create_file(10_000, huge_pages=False)
+    file = made.fd
     assert os.fstat(file).st_size == 3 * mmap.PAGESIZE
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
@@ -180,7 +181,6 @@ def test_a_file_keeps_its_size_and_has_no_name() -> None:
     assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fixed == fixed
     assert os.fstat(file).st_nlink == 0
     assert not os.get_inheritable(file)
-    os.close(file)
 
 
 def test_a_file_that_cannot_have_its_size_is_closed() -> None:

@@ -4,12 +4,14 @@ remedy.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
+from processes import in_child, live_fork
 
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import map_new
@@ -56,6 +58,57 @@ def test_only_reserved_huge_pages_limit_a_pool_on_them(tree: Path) -> None:
         map_new(7 * MIB, MIB, True, shared=False)
     with pytest.raises(ValueError, match="of which 104857600 bytes are available"):
         map_new(101 * MIB, MIB, None, shared=False)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """It has 100 MiB available, whatever is used, and these processes."""
+    processes = [str(os.getpid())]
+    monkeypatch.setattr(system, "available_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(system, "control_group_limits", lambda: [])
+    monkeypatch.setattr(system, "_processes", lambda: processes)
+    return processes
+
+
+def refusal(mib: int, shared: bool) -> str:
+    """Why there is no such pool; "" if there is."""
+    try:
+        map_new(mib * MIB, MIB, None, shared=shared).release()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pools_of_all_processes_share_the_room(shared: bool, machine: list[str]) -> None:
+    def is_shared() -> bool:
+        named = f"{60 * MIB} bytes of them promised to other host pools"
+        return refusal(40, shared) == "" and named in refusal(41, shared)
+
+    first = map_new(60 * MIB, MIB, None, shared=shared)
+    with live_fork() as child:  # it has no memory of its own
+        machine.append(str(child))
+        assert in_child(is_shared) == 1
+        assert is_shared()
+    first.touch(0, 60 * MIB)  # what is touched is not available any more
+    assert refusal(100, shared) == ""
+    first.release()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_of_two_that_ask_at_once_not_both_get_room(
+    shared: bool, machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised, second = system.promised_bytes, []
+
+    def ask_meanwhile(own: int) -> tuple[int, int]:
+        monkeypatch.setattr(system, "promised_bytes", promised)
+        second.append(refusal(60, shared))
+        return promised(own)
+
+    monkeypatch.setattr(system, "promised_bytes", ask_meanwhile)
+    assert refusal(60, shared) == ""
+    assert "promised to other host pools" in second[0]
 
 
 def test_gib_and_the_pages_that_fit_are_named(tree: Path) -> None:

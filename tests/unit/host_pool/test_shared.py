@@ -11,8 +11,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
@@ -56,8 +58,58 @@ def test_a_handle_goes_through_a_socket() -> None:
     assert other.pages.data_ptr() != pool.pages.data_ptr()
 
 
+def test_memory_of_another_user_is_neither_sent_nor_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, own = HostPool(layout(), 4, shared=True), os.geteuid()
+    handle = pool.share()
+    here, there = socket.socketpair()
+    with here, there:
+        handle.send(here)
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        for pass_on in (lambda: handle.send(here), lambda: PoolHandle.receive(there)):
+            with pytest.raises(PermissionError, match=f"socket belongs to user {own}, and this"):
+                pass_on()
+        before = open_files()
+        monkeypatch.setattr(shared, "peer_of", lambda _: (0, own + 1))
+        with pytest.raises(PermissionError, match=f"memory of the host pool belongs to user {own}"):
+            PoolHandle.receive(there)
+        assert open_files() == before
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("call", ["HostPool", "share", "attach", "receive"])
+def test_an_interruption_leaves_no_file_open(call: str) -> None:
+    cache, interrupter = layout(), Interrupter()
+    pool = HostPool(cache, 4, shared=True)
+    handle = pool.share()
+
+    def receive() -> PoolHandle:
+        handle.send(here)
+        return PoolHandle.receive(there)
+
+    makes: dict[str, Callable[[], Any]] = {
+        "HostPool": lambda: HostPool(cache, 4, shared=True),
+        "share": pool.share,
+        "attach": lambda: HostPool.attach(cache, handle),
+        "receive": receive,
+    }
+    gc.collect()
+    for at in count(1):
+        here, there = socket.socketpair()
+        with here, there:
+            before = open_files()
+            made: list[Any] = []
+            is_stopped = interrupter.stops(at, lambda made=made: made.append(makes[call]()))
+            for one in made:
+                one.close()
+            assert open_files() == before, at
+        if not is_stopped:
+            break
+    assert at > 20
 
 
 def test_a_closed_handle_sends_no_other_file() -> None:
@@ -361,6 +413,7 @@ def test_a_handle_with_many_tensors_comes_in_parts() -> None:
         sender.start()
         assert PoolHandle.receive(there).tensors == tensors
         sender.join()
+    os.close(fd)
 
 
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
@@ -382,6 +435,7 @@ sealed against shrinking; pass what HostPool.share() returns""",
         loose = PoolHandle(file, 6, 1, BLOCK, True, [f"uint8 [blocks, {BLOCK}]"])
         with pytest.raises(ValueError, match="sealed against shrinking"):
             HostPool.attach(layout(), loose)
+        os.close(file)
 
 
 def test_what_is_no_handle_is_refused_at_the_socket() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import stat
 import weakref
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -18,9 +20,10 @@ from processes import in_child
 from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_process, serving
 
 from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
-from torch_kvswap.prefix import BlockGroup
+from torch_kvswap.prefix import BlockGroup, client
 from torch_kvswap.prefix.client import RemoteReservation
 from torch_kvswap.prefix.manager import Lookup
+from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
 
@@ -368,19 +371,53 @@ ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list
     )
 
 
-def test_the_socket_is_for_this_user_only(path: str) -> None:
-    with serving(path):
+def test_the_socket_is_for_this_user_only(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    with serving(path), socket.socket(socket.AF_UNIX) as connection:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        if os.geteuid() != 0:
-            return
-        os.chmod(path, 0o666)  # whoever can connect is refused all the same
-        os.chmod(os.path.dirname(path), 0o777)
+        # Whoever can connect is refused all the same.
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        connection.connect(path)
+        with pytest.raises(
+            ValueError, match=f"belongs to user {own}, and this .* to user {own + 1}"
+        ):
+            client.receive(connection)
 
-        def another_user() -> bool:
-            os.setuid(65534)
-            return "this server serves user 0, not 65534" in error_text(ServedEngine, path)
 
-        assert in_child(another_user) == 1
+def test_an_engine_tells_another_users_server_nothing(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(client, "JOINING", 0.1)
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(path)
+        squatter.listen()
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        error = error_text(ServedEngine, path).replace(path, "PATH").replace("\n", " ")
+        assert error == (
+            f"PermissionError: the server at PATH belongs to user {own}, and this process to user "
+            f"{own + 1}; run both as one user, and share nothing in a folder that other users may "
+            "write"
+        )
+        connection, _ = squatter.accept()
+        with connection:
+            assert connection.recv(1) == b""
+
+
+def test_a_server_takes_no_place_of_another_user(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.geteuid()
+    Path(f"{path}.lock").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: own + 1)
+        with pytest.raises(PermissionError, match=f"pages.lock belongs to user {own}, and this"):
+            PageServer(path, PAGE_BYTES)
+    Path(f"{path}.lock").unlink()
+    Path(f"{path}.lock").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        PageServer(path, PAGE_BYTES)
+    assert not os.path.exists(path)
 
 
 def test_a_forked_child_is_refused(path: str) -> None:

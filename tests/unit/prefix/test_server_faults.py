@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
+import resource
 import signal
 import socket
 import threading
@@ -12,13 +15,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from below_engine import bytes_of, key_of
 from error_text import error_text
 from interrupts import Interrupter
+from logged import logged
 from patience import PATIENCE, in_time
 from served_engine import (
     PAGE_BYTES,
@@ -80,6 +86,60 @@ def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: 
         assert engine.find("e").found == 0
         engine.compute("efgh")
         assert engine.load(PROMPT) == 8
+
+
+def test_a_forked_child_keeps_the_pages_of_its_killed_engine(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free, answers = page_server.is_free, list[bool]()
+    monkeypatch.setattr(
+        page_server, "is_free", lambda lock: answers.append(is_free(lock)) or answers[-1]
+    )
+    monkeypatch.setattr(page_server, "_LOCK_SECONDS", 0.001)
+    forks = f"""
+import os, signal
+child = os.fork()
+if child == 0:
+    os.close(1)
+    signal.pause()
+open({path + ".child"!r}, "w").write(str(child))
+"""
+    with serving(path), ServedEngine(path) as engine:
+        with engine_process(path, HOLDS + forks) as other:
+            before = counts(engine)
+            assert before == (24, 1, 4, 3)
+            other.send(signal.SIGKILL)
+            other.wait()
+        child = int(Path(f"{path}.child").read_text())
+        try:
+            asked = len(answers)
+            engine.until(lambda: len(answers) > asked + 10)
+            assert not any(answers)
+            assert counts(engine) == before
+        finally:
+            os.kill(child, signal.SIGKILL)
+        engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+
+
+def test_pages_that_a_killed_engine_was_writing_are_quarantined(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "QUARANTINE", 5.0)
+    now = 0.0
+    with serving(path) as server, ServedEngine(path) as engine:
+        server._clock = lambda: now
+        with ServedEngine(path) as closed, engine_process(path, HOLDS) as other:
+            closed.hold("xyz")
+            other.send(signal.SIGKILL)
+        engine.until(lambda: len(server._sessions) == 1)
+        assert counts(engine) == (24, 1, 4, 3)  # the engine that was closed has none
+        now = 4.9
+        server._wake()
+        for _ in range(10):
+            assert counts(engine) == (24, 1, 4, 3)
+        now = 5.0
+        server._wake()
+        engine.until(lambda: counts(engine) == (28, 4, 0, 0))
 
 
 def test_an_engine_that_is_closed_without_its_connection_keeps_no_page(
@@ -443,6 +503,50 @@ def test_a_hello_that_is_none_is_no_engine(path: str) -> None:
             engine.compute("a")
             assert engine.load("a") == 1
             assert len(server._sessions) == 1
+
+
+def test_a_connection_that_says_nothing_is_closed(path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine:
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(path)
+            engine.until(lambda: len(server._sessions) == 2)
+            engine.compute("a")
+            with logged() as warnings:
+                server._clock = lambda: time.monotonic() + 30
+                server._wake()
+                wait_until_closed(silent)
+        assert warnings == [f"process {os.getpid()} has said nothing for 30 s"]
+        assert engine.load("a") == 1
+
+
+def test_a_server_without_descriptors_says_so_and_waits(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server = PageServer(path, 4 * PAGE_BYTES)
+    connections = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    with contextlib.ExitStack() as stack, logged() as warnings:
+        for connection in connections:
+            stack.enter_context(connection).connect(path)
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for connection in connections[:3]:
+            assert server._listener in server._selector.get_map()
+            with monkeypatch.context() as patch:
+                if connection is connections[2]:  # another thread takes the one in reserve
+                    patch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE, "none")))
+                server._accept()
+            with pytest.raises(ValueError, match="this server has no file descriptors left; raise"):
+                client.receive(connection)
+        assert server._listener not in server._selector.get_map()
+        server._listen_again()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        server._accept()
+        assert client.receive(connections[3])[1] == b"KVSWSERV"
+        assert len(warnings) == 1
+    server._close()
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:

