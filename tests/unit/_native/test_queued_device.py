@@ -47,7 +47,7 @@ class Queue:
 
     def submit(self, channel: int, block: int, page: int) -> native.Job:
         job = native.Job(channel, 1, None, None)
-        self.handler.submit(job, [block], [page], 0, [], None, False, 0, None)
+        self.handler.submit(job, [block], [page], 0, [], False, 0, None)
         return job
 
     def carry_out(self, most: int = EVERYTHING) -> list[str]:
