@@ -128,7 +128,8 @@ class Session(NotCopyable):
                 self._pools.let_go()
             hello = {**self._cache, **self._names, "session": self._session}
             message = pack(Op.HELLO, data=json.dumps(hello).encode())
-            sent = socket.send_fds(connection, [message], open_lock().fds)
+            with contextlib.closing(open_lock()) as lock:
+                sent = socket.send_fds(connection, [message], lock.fds)
             if sent < len(message):  # sending nothing fails if the server has closed already
                 connection.sendall(message[sent:])
             session, resets = receive(connection, HEAD.size + 16)[0]
