@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import closing
 
 from processes import in_child
 
 from torch_kvswap._native.process_lock import is_free, open_lock
 
 
-def send_lock(connection: socket.socket) -> bool:
-    lock = open_lock()
-    return socket.send_fds(connection, [b"!"], lock.fds) == 1
-
-
 def test_a_process_and_its_forked_child_have_a_lock_each() -> None:
-    lock, (here, there) = open_lock(), socket.socketpair()
-    (own,) = lock.fds
-    with here, there:
-        assert in_child(lambda: send_lock(there))
+    here, there = socket.socketpair()
+
+    def send() -> int:
+        with closing(open_lock()) as lock:
+            return socket.send_fds(there, [b"!"], lock.fds)
+
+    with here, there, closing(open_lock()) as own:
+        assert in_child(send) == 1
         _, (of_child,), _, _ = socket.recv_fds(here, 1, 1)
-    assert (is_free(own), is_free(of_child)) == (False, True)
+        assert (is_free(own.fd), is_free(of_child)) == (False, True)
     os.close(of_child)
