@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
     "csrc/bindings": [
         *("test_invalid_arguments.py", "test_handler.py", "test_result.py", "test_manager*.py"),
-        *("test_hashing.py", "test_submit.py", "test_ids.py", "test_queued_*.py"),
+        *("test_hashing.py", "test_submit.py", "test_ids.py"),
         *("test_prefix_cache.py", "test_interrupts.py"),
     ],
     "csrc/prefix": [
@@ -48,8 +48,7 @@ TESTS = {
     ],
     "csrc/device": [
         *("test_handler.py", "test_failures.py", "test_staged*.py", "test_channel.py"),
-        *("test_queued_*.py", "test_handler_faults.py", "test_stream_devices.py"),
-        *("test_registration.py", "test_pinning.py", "test_lifetime.py"),
+        *("test_stream_devices.py", "test_registration.py", "test_pinning.py", "test_lifetime.py"),
     ],
     "csrc/encoding": [
         *("test_codec.py", "test_slot_states.py", "test_encoded_*.py", "test_encoding.py"),

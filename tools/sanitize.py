@@ -62,8 +62,6 @@ TESTS = (
     *("test_manager_below.py", "test_below.py", "test_format.py", "test_server*.py"),
     *("test_encoded*.py", "test_codec.py", "test_verified*.py", "test_digests.py"),
 )
-# Tests on the fake accelerator: most of what they run is PyTorch, which no sanitizer sees.
-ON_FAKE_ACCELERATOR = ROOT / "tests" / "devices"
 # Tests that a sanitizer cannot run. Each begins with why.
 LEFT_OUT = {
     "tsan": [
@@ -110,7 +108,6 @@ def find_tests(arguments: list[str]) -> list[str]:
     if names_tests(arguments):
         return arguments
     files = {path for pattern in TESTS for path in (ROOT / "tests").rglob(pattern)}
-    files -= set(ON_FAKE_ACCELERATOR.iterdir())
     names = [str(path.relative_to(ROOT)) for path in sorted(files)]
     return ["tests/support/sanitizers/controls.py", *names, *arguments]
 

@@ -14,6 +14,9 @@ order them with the caller's kernels, and the host waits for none of it::
                                                    |                         |
     copy stream    | the copies before this one    v |start| the copy |end|--+
 
+On a device that only PyTorch drives, no op takes addresses: PyTorch's operations gather the blocks
+into a buffer on the device, and copy its rows to the pages (devices/blocks.py).
+
 docs/dataflow.md says why OffloadHandler does not call the ops.
 """
 
@@ -26,7 +29,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +40,8 @@ from torch import Tensor
 from torch_kvswap._native.arguments import NotCopyable, count_of, read_int
 from torch_kvswap._native.ids import Ids, read_ids
 from torch_kvswap._native.kept import keep, let_go
+from torch_kvswap.devices.blocks import GroupTensors, send_ids
+from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, Slabs
 from torch_kvswap.ops import expand_block_ids, swap_blocks_batch
@@ -47,9 +52,10 @@ class ReferenceHandler(NotCopyable):
     """Stores blocks of a paged cache into host pages and loads them back, asynchronously.
 
     A program that uses store(), load(), poll(), synchronize() and close() only, without timeouts,
-    with one group of raw pages on CUDA or the CPU, runs with this handler or with an
-    OffloadHandler. A failed store does not fail the loads of its pages here, and poll() reports in
-    order of submission. Do not capture a CUDA graph while it has jobs in flight.
+    with one group of raw pages, runs with this handler on any device that PyTorch has streams and
+    events for, and on CUDA and the CPU also with an OffloadHandler. A failed store does not fail
+    the loads of its pages here, and poll() reports in order of submission. Do not capture a CUDA
+    graph while it has jobs in flight.
 
     Ordering: a transfer starts after all work on the compute stream, which is the calling thread's
     current stream on the cache's device, and after the transfer before it. Nothing may use its
@@ -65,15 +71,13 @@ class ReferenceHandler(NotCopyable):
         host (HostPool): the host pages, made for such blocks.
 
     Raises:
-        ValueError: gpu and host do not match, the pages are encoded, or the cache is neither on
-            CUDA nor on the CPU.
+        ValueError: gpu and host do not match, the pages are encoded or have digests, or PyTorch has
+            no streams or events for the device.
         RuntimeError: the pool is closed.
     """
 
     def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
         self.gpu, self.host, self.device = gpu, host, gpu.device
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"the cache is on {self.device}; swap_blocks_batch needs cuda or cpu")
         if host.encoding != "raw":
             raise ValueError(f"the pages are {host.encoding}; make the pool with encoding='raw'")
         if host.verify != "off":
@@ -82,8 +86,21 @@ class ReferenceHandler(NotCopyable):
                 "verify='off'"
             )
         host._check_blocks(gpu, "make the pool from this layout")
-        self._torch: Any = torch.get_device_module(self.device)  # torch.cuda or torch.cpu
-        self._stream = self._torch.Stream(self.device)
+        try:
+            self._stream = self._new_stream()
+            self._new_event().record(self._stream)
+        except RuntimeError as error:
+            raise ValueError(
+                f"a cache on {self.device} is not supported: torch has no streams or events for it "
+                f"({error})"
+            ) from error
+        self._copy_method = "host" if self.device.type == "cpu" else "batch"  # in results
+        self._tensors: GroupTensors | None = None  # where no op takes addresses
+        if not is_native(self.device.type):
+            self._copy_method = "generic"
+            self._tensors = GroupTensors(
+                gpu.tensors, gpu.block_dim, host._slots(), host._is_pinned_by_torch
+            )
         self._jobs: deque[Job] = deque()  # poll() has not reported these
         self._numbers = itertools.count()
         self._flights = _Flights(gpu, host)
@@ -129,7 +146,7 @@ class ReferenceHandler(NotCopyable):
         """
         waited = tuple(self._jobs if jobs is None else [jobs] if isinstance(jobs, Job) else jobs)
         for job in waited:
-            with suppress(torch.AcceleratorError):  # the result says that the device is lost
+            with suppress(RuntimeError):  # the result says that the device is lost
                 job._end.synchronize()
         if failed := [result for job in waited if (result := job._look()) and not result.ok]:
             raise error_of(failed)
@@ -145,6 +162,16 @@ class ReferenceHandler(NotCopyable):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _new_stream(self) -> Any:
+        return nullcontext() if self.device.type == "cpu" else torch.Stream(self.device)
+
+    def _current_stream(self) -> Any:
+        return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
+
+    def _new_event(self) -> Any:
+        is_cpu = self.device.type == "cpu"
+        return _CpuEvent() if is_cpu else torch.Event(self.device, enable_timing=True)
+
     def _submit(
         self, direction: Direction, gpu_block_ids: Ids, page_ids: Ids, first_slot: int, tag: object
     ) -> Job:
@@ -153,20 +180,16 @@ class ReferenceHandler(NotCopyable):
             self._flights.check_open()
             self.gpu._check_unmoved()
             blocks, slots = self._read(direction, gpu_block_ids, page_ids, first_slot)
-            on_gpu = _addresses_of(self.gpu, blocks)
-            on_host = _addresses_of(self.host.layout, slots)
-            src, dst = (on_gpu, on_host) if direction == "store" else (on_host, on_gpu)
-            sizes = torch.from_numpy(self.gpu.sizes).repeat(len(blocks))
             ready, start, end = (self._new_event() for _ in range(3))
             nbytes = len(blocks) * self.gpu.block_bytes
             job = Job(self, next(self._numbers), direction, nbytes, tag, start, end)
-            ready.record(self._compute_stream())
-            self._stream.wait_event(ready)
+            ready.record(self._current_stream())
+            ready.wait(self._stream)
             self._flights.running.add(end)
             try:
-                with self._torch.stream(self._stream):
+                with self._stream:
                     start.record(self._stream)
-                    swap_blocks_batch(src, dst, sizes)
+                    self._copy(direction, blocks, slots)
                     end.record(self._stream)
                 job._submit_seconds = time.perf_counter() - called
                 self._jobs.append(job)
@@ -199,12 +222,17 @@ class ReferenceHandler(NotCopyable):
             raise ValueError(f"{name} would be written twice; pass each destination once")
         return blocks, expand_block_ids(pages, per_page, first if needed else 0, len(blocks))
 
-    def _compute_stream(self) -> Any:
-        return self._torch.current_stream(self.device)
-
-    def _new_event(self) -> Any:
-        timed = _HostEvent if self.device.type == "cpu" else self._torch.Event
-        return timed(enable_timing=True)
+    def _copy(self, direction: Direction, blocks: Tensor, slots: Tensor) -> None:
+        """Copies on the current stream."""
+        if self._tensors is None:
+            on_gpu = _addresses_of(self.gpu, blocks)
+            on_host = _addresses_of(self.host.layout, slots)
+            src, dst = (on_gpu, on_host) if direction == "store" else (on_host, on_gpu)
+            swap_blocks_batch(src, dst, torch.from_numpy(self.gpu.sizes).repeat(len(blocks)))
+            return
+        slots, order = slots.sort()  # adjacent slots are one copy
+        copy = self._tensors.store if direction == "store" else self._tensors.load
+        copy(slots.numpy(), send_ids(blocks[order], self.device))
 
 
 @dataclass(eq=False)
@@ -245,55 +273,58 @@ class Job:
         A failed job raises nothing here: poll() reports it.
 
         Args:
-            stream (torch.Stream | None): a stream of any GPU. None is the current stream of the
-                cache's device.
+            stream (torch.Stream | None): a stream of any device of this type. None is the current
+                stream of the cache's device.
         """
         if self._look() is None:
-            self._end.wait(stream or self.handler._compute_stream())
+            self._end.wait(stream or self.handler._current_stream())
 
     def _look(self) -> Result | None:
         """Asks whether the copy has ended, and returns the result if it has."""
         with self.handler._flights.lock:
             if self.result is None:
-                seconds = 0.0
                 try:
                     if not self._end.query():
                         return None
-                    if self._error is None:
-                        seconds = self._start.elapsed_time(self._end) / 1e3
-                except torch.AcceleratorError as error:
+                except RuntimeError as error:
                     self._error = DeviceLostError(f"the device is lost: {error}")
                 self.handler._flights.running.discard(self._end)
-                self.result = self._make_result(seconds)
+                self.result = self._make_result()
             return self.result
 
-    def _make_result(self, copy_seconds: float) -> Result:
+    def _make_result(self) -> Result:
+        seconds = 0.0
+        if self._error is None:
+            try:
+                seconds = self._start.elapsed_time(self._end) / 1e3
+            except RuntimeError:  # not every device measures the time between events
+                seconds = math.nan
         return Result(
             job_id=self.id,
             direction=self.direction,
             state="failed" if self._error else "done",
             nbytes=self.nbytes,
             link_bytes=self.nbytes,
-            copy_method="host" if self.handler.device.type == "cpu" else "batch",
+            copy_method=self.handler._copy_method,
             submit_seconds=self._submit_seconds,
             queue_seconds=0.0,
-            copy_seconds=copy_seconds,
+            copy_seconds=seconds,
             rejected=(),
             error=self._error,
             tag=self.tag,
         )
 
 
-class _HostEvent(torch.cpu.Event):
+class _CpuEvent(torch.cpu.Event):
     """A timed event of the CPU. It happens at once, as a copy has ended when its call returns."""
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self) -> None:
         self._seconds = 0.0
 
     def record(self, stream: object = None) -> None:
         self._seconds = time.perf_counter()
 
-    def elapsed_time(self, end: _HostEvent) -> float:
+    def elapsed_time(self, end: _CpuEvent) -> float:
         return (end._seconds - self._seconds) * 1e3
 
 
@@ -319,7 +350,7 @@ class _Flights:
         with self.lock:
             self.is_closed = True
         for end in tuple(self.running):
-            with suppress(torch.AcceleratorError):  # a lost device copies nothing any more
+            with suppress(RuntimeError):  # a lost device copies nothing any more
                 end.synchronize()
         let_go(self)
 

@@ -98,12 +98,13 @@ class Result:
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
             one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
-            kernel reads and writes host pages directly), "generic" (PyTorch's operations pack
-            blocks, and copy each run of adjacent pages) or "host" (memcpy).
+            kernel reads and writes host pages directly) or "host" (memcpy). Of a ReferenceHandler
+            also "generic" (PyTorch's operations pack blocks, and copy each run of adjacent pages).
         submit_seconds (float): host time spent in the submitting call.
         queue_seconds (float): time from submission until the driver got the copy.
         copy_seconds (float): time on the device, without the waits before the copy. Jobs that were
-            merged into one copy all report the time of that copy. 0 if nothing was copied.
+            merged into one copy all report the time of that copy. 0 if nothing was copied. nan on a
+            device whose events measure no time.
         rejected (tuple[int, ...]): positions of blocks that were not copied, in the job's list of
             blocks (the lists of all groups one after another), ascending. A store rejects blocks
             that do not fit into encoded slots, and a load pages without a valid encoded block. The

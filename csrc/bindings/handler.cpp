@@ -505,8 +505,7 @@ void bind_layouts(nb::module_& module) {
           "host_bases"_a, "host_strides"_a, "layers"_a, "num_blocks"_a, "num_pages"_a,
           "blocks_per_page"_a, "block_space"_a, "slot_space"_a, "encoding"_a, "ready_range"_a)
       .def_ro("block_space", &GroupLayout::block_space)
-      .def_ro("slot_space", &GroupLayout::slot_space)
-      .def_rw("number", &GroupLayout::number);
+      .def_ro("slot_space", &GroupLayout::slot_space);
 
   nb::class_<CopyMethodOptions>(module, "CopyMethodOptions")
       .def(
@@ -526,8 +525,7 @@ void bind_layouts(nb::module_& module) {
 void bind_handler(nb::module_& module) {
   nb::enum_<DeviceKind>(module, "DeviceKind")
       .value("HOST", DeviceKind::kHost)
-      .value("CUDA", DeviceKind::kCuda)
-      .value("QUEUED", DeviceKind::kQueued);
+      .value("CUDA", DeviceKind::kCuda);
   module.def("copy_methods", [] {
     std::vector<std::string> names;
     for (int method = 0; method < kCopyMethods; ++method) {

@@ -104,6 +104,5 @@ NB_MODULE(_C, module) {
   bind_memory(module);
   bind_encoding(module);
   bind_handler(module);
-  bind_queue(module);
   bind_block_manager(module);
 }

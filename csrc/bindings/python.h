@@ -112,6 +112,5 @@ void bind_block_manager(nb::module_& module);
 void bind_encoding(nb::module_& module);
 void bind_handler(nb::module_& module);
 void bind_memory(nb::module_& module);
-void bind_queue(nb::module_& module);
 
 }  // namespace kvswap::bindings

@@ -6,19 +6,11 @@
 namespace kvswap {
 
 // How blocks are copied.
-enum class CopyMethod : int {
-  kHost = 0,
-  kBatch = 1,
-  kStrided = 2,
-  kStaged = 3,
-  kKernel = 4,
-  kGeneric = 5
-};
-constexpr int kCopyMethods = 6;
+enum class CopyMethod : int { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
+constexpr int kCopyMethods = 5;
 
 inline const char* copy_method_name(CopyMethod method) {
-  static constexpr const char* names[] = {"host",   "batch",  "strided",
-                                          "staged", "kernel", "generic"};
+  static constexpr const char* names[] = {"host", "batch", "strided", "staged", "kernel"};
   return names[static_cast<int>(method)];
 }
 

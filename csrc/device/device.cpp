@@ -7,7 +7,6 @@
 #include "check.h"
 #include "device/cuda.h"
 #include "device/host.h"
-#include "device/queued.h"
 
 namespace kvswap {
 namespace {
@@ -40,20 +39,9 @@ void Device::refuse_registration() const {
 Device& find_device(DeviceKind kind, int index) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Device>& device = devices()[{kind, index}];
-  if (device == nullptr && kind == DeviceKind::kHost) device = make_host_device();
-  if (device == nullptr && kind == DeviceKind::kCuda) device = make_cuda_device(index);
-  KVSWAP_CHECK(device != nullptr, "there is no queued device ", index);
+  if (device == nullptr)
+    device = kind == DeviceKind::kHost ? make_host_device() : make_cuda_device(index);
   return *device;
-}
-
-QueuedDevice& make_queued_device(int index, const std::string& name) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Device>& device = devices()[{DeviceKind::kQueued, index}];
-  if (device != nullptr) fail<ValueError>("queued device ", index, " exists: ", device->name());
-  auto made = std::make_unique<QueuedDevice>(index, name);
-  QueuedDevice& queued = *made;
-  device = std::move(made);
-  return queued;
 }
 
 }  // namespace kvswap

@@ -11,7 +11,7 @@
 #include "encoding/encoding.h"
 
 // What csrc/offload needs of a device: contexts, streams, events, what it knows of memory, and the
-// copies. cuda.h, host.h and queued.h implement it.
+// copies. cuda.h and host.h implement it.
 //
 // To add a device:
 // 1. Derive from Device and Copier in a file of this folder. copy_methods() lists the methods that
@@ -49,7 +49,6 @@ struct ContextState {
 // Blocks of one group that are copied by one method.
 struct PartCopy : PagedCopy {
   CopyMethod method;
-  int64_t group_number;              // GroupLayout::number
   const Encoding* encoding;          // of the slots; can use the method
   const PackTable* table;            // null where the kernels cannot be used
   const std::vector<SlabRun>* runs;  // of all slabs of the group
@@ -243,11 +242,10 @@ class ContextGuard {
   ContextState state_;
 };
 
-enum class DeviceKind : int { kHost = 0, kCuda = 1, kQueued = 2 };
+enum class DeviceKind : int { kHost = 0, kCuda = 1 };
 
-// The device of this kind. index: torch's, -1 for host memory, that of make_queued_device() for a
-// queued device. It lives as long as the process, because jobs outlive their handlers. Any thread;
-// no context is needed.
+// The device of this kind. index: torch's, -1 for host memory. It lives as long as the
+// process, because jobs outlive their handlers. Any thread; no context is needed.
 Device& find_device(DeviceKind kind, int index);
 
 }  // namespace kvswap

@@ -233,8 +233,7 @@ class VerifiedEncoding : public Encoding {
 
   bool can_use(CopyMethod method) const override {
     const bool compares = method != CopyMethod::kStrided || !compares_stores_;
-    return method != CopyMethod::kBatch && method != CopyMethod::kGeneric && compares &&
-           slots_->can_use(method);
+    return method != CopyMethod::kBatch && compares && slots_->can_use(method);
   }
   const Demand* demand() const override {
     return slots_->demand() != nullptr ? slots_->demand() : &demand_;

@@ -188,7 +188,6 @@ void Channel::list_copies(Transfer& transfer, int layer_group, const std::vector
         {{&group.gpu, &group.host, slabs, part.blocks.data(), part.slots.data(), part.blocks.size(),
           number_ == kStores, part.before, part.after, part.states, part.stores.data()},
          part.method,
-         group.number,
          group.encoding.get(),
          group.table.get(),
          &group.runs,

@@ -30,7 +30,6 @@ struct GroupLayout {
   int block_space = 0, slot_space = 0;
   std::shared_ptr<const Encoding> encoding;       // of the slots of host pages
   std::shared_ptr<const ReadyRange> ready_range;  // of the pool
-  int64_t number = 0;                             // in commands of a queued device
 };
 
 // A group as Python describes it, and what its device says of its addresses.

@@ -7,9 +7,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,11 +24,18 @@ BLOCKS = 20  # of two layers: two calls of the driver take all of them
 
 
 class Stream:
+    entered: ClassVar = [CURRENT]  # the last one is current
+
     def __init__(self, driver: Driver, handle: int) -> None:
         self.driver, self.handle = driver, handle
 
-    def wait_event(self, event: Event) -> None:
-        event.wait(self)
+    def __enter__(self) -> None:
+        self.entered.append(self.handle)
+        self.driver.set_stream(0, self.handle)
+
+    def __exit__(self, *_: object) -> None:
+        self.entered.pop()
+        self.driver.set_stream(0, self.entered[-1])
 
 
 class Event:
@@ -60,31 +66,21 @@ class Event:
         return self.cuda.elapsed(self.handle, end.handle)
 
 
-class Cuda:
-    """What the handler calls of torch.cuda, on the simulated driver."""
+class SimulatedHandler(ReferenceHandler):
+    """With streams and events of the simulated driver."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver, self.current = driver, Stream(driver, CURRENT)
-        self.events: list[Event] = []
-        driver.set_stream(0, CURRENT)
+    def __init__(self, driver: Driver, *memory: Any) -> None:
+        self.driver = driver
+        super().__init__(*memory)
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802
+    def _new_stream(self) -> Stream:
         return Stream(self.driver, self.driver.cuda.create_stream())
 
-    def Event(self, enable_timing: bool) -> Event:  # noqa: N802
-        self.events.append(Event(self.driver))
-        return self.events[-1]
+    def _current_stream(self) -> Stream:
+        return Stream(self.driver, Stream.entered[-1])
 
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        self.driver.set_stream(0, stream.handle)
-        yield
-        self.driver.set_stream(0, before.handle)
-        self.current = before
+    def _new_event(self) -> Event:
+        return Event(self.driver)
 
 
 class Simulated:
@@ -92,15 +88,14 @@ class Simulated:
 
     def __init__(self, driver: Driver, mode: str = "manual") -> None:
         driver.set_mode(mode)
-        self.driver, self.cuda = driver, Cuda(driver)
+        driver.set_stream(0, CURRENT)
+        self.driver = driver
         self.layout, self.host = cache(driver, BLOCKS, BLOCKS)
         self.host.pages.random_(256)
         self.handler = self.another_handler()
 
     def another_handler(self) -> ReferenceHandler:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "get_device_module", lambda device: self.cuda)
-            return ReferenceHandler(self.layout, self.host)
+        return SimulatedHandler(self.driver, self.layout, self.host)
 
     def block(self, block: int) -> bytes:
         return b"".join(tensor[block].numpy().tobytes() for tensor in self.layout.tensors)
@@ -114,8 +109,8 @@ class Simulated:
     def load(self, page: int, block: int, handler: ReferenceHandler | None = None) -> Job:
         return (handler or self.handler).load(page_ids=[page], gpu_block_ids=[block])
 
-    def side(self) -> Any:
-        return self.cuda.stream(Stream(self.driver, SIDE))
+    def side(self) -> Stream:
+        return Stream(self.driver, SIDE)
 
 
 def when_it_waits(driver: Driver, call: Callable[[], None]) -> threading.Thread:

@@ -455,10 +455,7 @@ class Session:
             self.counts[result.state] += 1
         happened, _ = self.device.faults()
         errors = [result.error for result in results if result.state == "failed"]
-        explained = happened > 0 and self.device.fails_jobs_together
-        assert explained or self.model.direct_failures <= happened, (
-            f"a job failed for no reason: {errors}"
-        )
+        assert self.model.direct_failures <= happened, f"a job failed for no reason: {errors}"
 
     def _is_mine(self, result: Result) -> bool:
         return result.job_id in self.model.flights

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from caller_submits import CallerBegins
-from queued_devices import forget_queues
 from simulated_cache import HURTS_A_JOB, run_until
 from simulated_driver import DEVICE, HOST, Driver
 from simulated_driver.cuda import CudaError
@@ -50,8 +49,6 @@ class Device:
     memory_bytes = 1 << 23  # for what kernels write, and as much for what they read
     copy_methods: Sequence[str] = ("auto",)
     handler: type[OffloadHandler] = OffloadHandler
-    alone = True  # one thread submits, which has a current stream of its own
-    fails_jobs_together = False  # what fails one of the jobs that were joined fails all of them
 
     # Memory.
 
@@ -314,124 +311,6 @@ class Simulated(Device):
         self.release()
         self.driver.set_mode("immediate")
         return self.driver.unexpected_violations()
-
-
-class Accelerated(Device):
-    """The fake accelerator. alone: whether one thread submits."""
-
-    copy_methods: Sequence[str] = ("auto",)
-    fails_jobs_together = True
-
-    def __init__(self, accelerator: Any, seed: int, alone: bool = True) -> None:
-        self.accelerator, self.alone = accelerator, alone
-        self.name = self.device = "fakeaccel:0"
-        self.holds: list[Any] = []
-        self.planned: dict[str, list[int]] = {}
-        self.made: list[Any] = []
-        forget_queues()
-        accelerator.reset()
-        self.value = torch.zeros(1, device=self.device)
-        accelerator.set_copy_delay(random.Random(seed).choice([0, 0, 0.0005]))
-
-    def cache_memory(self, raw: Tensor) -> Tensor:
-        return raw.to(self.device)
-
-    def rows(self, raw: Tensor) -> Tensor:
-        return raw.to(self.device)
-
-    def streams(self, count: int) -> list[Any]:
-        made = [torch.Stream(device=self.device) for _ in range(count)]
-        self.made += made
-        return made
-
-    def relays(self) -> list[Any]:
-        return self.made[:2]
-
-    @contextmanager
-    def using(self, stream: Any) -> Iterator[None]:
-        with stream:
-            yield
-
-    def copy(self, pairs: Pairs, stream: Any) -> bool:
-        with stream:
-            for target, source in pairs:
-                while not self._does(lambda of=(target, source): of[0].copy_(of[1])):
-                    pass  # all of it or nothing
-        return True
-
-    def _does(self, call: Callable[[], object]) -> bool:
-        try:
-            call()
-        except RuntimeError:
-            assert self.planned
-            return False
-        return True
-
-    def wait(self, stream: Any, other: Any) -> bool:
-        return stream == other or self._does(lambda: stream.wait_stream(other))
-
-    @contextmanager
-    def afters(self, stream: Any) -> Iterator[list[Any]]:
-        event = torch.Event(self.device)
-        recorded = self._does(lambda: event.record(stream))
-        yield [None, None, stream, *([event] if recorded else [])]
-        self._does(lambda: event.record(self.made[-1]))  # another point from now on
-
-    def stall(self, stream: Any, rng: random.Random) -> None:
-        if len(self.holds) < 4:
-            self.holds.append(self.accelerator.hold(stream))
-
-    def release(self) -> None:
-        while self.holds:
-            self.holds.pop().release()
-
-    def is_idle(self, stream: Any) -> bool:
-        return bool(stream.query())
-
-    def synchronize(self, streams: Sequence[Any]) -> None:
-        self.release()
-        for stream in streams:
-            stream.synchronize()
-        self._use_up_faults()
-
-    def _use_up_faults(self) -> None:
-        """What compares bytes must not fail."""
-        event = torch.Event(self.device)
-        while self.faults()[1]:
-            self._does(lambda: self.value.copy_(torch.zeros(1)))
-            self._does(self.value.zero_)
-            self._does(lambda: event.record(self.made[0]))
-            self._does(lambda: self.made[0].wait_event(event))
-
-    def let_run(self, rng: random.Random) -> None:
-        if self.holds and rng.random() < 0.2:
-            self.release()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self.release()
-        yield
-
-    def wait_for(self, handler: OffloadHandler | PrefixCache, jobs: list[Job] | None) -> None:
-        self.release()
-        super().wait_for(handler, jobs)
-
-    def fail_sometime(self, rng: random.Random) -> None:
-        if self.alone:
-            name, nth = rng.choice(["copy", "kernel", "record", "wait"]), rng.randint(1, 8)
-            calls = self.accelerator.counters().calls[name]
-            self.accelerator.fail(name, nth)
-            self.planned.setdefault(name, []).append(calls + nth)
-
-    def faults(self) -> tuple[int, bool]:
-        calls = self.accelerator.counters().calls if self.planned else {}
-        happened = sum(calls[name] >= at for name in self.planned for at in self.planned[name])
-        return happened, any(calls[name] < max(self.planned[name]) for name in self.planned)
-
-    def finish(self) -> str:
-        self.release()
-        torch.accelerator.synchronize()
-        return ""
 
 
 class Gpu(Device):

@@ -1,4 +1,4 @@
-"""An engine around the real scheduler, connector and connector hooks of vLLM, on any device.
+"""An engine around the real scheduler, connector and connector hooks of vLLM.
 
 Only the model is ours. Its tokens depend on every byte of all blocks of the request: what a layer
 writes follows from what the layers before it have read. So a block with wrong bytes, or one that is
@@ -94,7 +94,7 @@ def expected_tokens(prompt: Sequence[int], count: int, window: int | None = None
 
 def written(x: torch.Tensor, places: torch.Tensor, layer: int) -> torch.Tensor:
     """What a layer keeps of tokens: int64 [tokens, LANES], each of 31 bits."""
-    lanes = torch.arange(LANES, device=x.device)
+    lanes = torch.arange(LANES)
     return (x[:, None] * 48271 + places[:, None] * 7919 + lanes * (layer + 3) + 1) % PRIME
 
 
@@ -102,9 +102,9 @@ def attend(
     x: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, layer: int, window: int | None
 ) -> torch.Tensor:
     """kept: of all tokens up to the last one of x, which are at `places`."""
-    weights = torch.arange(1, LANES + 1, device=x.device)
+    weights = torch.arange(1, LANES + 1)
     numbers = (kept.long() % PRIME * weights).sum(1) % PRIME
-    order = torch.arange(1, len(numbers) + 1, device=x.device)
+    order = torch.arange(1, len(numbers) + 1)
     sums = (numbers * order % PRIME).cumsum(0)
     seen = sums[places]
     if window is not None:
@@ -124,8 +124,8 @@ class State:
 
 
 class Inputs(NamedTuple):
-    """What a step computes of a request: its last tokens may be drafts. On the device, tokens and
-    their places, and the slots of the cache that it writes and reads."""
+    """What a step computes of a request: tokens, of which the last may be drafts, their places, and
+    the slots of the cache that it writes and reads."""
 
     state: State
     drafts: list[int]
@@ -139,18 +139,13 @@ class Runner:
     """A model runner's half of the connector: its hooks are called by vLLM's code for runner V2
     (ActiveKVConnector) or V1 (KVConnectorModelRunnerMixin)."""
 
-    def __init__(
-        self, config: Any, kv_cache_config: Any, device: str, runner: str, heads: range
-    ) -> None:
+    def __init__(self, config: Any, kv_cache_config: Any, runner: str, heads: range) -> None:
         self.config, self.is_v2, self.heads = config, runner == "v2", heads
         shape = LAYERS, kv_cache_config.num_blocks, len(heads), BLOCK, LANES
-        self.caches = dict(
-            zip(NAMES, torch.empty(shape, dtype=torch.int32, device=device), strict=True)
-        )
+        self.caches = dict(zip(NAMES, torch.empty(shape, dtype=torch.int32), strict=True))
         # Never zeros: a block that nobody has written must be seen.
         for layer, cache in enumerate(self.caches.values()):
             cache.fill_(-layer - 1)
-        self.device = device
         self.window = getattr(
             kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None
         )
@@ -160,7 +155,6 @@ class Runner:
         self.states: dict[str, State] = {}
         self.drafts = config.num_speculative_tokens
         self.graph = CUDAGraphMode.NONE  # or FULL: no hooks then
-        self.when_launched: Callable[[], None] = lambda: None  # called behind all layers of a step
         self.connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )
@@ -246,11 +240,9 @@ class Runner:
         assert len(x) == count
         slots = (torch.tensor(state.blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
         read = slots[: state.computed + count]
-        tensors = [one.to(self.device) for one in (x, places, slots[places], read)]
-        return Inputs(state, drafts, *tensors)
+        return Inputs(state, drafts, x, places, slots[places], read)
 
     def _forward(self, batch: list[Inputs]) -> list[torch.Tensor]:
-        """Launches everything, and waits for nothing."""
         xs = [one.x for one in batch]
         for layer, name in enumerate(NAMES):
             cache = self.caches[name]
@@ -264,7 +256,6 @@ class Runner:
                 attend(x, self._read(cache, one.read), one.places, layer, self.window)
                 for x, one in zip(xs, batch, strict=True)
             ]
-        self.when_launched()
         return [x[-1 - len(one.drafts) :] for x, one in zip(xs, batch, strict=True)]
 
     def _write(self, cache: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor) -> None:
@@ -326,7 +317,6 @@ class Serving:
         blocks: int = 64,
         pages: int = 256,
         batched: int = 256,
-        device: str = "cpu",
         window: int | None = None,
         cache: str = "kv",
         states: bool = False,
@@ -356,7 +346,7 @@ class Serving:
             with set_current_vllm_config(self.config):
                 first = 0 if heads is None else rank * heads_here
                 mine = range(first, first + heads_here)
-                self.runners.append(Runner(self.config, kv_cache_config, device, runner, mine))
+                self.runners.append(Runner(self.config, kv_cache_config, runner, mine))
         patch.setattr(self.config.parallel_config, "rank", 0)
         kind = AsyncScheduler if is_async else Scheduler
         self.scheduler = kind(

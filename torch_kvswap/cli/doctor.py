@@ -198,7 +198,9 @@ def _accelerator() -> dict[str, Finding]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or is_native(accelerator.type):
         return {}
-    return {f"device {accelerator.type}": Finding("driven by PyTorch")}
+    return {
+        f"device {accelerator.type}": Finding("driven by PyTorch: the ops and ReferenceHandler")
+    }
 
 
 def report() -> dict[str, Finding]:

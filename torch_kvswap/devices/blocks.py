@@ -14,34 +14,30 @@ from torch import Tensor
 from torch_kvswap._native.arguments import Int64Array
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Blocks are copied in pieces of this many bytes at most, or of one block.
+STAGING_BYTES = 32 << 20
 
 
 class GroupTensors:
     """The tensors of a paged cache and its host slots, as words of one size.
 
     A word has the largest number of bytes, at most 8, that divides all sizes and distances. The
-    methods work on the current stream and do not wait for it.
+    methods work on the current stream and do not wait for it if the host memory is pinned.
 
     Args:
         tensors (Sequence[Tensor]): the tensors of the cache; dimension `block_dim` counts blocks.
         block_dim (int): that dimension.
-        tensor_of_slab: index of each slab's tensor, ascending.
-        host (Tensor): uint8 [slots, bytes of a slot]; the slabs of a block are in a row from the
-            beginning of its slot on.
-        is_pinned (bool): whether the host memory is pinned, so that copies are asynchronous.
+        host (Tensor): uint8 [slots, bytes of a slot]; a slot begins with the block's bytes in each
+            tensor, one after another.
+        is_pinned (bool): whether PyTorch has pinned the host memory, so that copies are
+            asynchronous.
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        block_dim: int,
-        tensor_of_slab: Int64Array,
-        host: Tensor,
-        is_pinned: bool,
+        self, tensors: Sequence[Tensor], block_dim: int, host: Tensor, is_pinned: bool
     ) -> None:
-        self.is_pinned = is_pinned
+        self._is_pinned = is_pinned
         self._block_dim = block_dim
-        self._tensor_of_slab = tensor_of_slab
         self._word_bytes = math.gcd(
             8, host.stride(0), *map(alignment, tensors, [block_dim] * len(tensors))
         )
@@ -52,68 +48,56 @@ class GroupTensors:
         widths = [view.numel() // view.shape[block_dim] for view in self._views]
         self._offsets = [0, *np.cumsum(widths).tolist()]
 
-    def slot_bytes_of(self, first_slab: int, last_slab: int) -> int:
-        """Bytes of a block in these slabs, which cover whole tensors."""
-        first, last = self._tensors_of(first_slab, last_slab)
-        return int(self._offsets[last] - self._offsets[first]) * self._word_bytes
-
-    def store(
-        self, slabs: tuple[int, int], slots: Int64Array, ids: Tensor, staging: Tensor
-    ) -> None:
+    def store(self, slots: Int64Array, ids: Tensor) -> None:
         """Copies blocks to host slots.
 
         Args:
-            slabs: the first slab and the one after the last.
             slots: the slot of each block, ascending.
             ids (Tensor): int64 [slots], the blocks, on the device.
-            staging (Tensor): uint8 memory on the device for slot_bytes_of(*slabs) bytes a block.
         """
-        first, last = self._tensors_of(*slabs)
-        rows = self._rows(first, last, len(slots), staging)
-        for place, view in self._places(first, last, rows):
-            place.copy_(view.index_select(self._block_dim, ids))
-        for host, part in self._runs(first, last, slots, rows):
-            host.copy_(part, non_blocking=self.is_pinned)
+        for piece, rows in self._pieces(len(slots)):
+            for place, view in self._places(rows):
+                place.copy_(view.index_select(self._block_dim, ids[piece]))
+            for host, part in self._runs(slots[piece], rows):
+                host.copy_(part, non_blocking=self._is_pinned)
 
-    def load(self, slabs: tuple[int, int], slots: Int64Array, ids: Tensor, staging: Tensor) -> None:
+    def load(self, slots: Int64Array, ids: Tensor) -> None:
         """Copies host slots to blocks: store() in the other direction."""
-        first, last = self._tensors_of(*slabs)
-        rows = self._rows(first, last, len(slots), staging)
-        for host, part in self._runs(first, last, slots, rows):
-            part.copy_(host, non_blocking=self.is_pinned)
-        for place, view in self._places(first, last, rows):
-            view.index_copy_(self._block_dim, ids, place)
+        for piece, rows in self._pieces(len(slots)):
+            for host, part in self._runs(slots[piece], rows):
+                part.copy_(host, non_blocking=self._is_pinned)
+            for place, view in self._places(rows):
+                view.index_copy_(self._block_dim, ids[piece], place)
 
-    def _tensors_of(self, first_slab: int, last_slab: int) -> tuple[int, int]:
-        of_slab = self._tensor_of_slab
-        return int(of_slab[first_slab]), int(of_slab[last_slab - 1]) + 1
+    def _pieces(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """Divides blocks into pieces. Yields each piece, and memory on the device with a row of
+        words for each of its blocks.
 
-    def _rows(self, first: int, last: int, count: int, staging: Tensor) -> Tensor:
-        """The staging memory with a row of words for each block."""
-        width = self._offsets[last] - self._offsets[first]
-        words = staging[: count * width * self._word_bytes].view(self._host.dtype)
-        return words.view(count, width)
+        All pieces use the same memory, which was allocated on the current stream. So the stream's
+        order makes it safe to write it again, and to free it.
+        """
+        words = self._offsets[-1]
+        step = max(1, STAGING_BYTES // (words * self._word_bytes))
+        memory = self._views[0].new_empty(min(step, count), words)
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            yield slice(begin, end), memory[: end - begin]
 
-    def _places(self, first: int, last: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _places(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor's part of the rows, in the shape of its blocks, and the tensor."""
-        for number in range(first, last):
-            view = self._views[number]
-            begin, end = (self._offsets[number + i] - self._offsets[first] for i in range(2))
+        for view, (begin, end) in zip(self._views, pairwise(self._offsets), strict=True):
             shape = [*view.shape[: self._block_dim], view.shape[-1]]
             place = rows[:, begin:end].view(len(rows), *shape)
             yield place.movedim(0, self._block_dim), view
 
-    def _runs(
-        self, first: int, last: int, slots: Int64Array, rows: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _runs(self, slots: Int64Array, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields contiguous host memory and its part of the rows. Adjacent slots are one piece."""
-        begin, end = self._offsets[first], self._offsets[last]
-        is_whole = end - begin == self._host.shape[1]
-        starts = np.flatnonzero(np.diff(slots) != 1) + 1 if is_whole else range(1, len(slots))
-        edges = [0, *starts, len(slots)]
-        for at, until in pairwise(edges):
-            slot = int(slots[at])
-            yield self._host[slot : slot + until - at, begin:end], rows[at:until]
+        words = rows.shape[1]
+        fills_slots = words == self._host.shape[1]
+        starts = np.flatnonzero(np.diff(slots) != 1) + 1 if fills_slots else range(1, len(slots))
+        for begin, end in pairwise([0, *starts, len(slots)]):
+            slot = int(slots[begin])
+            yield self._host[slot : slot + end - begin, :words], rows[begin:end]
 
 
 def alignment(tensor: Tensor, block_dim: int) -> int:

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.loader import ops
-from torch_kvswap.devices.blocks import WORDS, alignment, as_words, send_ids
+from torch_kvswap.devices.blocks import STAGING_BYTES, WORDS, alignment, as_words, send_ids
 from torch_kvswap.devices.kind import is_native
 
 # Of dense tensors with memory. Not CompositeExplicitAutograd, which includes sparse tensors.
 DISPATCH_KEYS = ["HPU", "IPU", "MAIA", "MPS", "MTIA", "PrivateUse1", "VE", "XPU"]
 if not is_native("cuda"):
     DISPATCH_KEYS.append("CUDA")  # which is also the key of AMD's GPUs
-# Blocks are copied in pieces of this many bytes at most, or of one block.
-STAGING_BYTES = 32 << 20
 
 _ops: Any = ops.torch_kvswap
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from torch_kvswap._native.arguments import count_of, kind_of, read_int
 from torch_kvswap._native.loader import native, ops
 from torch_kvswap.devices.kind import is_native
-from torch_kvswap.devices.queue import QueuedGroup, queue_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, block_spaces
-from torch_kvswap.offload.streams import resolve_after
 
 
 class AddressGuard:
@@ -66,10 +62,6 @@ class Groups:
         layouts_for_native (list[native.GroupLayout]): the groups for the native side. They point
             into memory that this object holds.
         guard (AddressGuard): of the tensors of all layouts.
-        queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
-        bound (list[QueuedGroup]): lets these commands find the tensors, as long as it is held.
-        resolve_after: converts an `after` argument for the native side. The caller keeps the
-            result until the job was submitted.
 
     Raises what OffloadHandler does for these arguments.
     """
@@ -92,13 +84,11 @@ class Groups:
         for pool in self.pools:
             pool._memory.check_open()
         self.device: torch.device = self.layouts[0].device
-        self.queue = None if is_native(self.device.type) else queue_of(self.device)
-        self.bound: list[QueuedGroup] = []
-        self.resolve_after: Callable[[object], tuple[Any, ...]] = (
-            partial(resolve_after, device=self.device)
-            if self.queue is None
-            else self.queue.resolve_after
-        )
+        if not is_native(self.device.type):
+            raise ValueError(
+                f"the cache is on {self.device}, which only PyTorch drives; use "
+                "torch_kvswap.reference.ReferenceHandler there (docs/devices.md)"
+            )
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.guard = AddressGuard(self.layouts)
         self.guard.check()  # before the addresses are read

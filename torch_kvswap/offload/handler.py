@@ -33,8 +33,7 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.metrics import Metrics, read_metrics
 from torch_kvswap.offload.native import NativeHandler
-from torch_kvswap.offload.queued import QueuedHandler
-from torch_kvswap.offload.streams import After
+from torch_kvswap.offload.streams import After, resolve_after
 from torch_kvswap.results import (
     CorruptedPageError,
     DeviceLostError,
@@ -217,14 +216,13 @@ class OffloadHandler(NotCopyable):
         host (HostPool | Sequence[HostPool]): the host pages; each pool was made for blocks
             like those of its layout.
         copy_method (str | None): "auto" chooses a method for each transfer by its size and layout,
-            and "copy_engines" among those without kernels, see store(). "strided",
-            "batch", "staged", "kernel" and "generic" force one method, which the device must have;
-            a cache on the CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
+            and "copy_engines" among those without kernels, see store(). "strided", "batch",
+            "staged" and "kernel" force one method, which the device must have; a cache on the CPU
+            has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
             "auto".
         staging_bytes (int): device memory for copies, 256 MiB by default. "staged": half for stores
             and half for loads, allocated at construction if any transfer could be staged, and freed
-            by close(). "generic": a third for each channel, one block at least, allocated by its
-            first copy.
+            by close().
         submit_thread (bool): give every copy to the driver from one thread per channel, which takes
             40 to 250 us to wake up. By default the calling thread submits small copies itself, and
             begins large ones.
@@ -266,8 +264,7 @@ class OffloadHandler(NotCopyable):
         self._unreturned: list[Result] = []  # results of poll() calls that an exception has ended
         self._reporting = threading.Lock()  # held while jobs become reported
         self._has_warned = False  # about rejected blocks
-        kind = QueuedHandler if groups.queue is not None else NativeHandler
-        self._native = kind(groups, submit_thread, options)
+        self._native = NativeHandler(groups, submit_thread, options)
         if assigns_pages:
             self._native.owner = "prefix cache"
         # The native handler holds the cache and the pools until all jobs have ended.
@@ -686,9 +683,7 @@ class OffloadHandler(NotCopyable):
                 num_groups = groups.read_layer_groups(layer_groups)
             if native.cache_has_moved(groups.guard.native):
                 groups.guard.check()
-            resolved: tuple[Any, ...] = (None,)  # it may own the event, so it lives until the call
-            if after is not None or groups.queue is not None:
-                resolved = groups.resolve_after(after)
+            resolved = resolve_after(after, groups.device)
             job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
             token = 0
             if tag is not None or reserved is not None:
@@ -697,7 +692,7 @@ class OffloadHandler(NotCopyable):
                 if reserved is not None:
                     reserved.job = job
             options = copy_method is not None, token, computed_from or None
-            arguments: tuple[Any, ...] = (job, *ids, resolved[0], *options)
+            arguments: tuple[Any, ...] = (job, *ids, resolved, *options)
             try:
                 submitting.submit(*arguments)
             finally:
@@ -715,8 +710,7 @@ class OffloadHandler(NotCopyable):
         self._native.check_open()
         if layer_groups is not None:
             self._native.groups.read_layer_groups(layer_groups)
-        if after is not None:
-            self._native.groups.resolve_after(after)
+        resolve_after(after, self._native.groups.device)
 
     def _check_own(self, name: str, job: object) -> Job:
         if not isinstance(job, Job):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.kept import let_go
 from torch_kvswap._native.loader import native
@@ -41,23 +43,16 @@ class NativeHandler(NotCopyable, native.Handler):
             groups.layouts_for_native,
             groups.is_list,
             groups.num_layers,
-            *self._kind_and_index(),
+            *_kind_and_index(self.device),
             submit_thread,
             options,
         )
         self._warn_of_slower_copies()
 
-    def _kind_and_index(self) -> tuple[native.DeviceKind, int]:
-        """Properties of the device that the native handler needs."""
-        if self.device.type == "cpu":
-            return native.DeviceKind.HOST, -1
-        return native.DeviceKind.CUDA, self.device.index
-
     def _warn_of_slower_copies(self) -> None:
         if why := self.slower_copies:
             log.warning("%s (docs/copy_methods.md)", why)
-        is_cuda = self._kind_and_index()[0] == native.DeviceKind.CUDA
-        if is_cuda and not native.driver_has_batch():
+        if self.device.type == "cuda" and not native.driver_has_batch():
             warn_once(
                 "the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync: copies of "
                 "scattered blocks take one driver call per fragment; update the driver"
@@ -111,3 +106,9 @@ class NativeHandler(NotCopyable, native.Handler):
                 "and host pool stay in memory",
                 error,
             )
+
+
+def _kind_and_index(device: torch.device) -> tuple[native.DeviceKind, int]:
+    if device.type == "cpu":
+        return native.DeviceKind.HOST, -1
+    return native.DeviceKind.CUDA, device.index

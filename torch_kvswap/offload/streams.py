@@ -13,21 +13,21 @@ CURRENT = -1  # device number that stands for the current stream of the cache's 
 After = torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None
 
 
-def resolve_after(after: object, device: torch.device) -> tuple[list[tuple[bool, int]] | None]:
+def resolve_after(after: object, device: torch.device) -> list[tuple[bool, int]] | None:
     """Converts an `after` argument for a cache on this device.
 
-    Returns, in a tuple because DeviceQueue.resolve_after() returns more: for each stream or event,
-    whether it is an event, and its handle; None for the current stream.
+    Returns, for each stream or event, whether it is an event, and its handle; None for the current
+    stream. The caller keeps `after` until the job was submitted.
 
     Raises:
         TypeError: after is something else, or a stream or event for a cache on the CPU.
         ValueError: an event was never recorded, or a stream is on another device.
     """
     if after is None:
-        return (None,)
+        return None
     if isinstance(after, tuple):
-        return ([_resolve(item, f"after[{i}]", device) for i, item in enumerate(after)],)
-    return ([_resolve(after, "after=", device)],)
+        return [_resolve(item, f"after[{i}]", device) for i, item in enumerate(after)]
+    return [_resolve(after, "after=", device)]
 
 
 def _resolve(after: object, name: str, device: torch.device) -> tuple[bool, int]:

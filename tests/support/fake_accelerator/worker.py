@@ -9,7 +9,7 @@ if is_rocm := "FAKE_ROCM" in os.environ:
 
 from worker_process import serve
 
-from fake_accelerator.accelerator import load, load_as_rocm
+from fake_accelerator import load, load_as_rocm
 
 if __name__ == "__main__":
     serve(load_as_rocm if is_rocm else load)
