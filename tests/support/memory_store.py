@@ -14,7 +14,8 @@ class MemoryStore:
     """Carries out each call when it is answered: at once, or in release() for those in `held`.
 
     objects: what it keeps; several stores may share it. held, refused, failing: operations that are
-    not answered yet, raise, or do nothing and say so. lying: names that exist() says are there.
+    not answered yet, raise, or do nothing and say so. broken: names that a get cannot read. lying:
+    names that exists() says are there.
     """
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
@@ -22,6 +23,7 @@ class MemoryStore:
         self.held: set[str] = set()
         self.refused: set[str] = set()
         self.failing: set[str] = set()
+        self.broken: set[str] = set()
         self.lying: set[str] = set()
         self.calls: list[str] = []
         self.waiting: deque[Callable[[], None]] = deque()
@@ -84,8 +86,13 @@ class MemoryStore:
         number = len(self.calls)
 
         def answer() -> None:
-            is_failing = what in self.failing
-            are_right = [not is_failing and of_key(place) for place in range(len(keys))]
+            is_failing = what in self.failing or (
+                what == "get" and not self.broken.isdisjoint(keys)
+            )
+            are_right = [
+                what not in self.failing and keys[place] not in self.broken and of_key(place)
+                for place in range(len(keys))
+            ]
             error = f"{what} failed" if is_failing else ""
             self._ended.append((number, not is_failing, error, are_right))
             os.eventfd_write(self._fd, 1)

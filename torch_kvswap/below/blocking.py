@@ -111,8 +111,8 @@ class ThreadedStore:
 class BlockingStore(ThreadedStore, ABC):
     """A PageStore on four methods that block, which a derived class has.
 
-    Several threads call them. An exception means that the keys are not right, and its text is the
-    error of the call. After a ConnectionError or TimeoutError the rest of the call is left out, so
+    Several threads call them. An exception means that the call has failed: nothing is known of its
+    keys. Its text is the error of the call. After a ConnectionError or TimeoutError the rest of the call is left out, so
     that a store that hangs holds up each thread once.
     """
 
@@ -124,8 +124,8 @@ class BlockingStore(ThreadedStore, ABC):
         """Stores the bytes under the key. Replaces what the key has."""
 
     @abstractmethod
-    def get(self, key: str, memory: memoryview) -> None:
-        """Reads the bytes of the key. Raises if they are not there, or not as many."""
+    def get(self, key: str, memory: memoryview) -> bool:
+        """Reads the bytes of the key. False if they are not there, or not as many."""
 
     @abstractmethod
     def exists(self, keys: list[str]) -> list[bool]:
@@ -136,7 +136,11 @@ class BlockingStore(ThreadedStore, ABC):
         """Deletes these keys, and returns which were there, as far as it knows."""
 
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        return self._submit_each(self.set, keys, memoryviews)
+        def set_one(key: str, memory: memoryview) -> bool:
+            self.set(key, memory)
+            return True
+
+        return self._submit_each(set_one, keys, memoryviews)
 
     def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
         return self._submit_each(self.get, keys, memoryviews)
@@ -149,13 +153,12 @@ class BlockingStore(ThreadedStore, ABC):
 
     def _submit_each(
         self,
-        call: Callable[[str, memoryview], None],
+        call: Callable[[str, memoryview], bool],
         keys: list[str],
         memoryviews: list[memoryview],
     ) -> int:
         def one(places: range) -> _Answers:
-            call(keys[places.start], memoryviews[places.start])
-            return [True], ""
+            return [call(keys[places.start], memoryviews[places.start])], ""
 
         return self._submit(len(keys), 1, one)
 

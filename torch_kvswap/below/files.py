@@ -62,15 +62,17 @@ class FileStore(BlockingStore):
         finally:
             os.close(file)
 
-    def get(self, key: str, memory: memoryview) -> None:
-        file = self._open(os.path.join(self._path, key), os.O_RDONLY, len(memory))
+    def get(self, key: str, memory: memoryview) -> bool:
+        try:
+            file = self._open(os.path.join(self._path, key), os.O_RDONLY, len(memory))
+        except FileNotFoundError:
+            return False
         try:
             done, step = 0, 1
             while done < len(memory) and step:
                 step = os.preadv(file, [memory[done:]], done)
                 done += step
-            if done < len(memory) or os.fstat(file).st_size != done:
-                raise OSError(f"{key} has {os.fstat(file).st_size} bytes, not {len(memory)}")
+            return done == len(memory) == os.fstat(file).st_size
         finally:
             os.close(file)
 

@@ -18,8 +18,9 @@ class PageStore(Protocol):
     drain_completions() returns that number with the outcome. The memory of a set or get stays
     valid, and in use, until then.
 
-    A get of an object with another number of bytes than the memory is an error for that key. One
-    thread calls all methods.
+    A get of an object that is not there, or has another number of bytes than the memory, is not
+    right for that key. The outcome has an error text if the store has failed: then nothing is known
+    of the keys that are not right. One thread calls all methods.
     """
 
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:

@@ -52,10 +52,15 @@ class ValkeyStore(BlockingStore):
             server.send([b"SET", key.encode(), memory])
             server.answer(b"+")
 
-    def get(self, key: str, memory: memoryview) -> None:
+    def get(self, key: str, memory: memoryview) -> bool:
         with self._connection() as server:
             server.send([b"GET", key.encode()])
-            server.value(key, memory)
+            size = int(server.answer(b"$"))
+            if size == len(memory):
+                server.read_into(memory)
+            elif size >= 0:
+                self._drop(server)  # rather than read bytes that are of no use
+            return size == len(memory)
 
     def exists(self, keys: list[str]) -> list[bool]:
         return self._call_each(b"EXISTS", keys)
@@ -161,13 +166,9 @@ class _Connection:
             raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
         return line[1:-2]
 
-    def value(self, key: str, memory: memoryview) -> None:
-        """Reads the bytes of a key."""
-        size = int(self.answer(b"$"))
-        if size != len(memory):
-            found = f"has {size} bytes, not {len(memory)}" if size >= 0 else "is not there"
-            raise OSError(f"{key} {found}")
-        if self._reader.readinto(memory) < size:
+    def read_into(self, memory: memoryview) -> None:
+        """Reads the bytes of a value."""
+        if self._reader.readinto(memory) < len(memory):
             raise ConnectionResetError("the server has closed the connection")
         self._reader.readline()
 

@@ -403,8 +403,10 @@ class Tier:
             trailers = _zeros(form.trailer_bytes, count)
             names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
             came = [False] * len(names)
+            has_answered = False  # else what did not come may be there
             try:
                 came = yield self._begin_read("get", names, [*views, *trailers], ask)
+                has_answered = not self._thread.error and not self._thread.was_late
                 self._end_pause(self._reads)
             except StoreError:
                 pass
@@ -416,7 +418,7 @@ class Tier:
                     if problem is None:
                         form.enter_digests(trailer, promotion.pages[place])
                         continue
-                elif came[place] != came[count + place] and not self._thread.was_late:
+                elif came[place] != came[count + place] and has_answered:
                     # As long as the trailer is there, nobody would write the page anew.
                     problem = "one of its two objects is missing, or has another size"
                 if problem is not None:

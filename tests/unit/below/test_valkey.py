@@ -36,7 +36,7 @@ def test_a_page_that_is_larger_than_the_buffers_of_sockets_is_whole(store: Valke
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1])
-def test_a_value_of_another_size_is_an_error_of_its_key(store: ValkeyStore, size: int) -> None:
+def test_a_value_of_another_size_is_not_there(store: ValkeyStore, size: int) -> None:
     assert set_pages(store, ["g"])
     if size:
         assert outcome(store, store.submit_batch_set(["key"], pages(b"k", nbytes=size)))[1]
@@ -45,8 +45,7 @@ def test_a_value_of_another_size_is_an_error_of_its_key(store: ValkeyStore, size
     _, is_right, error, are_right = outcome(
         store, store.submit_batch_get(["key", "g"], pages(b".", b"."))
     )
-    assert (is_right, are_right) == (False, [False, True])
-    assert error == f"key has {size} bytes, not {PAGE}"
+    assert (is_right, error, are_right) == (True, "", [False, True])
     assert get_pages(store, ["g"] * 8) == [True] * 8, "each connection is in step"
 
 

@@ -494,6 +494,17 @@ def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
         assert third.load(PROMPT) == len(PROMPT)
 
 
+def test_a_read_that_fails_deletes_no_page(store: MemoryStore, reader: Engine) -> None:
+    """Of one object: the process has no file descriptor left, say."""
+    before = dict(store.objects)
+    store.broken = {data_of(store, "d")}
+    assert reader.load(PROMPT) == 3
+    store.broken.clear()
+    works_again(reader)
+    assert reader.load(PROMPT) == len(PROMPT)
+    assert (store.objects, reader.stats.damaged) == (before, 0)
+
+
 def test_a_page_of_an_answer_that_is_late_and_incomplete_is_not_deleted(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
