@@ -112,8 +112,8 @@ class BlockingStore(ThreadedStore, ABC):
     """A PageStore on four methods that block, which a derived class has.
 
     Several threads call them. An exception means that the call has failed: nothing is known of its
-    keys. Its text is the error of the call. After a ConnectionError or TimeoutError the rest of the call is left out, so
-    that a store that hangs holds up each thread once.
+    keys. Its text is the error of the call. After a ConnectionError or TimeoutError the rest of the
+    call is left out, so that a store that hangs holds up each thread once.
     """
 
     def __init__(self) -> None:

@@ -135,16 +135,16 @@ def test_a_read_only_folder_is_read(tmp_path: Path) -> None:
     store = FileStore(str(folder))
     assert outcome(store, store.submit_batch_set(["key"], pages(b"a")))[1]
     store.close()
-    (folder / "key").chmod(0o644)
-    for closed in (folder / ".unfinished", folder):
+    user = os.getuid() or 65534  # not root, who may write everywhere
+    for closed in (folder / "key", folder / ".unfinished", folder):
+        os.chown(closed, user, -1)
         closed.chmod(0o555)
     for parent in (folder, *folder.parents):
         if parent.stat().st_uid == os.getuid() and parent != folder:
             parent.chmod(parent.stat().st_mode | 0o111)
 
     def reads_and_does_not_write() -> bool:
-        if os.getuid() == 0:  # who may write everywhere
-            os.setuid(65534)
+        os.setuid(user)
         other = FileStore(str(folder))
         (into,) = pages(b".")
         reads = outcome(other, other.submit_batch_get(["key"], [into]))[1]
@@ -159,10 +159,10 @@ def test_without_o_direct_files_go_through_the_page_cache(
 ) -> None:
     real = os.open
 
-    def refusing(path: Any, flags: int, mode: int = 0o777) -> int:
+    def refusing(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, mode)
+        return real(path, flags, *arguments, **options)
 
     monkeypatch.setattr(module.os, "open", refusing)
     store = FileStore(str(tmp_path))
@@ -219,19 +219,84 @@ def test_files_that_cannot_be_removed_stop_no_others(
 ) -> None:
     unfinished = path_of(store) / ".unfinished"
     unfinished.mkdir()
-    for name in "abc":
-        (unfinished / name).touch()
+    for number in range(3):
+        (unfinished / unfinished_name(number)).touch()
     real, left = os.open, []
 
-    def refusing(path: Any, *arguments: Any) -> int:
-        if not left:  # of another user, or finished meanwhile
+    def refusing(path: Any, *arguments: Any, **options: Any) -> int:
+        if not left and module._OURS.fullmatch(path):  # of another user, or finished meanwhile
             left.append(path)
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return real(path, *arguments)
+        return real(path, *arguments, **options)
 
     monkeypatch.setattr(module.os, "open", refusing)
     FileStore(str(path_of(store))).close()
-    assert [str(file) for file in unfinished.iterdir()] == left
+    assert [file.name for file in unfinished.iterdir()] == left
+
+
+def unfinished_name(number: int) -> str:
+    """As a writer names a file, until it is complete."""
+    return f"{'0' * 16}-{number}"
+
+
+def test_only_what_a_writer_has_left_is_removed(tmp_path: Path) -> None:
+    unfinished = tmp_path / ".unfinished"
+    unfinished.mkdir(mode=0o700)
+    (unfinished / "notes").touch()
+    (unfinished / unfinished_name(1)).touch()
+    (unfinished / unfinished_name(2)).symlink_to(unfinished / "notes")
+    os.mkfifo(unfinished / unfinished_name(3))  # to open it may take for ever
+    FileStore(str(tmp_path)).close()
+    left = {unfinished_name(2), unfinished_name(3), "notes"}
+    assert {file.name for file in unfinished.iterdir()} == left
+
+
+def test_a_link_in_place_of_unfinished_is_not_followed(tmp_path: Path) -> None:
+    other, folder = tmp_path / "other", tmp_path / "folder"
+    other.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700)
+    (other / unfinished_name(1)).touch()
+    (folder / ".unfinished").symlink_to(other)
+    with pytest.raises(NotADirectoryError):
+        FileStore(str(folder))
+    assert [file.name for file in other.iterdir()] == [unfinished_name(1)]
+
+
+def test_only_regular_files_of_this_user_are_read(store: FileStore) -> None:
+    folder = path_of(store)
+    (folder / "file").write_bytes(b"x" * PAGE)
+    (folder / "link").symlink_to(folder / "file")
+    os.mkfifo(folder / "pipe")
+    keys = ["file", "link", "pipe"]
+    assert outcome(store, store.submit_batch_exists(keys))[3] == [True, False, False]
+    _, is_right, _, are_right = outcome(store, store.submit_batch_get(keys, pages(*[b"."] * 3)))
+    assert (is_right, are_right) == (False, [True, False, False])
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(module.os, "geteuid", lambda: user + 1)
+    with pytest.raises(PermissionError, match=f"belongs to user {user}, not to {user + 1}"):
+        FileStore(str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused(mode: int, tmp_path: Path) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError, match="others than its user may write"):
+        FileStore(str(tmp_path))
+    tmp_path.chmod(0o755)
+    FileStore(str(tmp_path)).close()
+
+
+def test_a_new_folder_is_private(store: FileStore) -> None:
+    assert outcome(store, store.submit_batch_set(["key"], pages(b"a")))[1]
+    modes = {
+        path.stat().st_mode & 0o777 for path in (path_of(store), path_of(store) / ".unfinished")
+    }
+    assert modes == {0o700}
 
 
 def test_closing_ends_what_was_begun_and_leaves_out_the_rest(tmp_path: Path) -> None:
