@@ -52,6 +52,9 @@ class FileStore(BlockingStore):
         self._files = itertools.count()
         super().__init__()
 
+    def __str__(self) -> str:
+        return f"file:{self._path}"
+
     def set(self, key: str, memory: memoryview) -> None:
         try:
             with self._folder() as folder, self._folder(_UNFINISHED, folder) as unfinished:

@@ -55,6 +55,10 @@ class MooncakeStore(ThreadedStore):
         self._changing = threading.Lock()  # of both
         super().__init__(_THREADS)
 
+    def __str__(self) -> str:
+        host, port = self._address
+        return f"mooncake://{host}:{port}"
+
     def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
         def put(_: range) -> tuple[list[bool], str]:
             client, addresses = self._connected(), self._addresses(memoryviews)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -33,6 +34,9 @@ class Pause:
 
     Any thread may call.
 
+    Args:
+        what (str): the direction and the store, for messages.
+
     Attributes:
         progress (float): when a call of this direction has ended last, or one in front of it.
     """
@@ -51,10 +55,11 @@ class Pause:
         return 0 < self.until <= time.monotonic()
 
     def begin(self, why: str) -> None:
-        """Something has failed. Changes nothing during a pause."""
+        """Something has failed. Changes nothing during a pause. Warns of the first of a row."""
         if self.is_on:
             return
-        log.warning("%s the store below pauses for %g s: %s", self._what, self._seconds, why)
+        level = logging.INFO if self.until else logging.WARNING
+        log.log(level, "%s pauses for %g s: %s", self._what, self._seconds, why)
         self.until = time.monotonic() + self._seconds
         self._seconds = min(2 * self._seconds, LONGEST_PAUSE)
 
@@ -182,8 +187,9 @@ class StoreThread:
         try:
             number: int = submit(keys, list(memory)) if memory else submit(keys)
         except Exception as error:  # whatever somebody else's store raises
-            pause.begin(f"{what} raised {error!r}")
-            raise StoreError from error
+            reason = f"{what} raised {error!r}"
+            pause.begin(reason)
+            raise StoreError(reason) from error
         now = time.monotonic()
         self._calls[number] = _Call(pause, now, now + DEADLINE, len(keys), memory, on_late)
         return number

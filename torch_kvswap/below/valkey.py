@@ -47,6 +47,10 @@ class ValkeyStore(BlockingStore):
         self._opening = threading.Lock()  # of _opened
         super().__init__()
 
+    def __str__(self) -> str:
+        host, port = self._address
+        return f"valkey://{host}:{port}"  # without the password
+
     def set(self, key: str, memory: memoryview) -> None:
         with self._connection() as server:
             server.send([b"SET", key.encode(), memory])

@@ -42,7 +42,8 @@ class BelowStats:
             was missing or had another size, or by a load, because a block was not what was stored;
             and deleted.
         written (int): written, or found to be there already.
-        failed (int): not taken by the store. They are tried again while they are in memory.
+        failed (int): not taken by the store, or asked for or read when it failed or did not answer
+            in time. What was not taken is tried again while it is in memory.
         lost (int): evicted before they were written.
     """
 
@@ -141,7 +142,9 @@ class Tier:
             min(batch, max(held // _PARTS, 1))
             for batch, held in zip(self._batch, self._most_held, strict=True)
         ]
-        self._reads, self._writes = Pause("reading from"), Pause("writing to")
+        has_name = type(store).__str__ is not object.__str__
+        name = str(store) if has_name else f"a {type(store).__name__}"
+        self._reads, self._writes = Pause(f"reading from {name}"), Pause(f"writing to {name}")
 
         # Guarded by _lock. A Condition is not entered, only waited for: Ctrl-C may come between its
         # taking the lock and the block, and would leave it locked.
@@ -153,11 +156,12 @@ class Tier:
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
         self._late: deque[_Ask] = deque()  # a call of each was not answered in time
         self._leases: deque[tuple[float, _Promotion]] = deque()
+        self._failed = 0
 
         # Of the thread.
         self._reading = 0  # bytes in flight
         self._writing = [0] * len(pools)  # pages in flight
-        self._damaged = self._written = self._failed = 0
+        self._damaged = self._written = 0
         self._thread = StoreThread(store, self._on_wake)
         self._thread.start()
 
@@ -283,6 +287,7 @@ class Tier:
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
         ask.is_over = True
+        self._failed += ask.count
         self._reads.begin(f"no answer for {count_of(ask.count, 'key')} in {thread.DEADLINE:g} s")
         for promotion in ask.promotions:
             if promotion.rejected is None:  # the store may still write the pages
@@ -331,9 +336,10 @@ class Tier:
         there = [False] * len(names)
         try:
             there = yield self._begin_read("exists", names, (), ask)
-            self._end_pause(self._reads)
-        except StoreError:
-            pass
+            error = self._thread.error
+        except StoreError as refused:
+            error = str(refused)
+        self._end_read(ask, error, len(names))
         units = self._longest(ask, there)
         batches = [
             (group, keys[start : start + self._batch[group]])
@@ -403,13 +409,12 @@ class Tier:
             trailers = _zeros(form.trailer_bytes, count)
             names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
             came = [False] * len(names)
-            has_answered = False  # else what did not come may be there
+            was_late = False
             try:
                 came = yield self._begin_read("get", names, [*views, *trailers], ask)
-                has_answered = not self._thread.error and not self._thread.was_late
-                self._end_pause(self._reads)
-            except StoreError:
-                pass
+                error, was_late = self._thread.error, self._thread.was_late
+            except StoreError as refused:
+                error = str(refused)
             rejected = []
             for place, (key, view, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
                 problem = None
@@ -418,13 +423,14 @@ class Tier:
                     if problem is None:
                         form.enter_digests(trailer, promotion.pages[place])
                         continue
-                elif came[place] != came[count + place] and has_answered:
+                elif came[place] != came[count + place] and not error and not was_late:
                     # As long as the trailer is there, nobody would write the page anew.
                     problem = "one of its two objects is missing, or has another size"
                 if problem is not None:
                     damaged.append(key)
                     self._report(key, problem)
                 rejected.append(place)
+            self._end_read(ask, error, len(rejected))
             self._hand_over(ask, promotion, rejected)
         self._reading -= nbytes
         ask.left -= 1
@@ -523,7 +529,8 @@ class Tier:
         failed = [place for place in range(count) if not is_below[place]]
         self._writing[group] -= count
         self._written += count - len(failed)
-        self._failed += len(failed)
+        with self._lock:
+            self._failed += len(failed)
         if failed:
             self._writes.begin(f"{count_of(len(failed), 'page')} could not be written: {error}")
         else:
@@ -539,6 +546,15 @@ class Tier:
                 self._notify()
 
         return self._thread.begin(what, names, memory, self._reads, on_late)
+
+    def _end_read(self, ask: _Ask, error: str, failed: int) -> None:
+        """The store has answered, or has failed for this number of pages."""
+        if error:
+            self._reads.begin(error)
+            with self._lock:
+                self._failed += 0 if ask.is_over else failed
+        else:
+            self._end_pause(self._reads)
 
     def _notify(self) -> None:
         self._changed.notify_all()

@@ -18,6 +18,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
+from processes import free_port
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
@@ -536,15 +537,38 @@ def test_another_model_or_rank_finds_nothing(
 
 
 @pytest.mark.parametrize("operation", ["exists", "get"])
-def test_a_store_that_refuses_or_fails_a_read_has_nothing(
-    operation: str, store: MemoryStore, reader: Engine
+@pytest.mark.parametrize("fault", ["refused", "failing"])
+def test_a_read_that_fails_is_told_counted_and_pauses(
+    fault: str,
+    operation: str,
+    store: MemoryStore,
+    reader: Engine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for fault in (store.refused, store.failing):
-        fault.add(operation)
+    getattr(store, fault).add(operation)
+    monkeypatch.setattr(thread, "FIRST_PAUSE", 1000.0)
+    reader.tier._reads.end()
+    with logged() as messages:
         assert reader.load(PROMPT) == 0
-        fault.clear()
-        works_again(reader)
+    reason = f"{operation} failed"
+    if fault == "refused":
+        reason = f"{operation} raised OSError('no {operation} today')"
+    assert messages == [f"reading from a MemoryStore pauses for 1000 s: {reason}"]
+    assert reader.stats.failed == len(PROMPT)
+    getattr(store, fault).clear()
+    assert reader.prefixes.lookup([key_of("x")]).asking == 0
+    works_again(reader)
     assert reader.load(PROMPT) == len(PROMPT), "no page was lost"
+
+
+def test_a_dead_server_is_named_without_its_password() -> None:
+    port = free_port()
+    with logged() as messages, Engine(f"valkey://user:secret@127.0.0.1:{port}") as engine:
+        assert engine.find(PROMPT).found == 0
+        assert engine.stats.failed == len(PROMPT)
+    (message,) = messages
+    assert message.startswith(f"reading from valkey://127.0.0.1:{port} pauses for 1 s: cannot conn")
+    assert "secret" not in message
 
 
 @pytest.mark.parametrize(
@@ -565,29 +589,33 @@ def test_a_store_that_refuses_or_fails_a_write_gets_the_page_later(
         engine.until(lambda: engine.stats.failed > 0)
         getattr(store, fault).clear()
         engine.until(lambda: engine.stats.written == len(PROMPT))
-    assert messages[0] == f"writing to the store below pauses for 0.01 s: {reason}"
+    assert messages == [f"writing to a MemoryStore pauses for 0.01 s: {reason}"]
 
 
-def test_pauses_grow_and_end_when_the_store_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+def test_pauses_grow_are_told_once_and_end_when_the_store_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seconds = [0.0], []
     monkeypatch.setattr(thread.time, "monotonic", lambda: now[0])
     now[0] = 1000.0
-    pause = thread.Pause("reading from")
-    with logged() as messages:
-        for _ in range(8):
-            pause.begin("no answer")
-            pause.begin("no answer")  # of another call
-            assert pause.is_on
-            now[0] = pause.until
-            assert not pause.is_on
-            assert pause.is_over
-    seconds = [message.split(" for ")[1].split(":")[0] for message in messages]
-    assert seconds == ["1 s", "2 s", "4 s", "8 s", "16 s", "32 s", "60 s", "60 s"]
+    pause = thread.Pause("reading from file:folder")
+    for expected in (["reading from file:folder pauses for 1 s: no answer"], [], []):
+        with logged() as messages:
+            for _ in range(8):
+                pause.begin("no answer")
+                pause.begin("no answer")  # of another call
+                assert pause.is_on
+                seconds.append(pause.until - now[0])
+                now[0] = pause.until
+                assert not pause.is_on
+                assert pause.is_over
+        assert messages == expected
+    assert seconds[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
     pause.end()
     assert not pause.is_over
     with logged() as messages:
         pause.begin("no answer")
-    assert messages == ["reading from the store below pauses for 1 s: no answer"]
+    assert messages == ["reading from file:folder pauses for 1 s: no answer"]
 
 
 @pytest.mark.parametrize("operation", ["exists", "get"])
@@ -603,7 +631,7 @@ def test_a_store_that_hangs_has_nothing_and_its_pages_wait_for_its_answer(
         assert in_time(lambda: len(store.waiting) > 0)
         reader.prefixes.poll()
         assert reader.prefixes.lookup(keys) == (0, 0, 0, 0)
-        assert "reading from the store below pauses for 1 s: no answer" in messages[0]
+        assert "reading from a MemoryStore pauses for 1 s: no answer" in messages[0]
     written = 8 if operation == "get" else 0  # the store may still write these pages
     assert manager.stats().pages - manager.stats().free_pages == written
     manager.reset()
@@ -627,7 +655,7 @@ def test_a_write_that_hangs_keeps_its_pages_and_the_others_are_lost(
         with logged() as messages:
             engine.compute(PROMPT)
             assert in_time(lambda: bool(messages))
-        assert "writing to the store below pauses for 1 s: no answer" in messages[0]
+        assert "writing to a MemoryStore pauses for 1 s: no answer" in messages[0]
         for start in range(0, 64, 8):
             engine.compute(range(start, start + 8))
         assert engine.stats.lost > 0
