@@ -13,6 +13,8 @@ from torch_kvswap.below.blocking import BlockingStore
 # Seconds without a byte from the server; read at each use so that tests can set them.
 TIMEOUT = 5.0
 _PORT = 6379
+_LONGEST_LINE = 4096  # bytes of an answer, other than of a page
+_MOST_DIGITS = 20
 
 
 class ValkeyStore(BlockingStore):
@@ -22,7 +24,8 @@ class ValkeyStore(BlockingStore):
     go. Pages go straight from and into the memory that is passed. The connection is not encrypted.
 
     Args:
-        url (str): "valkey://HOST", "valkey://HOST:PORT" or "valkey://USER:PASSWORD@HOST:PORT".
+        url (str): "valkey://HOST", "valkey://HOST:PORT" or "valkey://USER:PASSWORD@HOST:PORT";
+            without USER it is "default".
 
     Raises:
         ValueError: it is no such URL.
@@ -37,9 +40,14 @@ class ValkeyStore(BlockingStore):
                 "'valkey://USER:PASSWORD@HOST:PORT'"
             )
         self._address = parts.hostname, parts.port or _PORT
+        if parts.username and parts.password is None:
+            raise ValueError(
+                "below names a user of the Valkey server without a password, which cannot log in; "
+                "pass 'valkey://USER:PASSWORD@HOST:PORT'"
+            )
         self._login: list[bytes] = []
-        if parts.password:
-            names = (parts.username or "default", parts.password)
+        if parts.username or parts.password:
+            names = (parts.username or "default", parts.password or "")
             self._login = [b"AUTH", *(unquote(name).encode() for name in names)]
         self._local = threading.local()  # the connection of each thread
         self._breaks = 0  # how many connections broke: then those made before are not used again
@@ -59,7 +67,7 @@ class ValkeyStore(BlockingStore):
     def get(self, key: str, memory: memoryview) -> bool:
         with self._connection() as server:
             server.send([b"GET", key.encode()])
-            size = int(server.answer(b"$"))
+            size = server.number(b"$")
             if size == len(memory):
                 server.read_into(memory)
             elif size >= 0:
@@ -76,7 +84,7 @@ class ValkeyStore(BlockingStore):
         """Sends the command for all keys, then reads for each whether it was there."""
         with self._connection() as server:
             server.send(*([command, key.encode()] for key in keys))
-            return [server.answer(b":") == b"1" for _ in keys]
+            return [server.number(b":") == 1 for _ in keys]
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[_Connection]:
@@ -97,7 +105,7 @@ class ValkeyStore(BlockingStore):
                     server.answer(b"+")
                 self._local.server = server
             yield server
-        except OSError as error:
+        except BaseException as error:  # its next answer would be that of another call
             if server is not None:
                 self._drop(server)
             if isinstance(error, ConnectionError | TimeoutError):
@@ -161,20 +169,27 @@ class _Connection:
 
     def answer(self, kind: bytes) -> bytes:
         """Reads a line of this kind, and returns it without the kind."""
-        line: bytes = self._reader.readline()
-        if not line.endswith(b"\r\n"):
+        line: bytes = self._reader.readline(_LONGEST_LINE)
+        if not line.endswith(b"\r\n") and len(line) < _LONGEST_LINE:
             raise ConnectionResetError("the server has closed the connection")
         if line.startswith(b"-"):
             raise OSError(line[1:].decode(errors="replace").strip())
-        if not line.startswith(kind):
+        if not line.startswith(kind) or not line.endswith(b"\r\n"):
             raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
         return line[1:-2]
+
+    def number(self, kind: bytes) -> int:
+        """Reads a line of this kind with a number."""
+        line = self.answer(kind)
+        if len(line) > _MOST_DIGITS or not line.removeprefix(b"-").isdigit():
+            raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
+        return int(line)
 
     def read_into(self, memory: memoryview) -> None:
         """Reads the bytes of a value."""
         if self._reader.readinto(memory) < len(memory):
             raise ConnectionResetError("the server has closed the connection")
-        self._reader.readline()
+        self._reader.read(2)  # the end of its line
 
     def interrupt(self) -> None:
         """Ends what other threads wait for."""

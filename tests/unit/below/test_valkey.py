@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 from error_text import error_text
+from expecttest import assert_expected_inline
 from store_calls import PAGE, check_set_get_and_delete, get_pages, outcome, pages, set_pages
 from valkey_server import ValkeyServer, server
 
@@ -118,6 +120,21 @@ def test_closing_does_not_wait_for_a_server_that_hangs(
     store.close()
 
 
+@pytest.mark.parametrize(
+    "answer", [b"+" * (1 << 20), b"$" + b"1" * 1000 + b"\r\n", b"$page\r\n", b"HTTP/1.1 400\r\n"]
+)
+def test_a_server_of_another_kind_is_refused_at_its_first_line(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = ValkeyStore(f"valkey://127.0.0.1:{listener.getsockname()[1]}")
+        number = store.submit_batch_get(["a"], pages(b"."))
+        server, _ = listener.accept()
+        with server:
+            server.sendall(answer)  # and no more: to wait for the end of the line takes for ever
+            _, is_right, error, _ = outcome(store, number)
+    store.close()
+    assert (is_right, "it is no Valkey server, which answers" in error) == (False, True)
+
+
 def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
     running = ValkeyServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     store = ValkeyStore(running.url)
@@ -142,6 +159,26 @@ def test_a_password_is_needed_if_the_server_has_one() -> None:
         assert (is_right, error.split(" ")[0]) == (not expected, expected)
         store.close()
     running.kill()
+
+
+def test_a_user_logs_in_with_its_own_password(server: ValkeyServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"ACL SETUSER me on >s@cret ~* +@all\r\nACL SETUSER default off\r\n")
+        assert client.recv(100) == b"+OK\r\n+OK\r\n"
+    address = server.url.removeprefix("valkey://")
+    for login, expected in (("me:s%40cret@", True), ("me:@", False), (":s%40cret@", False)):
+        store = ValkeyStore(f"valkey://{login}{address}")
+        assert outcome(store, store.submit_batch_set(["a"], pages(b"a")))[1] == expected
+        store.close()
+
+
+def test_a_user_without_a_password_is_refused() -> None:
+    assert_expected_inline(
+        error_text(ValkeyStore, "valkey://user@there"),
+        """\
+ValueError: below names a user of the Valkey server without a password, which cannot log
+in; pass 'valkey://USER:PASSWORD@HOST:PORT'""",
+    )
 
 
 @pytest.mark.parametrize(
