@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 from torch_kvswap._C import StoreReservation, WriteReservation
@@ -340,7 +340,10 @@ class Tier:
         except StoreError as refused:
             error = str(refused)
         self._end_read(ask, error, len(names))
-        units = self._longest(ask, there)
+        rest = iter(there)
+        units = self._manager._longest_prefix(
+            ask.units, [bytes(islice(rest, len(keys))) for keys in ask.keys]
+        )
         batches = [
             (group, keys[start : start + self._batch[group]])
             for group, keys in enumerate(self._needed(ask, units))
@@ -357,31 +360,6 @@ class Tier:
             self._answer(ask)
         for group, keys in batches:
             self._thread.run(self._read_batch(ask, group, keys))
-
-    def _longest(self, ask: _Ask, there: list[bool]) -> int:
-        """The longest prefix, in units, of which the store has all that is not in memory."""
-        rest, ends, windows = iter(there), [], []
-        for keys, group, ratio, first in zip(
-            ask.keys, self._manager.groups, self._ratios, ask.first, strict=True
-        ):
-            present = [next(rest) for _ in keys]
-            end = len(present)
-            if group.window:
-                windows.append((group.window, ratio, first, present))
-            elif False in present:
-                end = present.index(False)
-            ends.append((first + end) // ratio)
-        units = min(ends)
-        # A missing block is in the windows of all prefixes that end behind it, up to this one.
-        # Blocks in front of `first` that a window needs are in memory: the prefix there needs them.
-        while missing := [
-            place // ratio
-            for window, ratio, first, present in windows
-            for place in range(max(first, units * ratio - window), units * ratio)
-            if not present[place - first]
-        ]:
-            units = min(missing)
-        return units
 
     def _needed(self, ask: _Ask, units: int) -> list[list[bytes]]:
         """The keys of each group that a prefix of this length needs, and that were missed."""
