@@ -4,9 +4,9 @@ In turns in one process: "plain files", threads that write and read a file for e
 pwritev() and preadv() around the page cache; "FileStore", which also renames; "cache on files", a
 PrefixCache from poll() until all pages are below, and from lookup() until all can be loaded, which
 also asks what is there, checks digests, and moves a trailer for each page; and the same without
-digests, with zeros. With --valkey: "lmcache_redis", LMCache's client, if it is installed (`pip
-install --no-deps lmcache`); "ValkeyStore"; and "cache on Valkey". With --mooncake: "bare Mooncake",
-all pages in one call of its own client; "MooncakeStore"; and "cache on Mooncake".
+digests, with zeros. With --valkey: "ValkeyStore" and "cache on Valkey". With --mooncake: "bare
+Mooncake", all pages in one call of its own client; "MooncakeStore"; and "cache on Mooncake". A bare
+store is called by as many threads as a PrefixCache has for each direction.
 
 Then lookup() of 512 keys in turns: in an idle process without a store; while another cache writes
 pages to files; and with 32 keys that are not there, of which a store is asked that answers after
@@ -18,16 +18,13 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import select
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b, sha256
@@ -44,24 +41,16 @@ from report import Column, Verdict, table_of
 from timing import Nanoseconds, Spread, in_turn, new_samples, quartiles, rounded
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.below import (
-    Completion,
-    FileStore,
-    MooncakeStore,
-    PageStore,
-    ValkeyStore,
-    format,
-)
+from torch_kvswap.below import FileStore, MooncakeStore, PageStore, ValkeyStore, format
 
-THREADS = 4  # as many as the stores have
+THREADS = 4  # as many as a PrefixCache has for each direction
 KEYS, MISSED = 512, 32
 ROUNDS = 10  # of lookups, among which the situations take turns
 REST = 0.4  # seconds
 REFERENCES = {
     "FileStore": "plain files",
     "cache on files": "plain files",
-    "ValkeyStore": "lmcache_redis",
-    "cache on Valkey": "lmcache_redis",
+    "cache on Valkey": "ValkeyStore",
     "MooncakeStore": "bare Mooncake",
     "cache on Mooncake": "bare Mooncake",
 }
@@ -155,13 +144,6 @@ def ways_of(valkey: str | None, mooncake: str | None) -> dict[str, Way]:
         UNDIGESTED: undigested,
     }
     if valkey:
-        with suppress(ImportError):
-            from lmcache.lmcache_redis import LMCacheRedisClient
-
-            address = urlsplit(valkey).hostname, urlsplit(valkey).port
-            ways["lmcache_redis"] = partial(
-                store, lambda _: LMCacheRedisClient(*address, num_workers=THREADS)
-            )
         ways["ValkeyStore"] = partial(store, lambda _: ValkeyStore(valkey))
         ways["cache on Valkey"] = partial(cache, valkey)
     if mooncake:
@@ -243,17 +225,21 @@ def store(
     new_store: Callable[[Path], PageStore], folder: Path, source: Pages, target: Pages
 ) -> Measured:
     pages = new_store(folder)
-    keys = list(map(str, range(len(source.views))))
+    places = range(len(source.views))
+    keys = list(map(str, places))
 
-    def wait(_: int) -> Iterator[object]:
-        while not pages.drain_completions():
-            yield select.select([pages.event_fd()], [], [])
+    def put(first: int) -> None:
+        pages.put(keys[first::THREADS], source.views[first::THREADS])
 
-    yield "write", timed(lambda: wait(pages.submit_batch_set(keys, source.views))), True
-    took = timed(lambda: wait(pages.submit_batch_get(keys, target.views)))
-    yield "read", took, torch.equal(source.memory, target.memory)
-    for _ in wait(pages.submit_batch_delete(keys)):
-        pass
+    def get(first: int) -> None:
+        pages.get(keys[first::THREADS], target.views[first::THREADS])
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(int, places))  # starts them
+        yield "write", timed(lambda: threads.map(put, range(THREADS))), True
+        took = timed(lambda: threads.map(get, range(THREADS)))
+        yield "read", took, torch.equal(source.memory, target.memory)
+    pages.delete(keys)
     pages.close()
 
 
@@ -347,49 +333,21 @@ def measure_digests(nbytes: int) -> dict[str, float]:
     return rates
 
 
-class SlowStore:
+class SlowStore(PageStore):
     """Has nothing, and says so after 50 ms."""
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._asked: deque[tuple[float, Completion] | None] = deque()
-        self._some = threading.Semaphore(0)
-        self._ended: deque[Completion] = deque()
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._answer)
-        self._thread.start()
+    def exists(self, keys: list[str]) -> list[bool]:
+        time.sleep(0.05)
+        return [False] * len(keys)
 
-    def submit_batch_exists(self, keys: list[str]) -> int:
-        number = next(self._numbers)
-        self._asked.append((time.monotonic() + 0.05, (number, True, "", [False] * len(keys))))
-        self._some.release()
-        return number
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        return self.exists(keys)
 
-    def submit_batch_set(self, keys: list[str], _: list[memoryview]) -> int:
-        return self.submit_batch_exists(keys)
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        self.exists(keys)
 
-    submit_batch_get = submit_batch_set
-    submit_batch_delete = submit_batch_exists
-
-    def event_fd(self) -> int:
-        return self._event_fd
-
-    def drain_completions(self) -> list[Completion]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._event_fd)
-        return [self._ended.popleft() for _ in range(len(self._ended))]
-
-    def close(self) -> None:
-        self._asked.append(None)
-        self._some.release()
-        self._thread.join()
-        os.close(self._event_fd)
-
-    def _answer(self) -> None:
-        while self._some.acquire() and (asked := self._asked.popleft()) is not None:
-            time.sleep(max(asked[0] - time.monotonic(), 0))
-            self._ended.append(asked[1])
-            os.eventfd_write(self._event_fd, 1)
+    def delete(self, keys: list[str]) -> None:
+        self.exists(keys)
 
 
 def measure_lookups(folder: Path, count: int, lookups: int) -> dict[str, Spread]:

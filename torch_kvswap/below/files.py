@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 
 from torch_kvswap._native.log import warn_once
-from torch_kvswap.below.blocking import BlockingStore
+from torch_kvswap.below.store import PageStore
 
 # Smaller files, such as trailers, go through the page cache: to wait for the disk takes longer.
 _LEAST_DIRECT = 8192
@@ -23,7 +23,7 @@ _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OURS = re.compile(r"[0-9a-f]{16}-\d+")  # names of files that are being written
 
 
-class FileStore(BlockingStore):
+class FileStore(PageStore):
     """A PageStore in a folder, which several processes and machines may share.
 
     They run as one user: the folder must belong to it, and nobody else may write there. Only its
@@ -50,51 +50,32 @@ class FileStore(BlockingStore):
         self._direct = os.O_DIRECT
         self._names = f"{secrets.token_hex(8)}-"
         self._files = itertools.count()
-        super().__init__()
 
     def __str__(self) -> str:
         return f"file:{self._path}"
-
-    def set(self, key: str, memory: memoryview) -> None:
-        try:
-            with self._folder() as folder, self._folder(_UNFINISHED, folder) as unfinished:
-                self._write(folder, unfinished, key, memory)
-        except FileNotFoundError:  # the first one. Each system call takes the GIL from the engine.
-            os.makedirs(self._path, mode=0o700, exist_ok=True)
-            with self._folder() as folder:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(_UNFINISHED, 0o700, dir_fd=folder)
-                with self._folder(_UNFINISHED, folder) as unfinished:
-                    self._write(folder, unfinished, key, memory)
-
-    def get(self, key: str, memory: memoryview) -> bool:
-        with self._folder() as folder:
-            try:
-                file = self._open(key, os.O_RDONLY, len(memory), folder)
-            except FileNotFoundError:
-                return False
-        try:
-            of_file = os.fstat(file)
-            if not _is_ours(of_file):
-                raise PermissionError(f"{key} is no file of this user")
-            done = 0
-            if of_file.st_size == len(memory):
-                while done < len(memory) and (step := os.preadv(file, [memory[done:]], done)):
-                    done += step
-            return done == len(memory) == of_file.st_size
-        finally:
-            os.close(file)
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self._folder() as folder:
             return [_has(key, folder) for key in keys]
 
-    def delete(self, keys: list[str]) -> list[bool]:
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        with self._folder() as folder:
+            return [self._read(folder, *one) for one in zip(keys, buffers, strict=True)]
+
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        os.makedirs(self._path, mode=0o700, exist_ok=True)
+        with self._folder() as folder:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_UNFINISHED, 0o700, dir_fd=folder)
+            with self._folder(_UNFINISHED, folder) as unfinished:
+                for one in zip(keys, buffers, strict=True):
+                    self._write(folder, unfinished, *one)
+
+    def delete(self, keys: list[str]) -> None:
         with self._folder() as folder:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(key, dir_fd=folder)
-        return [True] * len(keys)
 
     @contextlib.contextmanager
     def _folder(self, name: str | None = None, within: int | None = None) -> Iterator[int]:
@@ -122,15 +103,32 @@ class FileStore(BlockingStore):
         finally:
             os.close(folder)
 
-    def _write(self, folder: int, unfinished: int, key: str, memory: memoryview) -> None:
+    def _read(self, folder: int, key: str, buffer: memoryview) -> bool:
+        try:
+            file = self._open(key, os.O_RDONLY, len(buffer), folder)
+        except FileNotFoundError:
+            return False
+        try:
+            of_file = os.fstat(file)
+            if not _is_ours(of_file):
+                raise PermissionError(f"{key} is no file of this user")
+            done = 0
+            if of_file.st_size == len(buffer):
+                while done < len(buffer) and (step := os.preadv(file, [buffer[done:]], done)):
+                    done += step
+            return done == len(buffer) == of_file.st_size
+        finally:
+            os.close(file)
+
+    def _write(self, folder: int, unfinished: int, key: str, buffer: memoryview) -> None:
         name = f"{self._names}{next(self._files)}"
-        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory), unfinished)
+        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(buffer), unfinished)
         try:
             # Tells _remove_unfinished() of other processes that this one lives.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             done = 0
-            while done < len(memory):
-                done += os.pwritev(file, [memory[done:]], done)
+            while done < len(buffer):
+                done += os.pwritev(file, [buffer[done:]], done)
             os.rename(name, key, src_dir_fd=unfinished, dst_dir_fd=folder)
         except OSError:
             with contextlib.suppress(FileNotFoundError):

@@ -203,7 +203,7 @@ class PrefixCache(NotCopyable):
         below_rank: int = 0,
         below_world: int = 1,
         below_policy: BelowPolicy = "reused",
-        below_bytes: int = 256 << 20,
+        below_bytes: int = 64 << 20,
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)

@@ -47,7 +47,7 @@ from torch_kvswap.prefix.protocol import (
 from torch_kvswap.prefix.tier import Tier
 
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
-_BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
+_BELOW_BYTES = 64 << 20  # in flight to the store below, and from there
 _LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
