@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -304,6 +305,14 @@ class PyBlockManager {
     return made;
   }
 
+  int64_t longest_prefix(int64_t found, nb::typed<nb::list, nb::bytes> there) const {
+    if (found < 0 || there.size() != num_groups_) throw nb::value_error("there is no such prefix");
+    std::vector<std::string> of_groups;
+    for (const auto& group : items_of<nb::bytes>(there))
+      of_groups.emplace_back(group.c_str(), group.size());
+    return manager_.longest_prefix(found, of_groups);
+  }
+
   nb::object needed_blocks(nb::handle prefix) const {
     nb::list needed;
     for (const auto& of_group : manager_.needed_blocks(read_prefix(prefix)))
@@ -585,6 +594,7 @@ not count as a use for eviction; touch() and prepare_load() do.
 Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
     again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
+      .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
            nb::sig("def needed_blocks(self, prefix: int) -> range | list[range]"),
            R"(The blocks that must be on the GPU to go on after a prefix.

@@ -24,7 +24,7 @@ BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Option
     : policy_(options.policy), below_(options.below), store_threshold_(options.store_threshold) {
   size_t num_pages = 0;
   for (const GroupOptions& group : groups) {
-    groups_.push_back({group, nullptr, {}, {}, 0});
+    groups_.push_back({group, nullptr, {}, {}});
     num_pages += group.num_pages;
   }
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
@@ -411,36 +411,32 @@ std::vector<std::pair<size_t, size_t>> BlockManager::needed_blocks(int64_t units
   return needed;
 }
 
-int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
-  const auto is_present = [&](const Group& group, size_t at) {
-    return ready ? group.pages->is_filled(found_pages_[at]) : found_pages_[at] != kNone;
-  };
+template <class IsPresent>
+int64_t BlockManager::longest_prefix(const int64_t* counts, const IsPresent& is_present) const {
   // A group that needs all blocks limits the prefix to those before the first that is missing.
   int64_t units = INT64_MAX;
-  size_t at = 0;
-  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
-    Group& group = groups_[g];
-    auto end = static_cast<size_t>(keys.counts[g]);
-    if (group.options.window == 0) {
+  std::vector<size_t> present_from;  // of each group: it has all blocks from here to the end
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    auto end = static_cast<size_t>(counts[g]);
+    if (groups_[g].options.window == 0) {
       size_t first_missing = 0;
-      while (first_missing < end && is_present(group, at + first_missing)) ++first_missing;
+      while (first_missing < end && is_present(g, first_missing)) ++first_missing;
       end = first_missing;
     }
-    group.present_from = end;
-    units = std::min(units, static_cast<int64_t>(end / group.options.ratio));
+    present_from.push_back(end);
+    units = std::min(units, static_cast<int64_t>(end / groups_[g].options.ratio));
   }
   // The others are checked backwards from the end of the prefix, until none shortens it: if block j
   // of the window is missing, a prefix can only end before that block. No block is checked twice.
   for (bool shorter = true; shorter && units > 0;) {
     shorter = false;
-    at = 0;
-    for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
-      Group& group = groups_[g];
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const Group& group = groups_[g];
       if (group.options.window == 0) continue;
       const auto [start, end] = needed_blocks(group, units);
-      size_t& from = group.present_from;
+      size_t& from = present_from[g];
       from = std::min(from, end);
-      while (from > start && is_present(group, at + from - 1)) --from;
+      while (from > start && is_present(g, from - 1)) --from;
       if (from == start) continue;
       units = static_cast<int64_t>((from - 1) / group.options.ratio);
       shorter = true;
@@ -449,10 +445,33 @@ int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
   return units;
 }
 
+int64_t BlockManager::longest_prefix(int64_t found, const std::vector<std::string>& there) const {
+  std::vector<int64_t> counts;
+  std::vector<size_t> first;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    first.push_back(static_cast<size_t>(found) * groups_[g].options.ratio);
+    counts.push_back(static_cast<int64_t>(first[g] + there[g].size()));
+  }
+  return longest_prefix(counts.data(), [&](size_t g, size_t i) {
+    return i < first[g] || there[g][i - first[g]] != 0;
+  });
+}
+
 Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, false);
-  Lookup found{longest_prefix(keys, false), longest_prefix(keys, true), 0};
+  std::vector<size_t> begins;  // of each group, in found_pages_
+  size_t begin = 0;
+  for (size_t g = 0; g < groups_.size(); begin += static_cast<size_t>(keys.counts[g++]))
+    begins.push_back(begin);
+  Lookup found{
+      longest_prefix(keys.counts,
+                     [&](size_t g, size_t i) { return found_pages_[begins[g] + i] != kNone; }),
+      longest_prefix(keys.counts,
+                     [&](size_t g, size_t i) {
+                       return groups_[g].pages->is_filled(found_pages_[begins[g] + i]);
+                     }),
+      0};
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
     Group& group = groups_[g];

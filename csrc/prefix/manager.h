@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -91,6 +92,9 @@ class BlockManager {
   void grow(const int64_t* ready_pages);
   // again: a repeated lookup, which is not counted.
   Lookup lookup(const Keys& keys, bool again, bool wait);
+  // The longest prefix, in units, that somebody else can complete, who has the blocks behind the
+  // first `found` units for which `there`, of each group, is not 0.
+  int64_t longest_prefix(int64_t found, const std::vector<std::string>& there) const;
   // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
   // their places. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
@@ -166,7 +170,6 @@ class BlockManager {
     std::unique_ptr<Pages> pages;
     Counters counters;
     std::vector<uint32_t> wanted;  // indices of the keys that are to be stored
-    size_t present_from;  // of longest_prefix(): it has seen the blocks from here to the end
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   Reservation& reservation_of(int64_t id);
@@ -178,8 +181,10 @@ class BlockManager {
   // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
   // without a window, keys after the first miss may be left at kNone.
   void find_pages(const Keys& keys, bool all);
-  // The longest prefix, in units, whose needed blocks are all cached. ready: all ready.
-  int64_t longest_prefix(const Keys& keys, bool ready);
+  // The longest prefix, in units, whose needed blocks are all present; counts: blocks of each
+  // group.
+  template <class IsPresent>
+  int64_t longest_prefix(const int64_t* counts, const IsPresent& is_present) const;
   // The range [first, end) of a group's blocks that a prefix of this length needs.
   std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.

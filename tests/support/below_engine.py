@@ -12,12 +12,12 @@ from patience import PATIENCE, in_time
 from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.below import thread
+from torch_kvswap.below import threads
 from torch_kvswap.encoding.slot import VerifyName
 from torch_kvswap.prefix import BelowStats, Lookup
 from torch_kvswap.prefix.tier import Tier
 
-thread.DEADLINE = PATIENCE  # no test depends on speed; those of deadlines set their own
+threads.DEADLINE = PATIENCE  # no test depends on speed; those of deadlines set their own
 BLOCK_BYTES = 5000  # no multiple of 4,096
 
 
@@ -94,7 +94,8 @@ class Engine:
         self.until(lambda: self.stats.written == before + len(names))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        assert in_time(condition), self.stats
+        """Goes on with steps until the condition holds."""
+        assert in_time(lambda: not self.prefixes.poll() and condition()), self.stats
 
     def find(self, names: Sequence[object]) -> Lookup:
         return find(self.prefixes, list(map(key_of, names)))

@@ -2,96 +2,75 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 
-from torch_kvswap.below import Completion
+from torch_kvswap.below import PageStore
 
 
-class MemoryStore:
-    """Carries out each call when it is answered: at once, or in release() for those in `held`.
+class MemoryStore(PageStore):
+    """Carries out each call at once, or in release() if it is of those in `held`.
 
-    objects: what it keeps; several stores may share it. held, refused, failing: operations that are
-    not answered yet, raise, or do nothing and say so. lying: names that exist() says are there.
+    objects: what it keeps; several stores may share it. held, failing: methods that do not return
+    yet, or raise. broken: names that get() cannot read. lying: names that exists() says are there.
     """
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
         self.objects = {} if objects is None else objects
         self.held: set[str] = set()
-        self.refused: set[str] = set()
         self.failing: set[str] = set()
+        self.broken: set[str] = set()
         self.lying: set[str] = set()
         self.calls: list[str] = []
         self.waiting: deque[Callable[[], None]] = deque()
         self.is_closed = False
-        self._ended: deque[Completion] = deque()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
 
-    def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        def put(place: int) -> bool:
-            self.objects[keys[place]] = bytes(memoryviews[place])
-            return True
+    def exists(self, keys: list[str]) -> list[bool]:
+        self._begin("exists")
+        return [key in self.objects or key in self.lying for key in keys]
 
-        return self._submit("set", keys, put)
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        self._begin("get")
+        if not self.broken.isdisjoint(keys):
+            raise OSError("one is broken")
+        return [self._get(*one) for one in zip(keys, buffers, strict=True)]
 
-    def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        def get(place: int) -> bool:
-            found = self.objects.get(keys[place])
-            if found is None or len(found) != len(memoryviews[place]):
-                return False
-            memoryviews[place][:] = found
-            return True
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        self._begin("put")
+        self.objects.update(zip(keys, map(bytes, buffers), strict=True))
 
-        return self._submit("get", keys, get)
-
-    def submit_batch_exists(self, keys: list[str]) -> int:
-        known = self.lying
-        return self._submit(
-            "exists", keys, lambda place: keys[place] in self.objects or keys[place] in known
-        )
-
-    def submit_batch_delete(self, keys: list[str]) -> int:
-        def delete(place: int) -> bool:
-            return self.objects.pop(keys[place], None) is not None
-
-        return self._submit("delete", keys, delete)
-
-    def event_fd(self) -> int:
-        return self._fd
-
-    def drain_completions(self) -> list[Completion]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+    def delete(self, keys: list[str]) -> None:
+        self._begin("delete")
+        for key in keys:
+            self.objects.pop(key, None)
 
     def close(self) -> None:
         assert not self.is_closed
         self.is_closed = True
-        os.close(self._fd)
 
     def release(self) -> None:
-        """Answers what was held, and holds nothing any more."""
-        self.held.clear()
-        while self.waiting:
-            self.waiting.popleft()()
+        """Carries out what was held, and holds nothing any more."""
+        with self._lock:
+            self.held.clear()
+            while self.waiting:
+                self.waiting.popleft()()
 
-    def _submit(self, what: str, keys: Sequence[str], of_key: Callable[[int], bool]) -> int:
-        if what in self.refused:
+    def _get(self, key: str, buffer: memoryview) -> bool:
+        found = self.objects.get(key, b"")
+        if len(found) == len(buffer):
+            buffer[:] = found
+        return len(found) == len(buffer)
+
+    def _begin(self, what: str) -> None:
+        go_on = threading.Event()
+        with self._lock:
+            self.calls.append(what)
+            if what in self.held:
+                self.waiting.append(go_on.set)
+            else:
+                go_on.set()
+        go_on.wait()
+        if what in self.failing:
             raise OSError(f"no {what} today")
-        self.calls.append(what)
-        number = len(self.calls)
-
-        def answer() -> None:
-            is_failing = what in self.failing
-            are_right = [not is_failing and of_key(place) for place in range(len(keys))]
-            error = f"{what} failed" if is_failing else ""
-            self._ended.append((number, not is_failing, error, are_right))
-            os.eventfd_write(self._fd, 1)
-
-        if what in self.held:
-            self.waiting.append(answer)
-        else:
-            answer()
-        return number

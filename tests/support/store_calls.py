@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import select
 
-from patience import PATIENCE
-
-from torch_kvswap.below import Completion, PageStore
+from torch_kvswap.below import PageStore
 
 PAGE = 8192
 
@@ -21,40 +18,34 @@ def pages(*fills: bytes, nbytes: int = PAGE) -> list[memoryview]:
     return views
 
 
-def outcome(store: PageStore, number: int) -> Completion:
-    """What the store says of its only call."""
-    readable, _, _ = select.select([store.event_fd()], [], [], PATIENCE)
-    assert readable
-    (completion,) = store.drain_completions()
-    assert completion[0] == number
-    assert not select.select([store.event_fd()], [], [], 0)[0]
-    return completion
-
-
-def set_pages(store: PageStore, keys: list[str]) -> bool:
-    return outcome(store, store.submit_batch_set(keys, pages(*map(str.encode, keys))))[1]
+def put_pages(store: PageStore, keys: list[str]) -> None:
+    store.put(keys, pages(*map(str.encode, keys)))
 
 
 def get_pages(store: PageStore, keys: list[str]) -> list[bool]:
     """For each key whether it came, with the right bytes."""
     into = pages(*[b"."] * len(keys))
-    came = outcome(store, store.submit_batch_get(keys, into))[3]
-    assert came is not None
+    came = store.get(keys, into)
     for key, view, is_right in zip(keys, into, came, strict=True):
-        assert not is_right or view == key.encode() * PAGE
-    return list(came)
+        assert view == (key.encode() if is_right else b".") * PAGE
+    return came
 
 
-def check_set_get_and_delete(store: PageStore) -> None:
-    """What was set is there until it is deleted, also directly after it was read. A key that is
-    missing fails alone, and the calls behind it get their own answers."""
-    assert set_pages(store, ["a", "b"])
-    assert outcome(store, store.submit_batch_exists(["a", "b", "c"]))[3] == [True, True, False]
-    into = pages(b".", b".", b".")
-    _, is_right, error, are_right = outcome(store, store.submit_batch_get(["a", "c", "b"], into))
-    assert (is_right, error, are_right) == (False, "c is not there", [True, False, True])
-    assert [view[0] for view in into] == list(b"a.b")
+def check_put_get_and_delete(store: PageStore) -> None:
+    """What was put is there until it is deleted, also directly after it was read. What is missing
+    is no failure, and the keys behind it get their own answers."""
+    put_pages(store, ["a", "b"])
+    assert store.exists(["a", "b", "c"]) == [True, True, False]
+    assert get_pages(store, ["a", "c", "b"]) == [True, False, True]
     assert get_pages(store, ["a", "b"]) == [True, True]
-    assert outcome(store, store.submit_batch_delete(["a", "c"]))[1:] == (True, "", [True, False])
-    assert outcome(store, store.submit_batch_exists(["a", "b"]))[3] == [False, True]
-    assert outcome(store, store.submit_batch_exists([]))[1]
+    store.delete(["a", "c"])
+    assert store.exists(["a", "b"]) == [False, True]
+    assert (store.exists([]), store.get([], [])) == ([], [])
+    store.put([], [])
+    for fill, nbytes in ((b"x", PAGE), (b"y", PAGE), (b"z", 16 << 20)):  # one in place of another
+        (page,) = pages(fill, nbytes=nbytes)
+        page[:100] = b"-" * 100
+        store.put(["key"], [page])
+        (into,) = pages(b".", nbytes=nbytes)
+        assert store.get(["key"], [into]) == [True]
+        assert into == page

@@ -8,27 +8,31 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.below.blocking import BlockingStore
+from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference, page_text
 
 # Smaller files, such as trailers, go through the page cache: to wait for the disk takes longer.
 _LEAST_DIRECT = 8192
-
-
+_UNFINISHED = ".unfinished"
 # A link is not followed, and opening a named pipe waits for nobody.
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OURS = re.compile(r"[0-9a-f]{16}-\d+")  # names of files that are being written
 # Pages are of the same layers if these fields are equal.
 _LAYERS = ("model", "rank", "world", "group")
 
 
-class FileStore(BlockingStore):
+class FileStore(PageStore):
     """A PageStore in a folder, which several processes and machines may share.
+
+    They run as one user: the folder must belong to it, and nobody else may write there. Only its
+    regular files are read.
 
     Reads and writes of 8 KiB and more go around the page cache (O_DIRECT) where the file system
     can do that; then the memory must begin at a multiple of 4,096 bytes, and have such a size. A
@@ -36,20 +40,21 @@ class FileStore(BlockingStore):
     after a loss of power it may be damaged, which its reader must find out.
 
     Args:
-        path (str): the folder, which is made if there is none.
+        path (str): the folder, which is made if there is none, with mode 0700.
 
     Raises:
-        OSError: the folder cannot be made, or is none.
+        OSError: the folder cannot be made, or is none. PermissionError: it belongs to another user,
+            or others may write to it.
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._unfinished = path, os.path.join(path, ".unfinished")
-        os.makedirs(path, exist_ok=True)
-        self._remove_unfinished()
+        self._path = path
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        with self._folder() as folder:
+            self._remove_unfinished(folder)
         self._direct = os.O_DIRECT
         self._names = f"{secrets.token_hex(8)}-"
         self._files = itertools.count()
-        super().__init__()
 
     def _describe(self, name: str, description: Mapping[str, Any]) -> None:
         """Keeps the description of the pages with this name in formats/NAME.json, for people.
@@ -57,111 +62,161 @@ class FileStore(BlockingStore):
         Warns if the folder has pages of the same model, rank and group that differ in anything
         else: lookups do not find them.
         """
-        formats = os.path.join(self._path, "formats")
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(formats, 0o700)
-            folder = os.open(formats, os.O_RDONLY | os.O_DIRECTORY | _CAREFULLY)
-            try:
-                others = sorted(os.listdir(folder))
-                if f"{name}.json" not in others:
-                    unfinished = f"{self._names}{next(self._files)}"
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
-                    with open(os.open(unfinished, flags, 0o600, dir_fd=folder), "w") as file:
-                        file.write(page_text(description))
-                    os.rename(unfinished, f"{name}.json", src_dir_fd=folder, dst_dir_fd=folder)
-                different = (_difference(other, folder, description) for other in others)
-                first = next(filter(None, different), None)
-            finally:
-                os.close(folder)
+            os.makedirs(self._path, mode=0o700, exist_ok=True)
+            with self._folder() as folder:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir("formats", 0o700, dir_fd=folder)
+                with self._folder("formats", folder) as formats:
+                    others = sorted(os.listdir(formats))
+                    if f"{name}.json" not in others:
+                        unfinished = f"{self._names}{next(self._files)}"
+                        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
+                        with open(os.open(unfinished, flags, 0o600, dir_fd=formats), "w") as file:
+                            file.write(page_text(description))
+                        os.rename(
+                            unfinished, f"{name}.json", src_dir_fd=formats, dst_dir_fd=formats
+                        )
+                    different = (_difference(other, formats, description) for other in others)
+                    first = next(filter(None, different), None)
         except OSError:  # a folder that cannot be written is read all the same
             return
         if first is not None:
             log.warning(
                 "%s has pages of %s that this engine cannot use: %s; it finds only pages as in %s",
-                *(self._path, description["model"], first, f"{formats}/{name}.json"),
+                *(self._path, description["model"], first, f"{self._path}/formats/{name}.json"),
             )
 
-    def set(self, key: str, memory: memoryview) -> None:
-        name = os.path.join(self._unfinished, f"{self._names}{next(self._files)}")
-        how = os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(memory)
+    def __str__(self) -> str:
+        return f"file:{self._path}"
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        with self._folder() as folder:
+            return [_has(key, folder) for key in keys]
+
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        with self._folder() as folder:
+            return [self._read(folder, *one) for one in zip(keys, buffers, strict=True)]
+
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        os.makedirs(self._path, mode=0o700, exist_ok=True)
+        with self._folder() as folder:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_UNFINISHED, 0o700, dir_fd=folder)
+            with self._folder(_UNFINISHED, folder) as unfinished:
+                for one in zip(keys, buffers, strict=True):
+                    self._write(folder, unfinished, *one)
+
+    def delete(self, keys: list[str]) -> None:
+        with self._folder() as folder:
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(key, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _folder(self, name: str | None = None, within: int | None = None) -> Iterator[int]:
+        """The folder of the store, or one in it, which nobody else can write to.
+
+        It is opened for each call, since it may be removed, or be another one that was mounted.
+        """
+        link = 0 if name is None else os.O_NOFOLLOW  # the user's own path may be one
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | link
+        folder = os.open(name or self._path, flags, dir_fd=within)
         try:
-            file = self._open(name, *how)
-        except FileNotFoundError:  # the first one. Each system call takes the GIL from the engine.
-            os.makedirs(self._unfinished, exist_ok=True)
-            file = self._open(name, *how)
+            found = os.fstat(folder)
+            path = self._path if name is None else os.path.join(self._path, name)
+            if found.st_uid != os.geteuid():
+                raise PermissionError(
+                    f"the folder {path} belongs to user {found.st_uid}, not to {os.geteuid()}, who "
+                    "runs this process; pass a folder of this user, or one that is not there yet"
+                )
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(
+                    f"others than its user may write to the folder {path}, and what they write "
+                    f"would be believed; run chmod 700 {path}, or pass another folder"
+                )
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _read(self, folder: int, key: str, buffer: memoryview) -> bool:
+        try:
+            file = self._open(key, os.O_RDONLY, len(buffer), folder)
+        except FileNotFoundError:
+            return False
+        try:
+            of_file = os.fstat(file)
+            if not _is_ours(of_file):
+                raise PermissionError(f"{key} is no file of this user")
+            done = 0
+            if of_file.st_size == len(buffer):
+                while done < len(buffer) and (step := os.preadv(file, [buffer[done:]], done)):
+                    done += step
+            return done == len(buffer) == of_file.st_size
+        finally:
+            os.close(file)
+
+    def _write(self, folder: int, unfinished: int, key: str, buffer: memoryview) -> None:
+        name = f"{self._names}{next(self._files)}"
+        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(buffer), unfinished)
         try:
             # Tells _remove_unfinished() of other processes that this one lives.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             done = 0
-            while done < len(memory):
-                done += os.pwritev(file, [memory[done:]], done)
-            os.rename(name, os.path.join(self._path, key))
+            while done < len(buffer):
+                done += os.pwritev(file, [buffer[done:]], done)
+            os.rename(name, key, src_dir_fd=unfinished, dst_dir_fd=folder)
         except OSError:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+                os.unlink(name, dir_fd=unfinished)
             raise
         finally:
             os.close(file)
 
-    def get(self, key: str, memory: memoryview) -> None:
-        file = self._open(os.path.join(self._path, key), os.O_RDONLY, len(memory))
-        try:
-            done, step = 0, 1
-            while done < len(memory) and step:
-                step = os.preadv(file, [memory[done:]], done)
-                done += step
-            if done < len(memory) or os.fstat(file).st_size != done:
-                raise OSError(f"{key} has {os.fstat(file).st_size} bytes, not {len(memory)}")
-        finally:
-            os.close(file)
-
-    def exists(self, keys: list[str]) -> list[bool]:
-        return [self._has(key) for key in keys]
-
-    def delete(self, keys: list[str]) -> list[bool]:
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self._path, key))
-        return [True] * len(keys)
-
-    def _has(self, key: str) -> bool:
-        try:
-            # A loss of power leaves empty files, which would be in the way of their pages.
-            return os.stat(os.path.join(self._path, key)).st_size > 0
-        except OSError:
-            return False
-
-    def _open(self, name: str, flags: int, nbytes: int) -> int:
+    def _open(self, name: str, flags: int, nbytes: int, folder: int) -> int:
         """Opens a file of so many bytes, around the page cache if that is possible and worth it."""
-        flags |= os.O_CLOEXEC
+        flags |= _CAREFULLY
         if self._direct and nbytes >= _LEAST_DIRECT:
             try:
-                return os.open(name, flags | self._direct, 0o600)
+                return os.open(name, flags | self._direct, 0o600, dir_fd=folder)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             if flags & os.O_CREAT:  # the kernel may have made the file before it refused
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+                    os.unlink(name, dir_fd=folder)
             warn_once(f"{self._path} has no O_DIRECT; pages go through the page cache")
             self._direct = 0
-        return os.open(name, flags, 0o600)
+        return os.open(name, flags, 0o600, dir_fd=folder)
 
-    def _remove_unfinished(self) -> None:
+    def _remove_unfinished(self, folder: int) -> None:
         """Removes what processes left that were killed while they wrote."""
-        entries: list[os.DirEntry[str]] = []
-        with contextlib.suppress(OSError):  # no folder yet
-            entries += os.scandir(self._unfinished)
-        for entry in entries:
-            # Its writer lives, has finished it meanwhile, or is another user.
-            with contextlib.suppress(OSError):
-                file = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(entry.path)
-                finally:
-                    os.close(file)
+        try:
+            with self._folder(_UNFINISHED, folder) as unfinished:
+                for name in filter(_OURS.fullmatch, os.listdir(unfinished)):
+                    with contextlib.suppress(OSError):  # its writer lives, or has finished it
+                        file = os.open(name, os.O_RDONLY | _CAREFULLY, dir_fd=unfinished)
+                        try:
+                            if _is_ours(os.fstat(file)):
+                                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                                os.unlink(name, dir_fd=unfinished)
+                        finally:
+                            os.close(file)
+        except FileNotFoundError:
+            pass  # there is none yet
+
+
+def _is_ours(of_file: os.stat_result) -> bool:
+    return stat.S_ISREG(of_file.st_mode) and of_file.st_uid == os.geteuid()
+
+
+def _has(key: str, folder: int) -> bool:
+    try:
+        of_file = os.stat(key, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    # A loss of power leaves empty files, which would be in the way of their pages.
+    return _is_ours(of_file) and of_file.st_size > 0
 
 
 def _difference(name: str, folder: int, description: Mapping[str, Any]) -> str | None:
@@ -169,8 +224,7 @@ def _difference(name: str, folder: int, description: Mapping[str, Any]) -> str |
     try:
         file = os.open(name, os.O_RDONLY | _CAREFULLY, dir_fd=folder)
         try:
-            of_file = os.fstat(file)
-            if not stat.S_ISREG(of_file.st_mode) or of_file.st_uid != os.geteuid():
+            if not _is_ours(os.fstat(file)):
                 return None
             with open(file, closefd=False) as text:
                 other = json.load(text)

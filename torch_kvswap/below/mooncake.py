@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import socket
 import threading
 import weakref
@@ -11,15 +12,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from torch_kvswap.below.blocking import ThreadedStore
+from torch_kvswap.below.store import PageStore
 
 TIMEOUT = 5.0  # seconds, of the first connection
 _PORT = 50051
-_THREADS = 2  # Mooncake has threads of its own: with more calls at once, pages are slower
+_MOST_CALLS = 2  # Mooncake has threads of its own: with more calls at once, pages are slower
 _NOT_THERE = -704
 
 
-class MooncakeStore(ThreadedStore):
+class MooncakeStore(PageStore):
     """A PageStore in a Mooncake store, which engines of several machines may share.
 
     Pages lie in the memory of `mooncake_client` processes, and go straight from and into the memory
@@ -53,44 +54,35 @@ class MooncakeStore(ThreadedStore):
         self._client: Any = None
         self._registered: dict[int, weakref.ref[Any]] = {}  # memory, by its address
         self._changing = threading.Lock()  # of both
-        super().__init__(_THREADS)
+        self._calls = threading.Semaphore(_MOST_CALLS)
 
-    def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        def put(_: range) -> tuple[list[bool], str]:
-            client, addresses = self._connected(), self._addresses(memoryviews)
-            codes = client.batch_upsert_from(keys, addresses, list(map(len, memoryviews)))
-            return _answers(keys, codes, [0] * len(keys))
+    def __str__(self) -> str:
+        host, port = self._address
+        return f"mooncake://{host}:{port}"
 
-        return self._submit(len(keys), len(keys), put)
-
-    def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        def get(_: range) -> tuple[list[bool], str]:
-            client, addresses = self._connected(), self._addresses(memoryviews)
-            sizes = list(map(len, memoryviews))
-            return _answers(keys, client.batch_get_into(keys, addresses, sizes), sizes)
-
-        return self._submit(len(keys), len(keys), get)
-
-    def submit_batch_exists(self, keys: list[str]) -> int:
-        def exists(_: range) -> tuple[list[bool], str]:
+    def exists(self, keys: list[str]) -> list[bool]:
+        with self._calls:
             codes = self._connected().batch_is_exist(keys)
-            failed = [code for code in codes if code < 0]
-            error = f"Mooncake's error {failed[0]}" if failed else ""
-            return [code == 1 for code in codes], error
+        return [code == 1 for code in _checked(keys, codes)]
 
-        return self._submit(len(keys), len(keys), exists)
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        with self._calls:
+            client, addresses = self._connected(), self._addresses(buffers)
+            codes = client.batch_get_into(keys, addresses, list(map(len, buffers)))
+        # What is longer than its buffer is an error of Mooncake.
+        return list(map(operator.eq, _checked(keys, codes, _NOT_THERE), map(len, buffers)))
 
-    def submit_batch_delete(self, keys: list[str]) -> int:
-        def delete(_: range) -> tuple[list[bool], str]:
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        with self._calls:
+            client, addresses = self._connected(), self._addresses(buffers)
+            _checked(keys, client.batch_upsert_from(keys, addresses, list(map(len, buffers))))
+
+    def delete(self, keys: list[str]) -> None:
+        with self._calls:
             codes = self._connected().batch_remove(keys, force=True)  # also those that are read
-            failed = [code for code in codes if code not in (0, _NOT_THERE)]
-            error = f"Mooncake's error {failed[0]}" if failed else ""
-            return [code == 0 for code in codes], error
-
-        return self._submit(len(keys), len(keys), delete)
+        _checked(keys, codes, _NOT_THERE)
 
     def close(self) -> None:
-        super().close()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -140,15 +132,9 @@ def _place_of(memory: Any) -> tuple[int, int]:
     return as_bytes.ctypes.data, as_bytes.nbytes
 
 
-def _answers(keys: list[str], codes: list[int], right: list[int]) -> tuple[list[bool], str]:
-    """Which codes are right, and what the first other one means."""
-    are_right = [code == its for code, its in zip(codes, right, strict=True)]
-    if all(are_right):
-        return are_right, ""
-    place = are_right.index(False)
-    key, code = keys[place], codes[place]
-    if code == _NOT_THERE:
-        return are_right, f"{key} is not there"
-    if code >= 0:
-        return are_right, f"{key} has {code} bytes, not {right[place]}"
-    return are_right, f"{key}: Mooncake's error {code}"
+def _checked(keys: list[str], codes: list[int], *expected: int) -> list[int]:
+    """The codes. Raises OSError for the first that is an error, and none of those expected."""
+    for key, code in zip(keys, codes, strict=True):
+        if code < 0 and code not in expected:
+            raise OSError(f"{key}: Mooncake's error {code}")
+    return codes

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-# The number of the call, whether all went well, an error text, and whether each key went well or,
-# for exists, is there. None stands for as many as `all went well` says.
-Completion = tuple[int, bool, str, Sequence[bool] | None]
+from abc import ABC, abstractmethod
 
 
-class PageStore(Protocol):
-    """Keeps objects, each a number of bytes, by name.
+class PageStore(ABC):
+    """Keeps objects, each a number of bytes, by name. Derive a store of your own from it.
 
-    This is the contract of LMCache's native connectors. Each submit_batch_*() returns a number at
-    once. When the call has ended, the file descriptor of event_fd() is readable, and
-    drain_completions() returns that number with the outcome. The memory of a set or get stays
-    valid, and in use, until then.
-
-    A get of an object with another number of bytes than the memory is an error for that key. One
-    thread calls all methods.
+    The methods block. Several threads call them at once. An exception means that the call has
+    failed, and that nothing is known of its keys: the store is then left alone for a while.
     """
 
-    def submit_batch_set(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """Begins to keep these bytes under these keys, in place of what is there."""
-        ...
+    @abstractmethod
+    def exists(self, keys: list[str]) -> list[bool]:
+        """Which of these objects are there."""
 
-    def submit_batch_get(self, keys: list[str], memoryviews: list[memoryview]) -> int:
-        """Begins to read the bytes of these keys into this memory."""
-        ...
+    @abstractmethod
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        """Reads each object into its buffer.
 
-    def submit_batch_exists(self, keys: list[str]) -> int:
-        """Begins to find out which keys are there."""
-        ...
+        Returns:
+            list[bool]: for each key, True if the object was read whole, and False if there is none
+                of the size of the buffer.
+        """
 
-    def submit_batch_delete(self, keys: list[str]) -> int:
-        """Begins to delete these keys."""
-        ...
+    @abstractmethod
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        """Stores what is in each buffer under its key, in place of what is there."""
 
-    def event_fd(self) -> int:
-        """A file descriptor that is readable while drain_completions() has something to return."""
-        ...
-
-    def drain_completions(self) -> list[Completion]:
-        """Returns the calls that have ended since it was called last."""
-        ...
+    @abstractmethod
+    def delete(self, keys: list[str]) -> None:
+        """Deletes those of these objects that are there."""
 
     def close(self) -> None:
-        """Ends all calls. Afterwards no memory is in use."""
-        ...
+        """Called once, when all other calls have returned."""
+        return
+
+    def __str__(self) -> str:
+        """For messages; without a password."""
+        return type(self).__name__

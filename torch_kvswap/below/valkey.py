@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from urllib.parse import unquote, urlsplit
 
-from torch_kvswap.below.blocking import BlockingStore
+from torch_kvswap.below.store import PageStore
 
 # Seconds without a byte from the server; read at each use so that tests can set them.
 TIMEOUT = 5.0
 _PORT = 6379
+_LONGEST_LINE = 4096  # bytes of an answer, other than of a page
+_MOST_DIGITS = 20
 
 
-class ValkeyStore(BlockingStore):
+class ValkeyStore(PageStore):
     """A PageStore in a Valkey or Redis server, which engines of several machines may share.
 
     Connects when it is first needed, and again after each failure, so that the server may come and
     go. Pages go straight from and into the memory that is passed. The connection is not encrypted.
 
     Args:
-        url (str): "valkey://HOST", "valkey://HOST:PORT" or "valkey://USER:PASSWORD@HOST:PORT".
+        url (str): "valkey://HOST", "valkey://HOST:PORT" or "valkey://USER:PASSWORD@HOST:PORT";
+            without USER it is "default".
 
     Raises:
         ValueError: it is no such URL.
@@ -37,83 +39,78 @@ class ValkeyStore(BlockingStore):
                 "'valkey://USER:PASSWORD@HOST:PORT'"
             )
         self._address = parts.hostname, parts.port or _PORT
+        if parts.username and parts.password is None:
+            raise ValueError(
+                "below names a user of the Valkey server without a password, which cannot log in; "
+                "pass 'valkey://USER:PASSWORD@HOST:PORT'"
+            )
         self._login: list[bytes] = []
-        if parts.password:
-            names = (parts.username or "default", parts.password)
+        if parts.username or parts.password:
+            names = (parts.username or "default", parts.password or "")
             self._login = [b"AUTH", *(unquote(name).encode() for name in names)]
-        self._local = threading.local()  # the connection of each thread
-        self._breaks = 0  # how many connections broke: then those made before are not used again
-        self._opened: set[_Connection] = set()
-        self._opening = threading.Lock()  # of _opened
-        super().__init__()
+        self._idle: list[_Connection] = []
 
-    def set(self, key: str, memory: memoryview) -> None:
-        with self._connection() as server:
-            server.send([b"SET", key.encode(), memory])
-            server.answer(b"+")
-
-    def get(self, key: str, memory: memoryview) -> None:
-        with self._connection() as server:
-            server.send([b"GET", key.encode()])
-            server.value(key, memory)
+    def __str__(self) -> str:
+        host, port = self._address
+        return f"valkey://{host}:{port}"  # without the password
 
     def exists(self, keys: list[str]) -> list[bool]:
-        return self._call_each(b"EXISTS", keys)
+        return [number == 1 for number in self._numbers(b"EXISTS", keys)]
 
-    def delete(self, keys: list[str]) -> list[bool]:
-        return self._call_each(b"UNLINK", keys)
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        return [self._get(*one) for one in zip(keys, buffers, strict=True)]
 
-    def _call_each(self, command: bytes, keys: list[str]) -> list[bool]:
-        """Sends the command for all keys, then reads for each whether it was there."""
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        with self._connection() as server:
+            for key, buffer in zip(keys, buffers, strict=True):
+                server.send([b"SET", key.encode(), buffer])
+                server.answer(b"+")
+
+    def delete(self, keys: list[str]) -> None:
+        self._numbers(b"UNLINK", keys)
+
+    def close(self) -> None:
+        with contextlib.suppress(IndexError):  # other threads take from it
+            while True:
+                self._idle.pop().close()
+
+    def _get(self, key: str, buffer: memoryview) -> bool:
+        with self._connection() as server:
+            server.send([b"GET", key.encode()])
+            return server.value(buffer)
+
+    def _numbers(self, command: bytes, keys: list[str]) -> list[int]:
+        """Sends the command for all keys, then reads the answers."""
         with self._connection() as server:
             server.send(*([command, key.encode()] for key in keys))
-            return [server.answer(b":") == b"1" for _ in keys]
+            return [server.number(b":") for _ in keys]
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[_Connection]:
-        """The thread's connection. Closes it if an answer was not read, or is an error."""
-        server: _Connection | None = getattr(self._local, "server", None)
-        if server is not None and server.breaks != self._breaks:
-            self._drop(server)
-            server = None
+        """A connection of this thread for now. Closes it if an answer was not read."""
         try:
-            if server is None:
-                server = _Connection(self._address, self._breaks)
-                with self._opening:
-                    self._opened.add(server)
-                if self._is_closing:  # interrupt() may have come before
-                    raise ConnectionAbortedError("the store was closed")
+            server = self._idle.pop()
+        except IndexError:
+            server = _Connection(self._address)
+        try:
+            if not server.is_logged_in:
                 if self._login:
                     server.send(self._login)
                     server.answer(b"+")
-                self._local.server = server
+                server.is_logged_in = True
             yield server
-        except OSError as error:
-            if server is not None:
-                self._drop(server)
+        except BaseException as error:  # its next answer would be that of another call
+            server.close()
             if isinstance(error, ConnectionError | TimeoutError):
-                self._breaks += 1
+                self.close()  # the others are broken, too
             if isinstance(error, TimeoutError):
                 host, port = self._address
                 raise TimeoutError(f"no answer from {host}:{port} in {TIMEOUT:g} s") from error
             raise
-
-    def _drop(self, server: _Connection) -> None:
-        self._local.server = None
-        with self._opening:
-            self._opened.discard(server)
-        server.close()
-
-    def interrupt(self) -> None:
-        with self._opening:
-            for server in self._opened:
-                server.interrupt()
-
-    def close(self) -> None:
-        super().close()
-        for server in self._opened:
+        if server.is_in_step:
+            self._idle.append(server)
+        else:
             server.close()
-        self._opened.clear()
 
 
 class _Connection:
@@ -125,8 +122,8 @@ class _Connection:
         OSError: it refuses.
     """
 
-    def __init__(self, address: tuple[str, int], breaks: int) -> None:
-        self.breaks = breaks  # of the store when this connection was made
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.is_logged_in, self.is_in_step = False, True
         try:
             self._socket = socket.create_connection(address, TIMEOUT)
         except OSError as error:  # also a name that is not known
@@ -152,29 +149,32 @@ class _Connection:
 
     def answer(self, kind: bytes) -> bytes:
         """Reads a line of this kind, and returns it without the kind."""
-        line: bytes = self._reader.readline()
-        if not line.endswith(b"\r\n"):
+        line: bytes = self._reader.readline(_LONGEST_LINE)
+        if not line.endswith(b"\r\n") and len(line) < _LONGEST_LINE:
             raise ConnectionResetError("the server has closed the connection")
         if line.startswith(b"-"):
             raise OSError(line[1:].decode(errors="replace").strip())
-        if not line.startswith(kind):
+        if not line.startswith(kind) or not line.endswith(b"\r\n"):
             raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
         return line[1:-2]
 
-    def value(self, key: str, memory: memoryview) -> None:
-        """Reads the bytes of a key."""
-        size = int(self.answer(b"$"))
-        if size != len(memory):
-            found = f"has {size} bytes, not {len(memory)}" if size >= 0 else "is not there"
-            raise OSError(f"{key} {found}")
-        if self._reader.readinto(memory) < size:
-            raise ConnectionResetError("the server has closed the connection")
-        self._reader.readline()
+    def number(self, kind: bytes) -> int:
+        """Reads a line of this kind with a number."""
+        line = self.answer(kind)
+        if len(line) > _MOST_DIGITS or not line.removeprefix(b"-").isdigit():
+            raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
+        return int(line)
 
-    def interrupt(self) -> None:
-        """Ends what other threads wait for."""
-        with contextlib.suppress(OSError):  # it is not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+    def value(self, buffer: memoryview) -> bool:
+        """Reads a value. False if there is none of this size."""
+        size = self.number(b"$")
+        if size != len(buffer):
+            self.is_in_step = size < 0  # else the value is left unread
+            return False
+        if self._reader.readinto(buffer) < size:
+            raise ConnectionResetError("the server has closed the connection")
+        self._reader.read(2)  # the end of its line
+        return True
 
     def close(self) -> None:
         self._reader.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import operator
 import threading
@@ -10,17 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch_kvswap._C import StoreReservation, WriteReservation
 from torch_kvswap._native.arguments import count_of
-from torch_kvswap._native.log import log
-from torch_kvswap.below import thread
+from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log, warn_once
+from torch_kvswap.below import threads
 from torch_kvswap.below.files import FileStore
 from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
-from torch_kvswap.below.thread import Pause, Steps, StoreError, StoreThread
+from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests, split_digests
 from torch_kvswap.prefix.manager import BlockManager, Lookup
@@ -29,7 +30,9 @@ from torch_kvswap.prefix.manager import BlockManager, Lookup
 LEASE = 30.0  # how long blocks that were read stay in memory if nobody loads them
 ABSENT = 1.0  # for how long the store is not asked again for what it does not have
 
-_PARTS = 4  # a batch has such a part of the bytes in flight, so that the store is never idle
+# Of each direction. With more, pages are no faster, and lookups wait for the GIL
+# (benchmarks/below.py). A call of the store moves such a part of the bytes in flight.
+_THREADS = 4
 _LEAST_SHARE = 8  # of the pages of a pool, one in so many is held at most to be written
 
 
@@ -43,8 +46,11 @@ class BelowStats:
             was missing or had another size, or by a load, because a block was not what was stored;
             and deleted.
         written (int): written, or found to be there already.
-        failed (int): not taken by the store. They are tried again while they are in memory.
+        failed (int): not taken by the store, or asked for or read when it failed or did not answer
+            in time. What was not taken is tried again while it is in memory.
         lost (int): evicted before they were written.
+        hung (int): no pages, but calls of the store that have not returned in time, and still hold
+            their pages.
     """
 
     promoted: int
@@ -52,6 +58,7 @@ class BelowStats:
     written: int
     failed: int
     lost: int
+    hung: int
 
 
 @dataclass(eq=False)
@@ -80,12 +87,11 @@ class _Ask:
 
     Attributes:
         digests (list[bytes]): of each group, from its key `first[group]` on.
-        keys (list[list[bytes]]): the same as keys, which the thread makes.
+        keys (list[list[bytes]]): the same as keys, which a thread makes.
         units (int): the length of the prefix that was found.
         identity (bytes): the first key of the first group with any. The others are of no use
             without it.
-        began (float): when the lookup was.
-        has_begun (bool): the thread has taken it.
+        has_begun (bool): a thread has taken it.
         left (int): batches that have not ended.
         is_over (bool): lookups are told that nothing is there.
     """
@@ -94,7 +100,6 @@ class _Ask:
         self.digests, self.identity, self.first, self.units = digests, identity, first, units
         self.keys: list[list[bytes]] = []
         self.count = sum(map(len, digests)) // DIGEST_BYTES
-        self.began = time.monotonic()
         self.left, self.has_begun, self.is_over = 0, False, False
         self.promotions: list[_Promotion] = []
 
@@ -102,11 +107,11 @@ class _Ask:
 class Tier:
     """Reads from a store what lookups miss, and writes pages there before they are evicted.
 
-    A thread calls the store and checks digests. The scheduler's threads call ask(), poll(),
+    Threads call the store and check digests. The scheduler's threads call ask(), poll(),
     use_leases() and wait(), which call no store. What a lookup finds changes only in poll().
 
     Memory that the store uses is held: pages that it reads by a reservation of hold_due(), pages
-    that it writes by one of promote(). Both end when the store has answered, however late.
+    that it writes by one of promote(). Both end when the call has returned, however late.
 
     Args:
         store (PageStore): is closed by close().
@@ -116,7 +121,7 @@ class Tier:
         mark_written: OffloadHandler.mark_written().
         join: makes of a list with an item for each pool what manager and handler take.
         below_bytes (int): bytes in flight at most, in each direction; a page at least.
-        on_answer: called, in the tier's thread, when poll() has something to do.
+        on_answer: called, in a thread of the tier, when poll() has something to do.
     """
 
     def __init__(
@@ -138,32 +143,30 @@ class Tier:
         self._page_bytes = [pool.page_bytes for pool in pools]
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
-        self._below_bytes = below_bytes
-        self._batch = [max(below_bytes // _PARTS // size, 1) for size in self._page_bytes]
+        self._batch = [max(below_bytes // _THREADS // size, 1) for size in self._page_bytes]
         self._most_held = [max(pool.num_pages // _LEAST_SHARE, 1) for pool in pools]
         self._write_batch = [
-            min(batch, max(held // _PARTS, 1))
+            min(batch, max(held // _THREADS, 1))
             for batch, held in zip(self._batch, self._most_held, strict=True)
         ]
-        self._reads, self._writes = Pause("reading from"), Pause("writing to")
-
         # Guarded by _lock. A Condition is not entered, only waited for: Ctrl-C may come between its
         # taking the lock and the block, and would leave it locked.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
-        self._wrong: deque[tuple[int, bytes]] = deque()  # groups and keys of pages to be deleted
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
-        self._late: deque[_Ask] = deque()  # a call of each was not answered in time
         self._leases: deque[tuple[float, _Promotion]] = deque()
-
-        # Of the thread.
-        self._reading = 0  # bytes in flight
         self._writing = [0] * len(pools)  # pages in flight
+        self._must_retry = False  # pages are due that could not be written
         self._damaged = self._written = self._failed = 0
-        self._thread = StoreThread(store, self._on_wake)
-        self._thread.start()
+
+        self._store, self._process, self._has_warned = store, ForkGuard(), False
+        largest = max(map(operator.mul, self._batch, self._page_bytes))
+        count = max(min(_THREADS, below_bytes // largest), 1)
+        self._running = 2 * count  # threads that have not ended
+        self._reads = StoreThreads(f"reading from {store}", count, self._end_thread)
+        self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)
 
     # What a PrefixCache calls.
 
@@ -177,13 +180,13 @@ class Tier:
         with self._lock:
             ask = self._asking.get(identity)
             if ask is None:
-                if self._absent.get(identity, 0.0) > time.monotonic() or self._reads.is_on:
+                if self._absent.get(identity, 0.0) > time.monotonic() or self._reads.is_away:
                     return found
-                if self._reads.is_over and self._asking:  # one ask finds out if it works again
+                if self._reads.is_doubtful and self._asking:  # one finds out if it works again
                     return found
                 ask = _Ask(missed, identity, first, found.found)
-                # The thread waits for the lock. Woken first, it misses no ask if Ctrl-C comes.
-                self._thread.wake()
+                # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
+                self._reads.submit(self._find)
                 self._asking[identity] = ask
         return Lookup(found.found, found.ready, found.pending, ask.count)
 
@@ -193,8 +196,9 @@ class Tier:
         Args:
             some_ended (bool): jobs have ended, so that pages may be due to be written.
         """
-        if some_ended:
-            self._thread.wake()
+        self._writes.find_late()
+        if some_ended or self._must_retry:
+            self._wake_writers()
         if not self._asking and not self._leases and not self._absent:
             return
         now = time.monotonic()
@@ -206,16 +210,12 @@ class Tier:
                 else:
                     self._enter(answered, now)
                 self._answered.popleft()
-            # An ask may have to wait for others. But if the store goes on with none of them, or
-            # the thread hangs in a call, all are over.
-            while self._late:
-                late = self._late.popleft()
-                if self._asking.get(late.identity) is late:  # it was not answered meanwhile
-                    self._give_up(late)
-            while (oldest := next(iter(self._asking.values()), None)) is not None:
-                if max(oldest.began, self._reads.progress) + thread.DEADLINE > now:
-                    break
-                self._give_up(oldest)
+            late = self._reads.find_late()
+            if self._reads.are_all_hung:  # the others would wait for ever
+                late = list(self._asking.values())
+            for ask in late:
+                if ask in self._asking.values():  # it is not None, and was not answered meanwhile
+                    self._give_up(ask)
             while self._leases and self._leases[0][0] <= now:
                 self._manager.release(self._leases[0][1].reservation)
                 self._leases.popleft()
@@ -223,11 +223,12 @@ class Tier:
                 del self._absent[oldest_key]
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until an ask was answered or is late, if there is one; for DEADLINE at most."""
+        """Waits until an ask was answered or is late, if there is one."""
         with self._lock:
-            if self._asking and not self._answered and not self._late:
-                longest = thread.DEADLINE if timeout is None else min(timeout, thread.DEADLINE)
-                self._changed.wait(longest)
+            if self._asking and not self._answered:
+                # poll() then finds what is late.
+                longest = self._reads.seconds_left + 0.001
+                self._changed.wait(longest if timeout is None else min(timeout, longest))
 
     def use_leases(self, digests: Sequence[bytes]) -> None:
         """A load holds the pages of these keys: their leases end."""
@@ -245,8 +246,9 @@ class Tier:
         What is below may be as wrong, so it is deleted and can be written anew.
         """
         with self._lock:
-            self._wrong.extend(pages)
-            self._thread.wake()
+            self._damaged += len(pages)
+        for group, key in pages:
+            self._reads.submit(partial(self._delete, group, [key]))
 
     def stats(self) -> BelowStats:
         of_groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -256,17 +258,42 @@ class Tier:
             written=self._written,
             failed=self._failed,
             lost=sum(of.lost for of in of_groups),
+            hung=self._reads.hung + self._writes.hung,
         )
 
     def check_open(self) -> None:
         """As a user of a HostPool: raises RuntimeError once the store uses no page any more."""
-        if not self._thread.is_alive:
+        if not any(thread.is_alive() for thread in self._threads()):
             raise RuntimeError("the prefix cache is closed")
 
     def close(self) -> None:
-        """Closes the store. See StoreThread.close()."""
-        if self._thread.close():
-            self._memory.clear()  # so that the pools' memory can be unmapped
+        """Ends the threads, the last of which closes the store. Any thread may call, again too.
+
+        Waits for them until DEADLINE. A call that hangs then may still use memory, which its thread
+        keeps.
+        """
+        if self._has_warned or not self._process.is_current:  # a forked child has no such threads
+            return
+        self._reads.close()
+        self._writes.close()
+        if threading.current_thread() in self._threads():  # a finalizer
+            return
+        until = time.monotonic() + threads.DEADLINE
+        for thread in self._threads():
+            thread.join(max(until - time.monotonic(), 0))
+        hung = sum(thread.is_alive() for thread in self._threads())
+        if hung:
+            self._has_warned = True
+            log.warning(
+                "%s did not return from %s within %g s; until it does, the memory that it may "
+                "still use stays mapped, and the prefix cache counts as open",
+                self._store,
+                count_of(hung, "call"),
+                threads.DEADLINE,
+            )
+
+    def _threads(self) -> list[threading.Thread]:
+        return [*self._reads.threads, *self._writes.threads]
 
     def _enter(self, promotion: _Promotion, now: float) -> None:
         """Pages with the right digests can be loaded from now on. Called again if interrupted."""
@@ -287,7 +314,7 @@ class Tier:
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
         ask.is_over = True
-        self._reads.begin(f"no answer for {count_of(ask.count, 'key')} in {thread.DEADLINE:g} s")
+        self._failed += ask.count
         for promotion in ask.promotions:
             if promotion.rejected is None:  # the store may still write the pages
                 self._manager.abandon(promotion.reservation)
@@ -298,51 +325,44 @@ class Tier:
         self._absent.pop(identity, None)  # so that it becomes the newest
         self._absent[identity] = time.monotonic() + ABSENT
 
-    # What the thread does.
+    # What the threads do.
 
-    def _on_wake(self) -> float:
-        """Starts what is to be done. Returns when there may be more."""
+    def _end_thread(self) -> None:
         with self._lock:
-            new = [ask for ask in self._asking.values() if not ask.has_begun]
-        for ask in new:
+            self._running -= 1
+            if self._running:
+                return
+        self._memory.clear()  # so that the pools' memory can be unmapped
+        self._store.close()
+
+    def _find(self) -> None:
+        """Finds out what is there of an ask, and starts to read it."""
+        with self._lock:
+            ask = next((ask for ask in self._asking.values() if not ask.has_begun), None)
+            if ask is None:
+                return
             ask.has_begun = True
-            self._thread.run(self._read(ask))
-        while self._wrong:
-            group, key = self._wrong.popleft()
-            self._damaged += 1
-            self._thread.run(self._delete(group, [key]))
-        for group in range(len(self._formats)):
-            while not self._writes.is_on and (held := self._hold_due(group)) is not None:
-                self._thread.run(self._write(group, held))
-        return self._writes.until if self._writes.is_on else float("inf")
-
-    def _hold_due(self, group: int) -> WriteReservation | None:
-        """Pages for a batch, unless enough are in flight."""
-        size, batch = self._page_bytes[group], self._write_batch[group]
-        in_flight = sum(map(operator.mul, self._writing, self._page_bytes))
-        room = (self._below_bytes - in_flight) // size if in_flight else batch
-        count = min(room, batch, self._most_held[group] - self._writing[group])
-        return self._manager.hold_due(count, group) if count > 0 else None
-
-    def _read(self, ask: _Ask) -> Steps:
-        """Finds out what is there, and starts to read it."""
         ask.keys = list(map(split_digests, ask.digests))
         names = [
             self._formats[group].trailer_name(key)
             for group, keys in enumerate(ask.keys)
             for key in keys
         ]
-        there = [False] * len(names)
+        units = ask.units
         try:
-            there = yield self._begin_read("exists", names, (), ask)
-            self._end_pause(self._reads)
-        except StoreError:
-            pass
-        units = self._longest(ask, there)
+            there = self._call(self._reads, ask, self._store.exists, names)
+            rest = iter(there)
+            units = self._manager._longest_prefix(
+                units, [bytes(islice(rest, len(keys))) for keys in ask.keys]
+            )
+            if units == ask.units:  # else the reads show whether it works
+                self._reads.end_pause()
+        except Exception as error:  # whatever somebody else's store raises
+            self._fail_read(ask, error, len(names))
         batches = [
-            (group, keys[start : start + self._batch[group]])
+            (group, batch)
             for group, keys in enumerate(self._needed(ask, units))
-            for start in range(0, len(keys), self._batch[group])
+            for batch in self._batches(group, keys)
         ]
         ask.left = len(batches)
         with self._lock:
@@ -353,33 +373,13 @@ class Tier:
                     break
         if not batches:
             self._answer(ask)
-        for group, keys in batches:
-            self._thread.run(self._read_batch(ask, group, keys))
+        for group, batch in batches:
+            self._reads.submit(partial(self._read_batch, ask, group, batch))
 
-    def _longest(self, ask: _Ask, there: list[bool]) -> int:
-        """The longest prefix, in units, of which the store has all that is not in memory."""
-        rest, ends, windows = iter(there), [], []
-        for keys, group, ratio, first in zip(
-            ask.keys, self._manager.groups, self._ratios, ask.first, strict=True
-        ):
-            present = [next(rest) for _ in keys]
-            end = len(present)
-            if group.window:
-                windows.append((group.window, ratio, first, present))
-            elif False in present:
-                end = present.index(False)
-            ends.append((first + end) // ratio)
-        units = min(ends)
-        # A missing block is in the windows of all prefixes that end behind it, up to this one.
-        # Blocks in front of `first` that a window needs are in memory: the prefix there needs them.
-        while missing := [
-            place // ratio
-            for window, ratio, first, present in windows
-            for place in range(max(first, units * ratio - window), units * ratio)
-            if not present[place - first]
-        ]:
-            units = min(missing)
-        return units
+    def _batches(self, group: int, keys: list[bytes]) -> list[list[bytes]]:
+        """Keys in the parts that the threads read at a time."""
+        size = min(self._batch[group], -(-len(keys) // len(self._reads.threads)) or 1)
+        return [keys[start : start + size] for start in range(0, len(keys), size)]
 
     def _needed(self, ask: _Ask, units: int) -> list[list[bytes]]:
         """The keys of each group that a prefix of this length needs, and that were missed."""
@@ -392,54 +392,79 @@ class Tier:
             for keys, first, of in zip(ask.keys, ask.first, several, strict=True)
         ]
 
-    def _read_batch(self, ask: _Ask, group: int, keys: list[bytes]) -> Steps:
+    def _read_batch(self, ask: _Ask, group: int, keys: list[bytes]) -> None:
         """Reads pages, checks their digests, and leaves them to poll()."""
-        size, form = self._page_bytes[group], self._formats[group]
-        nbytes = len(keys) * size
-        while self._reading and self._reading + nbytes > self._below_bytes:
-            yield None
-        self._reading += nbytes
         promotion = self._promote(ask, group, keys)
-        damaged: list[bytes] = []
+        wrong: list[bytes] = []
         if promotion is not None:
-            keys, count = promotion.keys, len(promotion.keys)
-            views = self._views(group, promotion.pages)
-            trailers = _zeros(form.trailer_bytes, count)
-            names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
-            came = [False] * len(names)
+            rejected = list(range(len(promotion.keys)))
             try:
-                came = yield self._begin_read("get", names, [*views, *trailers], ask)
-                self._end_pause(self._reads)
-            except StoreError:
-                pass
-            rejected = []
-            for place, (key, view, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
-                problem = None
-                if came[place] and came[count + place]:
-                    problem = form.problem(trailer, key, view)
-                    if problem is None:
-                        form.enter_digests(trailer, promotion.pages[place])
-                        continue
-                elif came[place] != came[count + place] and not self._thread.was_late:
-                    # As long as the trailer is there, nobody would write the page anew.
-                    problem = "one of its two objects is missing, or has another size"
-                if problem is not None:
-                    damaged.append(key)
-                    self._report(key, problem)
-                rejected.append(place)
+                rejected = self._fill(ask, promotion, wrong)
+            except Exception as error:  # whatever somebody else's store raises
+                self._fail_read(ask, error, len(rejected))
             self._hand_over(ask, promotion, rejected)
-        self._reading -= nbytes
-        ask.left -= 1
-        if not ask.left:
+        with self._lock:
+            ask.left -= 1
+            is_last = not ask.left
+        if is_last:
             self._answer(ask)
-        if damaged:
-            yield from self._delete(group, damaged)
+        if wrong:
+            self._delete(group, wrong)
 
-    def _delete(self, group: int, keys: list[bytes]) -> Steps:
+    def _fill(self, ask: _Ask, promotion: _Promotion, wrong: list[bytes]) -> list[int]:
+        """Reads pages. Returns those that are rejected, and adds keys to be deleted to `wrong`."""
+        keys, form = promotion.keys, self._formats[promotion.group]
+        views = self._views(promotion.group, promotion.pages)
+        trailers = _zeros(form.trailer_bytes, len(keys))
+        names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
+        came = self._call(self._reads, ask, self._store.get, names, [*views, *trailers])
+        self._reads.end_pause()
+        rejected = []
+        for place, (key, view, trailer) in enumerate(zip(keys, views, trailers, strict=True)):
+            of_page = came[place], came[len(keys) + place]
+            problem = None
+            if all(of_page):
+                problem = form.problem(trailer, key, view)
+                if problem is None:
+                    form.enter_digests(trailer, promotion.pages[place])
+                    continue
+            elif any(of_page):
+                problem = "one of its two objects is missing, or has another size"
+            rejected.append(place)
+            # As long as there is a trailer, of whatever size, nobody would write the page anew.
+            wrong.append(key)
+            if problem is not None:
+                self._report(key, problem)
+        return rejected
+
+    def _delete(self, group: int, keys: list[bytes]) -> None:
         form = self._formats[group]
         names = [*map(form.trailer_name, keys), *map(form.page_name, keys)]
-        with contextlib.suppress(StoreError):
-            yield self._thread.begin("delete", names, (), self._reads)
+        try:
+            self._reads.call(None, self._store.delete, names)
+        except StorePausedError:
+            pass  # whoever reads them next tries again
+        except Exception as error:  # whatever somebody else's store raises
+            warn_once(f"damaged pages cannot be deleted from {self._store}: {error}")
+
+    def _call(
+        self,
+        direction: StoreThreads,
+        ask: _Ask | None,
+        method: Callable[..., list[bool]],
+        *arguments: Sequence[Any],
+    ) -> list[bool]:
+        """What the store answers for each key."""
+        answers = [bool(answer) for answer in direction.call(ask, method, *arguments)]
+        if len(answers) != len(arguments[0]):
+            raise ValueError(f"{len(answers)} answers for {count_of(len(arguments[0]), 'key')}")
+        return answers
+
+    def _fail_read(self, ask: _Ask, error: Exception, pages: int) -> None:
+        """What was asked of the store for these pages has failed."""
+        self._reads.fail(error)
+        with self._lock:
+            self._failed += 0 if ask.is_over or isinstance(error, StorePausedError) else pages
 
     def _promote(self, ask: _Ask, group: int, keys: list[bytes]) -> _Promotion | None:
         """Takes pages for these keys. None if they are in memory, or there is no room."""
@@ -489,67 +514,67 @@ class Tier:
 
     def _report(self, key: bytes, problem: str) -> None:
         """Warns of the first page that is refused."""
-        if not self._damaged:
+        with self._lock:
+            self._damaged += 1
+            is_first = self._damaged == 1
+        if is_first:
             log.warning("a page below is refused and deleted: %s (key %s)", problem, key.hex())
-        self._damaged += 1
 
-    def _write(self, group: int, held: WriteReservation) -> Steps:
+    def _wake_writers(self) -> None:
+        if self._writes.is_idle and not self._writes.is_away:  # else one comes anyway, or later
+            self._must_retry = False
+            self._writes.submit(self._write_due)
+
+    def _write_due(self) -> None:
+        for group in range(len(self._formats)):
+            while (held := self._hold_due(group)) is not None:
+                self._wake_writers()  # there may be more
+                self._write(group, held)
+
+    def _hold_due(self, group: int) -> WriteReservation | None:
+        """Pages for a batch, unless enough are held."""
+        if self._writes.is_away:
+            return None
+        with self._lock:
+            room = self._most_held[group] - self._writing[group]
+            count = min(self._write_batch[group], room)
+            held = self._manager.hold_due(count, group) if count > 0 else None
+            if held is not None:
+                self._writing[group] += len(held.pages)
+            return held
+
+    def _write(self, group: int, held: WriteReservation) -> None:
         """Writes pages that the store does not have, and then their trailers."""
         form, keys, pages = self._formats[group], split_digests(held.digests), held.pages.tolist()
-        count, error = len(pages), "it was refused"
-        self._writing[group] += count
-        is_below = [False] * count
+        is_below = [False] * len(pages)
         try:
             names = list(map(form.trailer_name, keys))
-            is_below = yield self._thread.begin("exists", names, (), self._writes)
-            left = [place for place in range(count) if not is_below[place]]
+            is_below = self._call(self._writes, None, self._store.exists, names)
+            left = [place for place, is_there in enumerate(is_below) if not is_there]
             if left:
                 views = self._views(group, [pages[place] for place in left])
-                names = [form.page_name(keys[place]) for place in left]
-                writing = self._thread.begin("set", names, views, self._writes)
                 trailers = _zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
-                    # While the store writes the page.
                     form.write_trailer(trailer, keys[place], pages[place], view)
-                taken = yield writing
-                error = self._thread.error
-                left, trailers = list(compress(left, taken)), list(compress(trailers, taken))
-            if left:
-                names = [form.trailer_name(keys[place]) for place in left]
-                taken = yield self._thread.begin("set", names, trailers, self._writes)
-                error = self._thread.error or error
-                for place in compress(left, taken):
-                    is_below[place] = True
-        except StoreError:
-            pass  # its pause has begun
-        failed = [place for place in range(count) if not is_below[place]]
-        self._writing[group] -= count
-        self._written += count - len(failed)
-        self._failed += len(failed)
-        if failed:
-            self._writes.begin(f"{count_of(len(failed), 'page')} could not be written: {error}")
-        else:
-            self._end_pause(self._writes)
+                page_names = [form.page_name(keys[place]) for place in left]
+                self._writes.call(None, self._store.put, page_names, views)
+                names = [names[place] for place in left]
+                self._writes.call(None, self._store.put, names, trailers)
+                is_below = [True] * len(pages)
+            self._writes.end_pause()
+        except Exception as error:  # whatever somebody else's store raises
+            self._writes.fail(error)
+        failed = [place for place, is_there in enumerate(is_below) if not is_there]
+        with self._lock:
+            self._writing[group] -= len(pages)
+            self._written += len(pages) - len(failed)
+            self._failed += len(failed)
         self._manager.complete(held, failed)
-
-    def _begin_read(
-        self, what: str, names: list[str], memory: Sequence[memoryview], ask: _Ask
-    ) -> int:
-        def on_late() -> None:
-            with self._lock:
-                self._late.append(ask)
-                self._notify()
-
-        return self._thread.begin(what, names, memory, self._reads, on_late)
+        self._must_retry |= bool(failed)
 
     def _notify(self) -> None:
         self._changed.notify_all()
         self._on_answer()
-
-    def _end_pause(self, pause: Pause) -> None:
-        """The store has answered the last call, perhaps in time."""
-        if not self._thread.was_late:
-            pause.end()
 
     def _views(self, group: int, pages: list[int]) -> list[memoryview]:
         size, memory = self._page_bytes[group], self._memory[group]

@@ -11,7 +11,7 @@ from interrupts import Interrupter
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
 
-from torch_kvswap.below import thread
+from torch_kvswap.below import threads
 
 PROMPT = list("abcdefgh")
 KEYS = list(map(key_of, PROMPT))
@@ -25,7 +25,7 @@ def have_answer(engine: Engine, store: MemoryStore) -> None:
     """The pages have been read, and a poll is to enter them."""
     below = engine.tier
     engine.prefixes.lookup(KEYS)
-    assert in_time(lambda: len(below._answered) == 2)
+    assert in_time(lambda: len(below._answered) == 5)
 
 
 def have_pages(engine: Engine, store: MemoryStore) -> None:
@@ -35,27 +35,30 @@ def have_pages(engine: Engine, store: MemoryStore) -> None:
 
 def be_late(engine: Engine, store: MemoryStore) -> None:
     """The store does not answer, and the next poll gives up."""
-    below = engine.tier
     store.held = {"get"}
     engine.prefixes.lookup(KEYS)
-    assert in_time(lambda: len(store.waiting) == 1)
-    thread.DEADLINE = 0.0
-    below._thread.wake()
+    assert in_time(lambda: len(store.waiting) == 4)
+    threads.DEADLINE = 0.0
 
 
 def works_again(engine: Engine) -> None:
     """The store answers in time from now on, and what was asked for has ended."""
     below = engine.tier
     engine.until(lambda: not engine.prefixes.poll() and not below._asking)
-    thread.DEADLINE = PATIENCE
+    threads.DEADLINE = PATIENCE
     below._absent.clear()
-    below._reads.end()
+    below._reads.end_pause()
 
 
 def finds_all(engine: Engine) -> bool:
     """Without a wait, which would free a lock that an interrupted call has left locked."""
     engine.prefixes.poll()
     return engine.prefixes.lookup(KEYS).ready == len(PROMPT)
+
+
+def holds_nothing(engine: Engine) -> bool:
+    stats = engine.prefixes.manager.stats()
+    return stats.free_pages + stats.idle_pages == stats.pages
 
 
 CALLS: dict[str, tuple[Callable[[Engine, MemoryStore], None], Callable[[Engine], object]]] = {
@@ -75,25 +78,23 @@ def test_a_store_below_works_after_any_interrupted_call(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare, do = CALLS[call]
-    with Engine(MemoryStore()) as writer:
+    objects: dict[str, bytes] = {}
+    with Engine(MemoryStore(objects)) as writer:
         writer.share(PROMPT)
-        objects = writer.tier._thread._store.objects
     interrupter = Interrupter()
     for at in count(1):
-        monkeypatch.setattr(thread, "DEADLINE", PATIENCE)
+        monkeypatch.setattr(threads, "DEADLINE", PATIENCE)
         store = MemoryStore(objects)
         with Engine(store) as engine:
             prepare(engine, store)
             is_interrupted = interrupter.stops(at, lambda engine=engine: do(engine))
             store.release()
             if call == "poll without one":
-                engine.until(lambda engine=engine: not engine.tier._thread._calls)
+                engine.until(lambda engine=engine: engine.stats.hung == 0)
             works_again(engine)
             engine.until(lambda engine=engine: finds_all(engine))
             assert engine.load(PROMPT) == len(PROMPT)
-            engine.prefixes.poll()
-            stats = engine.prefixes.manager.stats()
-            assert stats.free_pages + stats.idle_pages == stats.pages, at
+            engine.until(lambda engine=engine: holds_nothing(engine))
         if not is_interrupted:
             break
     assert at > 5

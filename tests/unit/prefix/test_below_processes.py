@@ -43,7 +43,7 @@ def test_what_a_killed_process_has_not_finished_is_not_there(at: int, tmp_path: 
     program = """
 import sys
 from below_engine import Engine
-from torch_kvswap.below import blocking, files
+from torch_kvswap.below import files
 write, count = files.os.pwritev, 0
 def stop(file, buffers, offset):
     global count
@@ -53,7 +53,7 @@ def stop(file, buffers, offset):
         print("stopped", flush=True)
         sys.stdin.read()
     return write(file, buffers, offset)
-files.os.pwritev, blocking._THREADS = stop, 1
+files.os.pwritev = stop
 engine = Engine(f"file:{sys.argv[1]}", below_bytes=8192)
 engine.compute("abcdefgh")
 sys.stdin.read()
@@ -77,6 +77,23 @@ sys.stdin.read()
     with Engine(f"file:{tmp_path}") as engine:
         assert engine.load(PROMPT) == 8
         assert engine.stats.damaged == 0
+
+
+def test_a_process_ends_while_a_store_hangs() -> None:
+    program = """
+        from below_engine import Engine, key_of
+        from memory_store import MemoryStore
+        from patience import in_time
+        from torch_kvswap.below import threads
+        threads.DEADLINE = 0.01
+        store = MemoryStore()
+        store.held = {"exists"}
+        engine = Engine(store)
+        engine.prefixes.lookup([key_of("a")])
+        assert in_time(lambda: len(store.waiting) == 1)
+        print("ends")
+    """
+    assert run_script(program) == "ends\n"
 
 
 def test_a_forked_child_leaves_the_store_to_its_parent(tmp_path: Path) -> None:

@@ -232,10 +232,20 @@ def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(d
     found = manager.lookup(keys)
     assert found.found == longest(lambda there, ready: there)
     assert found.ready == longest(lambda there, ready: there and ready)
+    usable = [
+        # No load can use what is behind a missing block.
+        its if group.window else itertools.takewhile(lambda state: state[0], its)
+        for group, its in zip(groups, states, strict=True)
+    ]
+    assert found.pending == sum(there and not ready for its in usable for there, ready in its)
+    # What a store below has behind a prefix in memory of this length.
+    first = data.draw(st.integers(0, 24 // manager.unit_tokens))
+    there = []
     for group, its in zip(groups, states, strict=True):
-        if group.window == 0:  # no load can use what is behind a missing block
-            its[:] = itertools.takewhile(lambda state: state[0], its)
-    assert found.pending == sum(there and not ready for its in states for there, ready in its)
+        known = first * manager.unit_tokens // group.block_tokens
+        there.append(bytes(state[0] for state in its[known:]))
+        its[:known] = [(True, state[1]) for state in its[:known]]
+    assert manager._longest_prefix(first, there) == longest(lambda there, ready: there)
 
 
 def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
