@@ -72,7 +72,7 @@ class Interrupter:
 
         def begin(frame: FrameType, event: str, _: Any) -> Any:
             code = frame.f_code
-            if not self._in_finalizers and code.co_name == "__del__":
+            if not self._in_finalizers and _is_in_finalizer(frame):
                 return None
             traced = _PACKAGE, weakref.__file__ if self._in_finalizers else threading.__file__
             if not code.co_filename.startswith(traced):
@@ -105,6 +105,15 @@ class Interrupter:
             sys.settrace(before)
             signal.setitimer(signal.ITIMER_REAL, 0)
             last.clear()  # else it keeps the frames, and they keep it
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_followed_by_a_point(operation: str) -> bool:
