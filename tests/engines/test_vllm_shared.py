@@ -483,6 +483,25 @@ def test_what_was_found_before_a_reset_by_another_engine_is_no_hit(folder, path)
         b.shutdown()
 
 
+def test_requests_that_another_engines_reset_overtakes_store_nothing(folder, path):
+    with page_server(path, 64):
+        of = caches([[(0, 4096)]], [4096], "cpu")
+        a, b = (ServedRanks(name, path, of, block_bytes=4096) for name in "ab")
+        old, new = base.ReqContext("old"), base.ReqContext("new")
+        before, control, after = keys(1, 2, 3)
+        a.reserve([before], old)
+        resets = a.manager._resets
+        b.manager.reset_cache()
+        assert in_time(lambda: a.step() or b.step() or a.manager._resets != resets)
+        a.reserve([control], new)  # there are pages
+        assert a.manager.prepare_store([after], old).keys_to_store == []
+        for key, context in ((before, old), (control, new)):
+            a.manager.complete_store([key], context)
+        assert b.find([before, control]) == ["MISS", "HIT"]
+        a.shutdown()
+        b.shutdown()
+
+
 def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):
     with page_server(path, 64) as server:
         a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)

@@ -121,7 +121,7 @@ class Groups:
         return described
 
     def read_layer_groups(self, layer_groups: object) -> int:
-        """Checks the number of layer groups of a load or a gate.
+        """Checks the number of layer groups of a load.
 
         Raises TypeError or ValueError, with the advice for a tensor of several layers.
         """

@@ -254,11 +254,12 @@ class SharedManager(HostManager):
         if not page_of:
             return
         pages = list(page_of.values())
-        stored = [key for key, page in page_of.items() if success and page not in self._failed]
+        asked = _Asked.of(req_context, self, self._cache)
+        is_valid = success and asked.cache is self._cache  # no reset since the request began
+        stored = [key for key, page in page_of.items() if is_valid and page not in self._failed]
         self._failed.difference_update(pages)
         self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored))
-        asked = _Asked.of(req_context, self, self._cache)
-        if stored and asked.cache is self._cache:
+        if stored:
             self._know(stored)
             # Directly behind the chunk in front of them: a prompt is evicted from its end.
             self._session.order(fold_keys(asked.behind_known(stored, self._known)))
@@ -370,11 +371,10 @@ class SharedManager(HostManager):
         if self._session.losses != self._losses:
             self._losses, self._is_asking = self._session.losses, False
             self._forget()
-        elif self._session.resets != self._resets:  # what was found before is asked for again
-            self._resets = self._session.resets
-            self._known.clear()
+        elif self._session.resets != self._resets:  # by another engine
             for asked in list(self._active):
                 self._drop(asked)
+            self._forget()
 
     def _forget(self) -> None:
         """Forgets all chunks, but not the jobs."""
