@@ -142,8 +142,7 @@ class HostPool(NotCopyable):
         verify (str): "load" keeps digests of the blocks beside the pages. A load of a block that is
             not what was stored fails with a CorruptedPageError, and one of a page that was never
             stored with a BlocksRejectedError: blocks that the caller has written to `pages` have no
-            digests. "order", for debugging, also finds blocks that are written while they are
-            stored. docs/encoding.md says what digests find.
+            digests. docs/encoding.md says what digests find.
         pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
             driver refuses; True raises then, and is refused for a cache on the CPU; False uses
             pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory.
@@ -176,7 +175,7 @@ class HostPool(NotCopyable):
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
         bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
-        verify (str): "off", "load" or "order".
+        verify (str): "off" or "load".
         layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. The slabs
             of encoded blocks have the sizes of raw ones, and all have the address of their slot.
 
@@ -576,8 +575,7 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        digests = self._digests(group)
-        return native.verified_encoding(encoding, sizes, digests, self.verify == "order")
+        return native.verified_encoding(encoding, sizes, self._digests(group))
 
     def _read_digests(self, page: int, group: int) -> bytes:
         """The digests of a page's blocks in any slots; nothing if the pool has no digests, or if
