@@ -150,13 +150,13 @@ def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -
 
 
 def _host_memory() -> str:
-    available, reserved = system.available_bytes(), system.reserved_huge_pages()
+    available = system.available_bytes()
     limits = [limit.left for limit in system.control_group_limits()]
     room = min([*limits, *([] if available is None else [available])], default=None)
     transparent = "available" if system.offers_huge_pages() else "not available"
     return (
         f"{'?' if room is None else f'{room / 2**30:.1f}'} GiB available; transparent huge pages "
-        f"{transparent}; {reserved.free} reserved huge pages of {reserved.size >> 20} MiB free"
+        f"{transparent}"
     )
 
 
