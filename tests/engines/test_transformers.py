@@ -203,7 +203,7 @@ def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
     [
         ({"encoding": "zstd"}, "encoding is 'zstd'; it can be raw or lossless"),
         ({"verify": "on"}, "verify is 'on'; it can be off or load"),
-        ({"staging_bytes": -1}, "staging_bytes is -1; it must be 0 to "),
+        ({"staging_bytes": -1}, "staging_bytes is -1; it must be 0 or more"),
         (
             {"copy_method": "stage"},
             "copy_method='stage'; expected one of auto, copy_engines, batch",
