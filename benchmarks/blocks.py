@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from timing import synchronize
 from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout
+from torch_kvswap.host_pool import pinning
 
 _ODD = -7046029254386353131  # multiplying by it gives every number other bytes
 _CHUNK_BYTES = 64 << 20  # looked at in one go
@@ -56,7 +58,8 @@ class NumberedBlocks:
                 raise RuntimeError("layers that were allocated one by one lie at equal distances")
         self.layout = PagedLayout([tensor.view(dtype) for tensor in self.tensors])
         # torch copies whole slices of it, which may not straddle two registrations
-        self.host = HostPool(self.layout, count, chunk_bytes=64 << 30, **pool_options)
+        with mock.patch.object(pinning, "CHUNK_BYTES", 64 << 30):
+            self.host = HostPool(self.layout, count, **pool_options)
         self._fills = 0
         self.refill()
 

@@ -65,7 +65,8 @@ void run_on(const std::vector<int>& cpus) {
 
 }  // namespace
 
-void* map_host(int fd, uint64_t bytes, uint64_t alignment, bool transparent) {
+void* map_host(int fd, uint64_t bytes, bool on_huge_pages) {
+  const uint64_t alignment = on_huge_pages ? kHugePage : page_size();
   const uint64_t whole = bytes + page_size();
   void* reserved = mmap(nullptr, whole + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   KVSWAP_CHECK(reserved != MAP_FAILED, "the kernel has no room for a mapping of ", bytes,
@@ -86,7 +87,7 @@ void* map_host(int fd, uint64_t bytes, uint64_t alignment, bool transparent) {
     munmap(address, whole);
     fail("the kernel does not map ", bytes, " bytes: ", std::strerror(error));
   }
-  madvise(address, bytes, transparent ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  madvise(address, bytes, on_huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   return address;
 }
 

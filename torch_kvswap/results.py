@@ -68,8 +68,7 @@ class CorruptedPageError(BlocksRejectedError):
     """Blocks that were loaded are not those that were stored, as the digests of their pool say.
 
     The message names the first such GPU block, its page, and both digests. These blocks must be
-    computed again, and the pages stored again. All blocks that are not in `rejected` are valid. In
-    a pool with verify="order" also a store fails so: its blocks were written while it read them.
+    computed again, and the pages stored again. All blocks that are not in `rejected` are valid.
     """
 
 

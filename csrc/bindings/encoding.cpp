@@ -82,12 +82,11 @@ void bind_encoding(nb::module_& module) {
            "Binds digests that have come with their block to this slot.");
   module.def(
       "verified_encoding",
-      [](const PyEncoding& slots, nb::handle sizes, const DigestTable& table,
-         bool compares_stores) {
-        return PyEncoding{make_verified_encoding(slots.encoding, read_numbers<uint64_t>(sizes),
-                                                 table, compares_stores)};
+      [](const PyEncoding& slots, nb::handle sizes, const DigestTable& table) {
+        return PyEncoding{
+            make_verified_encoding(slots.encoding, read_numbers<uint64_t>(sizes), table)};
       },
-      "slots"_a, "sizes"_a, "table"_a, "compares_stores"_a);
+      "slots"_a, "sizes"_a, "table"_a);
   module.def(
       "digest_row_bytes",
       [](nb::handle sizes) { return digest_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,

@@ -94,11 +94,10 @@ void bind_memory(nb::module_& module) {
 
   module.def(
       "map_host",
-      [](int fd, uint64_t nbytes, uint64_t alignment, bool transparent) {
-        return reinterpret_cast<uintptr_t>(map_host(fd, nbytes, alignment, transparent));
+      [](int fd, uint64_t nbytes) {
+        return reinterpret_cast<uintptr_t>(map_host(fd, nbytes, /*on_huge_pages=*/true));
       },
-      "fd"_a, "nbytes"_a, "alignment"_a, "transparent"_a, ReleaseGil(),
-      "See host_memory.h. Returns the address.");
+      "fd"_a, "nbytes"_a, ReleaseGil(), "See host_memory.h. Returns the address.");
   module.def(
       "unmap_host", [](uintptr_t address, uint64_t nbytes) { unmap_host(at(address), nbytes); },
       "address"_a, "nbytes"_a, ReleaseGil());

@@ -43,10 +43,8 @@ class PackTable {
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
   // Whether these two also do what copy.digests asks for.
   virtual bool makes_digests() const { return false; }
-  // What has to come in `stream` behind a copy without these two, and at the end of a store by
-  // them.
+  // What has to come in `stream` behind a copy without these two.
   virtual void end_copy(const PagedCopy& /*copy*/, void* /*stream*/) const {}
-  virtual void end_packed_store(const PagedCopy& /*copy*/, void* /*stream*/) const {}
 
   const Packing& packing;
 

@@ -95,10 +95,6 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
   send(fragments, options);
   if (is_unpacking) return kernels_;
   order_after_unpacking();
-  for (const PartCopy& part : parts) {
-    const bool is_packed = part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
-    if (to_host_ && is_packed) part.table->end_packed_store(part, copies_);
-  }
   return copies_;
 }
 

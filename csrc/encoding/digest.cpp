@@ -144,11 +144,8 @@ void digest_block(const DigestArguments& a, uint32_t i) {
   uint64_t* const digests = digests_behind(row);
   uint8_t& state = reinterpret_cast<uint8_t*>(a.states)[i];
   const uint64_t tag = digest_tag(a.slots[i], a.stores[i]);
-  const bool was_rejected = a.rejects != 0 && state != 0;
-  if (a.task == DigestTask::kCompareAgain && was_rejected) {
-    write_number(row->tag, ~tag);
-    return;
-  }
+  const bool was_rejected = state == static_cast<uint8_t>(SlotState::kOverflow) ||
+                            state == static_cast<uint8_t>(SlotState::kRefused);
   if (a.task == DigestTask::kCompare && (a.stores[i] == 0 || row->tag == ~tag)) {
     state = static_cast<uint8_t>(SlotState::kRefused);
     return;
@@ -174,9 +171,7 @@ void digest_block(const DigestArguments& a, uint32_t i) {
   if (a.task == DigestTask::kWrite) {
     write_number(row->tag, was_rejected ? ~tag : tag);
   } else if (is_bad) {
-    if (a.task == DigestTask::kCompareAgain) write_number(row->tag, ~tag);
-    state = static_cast<uint8_t>(a.task == DigestTask::kCompare ? SlotState::kCorrupted
-                                                                : SlotState::kOverwritten);
+    state = static_cast<uint8_t>(SlotState::kCorrupted);
   }
 }
 

@@ -50,7 +50,7 @@ class Encoding : public Packing {
   virtual bool can_reject() const = 0;
   // Called if a slot has this state, which is not kGood.
   virtual const Rejection& rejection(SlotState state, bool is_store) const = 0;
-  // Of a slot that is_corruption() is about: what is known of the difference, as text.
+  // Of a slot that is kCorrupted: what is known of the difference, as text.
   virtual std::string difference_in(int64_t /*slot*/) const { return ""; }
   // Whether a store that is packed writes more of its slots than the packed bytes. Then it is not
   // packed before earlier stores into them have ended.
@@ -87,11 +87,6 @@ void set_bytes(Arguments& arguments, const PagedCopy& copy, size_t first, uint64
   arguments.end = std::min(end - from, arguments.block_count * size);
 }
 
-// Whether the block is not what was stored, or is to be stored.
-inline bool is_corruption(SlotState state) {
-  return state == SlotState::kCorrupted || state == SlotState::kOverwritten;
-}
-
 // sizes: bytes of a block in each slab.
 
 // Blocks as they are, slab after slab.
@@ -102,11 +97,9 @@ std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_
                                                        int width_eighths);
 
 // The same slots, with digests of their blocks, that stores write and loads compare.
-// compares_stores: stores compare the digests of their blocks again at their end. Throws ValueError
-// if a row of the table has no room for the digests of such a block.
+// Throws ValueError if a row of the table has no room for the digests of such a block.
 std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
                                                        const std::vector<uint64_t>& sizes,
-                                                       const DigestTable& table,
-                                                       bool compares_stores);
+                                                       const DigestTable& table);
 
 }  // namespace kvswap

@@ -23,30 +23,28 @@ uint64_t upload_digest_tiles(const Slabs& gpu, cuda::Stream stream) {
 // The digests of a group's blocks.
 class Digests {
  public:
-  Digests(const std::vector<uint64_t>& sizes, const DigestTable& table, bool rejects)
-      : table_(table), first_tiles_(first_digest_tiles(sizes)), sizes_(sizes), rejects_(rejects) {}
+  Digests(const std::vector<uint64_t>& sizes, const DigestTable& table)
+      : table_(table), first_tiles_(first_digest_tiles(sizes)), sizes_(sizes) {}
 
   const DigestTable& table() const { return table_; }
 
   // What is the same in every launch. tiles: address of all of a block's.
-  DigestArguments arguments_of(const PagedCopy& copy, DigestTask task, uint64_t tiles,
-                               uint32_t word_bytes) const {
+  DigestArguments arguments_of(const PagedCopy& copy, uint64_t tiles, uint32_t word_bytes) const {
     DigestArguments arguments{};
     arguments.tiles = tiles;
-    arguments.rejects = rejects_;
     arguments.first_tile = first_tiles_[copy.slabs.begin];
     arguments.tile_count = first_tiles_[copy.slabs.end] - arguments.first_tile;
     arguments.word_bytes = word_bytes;
-    arguments.task = task;
+    arguments.task = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
     return arguments;
   }
 
   // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
   // has.
   template <typename Run>
-  void for_each(const PagedCopy& copy, size_t first, size_t last, DigestTask task, uint64_t tiles,
+  void for_each(const PagedCopy& copy, size_t first, size_t last, uint64_t tiles,
                 uint32_t word_bytes, const Run& run) const {
-    DigestArguments arguments = arguments_of(copy, task, tiles, word_bytes);
+    DigestArguments arguments = arguments_of(copy, tiles, word_bytes);
     for (; first < last; first += arguments.block_count) {
       set_blocks(arguments, copy, first, last);
       arguments.states = copy.states_from(first);
@@ -85,17 +83,15 @@ class Digests {
   const DigestTable table_;
   const std::vector<uint32_t> first_tiles_;
   const std::vector<uint64_t> sizes_;
-  const bool rejects_;
 };
 
 // Digests are made by the kernels of the slots' own table if they can, by a kernel that copies in
 // their place if the slots have blocks as they are, and otherwise by one that reads the blocks once
-// more: also if the digests of a store are to be older than its bytes.
+// more.
 class VerifiedTable : public PackTable {
  public:
   VerifiedTable(const Packing& packing, std::shared_ptr<PackTable> slots, const Digests& digests,
-                const Slabs& gpu, const Slabs& host, bool is_raw, int device, bool compares_stores,
-                cuda::Stream stream)
+                const Slabs& gpu, const Slabs& host, bool is_raw, int device, cuda::Stream stream)
       : PackTable(packing, upload_digest_tiles(gpu, stream)),
         slots_(std::move(slots)),
         digests_(digests),
@@ -104,8 +100,7 @@ class VerifiedTable : public PackTable {
             kDigestTileBytes, *std::max_element(gpu.sizes.begin(), gpu.sizes.end())))),
         word_bytes_(gpu.alignment()),
         copies_(is_raw && kernels_.digest_copy != nullptr && word_bytes_ == 16 &&
-                host.alignment() == 16),
-        compares_stores_(compares_stores) {}
+                host.alignment() == 16) {}
 
   void leak() noexcept override {
     PackTable::leak();
@@ -115,7 +110,7 @@ class VerifiedTable : public PackTable {
   void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
             void* stream) const override {
     const uint64_t size = packing.packed_bytes(copy.slabs);
-    if (on_its_way(copy)) {
+    if (on_its_way()) {
       if (copies_) {
         DigestArguments arguments = copy_arguments(copy);
         arguments.packed = packed;
@@ -123,22 +118,15 @@ class VerifiedTable : public PackTable {
         return copy_and_digest(arguments, copy, begin, end, kMaxCtas, stream);
       }
       slots_->pack(with_digests(copy), begin, end, packed, stream);
-      // Below each block is digested once: with the piece in which it begins, or in which it ends.
-    } else if (!copy.to_host) {
-      slots_->pack(copy, begin, end, packed, stream);
-      digest(copy, begin / size, end / size, DigestTask::kCompare, stream);
-    } else if (compares_stores_) {
-      const size_t first = (begin + size - 1) / size, last = (end + size - 1) / size;
-      digest(copy, first, last, DigestTask::kWrite, stream);
-      slots_->pack(copy, begin, end, packed, stream);
     } else {
       slots_->pack(copy, begin, end, packed, stream);
-      digest(copy, begin / size, end / size, DigestTask::kWrite, stream);
+      // Each block with the piece in which it ends.
+      digest(copy, begin / size, end / size, stream);
     }
   }
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
-    if (on_its_way(copy)) {
+    if (on_its_way()) {
       if (!copies_) return slots_->copy_over_link(with_digests(copy), stream);
       DigestArguments arguments = copy_arguments(copy);
       arguments.packed = copy.host->bases[copy.slabs.begin];
@@ -148,32 +136,23 @@ class VerifiedTable : public PackTable {
       return copy_and_digest(arguments, copy, 0, copy.count * arguments.block_bytes,
                              std::clamp(ctas, 1u, kMaxCtas), stream);
     }
-    const bool is_first = copy.to_host && compares_stores_;
-    if (is_first) digest(copy, 0, copy.count, DigestTask::kWrite, stream);
     slots_->copy_over_link(copy, stream);
-    if (!is_first) end_copy(copy, stream);
+    end_copy(copy, stream);
   }
 
   void end_copy(const PagedCopy& copy, void* stream) const override {
-    digest(copy, 0, copy.count, copy.to_host ? DigestTask::kWrite : DigestTask::kCompare, stream);
-  }
-
-  void end_packed_store(const PagedCopy& copy, void* stream) const override {
-    if (compares_stores_) digest(copy, 0, copy.count, DigestTask::kCompareAgain, stream);
+    digest(copy, 0, copy.count, stream);
   }
 
  private:
-  bool on_its_way(const PagedCopy& copy) const {
-    return (copies_ || slots_->makes_digests()) && !(copy.to_host && compares_stores_);
-  }
+  bool on_its_way() const { return copies_ || slots_->makes_digests(); }
   PagedCopy with_digests(PagedCopy copy) const {
     copy.digests = &digests_.table();
     return copy;
   }
 
   DigestArguments copy_arguments(const PagedCopy& copy) const {
-    const DigestTask task = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
-    DigestArguments arguments = digests_.arguments_of(copy, task, address(), word_bytes_);
+    DigestArguments arguments = digests_.arguments_of(copy, address(), word_bytes_);
     arguments.block_bytes = packing.packed_bytes(copy.slabs);
     arguments.stage_bytes = stage_bytes_;
     return arguments;
@@ -196,9 +175,8 @@ class VerifiedTable : public PackTable {
     }
   }
 
-  void digest(const PagedCopy& copy, size_t first, size_t last, DigestTask task,
-              cuda::Stream stream) const {
-    digests_.for_each(copy, first, last, task, address(), word_bytes_, [&](auto& arguments) {
+  void digest(const PagedCopy& copy, size_t first, size_t last, cuda::Stream stream) const {
+    digests_.for_each(copy, first, last, address(), word_bytes_, [&](auto& arguments) {
       const unsigned groups = (arguments.tile_count + kDigestWarps - 1) / kDigestWarps;
       const unsigned ctas = std::min(kMaxCtas, arguments.block_count * groups);
       cuda::launch(kernels_.digest, ctas + 1, 32 * kDigestWarps, 0, stream, arguments,
@@ -212,16 +190,13 @@ class VerifiedTable : public PackTable {
   const cuda::Kernels& kernels_;
   const uint32_t stage_bytes_, word_bytes_;
   const bool copies_;
-  const bool compares_stores_;
 };
 
 class VerifiedEncoding : public Encoding {
  public:
   VerifiedEncoding(std::shared_ptr<const Encoding> slots, const std::vector<uint64_t>& sizes,
-                   const DigestTable& table, bool compares_stores)
-      : slots_(std::move(slots)),
-        digests_(sizes, table, slots_->can_reject()),
-        compares_stores_(compares_stores) {}
+                   const DigestTable& table)
+      : slots_(std::move(slots)), digests_(sizes, table) {}
 
   uint64_t slot_bytes() const override { return slots_->slot_bytes(); }
   uint64_t packed_bytes(SlabRange slabs) const override { return slots_->packed_bytes(slabs); }
@@ -232,8 +207,7 @@ class VerifiedEncoding : public Encoding {
   }
 
   bool can_use(CopyMethod method) const override {
-    const bool compares = method != CopyMethod::kStrided || !compares_stores_;
-    return method != CopyMethod::kBatch && compares && slots_->can_use(method);
+    return method != CopyMethod::kBatch && slots_->can_use(method);
   }
   const Demand* demand() const override {
     return slots_->demand() != nullptr ? slots_->demand() : &demand_;
@@ -243,7 +217,6 @@ class VerifiedEncoding : public Encoding {
   bool can_reject() const override { return true; }
   const Rejection& rejection(SlotState state, bool is_store) const override {
     if (state == SlotState::kCorrupted) return corrupted_;
-    if (state == SlotState::kOverwritten) return overwritten_;
     return slots_->can_reject() ? slots_->rejection(state, is_store) : missing_;
   }
   std::string difference_in(int64_t slot) const override { return digests_.difference_in(slot); }
@@ -251,19 +224,12 @@ class VerifiedEncoding : public Encoding {
   // Block after block, so that each is still in the CPU's caches when it is digested.
   void copy_on_host(const PagedCopy& copy) const override {
     const std::vector<DigestTile> tiles = digest_tiles_in(*copy.gpu);
-    const auto digest = [&](const PagedCopy& of, DigestTask task) {
-      digests_.for_each(of, 0, 1, task, reinterpret_cast<uint64_t>(tiles.data()), 1,
-                        [](const DigestArguments& arguments) { digest_block(arguments, 0); });
-    };
-    const bool is_first = copy.to_host && compares_stores_;
-    DigestTask afterwards = copy.to_host ? DigestTask::kWrite : DigestTask::kCompare;
-    if (is_first) afterwards = DigestTask::kCompareAgain;
     PagedCopy one = copy;
     for (one.count = 1; one.blocks != copy.blocks + copy.count;
          ++one.blocks, ++one.slots, ++one.states, ++one.stores) {
-      if (is_first) digest(one, DigestTask::kWrite);
       slots_->copy_on_host(one);
-      digest(one, afterwards);
+      digests_.for_each(one, 0, 1, reinterpret_cast<uint64_t>(tiles.data()), 1,
+                        [](const DigestArguments& arguments) { digest_block(arguments, 0); });
     }
   }
 
@@ -274,31 +240,25 @@ class VerifiedEncoding : public Encoding {
         slots_->make_table(gpu, host, num_blocks, num_slots, device, stream);
     KVSWAP_CHECK(table != nullptr, "the kernels cannot copy between this cache and its pages");
     return std::make_shared<VerifiedTable>(*this, std::move(table), digests_, gpu, host,
-                                           !slots_->can_reject(), device, compares_stores_, stream);
+                                           !slots_->can_reject(), device, stream);
   }
 
  private:
   const std::shared_ptr<const Encoding> slots_;
   const Digests digests_;
-  const bool compares_stores_;
-  const Demand demand_{compares_stores_ ? "verify='order'" : "verify='load'", "make the digests",
-                       "verify='off'"};
+  const Demand demand_{"verify='load'", "make the digests", "verify='off'"};
   const Rejection missing_{"is not in its host page", "are not in their host pages",
                            ": no store has left one there", ": no stores have left them there",
                            "some blocks are not in their host pages"};
   const Rejection corrupted_{"is not what was stored", "are not what was stored", "", "",
                              "some blocks are not what was stored"};
-  const Rejection overwritten_{"was written while it was stored",
-                               "were written while they were stored", "", "",
-                               "some blocks were written while they were stored"};
 };
 
 }  // namespace
 
 std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
                                                        const std::vector<uint64_t>& sizes,
-                                                       const DigestTable& table,
-                                                       bool compares_stores) {
+                                                       const DigestTable& table) {
   const uint64_t needed = digest_row_bytes(sizes);
   if (needed > table.row_bytes()) {
     fail<ValueError>("the digests of a block take ", needed, " bytes, and the pool has room for ",
@@ -306,7 +266,7 @@ std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Enc
                      ": it was made from a layout with fewer or smaller slabs; make the pool from "
                      "the layout with the most digests, or with verify='off'");
   }
-  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes, table, compares_stores);
+  return std::make_shared<VerifiedEncoding>(std::move(slots), sizes, table);
 }
 
 }  // namespace kvswap

@@ -27,23 +27,13 @@ struct GlobalTile {
   }
 };
 
-// Whether the encoder of the store has refused the block.
-__device__ bool was_rejected(const DigestArguments& a, const DigestRow& row) {
-  if (a.rejects == 0) return false;
-  const uint8_t state = *row.state;
-  return state != static_cast<uint8_t>(SlotState::kGood) &&
-         state != static_cast<uint8_t>(SlotState::kOverwritten);
-}
-
 // What is to be done for blocks[i] whatever its digests are. By one thread.
 __device__ void finish_block(const DigestArguments& a, uint32_t i) {
   const DigestRow row(a, i);
   if (a.task == DigestTask::kWrite) {
     row.end_store(/*is_rejected=*/false);
-  } else if (a.task == DigestTask::kCompare) {
+  } else {
     row.compare_tag(/*is_rejected=*/false);
-  } else if (was_rejected(a, row)) {
-    row.end_store(/*is_rejected=*/true);
   }
 }
 
@@ -53,12 +43,8 @@ __device__ void finish_tiles(const DigestArguments& a, uint32_t i, bool has_tile
   const DigestRow row(a, i);
   if (a.task == DigestTask::kWrite) {
     row.write(has_tile, tile, digest);
-  } else if (a.task == DigestTask::kCompare) {
+  } else {
     row.compare(has_tile, tile, digest, stored);
-  } else if (row.differs(has_tile, tile, digest, stored) && !was_rejected(a, row)) {
-    row.report(tile, digest);
-    row.end_store(/*is_rejected=*/true);
-    row.set_state(SlotState::kOverwritten);
   }
 }
 

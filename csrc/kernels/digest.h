@@ -70,9 +70,8 @@ struct DigestTile {
 };
 
 enum class DigestTask : uint32_t {
-  kWrite,         // the digests of blocks that are stored
-  kCompare,       // with blocks that were loaded
-  kCompareAgain,  // with blocks that were stored meanwhile
+  kWrite,    // the digests of blocks that are stored
+  kCompare,  // with blocks that were loaded
 };
 
 // Of a CTA. Each digests one tile at a time. A launch has one more CTA than those of the tiles.
@@ -88,8 +87,7 @@ constexpr uint32_t kDigestBlocks = 248;
 struct DigestArguments {
   uint64_t tiles;  // address of the DigestTile of the block's first tile
   uint64_t rows, row_stride;
-  uint64_t states;   // a SlotState for each i, written if the block does not match
-  uint32_t rejects;  // whether the copy may have written states
+  uint64_t states;  // a SlotState for each i, written if the block does not match
   uint32_t first_tile, tile_count, block_count;
   uint32_t word_bytes;  // divides all addresses and sizes
   DigestTask task;

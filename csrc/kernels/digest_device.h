@@ -113,13 +113,10 @@ struct DigestRow {
   __device__ void write(bool has_tile, uint32_t tile, uint64_t digest) const {
     if (has_tile) digests_behind(row)[tile] = digest ^ right;
   }
-  // True in the first thread whose digest is another one.
-  __device__ bool differs(bool has_tile, uint32_t tile, uint64_t digest, uint64_t stored) const {
-    const unsigned different = __ballot_sync(~0u, has_tile && digest != (stored ^ right));
-    return threadIdx.x % 32 + 1 == static_cast<unsigned>(__ffs(different));
-  }
   __device__ void compare(bool has_tile, uint32_t tile, uint64_t digest, uint64_t stored) const {
-    if (!differs(has_tile, tile, digest, stored)) return;
+    const unsigned different = __ballot_sync(~0u, has_tile && digest != (stored ^ right));
+    // Reported by the first thread whose digest is another one.
+    if (threadIdx.x % 32 + 1 != static_cast<unsigned>(__ffs(different))) return;
     if (store == 0 || tag() == ~right) return;  // compare_tag() refuses it
     report(tile, digest);
     set_state(SlotState::kCorrupted);

@@ -79,8 +79,7 @@ enum class SlotState : uint8_t {
   kOverflow = 1,  // of an encoder: the block has more escapes than fit
   kRefused = 2,   // of a load: this is no slot, or one that has overflowed
   // Of digests:
-  kCorrupted = 3,    // the block that was loaded is not the one that was stored
-  kOverwritten = 4,  // the block was written while it was stored
+  kCorrupted = 3,  // the block that was loaded is not the one that was stored
 };
 
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.

@@ -38,7 +38,7 @@ void describe(std::ostream& text, const First& first) {
 // Why the job has failed: its blocks at these positions were rejected.
 Reason reason_for(const Job& job, const Positions& positions, const First& first) noexcept {
   const Rejection& why = first.group->encoding->rejection(first.state, job.channel == kStores);
-  const bool is_corrupted = is_corruption(first.state);
+  const bool is_corrupted = first.state == SlotState::kCorrupted;
   const auto text = [&] {
     std::ostringstream text;
     const size_t count = job.work->count();
@@ -87,7 +87,7 @@ Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
       const auto found = std::lower_bound(rejected.begin(), rejected.end(), wanted);
       if (found == rejected.end() || wanted < *found) continue;
       const First block{found->state, &groups[part.group], work.blocks()[i], work.slots()[i]};
-      if (is_corruption(found->state)) {
+      if (found->state == SlotState::kCorrupted) {
         if (corrupted.empty()) first_corrupted = block;
         corrupted.push_back(static_cast<int64_t>(i));
       }

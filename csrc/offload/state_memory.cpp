@@ -1,7 +1,5 @@
 #include "offload/state_memory.h"
 
-#include <unistd.h>
-
 #include <cstring>
 #include <exception>
 
@@ -13,8 +11,7 @@ namespace kvswap {
 StateMemory::StateMemory(Device& device, size_t count)
     : device_(device),
       count_(count),
-      states_(static_cast<uint8_t*>(
-          map_host(-1, count, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), false))) {
+      states_(static_cast<uint8_t*>(map_host(-1, count, /*on_huge_pages=*/false))) {
   if (device_.is_synchronous()) return;  // the calling thread copies
   try {
     device_.register_host(states_, count_);

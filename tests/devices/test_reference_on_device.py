@@ -8,6 +8,7 @@ import pytest
 import torch
 from error_text import one_line
 from fake_accelerator import DEVICE_TYPE, Accelerator, on_fake_accelerator
+from logged import logged
 
 import torch_kvswap as kvs
 from torch_kvswap.devices import blocks
@@ -64,7 +65,8 @@ def test_blocks_come_back_from_scattered_pages(
         layout = kvs.PagedLayout(tensors, block_dim=1)
         values = [tensor.cpu() for tensor in tensors]
         with (
-            kvs.HostPool(layout, PAGES, PER_PAGE, pinned=pinned) as pool,
+            logged(),
+            kvs.HostPool(layout, PAGES, PER_PAGE, shared=not pinned) as pool,
             ReferenceHandler(layout, pool) as handler,
         ):
             assert pool.is_pinned == pinned

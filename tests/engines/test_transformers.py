@@ -202,8 +202,8 @@ def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
     ("options", "said"),
     [
         ({"encoding": "zstd"}, "encoding is 'zstd'; it can be raw or lossless"),
-        ({"verify": "on"}, "verify is 'on'; it can be off, load or order"),
-        ({"staging_bytes": -1}, "staging_bytes is -1; it must be 0 to "),
+        ({"verify": "on"}, "verify is 'on'; it can be off or load"),
+        ({"staging_bytes": -1}, "staging_bytes is -1; it must be 0 or more"),
         (
             {"copy_method": "stage"},
             "copy_method='stage'; expected one of auto, copy_engines, batch",
@@ -214,8 +214,8 @@ def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
             "needs them; leave out either",
         ),
         (
-            {"copy_method": "copy_engines", "verify": "order"},
-            "copy_method='copy_engines' uses no kernels, but encoding='raw' with verify='order' "
+            {"copy_method": "copy_engines", "verify": "load"},
+            "copy_method='copy_engines' uses no kernels, but encoding='raw' with verify='load' "
             "needs them; leave out either",
         ),
     ],

@@ -20,7 +20,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "staging_bytes": 0,
         "encoding": "lossless",
         "bits_per_value": 12.5,
-        "verify": "order",
+        "verify": "load",
         "pin_in_background": True,
     }
     of_vllm = {
@@ -39,7 +39,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "backpressure": {},
     }
     read = read_options(ours | of_vllm)
-    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", 12.5, "order", True)
+    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", 12.5, "load", True)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -70,7 +70,7 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
             {"bits_per_value": 12.5},
             "kv_connector_extra_config: bits_per_value is 12.5, but encoding is 'raw'",
         ),
-        ({"verify": True}, "verify is True; it must be off or load or order"),
+        ({"verify": True}, "verify is True; it must be off or load"),
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
     ],
 )

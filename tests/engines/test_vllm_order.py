@@ -9,12 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+from host_pools import unpinned
 from patience import PATIENCE
 from pinning_steps import PinningSteps
 from simulated_cache import CURRENT, run_until
 from simulated_driver import Driver, place, simulated
 from vllm_contract import KVSwapWorker, base, common, submit, worker_module
 
+from torch_kvswap.host_pool import pinning
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.layout import PagedLayout
@@ -33,7 +35,7 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
     layout = place(driver, PagedLayout([cache]))
 
     def pageable(*shape: Any, **encoding: Any) -> HostPool:
-        made = HostPool(*shape, pinned=False, **encoding)
+        made = unpinned(*shape, **encoding)
         driver.adopt(made.pages, 1)
         return made
 
@@ -135,9 +137,6 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
     cache = torch.randint(256, (2, mib), dtype=torch.uint8)
     layout = place(driver, PagedLayout([cache]))
 
-    def slowly(*shape: Any, **options: Any) -> HostPool:
-        return HostPool(*shape, chunk_bytes=32 * mib, **options)
-
     wait_ready = HostPool.wait_ready
 
     def wait(pool: HostPool, timeout: float | None = None, pages: int | None = None) -> bool:
@@ -147,7 +146,7 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
 
     with (
         mock.patch.object(worker_module, "group_layouts", return_value=[layout]),
-        mock.patch.object(worker_module, "HostPool", slowly),
+        mock.patch.object(pinning, "CHUNK_BYTES", 32 * mib),
         mock.patch.object(HostPool, "wait_ready", wait),
     ):
         worker = KVSwapWorker(None, 96, 1, SpecOptions(1, pin_in_background=True))

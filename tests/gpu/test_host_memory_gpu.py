@@ -31,7 +31,7 @@ if sys.argv[1] == "allocated":
 tensor = torch.randint(256, (64, 256 << 10), dtype=torch.uint8, device="cuda")
 expected, ids = tensor.cpu(), list(range(64))
 layout = PagedLayout([tensor])
-pool = HostPool(layout, 64, verify="load", pinned=True)
+pool = HostPool(layout, 64, verify="load")
 handler = OffloadHandler(layout, pool)
 handler.store(gpu_block_ids=ids, page_ids=ids).synchronize()
 tensor.zero_()
@@ -59,7 +59,7 @@ def test_pages_that_the_driver_allocates_are_pinned(
     expected, ids = tensor.cpu(), list(range(64))
     layout = PagedLayout([tensor])
     verify = "off" if copy_method == "batch" else "load"
-    with HostPool(layout, 64, verify=verify, pinned=True) as pool:
+    with HostPool(layout, 64, verify=verify) as pool:
         assert pool.is_pinned
         with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
             handler.store(gpu_block_ids=ids, page_ids=ids).synchronize()

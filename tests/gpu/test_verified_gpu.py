@@ -84,12 +84,9 @@ def test_as_a_control_damage_goes_unnoticed_without_digests() -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-@pytest.mark.parametrize("verify", ["load", "order"])
 @pytest.mark.parametrize("values", [2048, 20480])
-def test_random_jobs_find_nothing_but_what_is_wrong(
-    values: int, verify: str, method: str, shares: bool
-) -> None:
-    options = {"device": "cuda:0", "values": values, "copy_method": method, "verify": verify}
+def test_random_jobs_find_nothing_but_what_is_wrong(values: int, method: str, shares: bool) -> None:
+    options = {"device": "cuda:0", "values": values, "copy_method": method, "verify": "load"}
     counts = Fuzz(None, 11, shares=shares, rounds=12, **options).run()
     assert counts["done"] > 0
     assert counts["rejected"] > 0
@@ -119,34 +116,3 @@ def test_kernels_behind_a_corrupted_load_run_and_the_host_does_not_call_it_done(
             assert flipped.count_nonzero() == 1
             with pytest.raises(CorruptedPageError):
                 cache.load([0], [1], after=None).wait(verified=True)
-
-
-@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered", "unordered"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_store_that_does_not_wait_for_its_writers_is_found_by_order(
-    encoding: str, method: str, is_ordered: bool
-) -> None:
-    sizes = {"blocks": 64, "pages": 64, "layers": 4, "values": 1 << 16, "encodings": [encoding]}
-    with (
-        EncodedCache(device="cuda:0", verify="order", copy_method=method, **sizes) as cache,
-        logged(),
-    ):
-        cache.store(range(64), range(64), after=None).synchronize(60)  # all kernels are loaded
-        bits = [layer.view(torch.int16) for layer in cache.tensors[0]]
-        writers = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(writers):
-            for _ in range(500):  # some 10 ms; the store takes less than one
-                for layer in bits:
-                    layer.add_(1)
-        cache.synchronize()
-        for _ in range(3):
-            writers.replay()
-        store = cache.store(range(64), range(64), after=None if is_ordered else ())
-        if is_ordered:
-            store.synchronize(60)
-            cache.load(range(64), range(64), after=None).synchronize(60)
-        else:
-            with pytest.raises(CorruptedPageError, match="written while"):
-                store.synchronize(60)
-        cache.synchronize()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from host_pools import unpinned
 from logged import logged
 from patience import PATIENCE
 from simulated_cache import (
@@ -185,7 +186,7 @@ def test_pageable_memory_is_copied_by_batches_whatever_is_asked_for(driver: Driv
     taken = []
     for pinned in (True, False):
         for copy_method in ("copy_engines", "strided"):
-            pool = HostPool(layout, 4, pinned=pinned)
+            pool = (HostPool if pinned else unpinned)(layout, 4)
             with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
                 taken.append(method_of(handler, 2))
     assert taken == ["strided", "strided", "batch", "batch"]
@@ -223,7 +224,7 @@ def calls_that_submit(
     layout = on_device(driver, whole, [whole[layer] for layer in layers])
     most = []
     for kind in CHANNELS:
-        pool = HostPool(layout, 100, pinned=pinned)
+        pool = (HostPool if pinned else unpinned)(layout, 100)
         with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
             before, count = threads(), 0
             while new_threads(before) == 0 and count < 100:

@@ -8,7 +8,6 @@ import gc
 
 import pytest
 import torch
-from error_text import error_text
 from logged import logged
 from simulated_driver import DEVICE, Driver, place, simulated
 
@@ -54,7 +53,7 @@ def test_pages_are_pinned_without_registration(
     driver: Driver, machine: str, copy_method: str, verify: str
 ) -> None:
     layout = cache_on(driver, machine)
-    pool = HostPool(layout, 8, verify=verify, pinned=True, page_alignment=4096)
+    pool = HostPool(layout, 8, verify=verify, page_alignment=4096)
     assert (pool.is_pinned, pool.is_ready) == (True, True)
     assert not pool.pages.any()
     assert pool.pages.data_ptr() % 4096 == 0
@@ -75,9 +74,7 @@ def test_shared_pages_are_pageable_with_one_warning(driver: Driver, machine: str
         assert round_trip(layout, pool)
     assert len(messages) == 1
     assert "leave shared=True out" in messages[0]
-    text = error_text(HostPool, layout, 8, shared=True, pinned=True).replace("\n", " ")
-    assert "leave shared=True out, or pass pinned=False for pageable memory" in text
-    assert ("as in confidential computing" in text) == (machine == "refuses")
+    assert ("as in confidential computing" in messages[0]) == (machine == "refuses")
 
 
 @MACHINES
@@ -90,10 +87,6 @@ def test_pages_are_pageable_if_the_driver_has_no_memory(driver: Driver, machine:
         assert round_trip(layout, pool)
     assert len(messages) == 1
     assert "The pages are pageable now" in messages[0]
-    text = error_text(HostPool, layout, 8, numa_node=0)
-    assert "numa_node is not possible for cuda:0: the CUDA driver pins memory" in text.replace(
-        "\n", " "
-    )
 
 
 @simulated

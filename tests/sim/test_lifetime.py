@@ -19,6 +19,7 @@ import simulated_driver
 import torch
 from error_text import error_text
 from gpu_cache import Hold
+from host_pools import in_chunks
 from interrupts import Interrupted, Interrupter
 from patience import PATIENCE
 from pinning_steps import PinningSteps
@@ -39,7 +40,7 @@ def make_layout(tensors: int = 1, row_bytes: int = 64) -> PagedLayout:
 def pin_in_background(driver: Driver, num_pages: int = 64) -> HostPool:
     """Pages of 1 MiB: the first 32 are pinned, and the others by a thread, 32 at a time."""
     layout = place(driver, make_layout(row_bytes=MIB))
-    return HostPool(layout, num_pages, chunk_bytes=32 * MIB, pin_in_background=True)
+    return in_chunks(32 * MIB, layout, num_pages, pin_in_background=True)
 
 
 def is_mapped(address: int) -> bool:

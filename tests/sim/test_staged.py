@@ -12,6 +12,7 @@ import pytest
 import torch
 from drained import drain
 from expecttest import assert_expected_inline
+from host_pools import unpinned
 from logged import logged
 from simulated_cache import CURRENT, Stream, needs_kernels, run_until
 from simulated_driver import Driver, on_device, simulated
@@ -557,7 +558,7 @@ def test_with_less_memory_than_was_asked_for_it_stages_through_what_there_is(
 def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
     with pytest.raises(ValueError, match="copy_method='staged'") as refusal:
-        OffloadHandler(layout, HostPool(layout, num_pages=6, pinned=False), copy_method="staged")
+        OffloadHandler(layout, unpinned(layout, num_pages=6), copy_method="staged")
     assert_expected_inline(
         str(refusal.value), """copy_method='staged' cannot be had: the host pages are not pinned"""
     )

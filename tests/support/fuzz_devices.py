@@ -184,9 +184,9 @@ class Simulated(Device):
     def pool(
         self, layout: PagedLayout, pages: int, per_page: int, page_alignment: int = 1
     ) -> HostPool:
-        from torch_kvswap import HostPool
+        from host_pools import unpinned
 
-        made = HostPool(layout, pages, per_page, pinned=False, page_alignment=page_alignment)
+        made = unpinned(layout, pages, per_page, page_alignment=page_alignment)
         self.driver.adopt(made.pages, HOST)
         return made
 

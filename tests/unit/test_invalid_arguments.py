@@ -60,7 +60,7 @@ def is_refused(
 
 def make_handle(**given: Any) -> PoolHandle:
     numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1}
-    return PoolHandle(**{**numbers, "huge_pages": True, "tensors": [], **given})
+    return PoolHandle(**{**numbers, "tensors": [], **given})
 
 
 def store_hybrid(**given: Any) -> object:
@@ -71,11 +71,8 @@ def store_hybrid(**given: Any) -> object:
 
 # By call: its integers. None means something where a name ends with a question mark.
 INTEGERS: list[tuple[Callable[..., object], str]] = [
-    (
-        lambda **given: make_pool(**given),
-        "num_pages blocks_per_page chunk_bytes page_alignment numa_node?",
-    ),
-    (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page chunk_bytes"),
+    (lambda **given: make_pool(**given), "num_pages blocks_per_page page_alignment"),
+    (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page"),
     (lambda **given: PagedLayout([torch.zeros(4, 4)], **given), "block_dim?"),
     (lambda **given: make_handler(**given), "staging_bytes"),
     (lambda **given: load(**given), "first_slot layer_groups?"),

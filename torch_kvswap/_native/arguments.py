@@ -81,13 +81,6 @@ def read_switch(name: str, value: object) -> bool:
     raise TypeError(f"{name} is {value!r}; it must be True or False")
 
 
-def read_optional_switch(name: str, value: object) -> bool | None:
-    """As read_switch(), for an option that may be None."""
-    if value is None or isinstance(value, bool | np.bool_):
-        return None if value is None else bool(value)
-    raise TypeError(f"{name} is {value!r}; it must be True, False or None")
-
-
 def read_timeout(name: str, value: object) -> float | None:
     """Converts a timeout in seconds, 0 or more. None and infinity give None: no timeout.
 

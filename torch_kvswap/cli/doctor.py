@@ -7,27 +7,26 @@ if something is at fault.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.metadata
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from torch_kvswap._native.arguments import count_of
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices.kind import is_native
-from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool import system
 from torch_kvswap.integrations import transformers
 from torch_kvswap.integrations.vllm import options as vllm
 
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
 _LEAST_SHARE = 0.7  # of the link; 0.86 on an H200, the rest are headers
-_MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
+_MISSING = "so the GPU stages and encodes nothing, and expand_block_ids takes CPU ids only"
 
 
 class Finding(NamedTuple):
@@ -45,6 +44,12 @@ class Finding(NamedTuple):
 def _release(version: int) -> str:
     """A version number as text: 12080 is "CUDA 12.8"."""
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _pytorch() -> str:
+    cuda, hip = torch.version.cuda, torch.version.hip
+    platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
+    return f"{torch.__version__} ({platform}), {count_of(torch.cuda.device_count(), 'GPU')}"
 
 
 def _driver() -> Finding:
@@ -79,64 +84,50 @@ def _scattered_copies() -> Finding:
     return Finding("cuMemcpyBatchAsync" if is_on else "one call per fragment: KVSWAP_BATCH=0")
 
 
-def _gpus() -> dict[str, str]:
-    """The models of the GPUs that the NVIDIA driver names, by PCI address."""
+def _gpus() -> dict[str, Finding]:
+    """The GPUs that the NVIDIA driver names, by topic."""
     files = sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
     found = {f: re.search(r"^Model:\s*(.+?)\s*$", f.read_text(), re.M) for f in files}
-    return {file.parent.name: model[1] for file, model in found.items() if model}
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-
-def _nvml() -> Any:
-    """The driver's library of facts, which does not initialise CUDA; None without a driver."""
-    try:
-        return ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-
-
-def _memory_of(address: str) -> str:
-    """The memory of a GPU, and whether it is divided into instances; "" if nobody knows."""
-    nvml = _nvml()
-    handle, memory = ctypes.c_void_p(), _Memory()
-    mode, pending = ctypes.c_uint(), ctypes.c_uint()
-    if (
-        nvml is None
-        or nvml.nvmlInit_v2()
-        or nvml.nvmlDeviceGetHandleByPciBusId_v2(address.encode(), ctypes.byref(handle))
-        or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    ):
-        return ""
-    nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending))  # not on all GPUs
-    parts = ", divided into MIG instances" if mode.value else ""
-    return f", {memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free{parts}"
+    of_address = {file.parent.name: model[1] for file, model in found.items() if model}
+    return {f"GPU {address}": _gpu(address, model) for address, model in of_address.items()}
 
 
 def _gpu(address: str, model: str) -> Finding:
     """Where a GPU is. An idle link is slower than it can be, but never narrower."""
-    node, link, nodes = (
-        system.numa_node_of(address),
-        system.link_of(address),
-        system.nodes_of_process(),
-    )
-    text, faults = model + _memory_of(address), []
+    node, nodes = system.numa_node_of(address), system.nodes_of_process()
+    link = system.link_of(address)
+    text, faults = model, []
     if node is not None:
         text += f", NUMA node {node}"
-    if node is not None and nodes and node not in nodes:
-        faults.append(f"this process may not run on node {node}: numactl --cpunodebind={node}")
-    if link.lanes and link.lanes < link.most_lanes:
-        text += f", {link.lanes} of {link.most_lanes} PCIe lanes"
-        faults.append("reseat the card, or use another slot")
-    elif link.lanes:
-        text += f", {link.lanes} PCIe lanes"
+        if nodes and node not in nodes:
+            faults.append(f"this process may not run on node {node}: numactl --cpunodebind={node}")
+    if link.lanes:
+        is_narrow = link.lanes < link.most_lanes
+        text += f", {link.lanes}{f' of {link.most_lanes}' if is_narrow else ''} PCIe lanes"
+        if is_narrow:
+            faults.append("reseat the card, or use another slot")
     if link.most_generation:
-        slower = 0 < link.port_generation < link.most_generation
-        text += f" of generation {link.port_generation if slower else link.most_generation}"
-        text += f" (the card's is {link.most_generation})" if slower else ""
+        is_slow = 0 < link.port_generation < link.most_generation
+        text += f" of generation {link.port_generation if is_slow else link.most_generation}"
+        text += f" (the card's is {link.most_generation})" if is_slow else ""
     return Finding("; ".join([text, *faults]), is_fault=bool(faults))
+
+
+def _host_memory() -> str:
+    """What limits the memory of pools of this process."""
+    rooms = [(limit.left, f" ({limit.file})") for limit in system.control_group_limits()]
+    if (available := system.available_bytes()) is not None:
+        rooms.append((available, ""))
+    room, file = min(rooms, default=(0, ""))
+    locked = system.memlock_limit()
+    return "; ".join(
+        [
+            f"{max(room, 0) / 2**30:.1f} GiB available{file}" if rooms else "of unknown size",
+            "locked memory "
+            + ("unlimited" if locked is None else f"{locked} bytes, which drivers need not obey"),
+            f"transparent huge pages {'' if system.offers_huge_pages() else 'not '}available",
+        ]
+    )
 
 
 def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -> Finding:
@@ -149,78 +140,26 @@ def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -
     return Finding(f"{version}, which was not tested; install {supported}", is_fault=True)
 
 
-def _host_memory() -> str:
-    available, reserved = system.available_bytes(), system.reserved_huge_pages()
-    limits = [limit.left for limit in system.control_group_limits()]
-    room = min([*limits, *([] if available is None else [available])], default=None)
-    transparent = "available" if system.offers_huge_pages() else "not available"
-    return (
-        f"{'?' if room is None else f'{room / 2**30:.1f}'} GiB available; transparent huge pages "
-        f"{transparent}; {reserved.free} reserved huge pages of {reserved.size >> 20} MiB free"
-    )
-
-
-def _limits() -> str:
-    """What limits the host memory of this process."""
-    locked = system.memlock_limit()
-    groups = [
-        f"{max(limit.left, 0) / 2**30:.1f} of {limit.allowed / 2**30:.1f} GiB left in {limit.file}"
-        for limit in system.control_group_limits()
-    ]
-    return "; ".join(
-        [
-            "locked memory "
-            + ("unlimited" if locked is None else f"{locked} bytes, which drivers need not obey"),
-            *(groups or ["no control group limits memory"]),
-        ]
-    )
-
-
-def _nodes() -> str:
-    nodes, own = system.numa_nodes(), system.nodes_of_process()
-    return f"{nodes or 'unknown'}, of which this process may use the CPUs of {own or 'unknown'}"
-
-
-def _encodings() -> str:
-    """How host pages can be encoded, and what that gains."""
-    gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
-    if not native.driver_version():
-        where = "the CPU only: there is no CUDA driver"
-    elif _kernels().is_fault:
-        where = "the CPU only: there are no CUDA kernels for this driver"
-    else:
-        where = "the CPU and CUDA"
-    return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
-
-
 def _accelerator() -> dict[str, Finding]:
-    """An accelerator that PyTorch drives, if this process has one."""
+    """An accelerator that only PyTorch drives, if this process has one."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or is_native(accelerator.type):
         return {}
-    return {
-        f"device {accelerator.type}": Finding("driven by PyTorch: the ops and ReferenceHandler")
-    }
+    text = "driven by PyTorch: the ops and ReferenceHandler"
+    return {f"device {accelerator.type}": Finding(text)}
 
 
 def report() -> dict[str, Finding]:
     """What the installation has, by topic."""
-    cuda, hip = torch.version.cuda, torch.version.hip
-    platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
-    gpus = _gpus()
     return {
         "library": Finding(str(native.__file__)),
-        "PyTorch": Finding(f"{torch.__version__} ({platform})"),
+        "PyTorch": Finding(_pytorch()),
         "CUDA driver": _driver(),
-        "GPUs": Finding(str(torch.cuda.device_count())),
-        **{f"GPU {address}": _gpu(address, model) for address, model in gpus.items()},
+        **_gpus(),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
         **_accelerator(),
-        "encodings": Finding(_encodings()),
         "host memory": Finding(_host_memory()),
-        "memory limits": Finding(_limits()),
-        "NUMA nodes": Finding(_nodes()),
         "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
     }
@@ -229,19 +168,17 @@ def report() -> dict[str, Finding]:
 def _measure(gpu: int) -> Finding:
     """A big copy each way, against what the link can move. Initialises CUDA."""
     try:
-        rates, link = _rates(torch.device("cuda", gpu))
+        stores, loads, link = _rates(torch.device("cuda", gpu))
     except RuntimeError as error:  # also no memory
         return Finding(f"not measured: {str(error).splitlines()[0]}", is_fault=True)
-    stores, loads = rates
     text = f"stores {stores / 1e9:.1f} GB/s, loads {loads / 1e9:.1f} GB/s"
     most = link.bytes_per_second
     if not most:
         return Finding(f"{text}; the system does not say what the link is")
-    text += (
-        f", {min(rates) / most:.0%} of the {most / 1e9:.1f} GB/s of {link.lanes} lanes of PCIe "
-        f"generation {link.generation}"
-    )
-    if min(rates) >= _LEAST_SHARE * most:
+    share = min(stores, loads) / most
+    text += f", {share:.0%} of the {most / 1e9:.1f} GB/s of {link.lanes} lanes of PCIe generation "
+    text += f"{link.generation}"
+    if share >= _LEAST_SHARE:
         return Finding(text)
     return Finding(
         f"{text}: end what else uses the link or the memory, run on the GPU's NUMA node, or ask "
@@ -250,29 +187,24 @@ def _measure(gpu: int) -> Finding:
     )
 
 
-def _rates(device: torch.device) -> tuple[tuple[float, float], system.Link]:
-    """Bytes per second of stores and of loads, and the link, which is in use meanwhile.
-
-    The fastest of some copies, because disturbances only add time.
-    """
+def _rates(device: torch.device) -> tuple[float, float, system.Link]:
+    """Bytes per second of the fastest store and load, and the link while it is in use."""
     here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(here, device=device, pin_memory=False)
     domain, bus, number = native.pci_address(device.index)
     rates = []
-    with torch.cuda.device(device):
-        for target, source in ((here, there), (there, here)):
-            event: Any = torch.cuda.Event  # it has no types
-            marks = [event(enable_timing=True) for _ in range(_COPIES + 1)]
-            target.copy_(source)
-            marks[0].record()
-            for mark in marks[1:]:
-                target.copy_(source, non_blocking=True)
-                mark.record()
-            link = system.link_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
-            torch.cuda.synchronize()
-            times = [before.elapsed_time(after) for before, after in pairwise(marks)]
-            rates.append(_MEASURED_BYTES / (min(times) / 1e3))
-    return (rates[0], rates[1]), link
+    for target, source in ((here, there), (there, here)):
+        target.copy_(source, non_blocking=True)
+        link = system.link_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
+        seconds = []
+        for _ in range(_COPIES):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        rates.append(_MEASURED_BYTES / min(seconds))
+    return rates[0], rates[1], link
 
 
 def main(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ from torch_kvswap.layout import PagedLayout, address_of
 
 EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
-VerifyName = Literal["off", "load", "order"]
+VerifyName = Literal["off", "load"]
 VERIFY: tuple[VerifyName, ...] = get_args(VerifyName)
 # Bits of a slot per value of its block. The first one is the default.
 WIDTHS = (12.125, 12.5)
@@ -163,8 +163,7 @@ def read_verify(verify: object, device: torch.device | None = None) -> VerifyNam
         ValueError: there is no such choice, or the device has no kernels for it.
     """
     if not isinstance(verify, str) or verify not in VERIFY:
-        choices = f"{', '.join(VERIFY[:-1])} or {VERIFY[-1]}"
-        raise ValueError(f"verify is {verify!r}; it can be {choices}")
+        raise ValueError(f"verify is {verify!r}; it can be {' or '.join(VERIFY)}")
     if verify != "off" and device is not None and not is_native(device.type):
         raise ValueError(
             f"verify={verify!r} needs kernels of this library, which {device} does not have; use "

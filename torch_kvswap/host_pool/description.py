@@ -40,8 +40,7 @@ def describe_page(
         "parts": shape.parts,
         "encoding": encoding.name,
         "bits_per_value": encoding.bits_per_value,
-        # "order" compares more, and keeps the same digests.
-        "verify": "off" if shape.verify == "off" else "load",
+        "verify": shape.verify,
     }
 
 

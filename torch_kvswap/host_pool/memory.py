@@ -21,8 +21,6 @@ from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.shape import MAX_ALIGNMENT, SYSTEM_PAGE
 from torch_kvswap.host_pool.system import check_room
 
-MAX_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
-_ALIGNMENT = 2 << 20  # bytes of a transparent huge page
 _MAX_THREADS = 16  # assumed to saturate memory bandwidth
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -31,25 +29,21 @@ class Mapping:
     """Zeroed memory of `nbytes`, mapped until `tensor` (uint8) and every view of it are gone.
 
     Maps the file of `fd`, from create_file(), and keeps a descriptor of its own. Without `fd` it
-    maps private memory, which a forked child sees as zeros. huge_pages=False keeps the kernel from
-    using transparent ones.
+    maps private memory, which a forked child sees as zeros.
 
     Raises:
         RuntimeError: the kernel does not map the memory.
     """
 
-    def __init__(self, nbytes: int, fd: int | None = None, huge_pages: bool = True) -> None:
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = nbytes
         self._is_private = fd is None
         if fd is not None:
             self._file = Descriptors(os.dup, fd)
-            status = os.fstat(fd)
-            mapped = status.st_size
-            unit = status.st_blksize  # the huge page size, if the file is on huge pages
+            mapped = os.fstat(fd).st_size
         else:
-            mapped, unit = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE, SYSTEM_PAGE
-        file = -1 if fd is None else fd
-        address = native.map_host(file, mapped, max(_ALIGNMENT, unit), huge_pages)
+            mapped = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
+        address = native.map_host(-1 if fd is None else fd, mapped)
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         # Not at exit, when copies may still run.
         weakref.finalize(memory, native.unmap_host, address, mapped).atexit = False
@@ -59,7 +53,7 @@ class Mapping:
             of = f" {os.getpid()} {self.address:x}-{self._last:x}"
             self._file = promise(nbytes, of)
         # From Linux 6.1 on also where the setting for shared memory is "never".
-        self._collapse = fd is not None and huge_pages and unit == SYSTEM_PAGE
+        self._collapse = fd is not None
         self._cpus: list[int] = []
 
     @property
@@ -77,14 +71,9 @@ class Mapping:
         vars(self).pop("tensor", None)  # it may be called again
         self._file.close()
 
-    def place(self, device: torch.device, numa_node: int | None) -> None:
-        """Places the pages on a NUMA node when they are first touched, while it has memory.
-
-        The default is the node of a CUDA GPU, and any node for other devices.
-        """
-        node = numa_node
-        if node is None and device.type == "cuda" and is_native("cuda"):
-            node = _node_of(device)
+    def place(self, device: torch.device) -> None:
+        """Places the pages on the NUMA node of a GPU when they are touched, while it has memory."""
+        node = _node_of(device)
         if node is None:
             return
         if not native.bind_host(self.address, self.nbytes, node):
@@ -163,33 +152,32 @@ def _free(process: ForkGuard, device: int, address: int) -> None:
         )
 
 
-def map_new(nbytes: int, page_bytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
+def map_new(nbytes: int, page_bytes: int, *, shared: bool) -> Mapping:
     """Maps the memory of a new pool: a file if other processes will map it too (`shared`).
 
     Raises:
         ValueError: the machine does not have this much memory.
     """
-    is_reserved = huge_pages is True
-    check_room(nbytes, page_bytes, reserved=is_reserved)
-    if not shared and not is_reserved:
-        mapping = Mapping(nbytes, None, huge_pages is not False)
+    check_room(nbytes, page_bytes)
+    if not shared:
+        mapping = Mapping(nbytes)
         try:
-            check_room(nbytes, page_bytes, reserved=False, own=mapping._file.fd)
+            check_room(nbytes, page_bytes, own=mapping._file.fd)
         except ValueError:
             mapping.release()  # now: it counts while the exception lives
             raise
         return mapping
-    with contextlib.closing(create_file(nbytes, is_reserved)) as file:
-        check_room(nbytes, page_bytes, reserved=is_reserved, own=file.fd)
-        return Mapping(nbytes, file.fd, huge_pages is not False)
+    with contextlib.closing(create_file(nbytes)) as file:
+        check_room(nbytes, page_bytes, own=file.fd)
+        return Mapping(nbytes, file.fd)
 
 
 @contextlib.contextmanager
 def _has_room(nbytes: int, page_bytes: int) -> Iterator[None]:
     """Promises memory while it is allocated and touched."""
-    check_room(nbytes, page_bytes, reserved=False)
+    check_room(nbytes, page_bytes)
     with contextlib.closing(promise(nbytes)) as file:
-        check_room(nbytes, page_bytes, reserved=False, own=file.fd)
+        check_room(nbytes, page_bytes, own=file.fd)
         yield
 
 
@@ -214,8 +202,8 @@ def _node_of(device: torch.device) -> int | None:
     return system.numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
-def create_file(nbytes: int, huge_pages: bool) -> Descriptors:
-    """Creates an unnamed memory file of a fixed size, rounded up to whole (huge) pages.
+def create_file(nbytes: int) -> Descriptors:
+    """Creates an unnamed memory file of a fixed size, rounded up to whole pages of the system.
 
     It is freed when the last process that has it ends, even if that process is killed. No process
     can change its size. The size of /dev/shm does not limit it. Its memory is not reserved here,
@@ -224,11 +212,9 @@ def create_file(nbytes: int, huge_pages: bool) -> Descriptors:
     Raises:
         OSError: the kernel does not create the file.
     """
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
-    size = system.reserved_huge_pages().size if huge_pages else SYSTEM_PAGE
-    name = "torch_kvswap_huge" if huge_pages else "torch_kvswap"  # see system.promised_bytes()
-    file = Descriptors(os.memfd_create, name, flags)
-    os.ftruncate(file.fd, -(-nbytes // size) * size)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    file = Descriptors(os.memfd_create, "torch_kvswap", flags)  # see system.promised_bytes()
+    os.ftruncate(file.fd, -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE)
     fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS)
     return file
 

@@ -5,50 +5,27 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
-from torch_kvswap._native.arguments import (
-    bytes_text,
-    read_int,
-    read_optional_switch,
-    read_switch,
-)
+from torch_kvswap._native.arguments import bytes_text, read_switch
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap.encoding.slot import RAW, Encoding, VerifyName
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
+from torch_kvswap.host_pool.memory import Mapping, Registration
 from torch_kvswap.host_pool.shape import PoolShape
-from torch_kvswap.layout import PagedLayout
 
-DEFAULT_CHUNK_BYTES = 1 << 30
-MAX_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one call
+CHUNK_BYTES = 1 << 30  # that the driver registers in one call, at most
 _LEAST_CHUNK_BYTES = 16 << 20
 ONE_CHUNK = 1 << 62  # ReadyRange.chunk_blocks of memory that is not registered in chunks
-
-
-class PinningOptions(NamedTuple):
-    """How a pool pins its pages; HostPool says what each option means.
-
-    Attributes:
-        places (bool): whether the pages are placed on a NUMA node first.
-    """
-
-    pinned: bool | None
-    in_background: bool
-    numa_node: int | None
-    chunk_bytes: int
-    places: bool = True
 
 
 class Pinning:
     """Touches and registers the pages, and publishes in `ready_range` which are ready.
 
     start() pins. If the driver refuses a chunk, it is tried again in halves. If the driver still
-    refuses, or registers no memory at all, start() unregisters everything, and raises RuntimeError
-    if `pinned` is True; otherwise it logs a warning and leaves the pages usable as pageable memory.
+    refuses, or registers no memory at all, start() unregisters everything, logs a warning, and
+    leaves the pages usable as pageable memory.
     In the background, start() returns after the first chunk; pages that the thread cannot pin later
     are never ready. close() unregisters everything; it does nothing in a forked child.
     """
@@ -73,23 +50,20 @@ class Pinning:
         self._touching: _Touching | None = None
         self._process = ForkGuard()
 
-    def start(self, options: PinningOptions, *, is_shared: bool) -> None:
+    def start(self, in_background: bool) -> None:
         """Pins the pages; called once.
 
         Raises:
             NotImplementedError: the driver registers no memory, and this one is not shared, so that
                 memory of the driver can take its place.
-            RuntimeError: the driver refuses, and `pinned` is True.
         """
         shape = self._shape
-        self._chunk = min(
-            shape.chunk_of(options.chunk_bytes), 1 << (shape.num_pages - 1).bit_length()
-        )
+        self._chunk = min(shape.chunk_of(CHUNK_BYTES), 1 << (shape.num_pages - 1).bit_length())
         self._publish(0)
         chunks = self._chunks()
         try:
             next(chunks)
-            if options.in_background:
+            if in_background:
                 thread = threading.Thread(
                     target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
                 )
@@ -100,10 +74,8 @@ class Pinning:
                     pass
         except (_RefusedError, NotImplementedError) as error:
             self.registration.remove()
-            if isinstance(error, NotImplementedError) and not is_shared:
+            if isinstance(error, NotImplementedError) and self._mapping.fd is None:
                 raise
-            if options.pinned:
-                raise RuntimeError(self._refusal(error)) from None
             self._degrade(error)
         except BaseException:
             self.close()
@@ -246,13 +218,6 @@ class Pinning:
     def _state(self) -> str:
         return f"{self._ready_range.end_page} of {self._shape.num_pages} host pages are pinned"
 
-    def _refusal(self, error: Exception) -> str:
-        nbytes = bytes_text(self._shape.nbytes)
-        return (
-            f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
-            f"{self._advice(error)}, or pass pinned=False for pageable memory"
-        )
-
     def _advice(self, error: BaseException) -> str:
         if isinstance(error, NotImplementedError):
             return "the driver can pin a pool of one process there: leave shared=True out"
@@ -262,9 +227,10 @@ class Pinning:
         """Makes all pages usable as pageable memory, and logs a warning."""
         self._publish(self._shape.num_pages, ONE_CHUNK)
         log.warning(
-            "%s. The pages are pageable now: the driver copies them through its own buffers and "
-            "blocks the submitting thread, and kernels cannot access them",
-            self._refusal(error),
+            "the driver did not pin %s of host memory for %s: %s; %s. The pages are pageable now: "
+            "the driver copies them through its own buffers and blocks the submitting thread, and "
+            "kernels cannot access them",
+            *(bytes_text(self._shape.nbytes), self._device, error, self._advice(error)),
         )
 
 
@@ -301,50 +267,17 @@ def _text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, RuntimeError) else repr(error)
 
 
-def read_pinning(
-    layout: PagedLayout,
-    encoding: Encoding,
-    pinned: bool | None,
-    in_background: bool,
-    numa_node: int | None,
-    chunk_bytes: int,
-    verify: VerifyName,
-) -> PinningOptions:
-    """Checks the pinning options of a pool.
+def read_in_background(value: object, device: torch.device) -> bool:
+    """Checks the argument `pin_in_background` of a pool for a cache on this device.
 
     Raises:
-        TypeError: an option has a wrong type.
-        ValueError: an option needs pinned pages but the cache is on the CPU, encoded or verified
-            pages are to be pageable, a number is out of range, or there is no such NUMA node.
+        TypeError: it is not True or False.
+        ValueError: it is True, but the cache is on the CPU.
     """
-    pinned = read_optional_switch("pinned", pinned)
-    in_background = read_switch("pin_in_background", in_background)
-    if numa_node is not None:
-        numa_node = read_int("numa_node", numa_node, 0, MAX_NODES - 1)
-    chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MAX_CHUNK_BYTES)
-    if layout.device.type == "cpu":
-        for given, is_given in (
-            ("pinned=True", pinned),
-            ("pin_in_background=True", in_background),
-            (f"numa_node={numa_node}", numa_node is not None),
-        ):
-            if is_given:
-                raise ValueError(
-                    f"{given} needs a cache on a device, this one is on {layout.device}, where "
-                    "pages are not pinned; leave it out"
-                )
-    elif pinned is False and encoding is not RAW:
+    in_background = read_switch("pin_in_background", value)
+    if in_background and device.type == "cpu":
         raise ValueError(
-            f"encoding={encoding.name!r} needs pinned pages for {layout.device}, because kernels "
-            "encode and decode them; leave pinned=False out"
+            f"pin_in_background=True needs a cache on a device, this one is on {device}, where "
+            "pages are not pinned; leave it out"
         )
-    elif pinned is False and verify != "off":
-        raise ValueError(
-            f"verify={verify!r} needs pinned pages for {layout.device}, because kernels make the "
-            "digests; leave pinned=False out"
-        )
-    nodes = system.numa_nodes()
-    if numa_node is not None and nodes and numa_node not in nodes:
-        known = ", ".join(map(str, nodes))
-        raise ValueError(f"numa_node is {numa_node}; this machine has the NUMA nodes {known}")
-    return PinningOptions(pinned, in_background, numa_node, chunk_bytes)
+    return in_background

@@ -18,7 +18,6 @@ from torch_kvswap._native.arguments import (
     bytes_text,
     kind_of,
     read_int,
-    read_optional_switch,
     read_switch,
     read_timeout,
 )
@@ -41,13 +40,7 @@ from torch_kvswap.host_pool.memory import (
     map_new,
     pins_with_torch,
 )
-from torch_kvswap.host_pool.pinning import (
-    DEFAULT_CHUNK_BYTES,
-    ONE_CHUNK,
-    Pinning,
-    PinningOptions,
-    read_pinning,
-)
+from torch_kvswap.host_pool.pinning import ONE_CHUNK, Pinning, read_in_background
 from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
 from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle
 from torch_kvswap.layout import PagedLayout
@@ -128,7 +121,12 @@ class HostPool(NotCopyable):
     the pool on exit. A pool that is dropped is closed. One that is open when the process exits is
     unpinned by its end. Not thread safe, except num_ready_pages, is_ready and wait_ready(). In a
     forked child only tensors taken from `pages` can be used; for a pool of one process they read as
-    zeros there, unless it has huge_pages=True.
+    zeros there.
+
+    Pages for a cache on a device are pinned; if the driver refuses, a warning is logged, and they
+    are pageable (is_pinned). They are on the NUMA node of a CUDA GPU, and on transparent huge pages
+    where the kernel offers them (huge_bytes). For devices other than CUDA, PyTorch allocates and
+    pins them.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -142,20 +140,10 @@ class HostPool(NotCopyable):
         verify (str): "load" keeps digests of the blocks beside the pages. A load of a block that is
             not what was stored fails with a CorruptedPageError, and one of a page that was never
             stored with a BlocksRejectedError: blocks that the caller has written to `pages` have no
-            digests. "order", for debugging, also finds blocks that are written while they are
-            stored. docs/encoding.md says what digests find.
-        pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
-            driver refuses; True raises then, and is refused for a cache on the CPU; False uses
-            pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory.
+            digests. docs/encoding.md says what digests find.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
-        huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
-            uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
-            is refused, if PyTorch pins.
-        numa_node (int | None): NUMA node of pinned pages; None is the GPU's node. Refused if
-            PyTorch pins, and for a cache on the CPU.
-        chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
         shared (bool): whether other processes of this machine can attach() to the pool. Each of
             them pins and uses all pages; the caller must make sure that no process reads or writes
             a page while another one writes it.
@@ -176,17 +164,16 @@ class HostPool(NotCopyable):
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
         bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
-        verify (str): "off", "load" or "order".
+        verify (str): "off" or "load".
         layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. The slabs
             of encoded blocks have the sizes of raw ones, and all have the address of their slot.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range, an option is not possible for the device, the blocks
-            cannot be encoded, or the machine does not have this much memory, or no such NUMA node.
-        RuntimeError: the driver does not pin the memory, or the kernel does not map it. Nothing
-            stays mapped.
-        OSError: huge_pages=True or shared=True needs a file in memory that cannot be made.
+            cannot be encoded, or the machine does not have this much memory.
+        RuntimeError: the kernel does not map the memory. Nothing stays mapped.
+        OSError: shared=True needs a file in memory that cannot be made.
     """
 
     def __init__(
@@ -198,11 +185,7 @@ class HostPool(NotCopyable):
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
         verify: VerifyName = "off",
-        pinned: bool | None = None,
         pin_in_background: bool = False,
-        huge_pages: bool | None = None,
-        numa_node: int | None = None,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         shared: bool = False,
         page_alignment: int = 1,
         part: tuple[int, int] | None = None,
@@ -218,19 +201,16 @@ class HostPool(NotCopyable):
                 f"part is {part}, but shared is False, so that nobody has the others; pass "
                 "shared=True, or leave part out"
             )
-        huge_pages = read_optional_switch("huge_pages", huge_pages)
-        pinning = read_pinning(
-            layout, kept, pinned, pin_in_background, numa_node, chunk_bytes, verify
-        )
+        in_background = read_in_background(pin_in_background, layout.device)
         mapping: Mapping | AllocatedMemory
         if shared:
-            _check_shared_pinning(layout.device, pinning)
-            mapping = map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=True)
+            _warn_of_pageable(layout.device)
+            mapping = map_new(shape.mapped_bytes, shape.page_bytes, shared=True)
         else:
-            mapping = _map_private(layout.device, shape, pinning, huge_pages)
-        self._shares_huge_pages = huge_pages is not False if shared else None
+            mapping = _map_private(layout.device, shape)
+        self._open(layout, shape, mapping, kept)
         try:
-            self._open(layout, shape, mapping, kept, pinning)
+            self._pin(in_background, is_new=True)
         except NotImplementedError as error:
             reason = str(error)
         else:
@@ -240,9 +220,9 @@ class HostPool(NotCopyable):
         mapping = _allocate_pinned(
             "the CUDA driver",
             partial(DriverMemory, shape.mapped_bytes, shape.page_bytes, layout.device),
-            *(layout.device, shape, pinning, huge_pages),
+            *(layout.device, shape),
         )
-        self._open(layout, shape, mapping, kept, pinning._replace(pinned=False))
+        self._open(layout, shape, mapping, kept)
 
     @classmethod
     def attach(
@@ -285,14 +265,12 @@ class HostPool(NotCopyable):
         part = (rank, handle.parts) if handle.parts else None
         shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
         handle._check(shape, layout)
-        pinning = read_pinning(
-            layout, kept, None, pin_in_background, None, DEFAULT_CHUNK_BYTES, verify
-        )._replace(places=False)
-        _check_shared_pinning(layout.device, pinning)
-        mapping = Mapping(shape.mapped_bytes, handle.fd, handle.huge_pages)
+        in_background = read_in_background(pin_in_background, layout.device)
+        _warn_of_pageable(layout.device)
+        mapping = Mapping(shape.mapped_bytes, handle.fd)
         pool = cls.__new__(cls)
-        pool._shares_huge_pages = handle.huge_pages
-        pool._open(layout, shape, mapping, kept, pinning)
+        pool._open(layout, shape, mapping, kept)
+        pool._pin(in_background, is_new=False)
         return pool
 
     @staticmethod
@@ -328,13 +306,8 @@ class HostPool(NotCopyable):
         shape: PoolShape,
         mapping: Mapping | AllocatedMemory,
         encoding: Encoding,
-        pinning: PinningOptions,
     ) -> None:
-        """Initializes a pool of any kind; _shares_huge_pages is set.
-
-        Raises:
-            NotImplementedError: the driver registers no memory, and this one is not shared.
-        """
+        """Initializes a pool of any kind."""
         self.device = layout.device
         self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
         self.slot_bytes, self.num_parts = shape.slot_bytes, max(shape.parts, 1)
@@ -343,13 +316,21 @@ class HostPool(NotCopyable):
         self._shape = shape
         self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
-        is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
-        if isinstance(mapping, Mapping) and is_registered and pinning.pinned is not False:
-            if pinning.places:
-                mapping.place(layout.device, pinning.numa_node)
-            self._memory.make_pinning(shape, layout.device).start(
-                pinning, is_shared=self._shares_huge_pages is not None
-            )
+
+    def _pin(self, in_background: bool, *, is_new: bool) -> None:
+        """Places the pages if they are new, and pins them, unless their device needs no
+        registration, or somebody else has pinned them.
+
+        Raises:
+            NotImplementedError: the driver registers no memory, and this one is not shared.
+        """
+        mapping = self._memory.mapping
+        is_registered = self.device.type != "cpu" and not pins_with_torch(self.device)
+        if not (is_registered and isinstance(mapping, Mapping)):
+            return
+        if is_new:
+            mapping.place(self.device)
+        self._memory.make_pinning(self._shape, self.device).start(in_background)
 
     def _keep(self, layout: PagedLayout, encoding: Encoding) -> None:
         """Sets how blocks of the layout are kept in the slots."""
@@ -381,9 +362,9 @@ class HostPool(NotCopyable):
         """
         self._memory.check_open()
         fd = self._memory.mapping.fd
-        if self._shares_huge_pages is None or fd is None:
+        if fd is None:
             raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
-        shape = self.num_pages, self.blocks_per_page, self.page_bytes, self._shares_huge_pages
+        shape = self.num_pages, self.blocks_per_page, self.page_bytes
         kept = self._memory.tensors, self._memory.encoding, self.verify
         rows = self._shape.page_alignment, self._shape.parts
         return PoolHandle(fd, *shape, *kept, *rows)
@@ -576,8 +557,7 @@ class HostPool(NotCopyable):
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        digests = self._digests(group)
-        return native.verified_encoding(encoding, sizes, digests, self.verify == "order")
+        return native.verified_encoding(encoding, sizes, self._digests(group))
 
     def _read_digests(self, page: int, group: int) -> bytes:
         """The digests of a page's blocks in any slots; nothing if the pool has no digests, or if
@@ -663,58 +643,38 @@ class HostPool(NotCopyable):
         self.close()
 
 
-def _map_private(
-    device: torch.device, shape: PoolShape, pinning: PinningOptions, huge_pages: bool | None
-) -> Mapping | AllocatedMemory:
+def _map_private(device: torch.device, shape: PoolShape) -> Mapping | AllocatedMemory:
     """Maps the memory of a pool of one process. Raises what _allocate_pinned() does."""
-    if pinning.pinned is not False and pins_with_torch(device):
+    if pins_with_torch(device):
         allocate = partial(TorchMemory, shape.nbytes, shape.page_bytes)
-        return _allocate_pinned("torch", allocate, device, shape, pinning, huge_pages)
-    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
+        return _allocate_pinned("torch", allocate, device, shape)
+    return map_new(shape.mapped_bytes, shape.page_bytes, shared=False)
 
 
 def _allocate_pinned(
-    owner: str,
-    allocate: Callable[[], AllocatedMemory],
-    device: torch.device,
-    shape: PoolShape,
-    pinning: PinningOptions,
-    huge_pages: bool | None,
+    owner: str, allocate: Callable[[], AllocatedMemory], device: torch.device, shape: PoolShape
 ) -> Mapping | AllocatedMemory:
-    """Allocates memory that the owner pins; pageable memory if it does not.
+    """Allocates memory that the owner pins; pageable memory, with a warning, if it does not.
 
     Raises:
-        ValueError: an option is not possible for such memory, or there is not enough memory.
-        RuntimeError: the owner cannot pin, and `pinned` is True.
+        ValueError: there is not enough memory.
     """
-    for name, is_given in (
-        ("huge_pages=True", huge_pages is True),
-        ("numa_node", pinning.numa_node is not None),
-    ):
-        if is_given:
-            raise ValueError(
-                f"{name} is not possible for {device}: {owner} pins memory for it, and takes "
-                "that memory from where it likes; leave it out, or pass pinned=False"
-            )
     try:
         return allocate()
     except RuntimeError as error:
-        nbytes = bytes_text(shape.nbytes)
-        reason = f"{owner} did not pin {nbytes} of host memory for {device}: {error}"
-        if pinning.pinned:
-            raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
-        log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-    return map_new(shape.mapped_bytes, shape.page_bytes, huge_pages, shared=False)
+        log.warning(
+            "%s did not pin %s of host memory for %s: %s. The pages are pageable now, and copies "
+            "are synchronous",
+            *(owner, bytes_text(shape.nbytes), device, error),
+        )
+    return map_new(shape.mapped_bytes, shape.page_bytes, shared=False)
 
 
-def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:
-    """Refuses pinned pages, or warns of pageable ones, where only torch pins."""
-    if pinning.pinned is False or not pins_with_torch(device):
-        return
-    reason = (
-        f"the memory of a shared pool cannot be pinned for {device}: torch pins only memory that "
-        "it allocates itself"
-    )
-    if pinning.pinned:
-        raise ValueError(f"{reason}; leave pinned=True out")
-    log.warning("%s. The pages are pageable, and copies are synchronous", reason)
+def _warn_of_pageable(device: torch.device) -> None:
+    """Warns that nobody pins the pages of a shared pool for this device."""
+    if pins_with_torch(device):
+        log.warning(
+            "the memory of a shared pool cannot be pinned for %s: torch pins only memory that it "
+            "allocates itself. The pages are pageable, and copies are synchronous",
+            device,
+        )

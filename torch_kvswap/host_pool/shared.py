@@ -32,7 +32,7 @@ from torch_kvswap.host_pool.shape import PoolShape, read_page_alignment
 from torch_kvswap.layout import PagedLayout
 
 # The last number counts the bytes of the description of the tensors, which follows.
-_HEAD = struct.Struct("=8s10q")
+_HEAD = struct.Struct("=8s9q")
 _MAGIC = b"KVSWPOOL"
 _READ_BYTES = 1 << 16
 _MAX_BYTES = 1 << 26  # of the description
@@ -52,7 +52,6 @@ class PoolHandle(NotCopyable):
         num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
         page_bytes (int): bytes per page.
-        huge_pages (bool): whether the kernel may use transparent huge pages.
         tensors (list[str]): what a block has in each tensor of the cache that the pool was made
             for: type, shape, and the order of the dimensions in memory.
         encoding (str): HostPool.encoding.
@@ -70,7 +69,6 @@ class PoolHandle(NotCopyable):
         num_pages: int,
         blocks_per_page: int,
         page_bytes: int,
-        huge_pages: bool,
         tensors: Sequence[str],
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
@@ -80,7 +78,6 @@ class PoolHandle(NotCopyable):
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
-        self.huge_pages = bool(huge_pages)
         self.tensors = list(tensors)
         self._encoding = encoding
         self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
@@ -124,7 +121,7 @@ class PoolHandle(NotCopyable):
             RuntimeError: the handle is closed.
         """
         _check_connection(connection)
-        shape = self.num_pages, self.blocks_per_page, self.page_bytes, self.huge_pages
+        shape = self.num_pages, self.blocks_per_page, self.page_bytes
         kept = self._encoding.width_eighths, VERIFY.index(self.verify), self.page_alignment
         text = json.dumps(self.tensors).encode()
         numbers = FORMAT_VERSION, *shape, *kept, self.parts, len(text)

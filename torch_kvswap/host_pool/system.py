@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_kvswap._native.arguments import bytes_text, count_of
+from torch_kvswap._native.arguments import bytes_text
 
 # By the transfers of a lane in a second, in 10^9.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
@@ -54,24 +54,9 @@ class Link(NamedTuple):
         return self.lanes * _LANE_BYTES.get(self.generation, 0.0)
 
 
-class HugePages(NamedTuple):
-    """Reserved huge pages: how many are free, how many there are, and the bytes of one."""
-
-    free: int
-    total: int
-    size: int
-
-
 def available_bytes() -> int | None:
     """Bytes available without swapping; None if the kernel does not report them."""
     return _meminfo().get("MemAvailable")
-
-
-def reserved_huge_pages() -> HugePages:
-    """The reserved huge pages of the default size."""
-    memory = _meminfo()
-    free, total = memory.get("HugePages_Free", 0), memory.get("HugePages_Total", 0)
-    return HugePages(free, total, memory.get("Hugepagesize", 2 << 20))
 
 
 def offers_huge_pages() -> bool:
@@ -170,8 +155,7 @@ def _limit(folder: Path, limit_name: str, usage_name: str, inactive_name: str) -
 
 def huge_bytes(first: int, last: int) -> int:
     """Bytes on huge pages in the mappings between two addresses."""
-    of = "AnonHugePages|ShmemPmdMapped|FilePmdMapped|\\w+_Hugetlb"
-    return _mapped_bytes("self", first, last, of)
+    return _mapped_bytes("self", first, last, "AnonHugePages|ShmemPmdMapped|FilePmdMapped")
 
 
 def _mapped_bytes(process: str, first: int, last: int, of: str) -> int:
@@ -251,18 +235,14 @@ class NoRoomError(ValueError):
     otherwise: str
 
 
-def check_room(nbytes: int, page_bytes: int, *, reserved: bool, own: int | None = None) -> None:
-    """Raises ValueError if the machine has no room for a pool of this size and pages, on reserved
-    huge pages or others, and a NoRoomError on others. The message has the limit, and how many
-    pages fit.
+def check_room(nbytes: int, page_bytes: int, *, own: int | None = None) -> None:
+    """Raises NoRoomError if the machine has no room for a pool of this size and pages. The message
+    has the limit, and how many pages fit.
 
     Without this check the kernel would kill the process when it touches the memory. With `own`, the
     pool's file, what other pools have been promised is no room. They see this file already: of
     those that ask at the same time too few may get memory, but never too many.
     """
-    if reserved:
-        _check_huge_pages(nbytes, page_bytes)
-        return  # reserved pages do not count against the other limits
     available, limits = available_bytes(), list(control_group_limits())
     rooms = [limit.left for limit in limits]
     if available is not None:
@@ -299,19 +279,6 @@ def _promised_text(nbytes: int) -> str:
     if not nbytes:
         return ""
     return f", {bytes_text(nbytes)} of them promised to other host pools, which have not used them"
-
-
-def _check_huge_pages(nbytes: int, page_bytes: int) -> None:
-    pages = reserved_huge_pages()
-    needed = -(-nbytes // pages.size)
-    if needed > pages.free:
-        more = pages.total + needed - pages.free
-        raise ValueError(
-            f"the pages need {count_of(needed, 'reserved huge page')} of {pages.size} bytes, of "
-            f"which {pages.free} {'is' if pages.free == 1 else 'are'} free "
-            f"(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages={more}), or "
-            f"{_smaller_pool(pages.free * pages.size, page_bytes)}leave huge_pages=True out"
-        )
 
 
 def _smaller_pool(room: int, page_bytes: int) -> str:

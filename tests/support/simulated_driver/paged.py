@@ -37,9 +37,9 @@ def on_device(
 
 def pool(driver: Driver, layout: PagedLayout, num_pages: int, blocks_per_page: int = 1) -> HostPool:
     """A host pool for a layout from `place`, in memory that the driver takes for pinned."""
-    from torch_kvswap.host_pool.pool import HostPool
+    from host_pools import unpinned
 
-    made = HostPool(layout, num_pages, blocks_per_page, pinned=False)
+    made = unpinned(layout, num_pages, blocks_per_page)
     driver.adopt(made.pages, HOST)
     return made
 

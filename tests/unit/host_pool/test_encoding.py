@@ -150,18 +150,6 @@ view""",
     )
 
 
-@simulated
-def test_pageable_slots_of_a_gpu_are_refused(driver: Driver) -> None:
-    layout = place(driver, Bf16Cache().layout)
-    for shared in (False, True):
-        assert_expected_inline(
-            error_text(HostPool, layout, 1, encoding="lossless", pinned=False, shared=shared),
-            """\
-ValueError: encoding='lossless' needs pinned pages for cuda:0, because kernels encode
-and decode them; leave pinned=False out""",
-        )
-
-
 @needs_kernels
 @simulated
 def test_slots_that_the_driver_has_not_pinned_are_refused_by_a_handler(driver: Driver) -> None:

@@ -25,7 +25,7 @@ from processes import in_child, live_fork
 from simulated_driver import Driver, simulated
 
 from torch_kvswap._native.loader import native
-from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool import memory, system
 from torch_kvswap.host_pool.memory import Mapping, create_file, map_new
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -40,7 +40,7 @@ def resident() -> int:
 
 
 def mapping(kind: str, nbytes: int) -> Mapping:
-    return map_new(nbytes, MIB, None, shared=kind == "shared")
+    return map_new(nbytes, MIB, shared=kind == "shared")
 
 
 KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
@@ -68,7 +68,10 @@ def is_resident(mapped: Mapping, first: int, last: int) -> list[bool]:
 
 @KINDS
 def test_only_what_was_asked_for_is_touched(kind: str) -> None:
-    mapped = map_new(64 * MIB, MIB, False, shared=kind == "shared")
+    mapped = mapping(kind, 64 * MIB)
+    # Without huge pages, which reach beyond what is touched.
+    no_huge_page = ctypes.c_void_p(mapped.address), ctypes.c_size_t(64 * MIB), 15
+    assert ctypes.CDLL(None).madvise(*no_huge_page) == 0
     first, last = 17 * MIB + mmap.PAGESIZE, 24 * MIB + 2 * mmap.PAGESIZE
     mapped.touch(first + 5, last - 5)
     assert all(is_resident(mapped, first, last))
@@ -109,13 +112,6 @@ def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> 
     assert mapped.huge_bytes == 0
     mapped.touch(0, 16 * MIB)
     assert mapped.huge_bytes == 16 * MIB
-
-
-@KINDS
-def test_without_huge_pages_there_are_none(kind: str) -> None:
-    mapped = map_new(16 * MIB, MIB, False, shared=kind == "shared")
-    mapped.touch(0, 16 * MIB)
-    assert mapped.huge_bytes == 0
 
 
 def test_a_shared_mapping_lies_on_huge_pages_from_linux_6_1_on() -> None:
@@ -172,7 +168,7 @@ def test_a_fork_may_drop_its_mapping_while_the_parent_goes_on() -> None:
 
 
 def test_a_file_keeps_its_size_and_has_no_name() -> None:
-    made = create_file(10_000, huge_pages=False)
+    made = create_file(10_000)
     file = made.fd
     assert os.fstat(file).st_size == 3 * mmap.PAGESIZE
     with pytest.raises(PermissionError):
@@ -186,7 +182,7 @@ def test_a_file_keeps_its_size_and_has_no_name() -> None:
 def test_a_file_that_cannot_have_its_size_is_closed() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OverflowError):
-        create_file(1 << 63, huge_pages=False)
+        create_file(1 << 63)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -221,7 +217,7 @@ def test_a_mapping_keeps_no_addresses_but_the_page_behind_it(kind: str) -> None:
 
 def test_memory_is_placed_on_a_node_that_there_is() -> None:
     mapped = Mapping(4 * MIB)
-    mapped.place(GPU, 0)
+    assert native.bind_host(mapped.address, mapped.nbytes, 0)
     mapped.touch(0, 4 * MIB)
     policies = Path("/proc/self/numa_maps")
     if not policies.exists():
@@ -242,11 +238,11 @@ def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) ->
         bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
         patch.setattr(native, "bind_host", bind)
         mapped = Mapping(MIB)
-        mapped.place(GPU, None)
+        mapped.place(GPU)
         driver.set_attribute(33, 0)  # there is no such device
-        mapped.place(GPU, None)
+        mapped.place(GPU)
         driver.fail("cuDeviceGetAttribute")
-        mapped.place(GPU, None)
+        mapped.place(GPU)
     assert nodes == [(MIB, 3)]
 
 
@@ -256,6 +252,7 @@ def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
     cpus = sorted(os.sched_getaffinity(0))
     write(tmp_path, "sys/devices/system/node/node0/cpulist", f"{cpus[0]}\n")
     monkeypatch.setattr(system, "ROOT", tmp_path)
+    monkeypatch.setattr(memory, "_node_of", lambda device: 0)
     monkeypatch.setattr(native, "bind_host", lambda *arguments: False)
     calls = []
     touch = native.touch_host
@@ -265,18 +262,10 @@ def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
         lambda *arguments: (calls.append(arguments[4]), touch(*arguments))[1],
     )
     mapped = Mapping(MIB)
-    mapped.place(GPU, 0)
+    mapped.place(GPU)
     mapped.touch(0, MIB)
     assert calls == [[cpus[0]]]
     assert sorted(os.sched_getaffinity(0)) == cpus  # this thread keeps its own
-
-
-def test_reserved_huge_pages_are_used_on_request() -> None:
-    if system.reserved_huge_pages().free < 4:
-        pytest.skip("this machine has reserved none")
-    mapped = map_new(5 * MIB, MIB, True, shared=False)
-    mapped.touch(0, 5 * MIB)
-    assert mapped.huge_bytes == 5 * MIB
 
 
 OLD_KERNEL = """

@@ -22,8 +22,7 @@ MIB, GIB = 1 << 20, 1 << 30
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(system, "ROOT", tmp_path)
-    text = "MemAvailable: 102400 kB\nHugePages_Total: 4\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"
-    write(tmp_path, "proc/meminfo", text)
+    write(tmp_path, "proc/meminfo", "MemAvailable: 102400 kB\n")
     return tmp_path
 
 
@@ -31,33 +30,15 @@ def test_a_control_group_may_allow_less(tree: Path) -> None:
     write(tree, "proc/self/cgroup", "0::/box\n")
     write(tree, "sys/fs/cgroup/box/memory.max", f"{64 * MIB}")
     write(tree, "sys/fs/cgroup/box/memory.current", f"{16 * MIB}")
-    system.check_room(48 * MIB, MIB, reserved=False)
+    system.check_room(48 * MIB, MIB)
     assert_expected_inline(
-        error_text(system.check_room, 48 * MIB + 1, MIB, reserved=False),
+        error_text(system.check_room, 48 * MIB + 1, MIB),
         """\
 NoRoomError: the pages need 50331649 bytes of host memory, and the control group of this
 process has 50331648 bytes left of 67108864 bytes (/sys/fs/cgroup/box/memory.max); ask
 for fewer pages (num_pages=48 fits), or raise the memory limit of the container or
 service""",
     )
-
-
-def test_reserved_huge_pages_are_enough_or_not(tree: Path) -> None:
-    system.check_room(6 * MIB, MIB, reserved=True)
-    assert_expected_inline(
-        error_text(system.check_room, 6 * MIB + 1, MIB, reserved=True),
-        """\
-ValueError: the pages need 4 reserved huge pages of 2097152 bytes, of which 3 are free
-(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), or ask for
-fewer pages (num_pages=6 fits), or leave huge_pages=True out""",
-    )
-
-
-def test_only_reserved_huge_pages_limit_a_pool_on_them(tree: Path) -> None:
-    with pytest.raises(ValueError, match="need 4 reserved huge pages"):
-        map_new(7 * MIB, MIB, True, shared=False)
-    with pytest.raises(ValueError, match="of which 104857600 bytes are available"):
-        map_new(101 * MIB, MIB, None, shared=False)
 
 
 @pytest.fixture
@@ -73,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def refusal(mib: int, shared: bool) -> str:
     """Why there is no such pool; "" if there is."""
     try:
-        map_new(mib * MIB, MIB, None, shared=shared).release()
+        map_new(mib * MIB, MIB, shared=shared).release()
     except ValueError as error:
         return str(error)
     return ""
@@ -85,7 +66,7 @@ def test_pools_of_all_processes_share_the_room(shared: bool, machine: list[str])
         named = f"{60 * MIB} bytes of them promised to other host pools"
         return refusal(40, shared) == "" and named in refusal(41, shared)
 
-    first = map_new(60 * MIB, MIB, None, shared=shared)
+    first = map_new(60 * MIB, MIB, shared=shared)
     with live_fork() as child:  # it has no memory of its own
         machine.append(str(child))
         assert in_child(is_shared) == 1
@@ -114,12 +95,12 @@ def test_of_two_that_ask_at_once_not_both_get_room(
 def test_gib_and_the_pages_that_fit_are_named(tree: Path) -> None:
     write(tree, "proc/self/cgroup", "0::/box\n")
     write(tree, "proc/meminfo", "MemAvailable: 52428800 kB\n")
-    refused = [error_text(system.check_room, 60 * GIB, 100 * MIB, reserved=False)]
+    refused = [error_text(system.check_room, 60 * GIB, 100 * MIB)]
     write(tree, "sys/fs/cgroup/box/memory.max", f"{20 * GIB}")
     write(tree, "sys/fs/cgroup/box/memory.current", f"{16 * GIB}")
     for nbytes, page_bytes in ((60 * GIB, 100 * MIB), (5 * GIB, GIB), (5 * GIB, 5 * GIB)):
-        refused.append(error_text(system.check_room, nbytes, page_bytes, reserved=False))
-    system.check_room(4 * GIB, GIB, reserved=False)
+        refused.append(error_text(system.check_room, nbytes, page_bytes))
+    system.check_room(4 * GIB, GIB)
     assert_expected_inline(
         "\n".join(refused),
         """\
@@ -144,7 +125,7 @@ def test_a_machine_that_says_nothing_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system, "ROOT", tmp_path)
-    system.check_room(1 << 60, MIB, reserved=False)
+    system.check_room(1 << 60, MIB)
 
 
 def test_the_advice_names_the_limit_on_locked_memory_only_if_it_is_too_low(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
+from host_pools import in_chunks
 from logged import logged
 from processes import in_child, live_fork
 from simulated_driver import HOST, Driver, place, simulated
@@ -124,27 +123,13 @@ end what uses the memory""",
     )
 
 
-def test_options_of_pinned_pages_are_refused_for_a_cache_on_the_cpu() -> None:
-    options = ({"pinned": True}, {"pin_in_background": True}, {"numa_node": 99})
+def test_pinning_in_the_background_is_refused_on_the_cpu() -> None:
     assert_expected_inline(
-        "\n".join(error_text(HostPool, make_layout(), 1, **option) for option in options),
+        error_text(HostPool, make_layout(), 1, pin_in_background=True),
         """\
-ValueError: pinned=True needs a cache on a device, this one is on cpu, where pages are
-not pinned; leave it out
 ValueError: pin_in_background=True needs a cache on a device, this one is on cpu, where
-pages are not pinned; leave it out
-ValueError: numa_node=99 needs a cache on a device, this one is on cpu, where pages are
-not pinned; leave it out""",
+pages are not pinned; leave it out""",
     )
-
-
-@pytest.mark.parametrize("name", ["huge_pages", "pinned"])
-@pytest.mark.parametrize("value", ["yes", 1, "no"])
-def test_an_option_that_is_neither_true_nor_false_nor_none_is_refused(
-    name: str, value: object
-) -> None:
-    expected = f"TypeError: {name} is {value!r}; it must be True, False or None"
-    assert error_text(HostPool, make_layout(), 2, **{name: value}) == expected
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -193,12 +178,6 @@ def test_the_whole_range_is_registered_once_and_unregistered_once(driver: Driver
     gc.collect()
     calls = driver.calls("cuMemHostRegister"), driver.calls("cuMemHostUnregister")
     assert calls == (1, 1)
-
-
-@simulated
-def test_pageable_memory_is_not_registered(driver: Driver) -> None:
-    HostPool(on_gpu(driver), num_pages=1, pinned=False).close()
-    assert driver.calls("cuMemHostRegister") == 0
 
 
 @simulated
@@ -257,49 +236,20 @@ def test_a_handler_that_does_not_close_keeps_the_memory_and_no_other_handler_ope
 
 
 @simulated
-def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
-    layout = on_gpu(driver)
-    mapped: list[int] = []
-    map_memory = native.map_host
-
-    def note(*arguments: object) -> int:
-        mapped.append(map_memory(*arguments))
-        return mapped[-1]
-
-    driver.fail("cuMemHostRegister", code=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "map_host", note)
-        patch.setattr(system, "memlock_limit", lambda: 1000)
-        text = error_text(HostPool, layout, 10, pinned=True)
-    assert_expected_inline(
-        text,
-        """\
-RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
-cuMemHostRegister: CUDA_ERROR_SIMULATED (2): made up by the simulated driver; raise the
-limit on locked memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit
-memlock=-1), ask for fewer pages, or pass pinned=False for pageable memory""",
-    )
-    gc.collect()
-    with pytest.raises(AssertionError, match="nothing is mapped"):
-        mapped_bytes(mapped[0])
-    assert driver.calls("cuMemHostUnregister") == 0
-    with HostPool(layout, 10, pinned=True) as pool:  # the next one finds nothing in its way
-        assert pool.is_pinned
-
-
-@simulated
 def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver) -> None:
     driver.fail("cuMemHostRegister", code=2)
-    with logged() as messages:
+    with pytest.MonkeyPatch.context() as patch, logged() as messages:
+        patch.setattr(system, "memlock_limit", lambda: 1000)
         pool = HostPool(on_gpu(driver), num_pages=10)
     assert len(messages) == 1
     assert_expected_inline(
         textwrap.fill(messages[0], 88),
         """\
 the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
-CUDA_ERROR_SIMULATED (2): made up by the simulated driver; ask for fewer pages, or pass
-pinned=False for pageable memory. The pages are pageable now: the driver copies them
-through its own buffers and blocks the submitting thread, and kernels cannot access them""",
+CUDA_ERROR_SIMULATED (2): made up by the simulated driver; raise the limit on locked
+memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit memlock=-1), ask for
+fewer pages. The pages are pageable now: the driver copies them through its own buffers
+and blocks the submitting thread, and kernels cannot access them""",
     )
     assert not pool.is_pinned
     assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)
@@ -345,7 +295,6 @@ def test_the_driver_says_that_pages_are_pinned_until_the_pool_is_closed() -> Non
     assert view[-1].is_pinned()
     pool.close()
     assert not view.is_pinned()
-    assert not HostPool(make_layout(device="cuda:0"), num_pages=1, pinned=False).is_pinned
 
 
 @pytest.mark.gpu
@@ -391,19 +340,12 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "make",
-    [
-        HostPool,
-        functools.partial(HostPool, huge_pages=False),
-        functools.partial(HostPool, shared=True),
-    ],
-)
-def test_every_kind_of_memory_is_pinned_and_copied(make: Callable[..., HostPool]) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_kind_of_memory_is_pinned_and_copied(shared: bool) -> None:
     layout = make_layout(row_bytes=1 << 20, device="cuda:0")
     layout.tensors[0].random_(256)
     with (
-        make(layout, 64, pinned=True, chunk_bytes=16 << 20) as pool,
+        in_chunks(16 << 20, layout, 64, shared=shared) as pool,
         OffloadHandler(layout, pool) as handler,
     ):
         assert pool.is_pinned

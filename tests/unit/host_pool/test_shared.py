@@ -21,6 +21,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from host_pools import in_chunks
 from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
@@ -49,7 +50,6 @@ def test_a_handle_goes_through_a_socket() -> None:
     pool = HostPool(layout(), 6, blocks_per_page=2, shared=True)
     handle = through_a_socket(pool.share())
     assert (handle.num_pages, handle.blocks_per_page, handle.page_bytes) == (6, 2, 2 * BLOCK)
-    assert handle.huge_pages
     assert not os.get_inheritable(handle.fd)
     other = HostPool.attach(layout(), handle)
     assert (other.num_pages, other.num_ready_pages) == (6, 6)
@@ -140,7 +140,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
     [
         (8, False, TimeoutError),
         (8, True, ConnectionError),
-        (88, False, ConnectionError),  # all bytes are 0
+        (80, False, ConnectionError),  # all bytes are 0
     ],
 )
 def test_a_handle_that_does_not_come_leaves_no_file(
@@ -204,24 +204,6 @@ def test_each_process_pins_all_pages(driver: Driver) -> None:
     assert other.pages.eq(7).all()  # touching and pinning change nothing
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_all_processes_map_huge_pages_or_none(
-    wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    map_host, allowed = native.map_host, []
-
-    def note(file: int, nbytes: int, alignment: int, transparent: bool) -> int:
-        allowed.append(transparent)
-        return map_host(file, nbytes, alignment, transparent)
-
-    monkeypatch.setattr(native, "map_host", note)
-    handle = HostPool(layout(), 4, huge_pages=None if wanted else False, shared=True).share()
-    assert handle.huge_pages == wanted
-    other = HostPool.attach(layout(), through_a_socket(handle))
-    assert other.share().huge_pages == wanted
-    assert allowed == [wanted, wanted]
-
-
 @simulated
 def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None:
     register, begins = native.register_host, []
@@ -233,7 +215,7 @@ def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None
     cache = place(driver, layout(656))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "register_host", note)
-        pool = HostPool(cache, 4000, chunk_bytes=1 << 18, shared=True)
+        pool = in_chunks(1 << 18, cache, 4000, shared=True)
     assert len(begins) > 2
     assert all(begin % os.sysconf("SC_PAGE_SIZE") == 0 for begin in begins)
     assert all(driver.cuda.memory_type(page) == HOST for page in pool.pages)
@@ -407,7 +389,7 @@ def test_a_handle_with_many_tensors_comes_in_parts() -> None:
     with here, there:
         for end in (here, there):
             end.settimeout(PATIENCE)
-        handle = PoolHandle(fd, 1, 1, 1, True, tensors)
+        handle = PoolHandle(fd, 1, 1, 1, tensors)
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sender = threading.Thread(target=handle.send, args=(here,))
         sender.start()
@@ -432,7 +414,7 @@ sealed against shrinking; pass what HostPool.share() returns""",
     os.ftruncate(half_sealed, 6 * BLOCK)
     fcntl.fcntl(half_sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     for file in (os.open(plain, os.O_RDWR), half_sealed):
-        loose = PoolHandle(file, 6, 1, BLOCK, True, [f"uint8 [blocks, {BLOCK}]"])
+        loose = PoolHandle(file, 6, 1, BLOCK, [f"uint8 [blocks, {BLOCK}]"])
         with pytest.raises(ValueError, match="sealed against shrinking"):
             HostPool.attach(layout(), loose)
         os.close(file)
@@ -578,7 +560,7 @@ def test_several_processes_store_into_the_same_pages(shm: None) -> None:
     """
     here, there = socket.socketpair()
     cache = PagedLayout([torch.ones(2, 1 << 20, dtype=torch.uint8, device="cuda")])
-    with here, there, HostPool(cache, 6, pinned=True, shared=True) as pool:
+    with here, there, HostPool(cache, 6, shared=True) as pool:
         process = start(script, there)
         there.close()
         pool.share().send(here)

@@ -34,7 +34,6 @@ def limit_of_version_1(root: Path, folder: str, allowed: int, used: int, inactiv
 def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
     assert system.available_bytes() is None
     assert list(system.control_group_limits()) == []
-    assert system.reserved_huge_pages() == (0, 0, 2 << 20)
     assert not system.offers_huge_pages()
     assert system.numa_node_of("0000:18:00.0") is None
     assert system.cpus_of(0) == []
@@ -44,12 +43,6 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
 def test_available_memory_is_not_the_installed_memory(tree: Path) -> None:
     write(tree, "proc/meminfo", "MemTotal:  99 kB\nMemFree:  1 kB\nMemAvailable:  7 kB\n")
     assert system.available_bytes() == 7 << 10
-
-
-def test_reserved_huge_pages_are_counted(tree: Path) -> None:
-    text = "HugePages_Total:    8\nHugePages_Free:     3\nHugepagesize:    1048576 kB\n"
-    write(tree, "proc/meminfo", text)
-    assert system.reserved_huge_pages() == (3, 8, GIB)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +104,7 @@ def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) 
         ("1000-2000", "AnonHugePages", 64),
         ("2000-3000", "AnonHugePages", 1),
         ("3000-4000", "ShmemPmdMapped", 2),
-        ("4000-5000", "Shared_Hugetlb", 4),
+        ("4000-5000", "FilePmdMapped", 4),
         ("5000-6000", "Rss", 8),
         ("6000-7000", "AnonHugePages", 64),
     ]

@@ -15,6 +15,7 @@ from bf16_cache import Bf16Cache
 from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
+from host_pools import in_chunks
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
@@ -303,8 +304,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
     steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
-    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True}
-    with HostPool(layout, 12, **options) as pool:
+    with in_chunks(4 * 4096, layout, 12, pin_in_background=True) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         prefixes = PrefixCache(layout, pool)
         assert prefixes.store(list(range(9)), list(range(9))).state == "full"  # by one page
@@ -332,8 +332,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
 def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
-    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True}
-    with HostPool(layout, 12, **options) as pool:
+    with in_chunks(4 * 4096, layout, 12, pin_in_background=True) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
         with logged() as messages:
@@ -354,7 +353,7 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
     layout, ids = PagedLayout([rows]), list(range(64))
     kept = rows.clone()
     with (
-        HostPool(layout, 64, chunk_bytes=4 << 20, pin_in_background=True) as pool,
+        in_chunks(4 << 20, layout, 64, pin_in_background=True) as pool,
         PrefixCache(layout, pool, store_policy="lazy") as prefixes,
     ):
         assert prefixes.store(ids, ids).state == "recorded"

@@ -138,7 +138,7 @@ class Rows:
             nbytes = handle._encoding.for_native(self._sizes).slot_bytes
             row_bytes = 0 if handle.verify == "off" else native.digest_row_bytes(self._sizes)
             part = Part.of(nbytes, row_bytes)
-            mapping = Mapping(handle.num_pages * handle.page_bytes, handle.fd, handle.huge_pages)
+            mapping = Mapping(handle.num_pages * handle.page_bytes, handle.fd)
             self._parts = [mapping.address + at * part.nbytes for at in range(handle.parts)]
             self._digests = [part.table(one, self._slot_bytes) for one in self._parts]
             self._has_digests = row_bytes > 0

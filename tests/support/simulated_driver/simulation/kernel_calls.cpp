@@ -74,7 +74,6 @@ void digest_raw(const kvswap::CodecArguments& a, uint32_t i, kvswap::DigestTask 
   digest.rows = a.rows;
   digest.row_stride = a.row_stride;
   digest.states = a.states + i;
-  digest.rejects = 1;
   digest.task = task;
   digest.blocks[0] = a.blocks[i];
   digest.slots[0] = a.slots[i];
