@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -156,9 +154,6 @@ class StoreThreads:
             self.pause(str(error) if isinstance(error, OSError) else repr(error))
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it: then lookups take longer
-            # Of this thread: it does not take the core of the scheduler that wakes it.
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             while (task := self._tasks.get()) is not None and not self._is_closing:
                 task()

@@ -30,8 +30,8 @@ from torch_kvswap.prefix.manager import BlockManager, Lookup
 LEASE = 30.0  # how long blocks that were read stay in memory if nobody loads them
 ABSENT = 1.0  # for how long the store is not asked again for what it does not have
 
-# Of each direction. With more, pages are no faster, and lookups wait for the GIL
-# (benchmarks/below.py). A call of the store moves such a part of the bytes in flight.
+# Of each direction. With more, pages are no faster, and lookups wait for the GIL.
+# A call of the store moves such a part of the bytes in flight.
 _THREADS = 4
 _LEAST_SHARE = 8  # of the pages of a pool, one in so many is held at most to be written
 
@@ -211,10 +211,10 @@ class Tier:
                     self._enter(answered, now)
                 self._answered.popleft()
             late = self._reads.find_late()
-            if self._reads.are_all_hung:  # the others would wait for ever
-                late = list(self._asking.values())
-            for ask in late:
-                if ask in self._asking.values():  # it is not None, and was not answered meanwhile
+            are_all_hung = self._reads.are_all_hung  # then the others would wait for ever
+            for ask in list(self._asking.values()):
+                # It is over if a call before was interrupted.
+                if are_all_hung or ask.is_over or ask in late:
                     self._give_up(ask)
             while self._leases and self._leases[0][0] <= now:
                 self._manager.release(self._leases[0][1].reservation)
@@ -359,6 +359,8 @@ class Tier:
                 self._reads.end_pause()
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(names))
+        if ask.is_over:
+            return
         batches = [
             (group, batch)
             for group, keys in enumerate(self._needed(ask, units))
