@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm_engine import SPEC, KVSwapManager, KVSwapOffloadingSpec, KVSwapWorker
+from vllm_engine import (
+    SPEC,
+    KVSwapManager,
+    KVSwapOffloadingSpec,
+    KVSwapWorker,
+    OffloadingConnectorStats,
+)
 from vllm_serving import (
     CONNECTOR,
     IS_033,

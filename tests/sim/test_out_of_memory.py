@@ -406,7 +406,7 @@ def sweep_touch(_: Driver, name: str) -> None:
 
 def touch(allocation: FailingAllocation) -> None:
     nbytes = 96 << 20
-    address = native.map_host(-1, nbytes, 1 << 21, True)
+    address = native.map_host(-1, nbytes)
     allocation.begin()
     with suppress(MemoryError):
         native.touch_host(address, nbytes, 3, False, [])

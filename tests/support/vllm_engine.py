@@ -18,6 +18,9 @@ if not os.environ.get("KVSWAP_TEST_VLLM"):
 with warnings.catch_warnings():  # vLLM's own are not ours to mend
     warnings.simplefilter("ignore")
     import vllm.v1.kv_offload.cpu.manager  # noqa: F401  tests compare with it
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload import config as offload_config
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -30,6 +33,7 @@ __all__ = [
     "KVSwapManager",
     "KVSwapOffloadingSpec",
     "KVSwapWorker",
+    "OffloadingConnectorStats",
     "base",
     "caches",
 ]
