@@ -49,7 +49,7 @@ KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
 @KINDS
 def test_touched_memory_is_resident_and_no_more_than_was_asked(kind: str) -> None:
     size = 100 * MIB + 4096  # no multiple of a huge page
-    mapping(kind, MIB).touch(0, MIB)  # what threads need once
+    mapping(kind, size).touch(0, MIB)  # what threads, and a look at other processes, need once
     before = resident()
     mapped = mapping(kind, size)
     assert resident() - before < MIB
