@@ -648,8 +648,8 @@ Args:
 
 Returns:
     StoreReservation | None: None, with nothing changed, if there is not enough room, or the
-        manager was reset since. Its `evicted` lists those of its pages whose blocks were evicted for it, in that order,
-        of all groups one after another.
+        manager was reset since. Its `evicted` lists those of its pages whose blocks were evicted
+        for it, in that order, of all groups one after another.
 
 Raises:
     ValueError: a key occurs twice.)")

@@ -6,7 +6,6 @@
 #include "check.h"
 #include "copy/address_map.h"
 #include "cuda/context.h"
-#include "environment.h"
 
 namespace kvswap {
 namespace {

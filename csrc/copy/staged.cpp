@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "check.h"
 #include "copy/staged_piece.h"
 
 namespace kvswap {

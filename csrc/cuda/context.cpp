@@ -3,8 +3,6 @@
 #include <map>
 #include <mutex>
 
-#include "check.h"
-
 namespace kvswap::cuda {
 // Retained once and never released: the process uses the primary context until it ends.
 Context primary_context(int device) {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "copy/copy_method.h"
-#include "copy/fragment.h"
 #include "copy/slab_runs.h"
 #include "encoding/encoding.h"
 

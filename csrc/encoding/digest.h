@@ -50,8 +50,6 @@ class DigestTable {
   DigestTable(uint64_t counter, uint64_t rows, uint64_t row_stride, uint64_t row_bytes,
               uint64_t group);
 
-  uint64_t rows() const { return rows_; }
-  uint64_t row_stride() const { return row_stride_; }
   uint64_t row_bytes() const { return row_bytes_; }
   uint64_t group() const { return group_; }
   SlotDigests& at(int64_t slot) const {

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "copy/copy_method.h"
-#include "copy/fragment.h"
 #include "copy/packing.h"
 #include "kernels/slot.h"
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
-#include <optional>
 
 #include "check.h"
 #include "copy/staged_piece.h"

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <optional>
 #include <utility>
 
 #include "check.h"
 #include "offload/clock.h"
+#include "offload/rejected.h"
 
 namespace kvswap {
 namespace {

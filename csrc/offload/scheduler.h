@@ -13,7 +13,6 @@
 #include "offload/copy_plan.h"
 #include "offload/group.h"
 #include "offload/job_table.h"
-#include "offload/rejected.h"
 
 namespace kvswap {
 

@@ -1,5 +1,4 @@
 // How work is done: within a call, by the test, or by a thread.
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
