@@ -90,11 +90,6 @@ def in_turn(ways: Sequence[One], number: int) -> list[One]:
     return [*ways[first:], *ways[:first]]
 
 
-def new_samples(count: int) -> Nanoseconds:
-    """Written once, so that its pages are there before memory is measured."""
-    return np.full(count, -1, np.int64)
-
-
 def resident_bytes() -> int:
     """Of this process; what malloc and Python keep for later is given back first."""
     gc.collect()
