@@ -158,9 +158,9 @@ class Tier:
         self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
         self._leases: deque[tuple[float, _Promotion]] = deque()
         self._writing = [0] * len(pools)  # pages in flight
-        self._must_retry = False  # pages are due that could not be written
         self._damaged = self._written = self._failed = 0
 
+        self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
         largest = max(map(operator.mul, self._batch, self._page_bytes))
         count = max(min(_THREADS, below_bytes // largest), 1)
@@ -572,7 +572,8 @@ class Tier:
             self._written += len(pages) - len(failed)
             self._failed += len(failed)
         self._manager.complete(held, failed)
-        self._must_retry |= bool(failed)
+        if failed:  # not |=, which would undo what another thread sets meanwhile
+            self._must_retry = True
 
     def _notify(self) -> None:
         self._changed.notify_all()
