@@ -54,7 +54,6 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
-from torch_kvswap.results import TransferError
 
 _MODULE = "torch_kvswap.integrations.vllm"
 _log = logging.getLogger(__name__)
@@ -172,8 +171,7 @@ class WorkerPart(OffloadingConnectorWorker):
         if group is not None and group <= self._waited:
             return
         self._waited = _LAYER_GROUPS if group is None else group
-        with contextlib.suppress(TransferError):
-            self._in_step_job.wait(layer_group=group)
+        self._in_step_job.wait(layer_group=group)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's. The requests of failed loads are among those received. Blocks the host until

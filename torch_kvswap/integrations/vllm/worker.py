@@ -201,8 +201,7 @@ class KVSwapWorker(base.OffloadingWorker):
             return self._submit(moves, self._handler.load, **how, layer_groups=layer_groups)
         job = self._submit(moves, self._handler.load, **how)
         if job is not None:
-            with contextlib.suppress(TransferError):  # get_finished() reports it
-                job.wait()
+            job.wait()
         return None
 
     def hold_stream(self) -> None:
@@ -210,8 +209,7 @@ class KVSwapWorker(base.OffloadingWorker):
         write to their blocks."""
         for _, job in self._open.values():
             if job.direction == "store":
-                with contextlib.suppress(TransferError):  # get_finished() reports it
-                    job.wait()
+                job.wait()
 
     def take_failures(self) -> dict[int, Failure]:
         """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
