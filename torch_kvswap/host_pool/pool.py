@@ -50,9 +50,9 @@ AllocatedMemory: TypeAlias = TorchMemory | DriverMemory
 
 
 class User(Protocol):
-    """What must be closed before the memory of a pool is freed: a native handler.
+    """What must be closed before the memory of a pool is freed: what copies, or a store below.
 
-    It outlives its OffloadHandler until its jobs have ended.
+    It outlives its handler or PrefixCache until nothing uses the memory any more.
     """
 
     def check_open(self) -> None: ...
@@ -624,7 +624,7 @@ class HostPool(NotCopyable):
                 )
 
     def _register_user(self, user: User, assigns_pages: bool = False) -> None:
-        """Makes close() close this native handler first. Holds only a weak reference to it."""
+        """Makes close() close this user first. Holds only a weak reference to it."""
         self._memory.check_open()
         self._memory.users[user] = assigns_pages
 
