@@ -294,7 +294,7 @@ def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(tmp_
         from processes import in_child
         from test_memory import MIB, mapping, resident
         for kind in ("private", "shared"):
-            mapping(kind, MIB).touch(0, MIB)
+            mapping(kind, 64 * MIB + 4096).touch(0, MIB)
             before = resident()
             mapped = mapping(kind, 64 * MIB + 4096)
             mapped.touch(0, mapped.nbytes)
