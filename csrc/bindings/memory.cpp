@@ -1,4 +1,5 @@
-#include <nanobind/stl/tuple.h>
+#include <cstdio>
+#include <string>
 
 #include "bindings/python.h"
 #include "cuda/driver.h"
@@ -31,14 +32,16 @@ int driver_version() {
   return version;
 }
 
-std::tuple<int, int, int> pci_address(int device) {
+std::string pci_address(int device) {
   int numbers[3];
   int* next = numbers;
   for (const int attribute : {cuda::kPciDomain, cuda::kPciBus, cuda::kPciDevice}) {
     KVSWAP_DRIVER_CHECK(cuda::driver().get_device_attribute(next++, attribute, device),
                         "cuDeviceGetAttribute", " of CUDA device ", device);
   }
-  return {numbers[0], numbers[1], numbers[2]};
+  char text[32];
+  std::snprintf(text, sizeof text, "%04x:%02x:%02x.0", numbers[0], numbers[1], numbers[2]);
+  return text;
 }
 
 }  // namespace
@@ -90,7 +93,7 @@ void bind_memory(nb::module_& module) {
       [](int device, uintptr_t address) { return cuda_device(device).is_pinned(at(address)); },
       "device"_a, "address"_a, ReleaseGil(), "Whether the driver says that the address is pinned.");
   module.def("pci_address", pci_address, "device"_a, ReleaseGil(),
-             "PCI domain, bus and device of a GPU.");
+             "Where a GPU is, as in /sys/bus/pci/devices: 0000:18:00.0.");
 
   module.def(
       "map_host",

@@ -191,11 +191,11 @@ def _rates(device: torch.device) -> tuple[float, float, system.Link]:
     """Bytes per second of the fastest store and load, and the link while it is in use."""
     here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(here, device=device, pin_memory=False)
-    domain, bus, number = native.pci_address(device.index)
+    address = native.pci_address(device.index)
     rates = []
     for target, source in ((here, there), (there, here)):
         target.copy_(source, non_blocking=True)
-        link = system.link_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
+        link = system.link_of(address)
         seconds = []
         for _ in range(_COPIES):
             torch.cuda.synchronize(device)

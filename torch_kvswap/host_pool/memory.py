@@ -196,10 +196,9 @@ def promise(nbytes: int, of: str = "") -> Descriptors:
 def _node_of(device: torch.device) -> int | None:
     """The NUMA node of a GPU; None if it is unknown, when any node will do."""
     try:
-        domain, bus, number = native.pci_address(device.index)
+        return system.numa_node_of(native.pci_address(device.index))
     except RuntimeError:
         return None
-    return system.numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
 def create_file(nbytes: int) -> Descriptors:
