@@ -64,28 +64,36 @@ class FileStore(PageStore):
         """
         try:
             os.makedirs(self._path, mode=0o700, exist_ok=True)
-            with self._folder() as folder:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir("formats", 0o700, dir_fd=folder)
-                with self._folder("formats", folder) as formats:
-                    others = sorted(os.listdir(formats))
-                    if f"{name}.json" not in others:
-                        unfinished = f"{self._names}{next(self._files)}"
-                        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
-                        with open(os.open(unfinished, flags, 0o600, dir_fd=formats), "w") as file:
-                            file.write(page_text(description))
-                        os.rename(
-                            unfinished, f"{name}.json", src_dir_fd=formats, dst_dir_fd=formats
-                        )
-                    different = (_difference(other, formats, description) for other in others)
-                    first = next(filter(None, different), None)
-        except OSError:  # a folder that cannot be written is read all the same
+            with self._folder() as folder, self._made("formats", folder) as formats:
+                others = sorted(os.listdir(formats))
+                if f"{name}.json" not in others:
+                    self._write_description(folder, formats, f"{name}.json", description)
+                different = (_difference(other, formats, description) for other in others)
+                first = next(filter(None, different), None)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):  # it is read all the same
+                log.warning(
+                    "%s may have pages of another format, which nothing shows: %s",
+                    *(self._path, error),
+                )
             return
         if first is not None:
             log.warning(
                 "%s has pages of %s that this engine cannot use: %s; it finds only pages as in %s",
                 *(self._path, description["model"], first, f"{self._path}/formats/{name}.json"),
             )
+
+    def _write_description(
+        self, folder: int, formats: int, name: str, description: Mapping[str, Any]
+    ) -> None:
+        with self._made(_UNFINISHED, folder) as unfinished:
+            written = f"{self._names}{next(self._files)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
+            with open(os.open(written, flags, 0o600, dir_fd=unfinished), "w") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # see _write()
+                file.write(page_text(description))
+                file.flush()
+                os.rename(written, name, src_dir_fd=unfinished, dst_dir_fd=formats)
 
     def __str__(self) -> str:
         return f"file:{self._path}"
@@ -100,18 +108,23 @@ class FileStore(PageStore):
 
     def put(self, keys: list[str], buffers: list[memoryview]) -> None:
         os.makedirs(self._path, mode=0o700, exist_ok=True)
-        with self._folder() as folder:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(_UNFINISHED, 0o700, dir_fd=folder)
-            with self._folder(_UNFINISHED, folder) as unfinished:
-                for one in zip(keys, buffers, strict=True):
-                    self._write(folder, unfinished, *one)
+        with self._folder() as folder, self._made(_UNFINISHED, folder) as unfinished:
+            for one in zip(keys, buffers, strict=True):
+                self._write(folder, unfinished, *one)
 
     def delete(self, keys: list[str]) -> None:
         with self._folder() as folder:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(key, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _made(self, name: str, within: int) -> Iterator[int]:
+        """_folder(), which is made if there is none."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=within)
+        with self._folder(name, within) as folder:
+            yield folder
 
     @contextlib.contextmanager
     def _folder(self, name: str | None = None, within: int | None = None) -> Iterator[int]:

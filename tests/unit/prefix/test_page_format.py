@@ -166,3 +166,14 @@ def test_a_folder_without_descriptions_has_pages(tmp_path: Path) -> None:
     with Engine(f"file:{tmp_path}") as engine:
         engine.share("ab")
         assert engine.load("ab") == 2
+
+
+def test_descriptions_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    formats = tmp_path / "formats"
+    formats.mkdir()
+    formats.chmod(0o777)  # others may write there
+    with logged() as messages, Engine(f"file:{tmp_path}"):
+        pass
+    assert [message.partition(":")[0] for message in messages] == [
+        f"{tmp_path} may have pages of another format, which nothing shows"
+    ]
