@@ -20,7 +20,8 @@ def test_the_rule_is_within_3_percent_of_the_best_methods(file: Path) -> None:
         layers, fragment = cell["shape"]["layers"], cell["shape"]["fragment_kib"] << 10
         runs = 1 if cell["arrangement"] == "one tensor" else layers
         method, *_ = native.preferred_copy_methods(
-            layers * fragment, layers, runs, layers, cell["blocks"]
+            *(layers * fragment, layers, runs, layers, cell["blocks"]),
+            is_store=cell["direction"] == "store",
         )
         for state in cell["states"].values():
             quartiles = state["total_us"]["quartiles"]

@@ -536,16 +536,17 @@ void bind_handler(nb::module_& module) {
   module.def(
       "preferred_copy_methods",
       [](uint64_t block_bytes, size_t slabs, size_t runs, size_t fragments, size_t blocks,
-         bool is_expedited, bool is_crowded) {
+         bool is_store, bool is_expedited, bool is_crowded) {
         std::vector<std::string> names;
-        for (const CopyMethod method : preferred_methods(
-                 {block_bytes, slabs, runs, fragments, blocks, is_expedited, is_crowded})) {
+        for (const CopyMethod method :
+             preferred_methods({block_bytes, slabs, runs, fragments, blocks, is_store, is_expedited,
+                                is_crowded})) {
           names.emplace_back(copy_method_name(method));
         }
         return names;
       },
-      "block_bytes"_a, "slabs"_a, "runs"_a, "fragments"_a, "blocks"_a, "is_expedited"_a = false,
-      "is_crowded"_a = false, "See copy_plan.h.");
+      "block_bytes"_a, "slabs"_a, "runs"_a, "fragments"_a, "blocks"_a, "is_store"_a = false,
+      "is_expedited"_a = false, "is_crowded"_a = false, "See copy_plan.h.");
   module.attr("BUCKETS") = Histogram::kBuckets;
   bind_layouts(module);
 

@@ -24,8 +24,12 @@ constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
 // The rule. Its figures are of H200 and H100 with PCIe 5.0 x16: docs/copy_methods.md.
 //
 // A kernel that waits for the link slows down the compute beside it all the while. Staging the same
-// bytes takes about as long, and leaves the SMs alone in between.
-constexpr uint64_t kMaxKernelBytes = 4 << 20;
+// bytes takes about as long, and leaves the SMs alone in between. So kernels copy small loads only,
+// which somebody waits for: small stores by kernel cost a decode GEMM 5.6 to 6.8 ms per GB, staged
+// 2.1 to 2.7, strided 1 to 1.5 (H100).
+constexpr uint64_t kSmallBytes = 4 << 20;
+// Small stores use so many strided copies at most.
+constexpr size_t kMaxStridedStores = 16;
 // The driver copies fragments of 512 KiB at 50 GB/s and of 2 MiB at 53; staged, both go at 54
 // (H200).
 constexpr uint64_t kLargeFragmentBytes = 1 << 20;
@@ -138,9 +142,12 @@ std::array<CopyMethod, 4> preferred_methods(const RuleInput& input) {
   const bool is_crowded_out =
       input.is_crowded && bytes <= kMaxCrowdedBytes &&
       (is_strided || input.blocks * input.fragments <= kMaxCrowdedFragments);
-  const bool by_engines = is_one_copy || has_large_fragments || is_crowded_out;
+  const bool is_small = bytes <= kSmallBytes;
+  const bool is_small_store =
+      input.is_store && is_small && is_strided && input.blocks * input.runs <= kMaxStridedStores;
+  const bool by_engines = is_one_copy || has_large_fragments || is_small_store || is_crowded_out;
 
-  const bool by_one_kernel = input.is_expedited || bytes <= kMaxKernelBytes;
+  const bool by_one_kernel = input.is_expedited || (is_small && !input.is_store);
   const auto kernels = by_one_kernel ? std::array{CopyMethod::kKernel, CopyMethod::kStaged}
                                      : std::array{CopyMethod::kStaged, CopyMethod::kKernel};
   const auto engines = is_strided ? std::array{CopyMethod::kStrided, CopyMethod::kBatch}
@@ -227,6 +234,7 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   RuleInput input = group.block;
   input.fragments = copies(CopyMethod::kBatch, {copy.group, copy.channel, 1, copy.layer_groups});
   input.blocks = copy.blocks;
+  input.is_store = copy.channel == kStores;
   input.is_expedited = is_expedited;
   input.is_crowded = copy.is_crowded;
   for (const CopyMethod method : preferred_methods(input)) {

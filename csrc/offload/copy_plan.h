@@ -20,6 +20,7 @@ struct RuleInput {
   // cache and on the host.
   size_t slabs, runs, fragments;
   size_t blocks = 0;
+  bool is_store = false;
   bool is_expedited = false;
   bool is_crowded = false;  // other kernels keep the GPU busy
 };

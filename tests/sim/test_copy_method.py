@@ -150,7 +150,7 @@ def test_the_first_available_method_is_taken(driver: Driver) -> None:
         taken.append(f"{count}: " + " ".join(of_kinds))
     assert taken == [
         "1: strided strided strided strided",
-        "16: kernel kernel kernel strided",
+        "16: strided kernel kernel strided",
         "17: staged staged kernel strided",
     ]
 
@@ -318,10 +318,10 @@ def test_what_no_transfer_would_take_gets_no_memory(driver: Driver) -> None:
 # A crowded GPU: kernels are held up. The driver's clock says how long a transfer took.
 
 
-def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float) -> str:
-    """The copy method of a store of 4 MiB whose copies on `stream` start so late."""
+def slow_load(driver: Driver, handler: OffloadHandler, stream: int, ms: float) -> str:
+    """The copy method of a load of 4 MiB whose copies on `stream` start so late."""
     driver.set_mode("manual")
-    job = handler.store(gpu_block_ids=[0, 1], page_ids=[0, 1], after=())
+    job = handler.load(page_ids=[0, 1], gpu_block_ids=[0, 1], after=())
     assert driver.step(stream)  # its start is recorded
     driver.advance_clock(ms)
     driver.set_mode("immediate")
@@ -333,9 +333,9 @@ def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float) 
 
 @contextmanager
 def crowded(driver: Driver, copy_method: str = "auto") -> Iterator[tuple[OffloadHandler, int]]:
-    """A handler with blocks of 2 MiB, and the stream of its stores."""
+    """A handler with blocks of 2 MiB, and the stream of its loads."""
     layout = on_device(driver, whole_cache(4, 16, 512 << 10))
-    copies = driver.cuda.create_stream() + 1
+    copies = driver.cuda.create_stream() + 3
     with OffloadHandler(
         layout, HostPool(layout, 16), copy_method=copy_method, staging_bytes=1 << 20
     ) as handler:
@@ -351,11 +351,11 @@ def test_copy_engines_take_over_from_kernels_that_are_held_up(driver: Driver, ms
         taken: list[str] = []
         while "strided" not in taken:  # a busy machine may stop this thread for as long as that
             began = time.monotonic()
-            assert slow_store(driver, handler, copies, ms) == "kernel"
+            assert slow_load(driver, handler, copies, ms) == "kernel"
             taken = []
             while "kernel" not in taken:
                 assert time.monotonic() < began + PATIENCE
-                taken.append(slow_store(driver, handler, copies, ms))
+                taken.append(slow_load(driver, handler, copies, ms))
             chosen_until = time.monotonic()  # a busy machine may stop this thread in the call
     # A hundred times as long as the copy took, two seconds at most, from its end on.
     assert chosen_until >= began + min(100 * ms / 1000, 2)
@@ -378,8 +378,8 @@ def test_kernels_are_avoided_if_they_took_twice_the_time_of_the_link(
     while taken == "":
         with crowded(driver, copy_method) as (handler, copies):
             began = time.monotonic()
-            assert slow_store(driver, handler, copies, ms) == "kernel"
-            second = slow_store(driver, handler, copies, ms)
+            assert slow_load(driver, handler, copies, ms) == "kernel"
+            second = slow_load(driver, handler, copies, ms)
             # A busy machine may stop this thread for as long as copy engines are preferred.
             taken = second if time.monotonic() - began < 2 else ""
     assert taken == then

@@ -41,9 +41,32 @@ def chosen(
 def test_the_method_follows_shape_and_size(
     layers: int, kib: int, arrangement: str, methods: str
 ) -> None:
-    """Of 1, 2, 8 and 512 blocks."""
+    """Loads of 1, 2, 8 and 512 blocks."""
     counts = (1, 2, 8, 512)
     assert " ".join(chosen(layers, kib, arrangement, count) for count in counts) == methods
+
+
+@pytest.mark.parametrize(
+    ("layers", "kib", "arrangement", "methods"),
+    [
+        (160, 8, ONE, "strided strided staged staged"),
+        (160, 8, APART, "staged staged staged staged"),
+        (160, 2, ONE, "strided strided strided staged"),
+        (160, 2, APART, "staged staged staged staged"),
+        (16, 1, ONE, "strided strided strided staged"),
+        (1, 2048, ONE, "batch batch batch batch"),
+    ],
+)
+def test_no_store_is_copied_by_a_kernel(
+    layers: int, kib: int, arrangement: str, methods: str
+) -> None:
+    counts = (1, 2, 8, 512)
+    assert (
+        " ".join(chosen(layers, kib, arrangement, count, is_store=True) for count in counts)
+        == methods
+    )
+    assert chosen(16, 1, ONE, 16, is_store=True) == "strided"
+    assert chosen(16, 1, ONE, 17, is_store=True) == "staged"
 
 
 def test_a_kernel_copies_4_mib_at_most_unless_expedited() -> None:
