@@ -28,7 +28,7 @@ constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
 // which somebody waits for: small stores by kernel cost a decode GEMM 5.6 to 6.8 ms per GB, staged
 // 2.1 to 2.7, strided 1 to 1.5 (H100).
 constexpr uint64_t kSmallBytes = 4 << 20;
-// Small stores use so many strided copies at most.
+// Strided copies of a small store, at most.
 constexpr size_t kMaxStridedStores = 16;
 // The driver copies fragments of 512 KiB at 50 GB/s and of 2 MiB at 53; staged, both go at 54
 // (H200).

@@ -22,49 +22,42 @@ def chosen(
     return next(method for method in preferred if method not in without.split())
 
 
+# The methods of 1, 2, 8 and 512 blocks.
+LOADS = [
+    (160, 8, ONE, "strided kernel staged staged"),
+    (160, 8, APART, "kernel kernel staged staged"),
+    (160, 2, ONE, "strided kernel kernel staged"),
+    (160, 2, APART, "kernel kernel kernel staged"),
+    (64, 32, ONE, "strided kernel staged staged"),
+    (61, 18, APART, "kernel kernel staged staged"),
+    (1, 2048, ONE, "batch batch batch batch"),  # large fragments
+    (4, 1024, APART, "batch batch batch batch"),
+    (8, 512, APART, "kernel staged staged staged"),
+    (160, 8, WHOLE, "batch batch batch batch"),
+    (61, 1, WHOLE, "batch kernel kernel staged"),
+]
+STORES = [
+    (160, 8, ONE, "strided strided staged staged"),
+    (160, 8, APART, "staged staged staged staged"),
+    (160, 2, ONE, "strided strided strided staged"),
+    (160, 2, APART, "staged staged staged staged"),
+    (16, 1, ONE, "strided strided strided staged"),
+    (1, 2048, ONE, "batch batch batch batch"),
+]
+
+
 @pytest.mark.parametrize(
-    ("layers", "kib", "arrangement", "methods"),
-    [
-        (160, 8, ONE, "strided kernel staged staged"),
-        (160, 8, APART, "kernel kernel staged staged"),
-        (160, 2, ONE, "strided kernel kernel staged"),
-        (160, 2, APART, "kernel kernel kernel staged"),
-        (64, 32, ONE, "strided kernel staged staged"),
-        (61, 18, APART, "kernel kernel staged staged"),
-        (1, 2048, ONE, "batch batch batch batch"),  # large fragments
-        (4, 1024, APART, "batch batch batch batch"),
-        (8, 512, APART, "kernel staged staged staged"),
-        (160, 8, WHOLE, "batch batch batch batch"),
-        (61, 1, WHOLE, "batch kernel kernel staged"),
-    ],
+    ("is_store", "layers", "kib", "arrangement", "methods"),
+    [*((False, *load) for load in LOADS), *((True, *store) for store in STORES)],
 )
 def test_the_method_follows_shape_and_size(
-    layers: int, kib: int, arrangement: str, methods: str
+    is_store: bool, layers: int, kib: int, arrangement: str, methods: str
 ) -> None:
-    """Loads of 1, 2, 8 and 512 blocks."""
-    counts = (1, 2, 8, 512)
-    assert " ".join(chosen(layers, kib, arrangement, count) for count in counts) == methods
+    found = (chosen(layers, kib, arrangement, count, is_store=is_store) for count in (1, 2, 8, 512))
+    assert " ".join(found) == methods
 
 
-@pytest.mark.parametrize(
-    ("layers", "kib", "arrangement", "methods"),
-    [
-        (160, 8, ONE, "strided strided staged staged"),
-        (160, 8, APART, "staged staged staged staged"),
-        (160, 2, ONE, "strided strided strided staged"),
-        (160, 2, APART, "staged staged staged staged"),
-        (16, 1, ONE, "strided strided strided staged"),
-        (1, 2048, ONE, "batch batch batch batch"),
-    ],
-)
-def test_no_store_is_copied_by_a_kernel(
-    layers: int, kib: int, arrangement: str, methods: str
-) -> None:
-    counts = (1, 2, 8, 512)
-    assert (
-        " ".join(chosen(layers, kib, arrangement, count, is_store=True) for count in counts)
-        == methods
-    )
+def test_a_small_store_has_16_strided_copies_at_most() -> None:
     assert chosen(16, 1, ONE, 16, is_store=True) == "strided"
     assert chosen(16, 1, ONE, 17, is_store=True) == "staged"
 
