@@ -634,7 +634,7 @@ def test_a_store_that_hangs_has_nothing_and_its_pages_wait_for_its_answer(
     store.release()
     works_again(reader)
     assert reader.load(PROMPT) == len(PROMPT)
-    assert reader.stats.hung == 0
+    reader.until(lambda: reader.stats.hung == 0)
 
 
 def test_a_write_that_hangs_keeps_its_pages_and_the_others_are_lost(
