@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch_kvswap._native.arguments import (
 _ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
 _BLOCKS = "blocks"  # their number in the description of a tensor
 _DESCRIBED = re.compile(
-    rf"(?P<dtype>\w+) \[(?P<shape>(?:\d+, )*{_BLOCKS}(?:, \d+)*)\]"
+    rf"(?s:(?P<name>.*): )?(?P<dtype>\w+) \[(?P<shape>(?:\d+, )*{_BLOCKS}(?:, \d+)*)\]"
     r"(?: in the order \[(?P<order>\d+(?:, \d+)*)\])?(?:, bytes of (?P<values>\w+))?"
 )
 
@@ -65,8 +65,10 @@ class PagedLayout(Slabs):
     tensors.
 
     Args:
-        tensors (Sequence[Tensor]): tensors of any dtype on one device, usually one per layer, with
-            the same number of blocks in dimension `block_dim`.
+        tensors (Sequence[Tensor] | Mapping[str, Tensor]): tensors of any dtype on one device,
+            usually one per layer, with the same number of blocks in dimension `block_dim`. With
+            names, such as {"layers.0.k": k, "layers.0.v": v}, engines that share pages compare
+            these too, and their order: shapes do not tell keys from values.
         block_dim (int | None): the dimension that counts blocks; not negative. 0 for tensors of the
             shape [num_blocks, ...], 1 for [2, num_blocks, ...], with keys and values apart. None is
             0, and refuses tensors of shape [2, n, ...], which can be both.
@@ -75,6 +77,7 @@ class PagedLayout(Slabs):
 
     Attributes:
         tensors (tuple[Tensor, ...]): the tensors.
+        names (tuple[str, ...] | None): the name of each; None without names.
         block_dim (int): the dimension that counts blocks.
         dtype (torch.dtype | None): the type of the keys and values; None if the tensors have
             several. Copies do not depend on it, but an encoding of host pages does.
@@ -85,8 +88,8 @@ class PagedLayout(Slabs):
         storage_ends (list[int]): for each tensor, bytes of its storage up to its last element.
 
     Raises:
-        TypeError: tensors is not a list of strided tensors, block_dim is not an integer, or dtype
-            is not a torch.dtype.
+        TypeError: tensors is not a list or a mapping of strided tensors, a name is not a string,
+            block_dim is not an integer, or dtype is not a torch.dtype.
         ValueError: a tensor (named in the message) cannot be described as blocks, or tensors differ
             in device or number of blocks, or two of them share memory, or dtype is not the type of
             a tensor, or a tensor has no memory (meta, fake).
@@ -94,7 +97,7 @@ class PagedLayout(Slabs):
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor] | Mapping[str, Tensor],
         block_dim: int | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -103,29 +106,36 @@ class PagedLayout(Slabs):
             raise TypeError(
                 f"tensors is {kind_of(tensors)}; pass a list, [tensor] for a single tensor"
             )
+        self.names: tuple[str, ...] | None = None
+        if isinstance(tensors, Mapping):
+            self.names, tensors = tuple(tensors), list(tensors.values())
+            for name in self.names:
+                if not isinstance(name, str):
+                    raise TypeError(f"tensors has the key {name!r}; its keys must be names")
         self.tensors = tuple(tensors)
         if not self.tensors:
             raise ValueError("a layout needs at least one tensor; the list is empty")
         is_chosen = block_dim is not None
         block_dim = read_int("block_dim", block_dim, INT64_MIN) if block_dim is not None else 0
-        for index, tensor in enumerate(self.tensors):
+        places = self.names or range(len(self.tensors))
+        for place, tensor in zip(places, self.tensors, strict=True):
             if not isinstance(tensor, Tensor):
                 advice = "it must be a tensor"
                 if isinstance(tensor, tuple | list):
                     advice += "; pass the tensors of all layers in one list"
-                raise TypeError(f"tensors[{index}] is {kind_of(tensor)}; {advice}")
+                raise TypeError(f"tensors[{place!r}] is {kind_of(tensor)}; {advice}")
             if tensor.layout != torch.strided:
-                raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
+                raise TypeError(f"tensors[{place!r}] is {tensor.layout}; blocks need torch.strided")
             if not is_chosen and tensor.dim() > 2 and tensor.shape[0] == 2 < tensor.shape[1]:
                 raise ValueError(
-                    f"tensors[{index}] has shape {list(tensor.shape)}, which can be keys "
+                    f"tensors[{place!r}] has shape {list(tensor.shape)}, which can be keys "
                     f"and values of {tensor.shape[1]} blocks, or 2 blocks; pass block_dim=1 or "
                     "block_dim=0"
                 )
             problem = _problem(tensor, self.tensors[0], block_dim)
             if problem:
                 raise ValueError(
-                    f"tensors[{index}] (shape {list(tensor.shape)}, strides "
+                    f"tensors[{place!r}] (shape {list(tensor.shape)}, strides "
                     f"{list(tensor.stride())}, {tensor.dtype}, {tensor.device}) {problem}"
                 )
         self.block_dim = block_dim
@@ -147,10 +157,10 @@ class PagedLayout(Slabs):
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.storage_ends = [_storage_end(tensor) for tensor in self.tensors]
         if overlap := _overlapping_slabs(self):
-            first, second = (int(self.tensor_of_slab[slab]) for slab in overlap)
+            first, second = (places[self.tensor_of_slab[slab]] for slab in overlap)
             raise ValueError(
-                f"tensors[{first}] and tensors[{second}] share memory, so a load would write some "
-                "bytes twice; pass each tensor once, and none that overlap"
+                f"tensors[{first!r}] and tensors[{second!r}] share memory, so a load would write "
+                "some bytes twice; pass each tensor once, and none that overlap"
             )
 
     def __repr__(self) -> str:
@@ -161,20 +171,26 @@ class PagedLayout(Slabs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Built again, because copied tensors have other addresses.
-        return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
+        tensors: Any = self.tensors
+        if self.names is not None:
+            tensors = dict(zip(self.names, self.tensors, strict=True))
+        return partial(PagedLayout, dtype=self.dtype), (tensors, self.block_dim)
 
     def _describe(self) -> list[str]:
-        """What a block has in each tensor: type, shape, and the order of the bytes, in words.
+        """What a block has in each tensor: name, type, shape, and the order of the bytes, in words.
 
         Two layouts whose blocks have the same bytes in host memory have equal descriptions only if
-        these bytes have the same types and axes. The number of blocks, and where they lie in the
-        memory of the device, make no difference.
+        these bytes have the same types and axes, and tensors of the same names, or none. The number
+        of blocks, and where they lie in the memory of the device, make no difference.
         """
         dtypes = (self.dtype or tensor.dtype for tensor in self.tensors)
-        return [
+        described = [
             _describe_tensor(tensor, self.block_dim, dtype)
             for tensor, dtype in zip(self.tensors, dtypes, strict=True)
         ]
+        if self.names is None:
+            return described
+        return [f"{name}: {text}" for name, text in zip(self.names, described, strict=True)]
 
     def _check_unmoved(self, name: str = "tensors") -> None:
         """Raises RuntimeError if a tensor has moved since construction, or its storage was freed or
@@ -197,7 +213,7 @@ def layout_like(described: Sequence[str]) -> PagedLayout:
     Raises:
         ValueError: nothing is described so.
     """
-    tensors, block_dim, dtype = [], 0, None
+    tensors, names, block_dim, dtype = [], [], 0, None
     for text in described:
         match = _DESCRIBED.fullmatch(text)
         if match is None:
@@ -214,9 +230,15 @@ def layout_like(described: Sequence[str]) -> PagedLayout:
             [shape[dim] for dim in order], dtype=_dtype_named(match["dtype"]), device="cpu"
         )
         tensors.append(memory.permute(np.argsort(order).tolist()))
+        names.append(match["name"])
         if match["values"]:
             dtype = _dtype_named(match["values"])
-    return PagedLayout(tensors, block_dim, dtype=dtype)
+    if not any(name is not None for name in names):
+        return PagedLayout(tensors, block_dim, dtype=dtype)
+    named = dict(zip(names, tensors, strict=True))
+    if None in named or len(named) < len(tensors):
+        raise ValueError(f"{names} are no names of {len(tensors)} tensors")
+    return PagedLayout(named, block_dim, dtype=dtype)
 
 
 def allocate_layers(

@@ -20,6 +20,7 @@ from vllm_serving import (
     CONNECTOR,
     IS_033,
     MULTI,
+    NAMES,
     PROMPTS,
     RECOMPUTE,
     RUNNERS,
@@ -253,6 +254,12 @@ def test_what_one_rank_could_not_copy_is_lost_for_all(
         third = again("third", {**new, **other})
         engine.serve(third)
         check(engine, {**other, **third})
+
+
+def test_pages_name_the_layers_that_they_have(tmp_path):
+    with serving(tmp_path) as engine:
+        (layout,) = engine.worker._handler.layouts
+        assert layout.names == tuple(NAMES)
 
 
 def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):

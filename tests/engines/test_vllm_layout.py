@@ -43,6 +43,22 @@ def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
     assert layout.sizes.tolist() == [48]
 
 
+@pytest.mark.parametrize(
+    ("refs", "heads", "names"),
+    [
+        ([0, 1], 1, ["a", "b"]),
+        ([1, 0], 2, ["a", "b", "a, head 1", "b, head 1"]),
+        ([0], 1, ["a to b, tensor 0"]),
+        ([0, 1, 2, 3], 1, [f"a to b, tensor {tensor}" for tensor in range(4)]),
+        ([0, 0], 1, ["b"]),
+    ],
+)
+def test_tensors_are_named_after_their_layers(refs, heads, names):
+    cache = caches([[(tensor, 16) for tensor in refs]], [16] * 4, "cpu")
+    (layout,) = group_layouts(cache, heads=heads, layers=[["a", "b"]])
+    assert layout.names == tuple(names)
+
+
 def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
     move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), [True] * 3, 3)
     assert move.places(3) == [

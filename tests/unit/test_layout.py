@@ -1,5 +1,6 @@
 """A layout has the address of every block of every slab; errors name the tensor."""
 
+import copy
 from collections.abc import Callable
 from random import Random
 
@@ -303,6 +304,32 @@ DESCRIBED: dict[str, list[PagedLayout]] = {
 def test_equal_descriptions_are_of_equal_bytes(text: str) -> None:
     for layout in DESCRIBED[text]:
         assert layout._describe() == [text]
+
+
+def test_names_and_their_order_are_described() -> None:
+    k, v = bf16(4, 8), bf16(4, 8)
+    named = PagedLayout({"k": k, "v: 2": v})
+    assert named._describe() == ["k: bfloat16 [blocks, 8]", "v: 2: bfloat16 [blocks, 8]"]
+    assert PagedLayout({"v: 2": v, "k": k})._describe() == named._describe()[::-1]
+    assert PagedLayout([k, v])._describe() == ["bfloat16 [blocks, 8]"] * 2
+    for again in (layout_like(named._describe()), copy.copy(named)):
+        assert (again.names, again._describe()) == (("k", "v: 2"), named._describe())
+
+
+@pytest.mark.parametrize("names", [("k: ", "k: "), ("k: ", ""), ("", "k: ")])
+def test_descriptions_that_do_not_name_each_tensor_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="are no names of 2 tensors"):
+        layout_like([f"{name}uint8 [blocks, 8]" for name in names])
+
+
+def test_errors_name_the_tensor_of_a_mapping() -> None:
+    k = torch.zeros(4, 8)
+    with pytest.raises(ValueError, match=r"tensors\['k'\] and tensors\['v'\] share memory"):
+        PagedLayout({"k": k, "v": k})
+    with pytest.raises(TypeError, match=r"tensors\['v'\] is a list; it must be a tensor"):
+        PagedLayout({"k": k, "v": [k]})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="tensors has the key 0; its keys must be names"):
+        PagedLayout({0: k})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("text", DESCRIBED)

@@ -199,7 +199,7 @@ class PrefixCache(NotCopyable):
             "mooncake://HOST:PORT", or an object, which close() closes. It needs the package
             xxhash, and pools with page_alignment=4096. docs/below.md says what holds.
         below_model (str | None): with `below`, the model and its revision, whatever the keys say,
-            and the order of tensors and axes that are equal: docs/below.md.
+            and the order of axes of the same size: docs/below.md.
         below_rank, below_world (int): which part of the model this process has, and of how many.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
@@ -324,8 +324,8 @@ class PrefixCache(NotCopyable):
             groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
                 all pages together must fit into the server's memory. Without, the server decides
                 how many pages there are.
-            model (str): the model and its revision, whatever the keys say, and the order of tensors
-                and axes that are equal: docs/below.md.
+            model (str): the model and its revision, whatever the keys say, and the order of axes of
+                the same size: docs/below.md.
             rank, world (int): which part of the model this process has, and of how many.
             blocks_per_page, encoding, bits_per_value, verify: of the pages; see HostPool.
             store_policy, copy_method, staging_bytes: see PrefixCache.

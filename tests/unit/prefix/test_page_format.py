@@ -17,6 +17,7 @@ from logged import logged
 from memory_store import MemoryStore
 from patience import in_time
 from served_engine import serving
+from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup
@@ -29,15 +30,19 @@ Door = Callable[[PagedLayout, BlockGroup], PrefixCache]
 
 def first_cache() -> Cache:
     """Keys and values of 16 tokens and 8 heads."""
-    return PagedLayout([torch.zeros(8, 16, 8, 4) for _ in range(2)]), GROUP
+    return of_tensors(lambda: torch.zeros(8, 16, 8, 4))
 
 
 def same_cache() -> Cache:
-    return PagedLayout([torch.zeros(9, 3, 16, 8, 4)[:, 1] for _ in range(2)]), GROUP
+    return of_tensors(lambda: torch.zeros(9, 3, 16, 8, 4)[:, 1])
+
+
+def of_tensors(make: Callable[[], Tensor], names: str = "kv") -> Cache:
+    return PagedLayout({name: make() for name in names}), GROUP
 
 
 def of_shape(*shape: int, **options: Any) -> Callable[[], Cache]:
-    return lambda: (PagedLayout([torch.zeros(shape, **options) for _ in range(2)]), GROUP)
+    return lambda: of_tensors(lambda: torch.zeros(shape, **options))
 
 
 def of_group(**fields: Any) -> Callable[[], Cache]:
@@ -47,12 +52,11 @@ def of_group(**fields: Any) -> Callable[[], Cache]:
 # All have blocks of as many bytes, and pages of the same keys.
 OTHERS: dict[str, Callable[[], Cache]] = {
     "heads first": of_shape(8, 8, 16, 4),
-    "heads first in memory": lambda: (
-        PagedLayout([torch.zeros(8, 8, 16, 4).transpose(1, 2) for _ in range(2)]),
-        GROUP,
-    ),
+    "heads first in memory": lambda: of_tensors(lambda: torch.zeros(8, 8, 16, 4).transpose(1, 2)),
     "more heads": of_shape(8, 16, 16, 2),
     "another type": of_shape(8, 16, 8, 4, dtype=torch.int32),
+    "values first": lambda: of_tensors(lambda: torch.zeros(8, 16, 8, 4), "vk"),
+    "without names": lambda: (PagedLayout(list(first_cache()[0].tensors)), GROUP),
     "keys beside values": lambda: (PagedLayout([torch.zeros(8, 2, 16, 8, 4)]), GROUP),
     "one tensor": lambda: (PagedLayout([torch.zeros(2, 8, 16, 8, 4)], 1), GROUP),
     "other tokens": of_group(block_tokens=32),
@@ -143,8 +147,8 @@ def test_an_engine_says_why_a_folder_has_nothing(tmp_path: Path) -> None:
         with Engine(f"file:{tmp_path}", below_model="another"):
             assert len(messages) == 1
     assert (
-        "has pages of m that this engine cannot use: tensors[0]: float32 [blocks, 8, 16, 4] here, "
-        "float32 [blocks, 16, 8, 4] there;"
+        "has pages of m that this engine cannot use: tensors[0]: k: float32 [blocks, 8, 16, 4] here, "
+        "k: float32 [blocks, 16, 8, 4] there;"
     ) in message
 
 

@@ -124,6 +124,13 @@ class WorkerPart(OffloadingConnectorWorker):
         self._next_is_spoiled = False
 
     def _init_worker(self, kv_caches: Any) -> None:
+        groups = self.kv_cache_config.kv_cache_groups
+        if IS_033:
+            from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
+
+            ids = config.get_offloading_group_ids(self.kv_cache_config)
+            groups = [groups[group] for group in ids]
+        self.spec.layers = [group.layer_names for group in groups]
         super()._init_worker(kv_caches)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         refs = kv_caches.group_data_refs[0]

@@ -89,7 +89,10 @@ class Move(NamedTuple):
 
 
 def group_layouts(
-    kv_caches: Any, dtype: torch.dtype | None = None, heads: int = 1
+    kv_caches: Any,
+    dtype: torch.dtype | None = None,
+    heads: int = 1,
+    layers: Sequence[Sequence[str]] | None = None,
 ) -> list[PagedLayout | None]:
     """Makes a layout for each group of layers; None for a group without layers in this worker.
 
@@ -102,19 +105,34 @@ def group_layouts(
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
         heads (int): how many KV heads a block has, one after another. Each becomes a slab of its
             own: first head 0 of all layers, then head 1.
+        layers (Sequence[Sequence[str]] | None): names of the layers of each group. vLLM's own
+            connector does not tell them.
     """
     layouts: list[PagedLayout | None] = []
-    for refs in kv_caches.group_data_refs:
+    for group, refs in enumerate(kv_caches.group_data_refs):
         sizes: dict[int, int] = {}
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
-        tensors = [
+        tensors: Any = [
             kv_caches.tensors[index].tensor[:, head * size // heads : (head + 1) * size // heads]
             for head in range(heads)
             for index, size in sizes.items()
         ]
+        if layers is not None:
+            names = _tensor_names(refs, layers[group])
+            # Canonical rows name the first head only, whatever the number of workers is.
+            suffixes = ["", *(f", head {head}" for head in range(1, heads))]
+            of_heads = [names[index] + suffix for suffix in suffixes for index in sizes]
+            tensors = dict(zip(of_heads, tensors, strict=True))
         layouts.append(PagedLayout(tensors, 0, dtype=dtype) if tensors else None)
     return layouts
+
+
+def _tensor_names(refs: Sequence[Any], layers: Sequence[str]) -> dict[int, str]:
+    """A name for each tensor of a group."""
+    if len(refs) != len(layers):  # all layers are one tensor, or keys and values are two
+        layers = [f"{layers[0]} to {layers[-1]}, tensor {place}" for place in range(len(refs))]
+    return {ref.tensor_idx: name for ref, name in zip(refs, layers, strict=True)}
 
 
 def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: int) -> Move:

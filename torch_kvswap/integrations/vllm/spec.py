@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
         repeats (bool): the worker repeats what fails (see KVSwapWorker).
 
+    Attributes:
+        layers (Sequence[Sequence[str]] | None): names of the layers of each group, which a
+            connector can set before it asks for the worker.
+
     Raises:
         ValueError: an option is unknown, missing or invalid. With a pipeline, get_manager() and
             get_worker() say if there are too few bytes for a chunk.
@@ -80,6 +85,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             _check_shared(config, self.options, repeats)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
+        self.layers: Sequence[Sequence[str]] | None = None
         version = importlib.metadata.version("vllm")
         if not is_tested(version):
             _log.warning(
@@ -127,6 +133,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                     *(self.options, replicas, self._repeats),
                     rows=self._rows_offer(),
                     server=server,
+                    layers=self.layers,
                 )
             except NoRoomError as error:
                 chunk = max(self._chunk_bytes, 1)

@@ -83,6 +83,7 @@ class KVSwapWorker(base.OffloadingWorker):
         rows (RowsOffer | None): set if vLLM's tiers read and write the pages, in the process of the
             scheduler. Worker 0 offers it the pages.
         server (HostServer | None): has the pages, and decides how many there are.
+        layers (Sequence[Sequence[str]] | None): see group_layouts().
 
     Raises:
         ValueError: no group has layers in this worker, the groups do not fit into canonical rows,
@@ -99,13 +100,15 @@ class KVSwapWorker(base.OffloadingWorker):
         repeats: bool = True,
         rows: RowsOffer | None = None,
         server: HostServer | None = None,
+        layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self._repeats = repeats
         share = None if rows is None else rows.share
         self._heads, self._turn = (share.heads_here, share.turn) if share else (1, (0, 1))
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
         is_encoded = options.encoding != "raw"
-        of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None, self._heads)
+        dtype = torch.bfloat16 if is_encoded else None
+        of_groups = group_layouts(kv_caches, dtype, self._heads, layers)
         self._has_layers = [layout is not None for layout in of_groups]
         layouts = [layout for layout in of_groups if layout is not None]
         if not layouts:
