@@ -7,7 +7,7 @@ environment = $(firstword $(PYTHON)) tools/environment.py
 native = $(shell find csrc tests tools -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: bench demo docs test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint lint-workflows build wheel stub clean
+.PHONY: bench demo docs test test-all test-gpu test-transformers test-vllm test-tsan test-asan lint lint-workflows build wheel stub clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
@@ -48,10 +48,6 @@ test-tsan:
 
 test-asan:
 	@python=$$($(environment) test) && "$$python" tools/sanitize.py asan $(ARGS)
-
-# Which lines and branches all tests reach, also in C++, on the simulated driver.
-coverage:
-	@python=$$($(environment) coverage) && "$$python" tools/measure_coverage.py $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

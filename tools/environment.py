@@ -1,6 +1,6 @@
 """Gets ready what the Makefile's commands need, on a bare machine too.
 
-    python3 tools/environment.py build|coverage|demo|docs|lint|test|test-transformers|wheel
+    python3 tools/environment.py build|demo|docs|lint|test|test-transformers|wheel
 
 Finds or makes a Python environment with torch, installs the command's tools into it, and builds the
 native library. Says so on stderr, a line each; the only line on stdout is the path of the Python to
@@ -36,7 +36,6 @@ TORCH = "torch>=2.11"
 PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
 EXTRAS: dict[str, list[str]] = {
     "build": [],
-    "coverage": ["test", "coverage"],
     "demo": [],
     "docs": ["docs"],
     "lint": ["lint"],

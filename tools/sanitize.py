@@ -21,8 +21,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from instrumented import ROOT, build_library, make_copy, names_tests
-
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = (
+    *("benchmarks", "conftest.py", "csrc", "examples", "pyproject.toml"),
+    *("tests", "torch_kvswap"),
+)
 SUPPRESSIONS = ROOT / "tests" / "support" / "sanitizers" / "tsan.supp"
 
 
@@ -72,6 +75,26 @@ LEFT_OUT = {
 }
 
 
+def make_copy(copy: Path) -> None:
+    """Copies what tests need, except for the library. What else is there stays, such as the
+    simulated driver."""
+    copy.mkdir(parents=True, exist_ok=True)
+    for name in COPIED:
+        source, target = ROOT / name, copy / name
+        if source.is_file():
+            shutil.copy2(source, target)
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+
+
+def build_library(copy: Path, flags: dict[str, str]) -> None:
+    """Builds the library into the copy, with these flags, which setup.py reads."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(copy)]
+    command += ["--build-temp", str(copy / "objects")]  # beside those of the ordinary build
+    subprocess.run(command, cwd=ROOT, env=os.environ | flags, stdout=sys.stderr, check=True)
+
+
 def find_runtime(names: tuple[str, ...]) -> str:
     """The files of g++ to preload."""
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
@@ -105,7 +128,7 @@ def find_starter(environment: dict[str, str]) -> list[str]:
 
 def find_tests(arguments: list[str]) -> list[str]:
     """pytest's arguments, with all of TESTS if they name none."""
-    if names_tests(arguments):
+    if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         return arguments
     files = {path for pattern in TESTS for path in (ROOT / "tests").rglob(pattern)}
     names = [str(path.relative_to(ROOT)) for path in sorted(files)]

@@ -66,8 +66,7 @@ class Worker:
         return f"{failure}\n{self._output.read()}"
 
     def close(self) -> None:
-        """The worker ends by itself, and with that writes what tools/measure_coverage.py counts. It
-        is killed if it still runs a test."""
+        """The worker ends by itself, or is killed if it still runs a test."""
         self._tests.close()
         try:
             self._process.wait(0 if self._runs_a_test else PATIENCE)
