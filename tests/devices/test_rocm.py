@@ -96,6 +96,4 @@ def test_nothing_is_said_of_cuda(accelerator):
     _, layout = cache()
     with logged() as messages, HostPool(layout, 4) as pool, ReferenceHandler(layout, pool):
         assert messages == []
-    report = doctor.report()
-    assert report["PyTorch"].text.startswith(f"{torch.__version__} (HIP 7.2.0)")
-    assert report["device cuda"].text == "driven by PyTorch: the ops and ReferenceHandler"
+    assert doctor.report()["PyTorch"].text.startswith(f"{torch.__version__} (HIP 7.2.0)")

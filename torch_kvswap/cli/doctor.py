@@ -30,12 +30,7 @@ _MISSING = "so the GPU stages and encodes nothing, and expand_block_ids takes CP
 
 
 class Finding(NamedTuple):
-    """What was found about a topic.
-
-    Attributes:
-        text (str): what there is; of a fault, with the remedy.
-        is_fault (bool): something is there and does not work as it could.
-    """
+    """What was found about a topic; of a fault, with the remedy."""
 
     text: str
     is_fault: bool = False
@@ -63,13 +58,13 @@ def _kernels() -> Finding:
     runtime, driver = native.kernel_version(), native.driver_version()
     if not runtime:
         return Finding(f"none: built without nvcc, {_MISSING}", is_fault=driver > 0)
-    if driver and driver // 1000 < runtime // 1000:
-        return Finding(
-            f"built with {_release(runtime)}, too new for the driver, {_MISSING}; update the "
-            "driver or build with an older nvcc",
-            is_fault=True,
-        )
-    return Finding(f"built with {_release(runtime)}")
+    if not driver or driver // 1000 >= runtime // 1000:
+        return Finding(f"built with {_release(runtime)}")
+    return Finding(
+        f"built with {_release(runtime)}, too new for the driver, {_MISSING}; update the "
+        "driver or build with an older nvcc",
+        is_fault=True,
+    )
 
 
 def _scattered_copies() -> Finding:
@@ -85,31 +80,28 @@ def _scattered_copies() -> Finding:
 
 
 def _gpus() -> dict[str, Finding]:
-    """The GPUs that the NVIDIA driver names, by topic."""
-    files = sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
-    found = {f: re.search(r"^Model:\s*(.+?)\s*$", f.read_text(), re.M) for f in files}
-    of_address = {file.parent.name: model[1] for file, model in found.items() if model}
-    return {f"GPU {address}": _gpu(address, model) for address, model in of_address.items()}
+    """Where the GPUs are that the NVIDIA driver names."""
+    found = {}
+    for file in sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information")):
+        if model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M):
+            found[f"GPU {file.parent.name}"] = _gpu(file.parent.name, model[1])
+    return found
 
 
-def _gpu(address: str, model: str) -> Finding:
-    """Where a GPU is. An idle link is slower than it can be, but never narrower."""
+def _gpu(address: str, text: str) -> Finding:
+    """An idle link is slower than it can be, but never narrower."""
     node, nodes = system.numa_node_of(address), system.nodes_of_process()
-    link = system.link_of(address)
-    text, faults = model, []
+    link, faults = system.link_of(address), []
     if node is not None:
         text += f", NUMA node {node}"
         if nodes and node not in nodes:
             faults.append(f"this process may not run on node {node}: numactl --cpunodebind={node}")
     if link.lanes:
-        is_narrow = link.lanes < link.most_lanes
-        text += f", {link.lanes}{f' of {link.most_lanes}' if is_narrow else ''} PCIe lanes"
-        if is_narrow:
+        text += f", {link.lanes} of {link.most_lanes} PCIe lanes"
+        if link.lanes < link.most_lanes:
             faults.append("reseat the card, or use another slot")
-    if link.most_generation:
-        is_slow = 0 < link.port_generation < link.most_generation
-        text += f" of generation {link.port_generation if is_slow else link.most_generation}"
-        text += f" (the card's is {link.most_generation})" if is_slow else ""
+    if 0 < link.port_generation < link.most_generation:
+        text += f" of generation {link.port_generation} (the card's is {link.most_generation})"
     return Finding("; ".join([text, *faults]), is_fault=bool(faults))
 
 
@@ -119,15 +111,10 @@ def _host_memory() -> str:
     if (available := system.available_bytes()) is not None:
         rooms.append((available, ""))
     room, file = min(rooms, default=(0, ""))
-    locked = system.memlock_limit()
-    return "; ".join(
-        [
-            f"{max(room, 0) / 2**30:.1f} GiB available{file}" if rooms else "of unknown size",
-            "locked memory "
-            + ("unlimited" if locked is None else f"{locked} bytes, which drivers need not obey"),
-            f"transparent huge pages {'' if system.offers_huge_pages() else 'not '}available",
-        ]
-    )
+    text = f"{max(room, 0) / 2**30:.1f} GiB available{file}" if rooms else "of unknown size"
+    if (locked := system.memlock_limit()) is not None:
+        text += f"; locked memory {locked} bytes, which drivers need not obey"
+    return text if system.offers_huge_pages() else f"{text}; no transparent huge pages"
 
 
 def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -> Finding:
@@ -140,15 +127,6 @@ def _engine(package: str, is_supported: Callable[[str], bool], supported: str) -
     return Finding(f"{version}, which was not tested; install {supported}", is_fault=True)
 
 
-def _accelerator() -> dict[str, Finding]:
-    """An accelerator that only PyTorch drives, if this process has one."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or is_native(accelerator.type):
-        return {}
-    text = "driven by PyTorch: the ops and ReferenceHandler"
-    return {f"device {accelerator.type}": Finding(text)}
-
-
 def report() -> dict[str, Finding]:
     """What the installation has, by topic."""
     return {
@@ -158,7 +136,6 @@ def report() -> dict[str, Finding]:
         **_gpus(),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
-        **_accelerator(),
         "host memory": Finding(_host_memory()),
         "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
@@ -168,16 +145,14 @@ def report() -> dict[str, Finding]:
 def _measure(gpu: int) -> Finding:
     """A big copy each way, against what the link can move. Initialises CUDA."""
     try:
-        stores, loads, link = _rates(torch.device("cuda", gpu))
+        rates, link = _rates(torch.device("cuda", gpu))
     except RuntimeError as error:  # also no memory
         return Finding(f"not measured: {str(error).splitlines()[0]}", is_fault=True)
-    text = f"stores {stores / 1e9:.1f} GB/s, loads {loads / 1e9:.1f} GB/s"
-    most = link.bytes_per_second
-    if not most:
+    text = "stores {:.1f} GB/s, loads {:.1f} GB/s".format(*(rate / 1e9 for rate in rates))
+    if not (most := link.bytes_per_second):
         return Finding(f"{text}; the system does not say what the link is")
-    share = min(stores, loads) / most
-    text += f", {share:.0%} of the {most / 1e9:.1f} GB/s of {link.lanes} lanes of PCIe generation "
-    text += f"{link.generation}"
+    share = min(rates) / most
+    text += f", {share:.0%} of the {most / 1e9:.1f} GB/s of {link.lanes} PCIe lanes"
     if share >= _LEAST_SHARE:
         return Finding(text)
     return Finding(
@@ -187,24 +162,23 @@ def _measure(gpu: int) -> Finding:
     )
 
 
-def _rates(device: torch.device) -> tuple[float, float, system.Link]:
+def _rates(device: torch.device) -> tuple[list[float], system.Link]:
     """Bytes per second of the fastest store and load, and the link while it is in use."""
     here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(here, device=device, pin_memory=False)
-    address = native.pci_address(device.index)
     rates = []
     for target, source in ((here, there), (there, here)):
         target.copy_(source, non_blocking=True)
-        link = system.link_of(address)
+        link = system.link_of(native.pci_address(device.index))
         seconds = []
         for _ in range(_COPIES):
             torch.cuda.synchronize(device)
             start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
+            target.copy_(source)
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
         rates.append(_MEASURED_BYTES / min(seconds))
-    return rates[0], rates[1], link
+    return rates, link
 
 
 def main(arguments: list[str]) -> int:
@@ -215,15 +189,13 @@ def main(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("python -m torch_kvswap doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="for programs and bug reports")
-    parser.add_argument(
-        "--measure", action="store_true", help="time a big copy each way, of each GPU"
-    )
+    parser.add_argument("--measure", action="store_true", help="time a big copy with each GPU")
     options = parser.parse_args(arguments)
-    if options.measure and not (torch.cuda.is_available() and is_native("cuda")):
-        print("there is no NVIDIA GPU to measure", file=sys.stderr)
-        return 2
     found = report()
     if options.measure:
+        if not (torch.cuda.is_available() and is_native("cuda")):
+            print("there is no NVIDIA GPU to measure", file=sys.stderr)
+            return 2
         found |= {f"link of GPU {gpu}": _measure(gpu) for gpu in range(torch.cuda.device_count())}
     if options.json:
         print(json.dumps({topic: finding._asdict() for topic, finding in found.items()}, indent=1))
