@@ -11,7 +11,7 @@ another process takes part too ("server").
 vLLM's modules come from its package, of which nothing else is needed:
     pip download --no-deps --only-binary :all: vllm==0.26.0
     unzip 'vllm-*.whl' 'vllm/v1/kv_offload/*' -d FOLDER
-Without --vllm FOLDER it is left out, and what is compared with it is not judged.
+Without --vllm FOLDER it is left out.
 
 --trace FILE only replays the requests of such a file, one after another, and says which share of
 their blocks each policy finds: https://github.com/kvcache-ai/Mooncake has conversation_trace.jsonl.
@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import numpy as np
 from block_managers import Contestant, OfDigests, OfVllm, OneByOne
 from page_server import serving, tiny_cache
-from program import new_parser, write_figures
-from report import Column, Verdict, table_of
+from program import finish, new_parser
+from report import Column, table_of
 from timing import Spread, no_garbage_collection, resident_bytes
 
 from torch_kvswap import PrefixCache
@@ -47,20 +47,17 @@ from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.manager import POLICIES
 
-FASTER = 5.0  # than vLLM's
-BYTES_PER_PAGE = 200.0
 TRACE_PAGES = 2_500, 6_250, 12_500, 25_000
-SERVER, SERVER_MICROSECONDS = "server", 60.0  # a lookup of 512 keys
+SERVER = "server"
 VLLM, VLLM_BY_KEY = "vLLM", "vLLM by key"
 MISS = "lookup, a miss"  # one key is looked up, so the call itself is all that it costs
-BESIDE = {"digests": VLLM, "by key": VLLM_BY_KEY}  # who is compared with whom
 Maker = Callable[[int], Contestant]
 Times = dict[tuple[str, str], list[int]]  # of each manager and call
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Calls for prompts of so many blocks, microseconds for a prompt; their median is judged."""
+    """Calls for prompts of so many blocks, microseconds for a prompt."""
 
     manager: str
     operation: str
@@ -107,8 +104,7 @@ def main(arguments: list[str]) -> int:
         found = replay(options.trace)
         print(table_of(FOUND, found))
         content = {"benchmark": "block_manager", "trace": options.trace.name}
-        write_figures(options, {**content, "found": list(map(asdict, found))}, [])
-        return 0
+        return finish(options, {**content, "found": list(map(asdict, found))})
     count, samples = options.pages // options.blocks, options.samples
     if not 1 <= samples <= count // 2:
         print(f"--samples: with these pages and blocks 1 to {count // 2}", file=sys.stderr)
@@ -134,8 +130,7 @@ def main(arguments: list[str]) -> int:
         for name in ("digests", VLLM)
         if name in every
     ]
-    verdicts = judge(cells, memory)
-    print(tables(cells, memory), "", *verdicts, sep="\n")
+    print(tables(cells, memory))
     settings = {name: getattr(options, name) for name in ("pages", "blocks", "samples")}
     content = {
         "benchmark": "block_manager",
@@ -143,8 +138,7 @@ def main(arguments: list[str]) -> int:
         "cells": list(map(asdict, cells)),
         "memory": list(map(asdict, memory)),
     }
-    write_figures(options, content, verdicts)
-    return 0
+    return finish(options, content)
 
 
 def _options(arguments: list[str]) -> Namespace:
@@ -291,35 +285,6 @@ def tables(cells: Sequence[Cell], memory: Sequence[Memory]) -> str:
     ]
     operations = dict.fromkeys(cell.operation for cell in cells)
     return f"{table_of(columns, operations)}\n\n{table_of(MEMORY, memory)}"
-
-
-def judge(cells: Sequence[Cell], memory: Sequence[Memory]) -> list[Verdict]:
-    ours = memory[0]
-    name = f"bytes for each of {ours.pages:,} pages"
-    by_socket = [
-        Verdict(
-            f"{SERVER}, us for a lookup of {of.blocks} keys", SERVER_MICROSECONDS, of.prompt.median
-        )
-        for of in cells
-        if (of.manager, of.operation) == (SERVER, "lookup")
-    ]
-    return [*_speeds(cells), *by_socket, Verdict(name, BYTES_PER_PAGE, ours.bytes_per_page)]
-
-
-def _speeds(cells: Sequence[Cell]) -> Iterator[Verdict]:
-    """For each way of calling the operation that gains least over vLLM's; misses by themselves."""
-    found = {(cell.operation, cell.manager): cell.ns_per_block for cell in cells}
-    for manager, beside in BESIDE.items():
-        gains = {
-            operation: found[operation, beside] / its
-            for (operation, of), its in found.items()
-            if of == manager and (operation, beside) in found
-        }
-        miss = gains.pop(MISS, None)
-        least = min(gains, key=gains.__getitem__, default="all calls but misses")
-        for operation, gain in ((least, gains.get(least)), (MISS, miss)):
-            said = f"{manager}, times as fast as {beside}, least in {operation}"
-            yield Verdict(said, FASTER, gain, at_least=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
 from other_work import OtherWork
 from program import device_of, finish, new_parser
-from report import Verdict
 from timing import (
     Hold,
     Move,
@@ -41,7 +39,6 @@ from transfers import (
 )
 
 from torch_kvswap import OffloadHandler
-from torch_kvswap.cli.progress import Progress
 
 OURS, BIG, REFERENCE = "ours", "big copy", "reference"
 WARM, HELD, COLD = "warm", "held", "cold"
@@ -151,17 +148,11 @@ def settings(options: Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def finish_cells(
-    options: Namespace,
-    benchmark: str,
-    cells: Sequence[Cell],
-    verdicts: Sequence[Verdict],
-    **more: Any,
-) -> int:
+def finish_cells(options: Namespace, benchmark: str, cells: Sequence[Cell], **more: Any) -> int:
     """finish() of a program whose figures are these cells; more: what its JSON file has besides."""
     figures = [cell.to_json() for cell in cells]
     content = {"benchmark": benchmark, "settings": settings(options), **more, "cells": figures}
-    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+    return finish(options, content, sum(cell.wrong for cell in cells))
 
 
 def by_kind(cells: Sequence[OneCell]) -> Iterator[tuple[str, list[OneCell]]]:
@@ -278,20 +269,17 @@ def plan_of(
 def measure_kinds(
     plan: Plan,
     options: Namespace,
-    what: str,
     open_caches: OpenCaches[Caches],
     measure: Callable[[Comparison, Caches, Kind], OneCell],
 ) -> list[OneCell]:
     """Cells of each arrangement, shape, direction and number of blocks.
 
     Args:
-        what: its name in the line of progress.
         open_caches: makes caches of so many blocks, and what moves them. The stack closes it.
         measure: a cell. The first and the last block and page stay as they are.
     """
     kinds = [*product(plan.directions, plan.counts)]
     number = len(plan.shapes) * len(options.arrangements) * len(kinds)
-    progress = Progress(what, number, sys.stderr)
     nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
     device = device_of(options)
     comparison = Comparison(options, nbytes, number * len(plan.states))
@@ -305,7 +293,6 @@ def measure_kinds(
             stack.enter_context(no_garbage_collection())
             for direction, blocks in kinds:
                 yield measure(comparison, caches, Kind(shape, arrangement, direction, blocks))
-                progress.advance(1)
 
     cells: list[OneCell] = []
     for arrangement, shape in product(options.arrangements, plan.shapes):
@@ -316,7 +303,7 @@ def measure_kinds(
 
 
 def measure_all(
-    plan: Plan, options: Namespace, what: str, others: Mapping[str, NewHandler] | None = None
+    plan: Plan, options: Namespace, others: Mapping[str, NewHandler] | None = None
 ) -> list[Cell]:
     """See measure_kinds(). others: other handlers, which move the same blocks."""
 
@@ -341,4 +328,4 @@ def measure_all(
         states = {state: comparison.run(ways, kind, state) for state in plan.states}
         return Cell(kind, states, blocks.wrong())
 
-    return measure_kinds(plan, options, what, open_cache, measure)
+    return measure_kinds(plan, options, open_cache, measure)

@@ -37,8 +37,7 @@ from comparison import (
     measure_kinds,
     plan_of,
 )
-from program import is_judged
-from report import Column, Verdict, table_of
+from report import Column, table_of
 from timing import Move
 from transfers import Kind, Shape, move, open_handlers
 
@@ -46,7 +45,6 @@ from torch_kvswap import OffloadHandler
 from torch_kvswap.copy_method import AUTO, COPY_ENGINES
 
 STATES = (WARM, COLD)
-RATIO = 1.05  # of the automatic method over the best forced one
 FIRST = 2  # samples after which SLOW decides
 SLOW, MUCH_SLOWER = 2.0, 10.0  # over the best: no candidate for it; not even worth FIRST samples
 COPIES = (BIG, REFERENCE)
@@ -59,11 +57,9 @@ Methods = tuple[NumberedBlocks, dict[str, OffloadHandler], dict[str, str]]
 def main(arguments: list[str]) -> int:
     options = comparison_parser(__doc__, samples=10, cold_samples=5).parse_args(arguments)
     plan = plan_of(options, STATES)
-    cells = measure_kinds(plan, options, "copy methods", open_methods, measure)
-    verdicts = judge(cells) if is_judged(options) else []
-    missed = [verdict for verdict in verdicts if verdict.met is False]
-    print(tables(cells), "", *missed, "", sep="\n")
-    return finish_cells(options, "copy_methods", cells, verdicts)
+    cells = measure_kinds(plan, options, open_methods, measure)
+    print(tables(cells), "", sep="\n")
+    return finish_cells(options, "copy_methods", cells)
 
 
 @dataclass
@@ -160,18 +156,6 @@ def _columns(title: str, cells: Sequence[Cell]) -> list[Column[tuple[Cell, str]]
         Column("chosen", lambda row: "/".join(row[0].states[row[1]].copy_methods[AUTO])),
         Column("best", lambda row: row[0].best(row[1])),
         Column("auto / best", lambda row: row[0].ratio(row[1])),
-    ]
-
-
-def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    return [
-        Verdict(
-            f"{cell.kind}, {state}, automatic method over the best forced one",
-            RATIO,
-            cell.ratio(state),
-        )
-        for cell in cells
-        for state in cell.states
     ]
 
 

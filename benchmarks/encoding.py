@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +39,8 @@ from computes import computes
 from interference import Cell as BesideCell
 from interference import measure as measure_beside
 from model_blocks import ModelBlocks
-from program import device_of, finish, is_judged
-from report import Column, Verdict, table_of
+from program import device_of, finish
+from report import Column, table_of
 from timing import Move, TimeLimit, synchronize
 from traffic import HandlerWay
 from transfers import BOTH, DIRECTIONS, Kind, Shape, move
@@ -49,17 +49,6 @@ from torch_kvswap import OffloadHandler
 
 RAW, LOSSLESS = "raw", "lossless"
 VERIFIED = {RAW: "raw, verified", LOSSLESS: "lossless, verified"}
-MIB = 1 << 20
-FEW_BLOCKS = 8
-FEW_US = 15.0  # by which few blocks may take longer than from a raw pool
-LARGE_MIB = 16
-# KV bytes per second over those of a raw pool.
-MANY, MANY_SMALL = 1.22, 1.18  # 512 blocks; of fragments below 4 KiB, and of one fragment
-LARGE = 1.10  # 64 blocks of LARGE_MIB and more
-NOT_SLOWER = 1.0
-AT_ONCE = 1.15  # 512 blocks, both directions
-# Of a pool with digests: its time over that without, the us more, the ms of compute for each GB.
-VERIFY, VERIFY_FEW_US, VERIFY_LOST = 1.02, 5.0, 0.2
 SHAPES = ("160x8", "160x4", "160x2", "64x32", "1x2048")
 SHAPE_BESIDE = Shape(160, 8)  # what moves beside the compute, so many MiB at a time
 MIB_BESIDE = 128
@@ -75,17 +64,16 @@ WAYS = {
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     plan = plan_of(options, (WARM,), SHAPES, (*DIRECTIONS, BOTH))
-    cells = measure_kinds(plan, options, "encoding", Pools.open, measure)
+    cells = measure_kinds(plan, options, Pools.open, measure)
     beside, wrong = measure_compute(options)
-    verdicts = judge(cells, beside) if is_judged(options) else []
-    print(tables(cells, beside), "", *verdicts, "", sep="\n")
+    print(tables(cells, beside), "", sep="\n")
     content = {
         "benchmark": "encoding",
         "settings": settings(options),
         "cells": [cell.to_json() for cell in cells],
         "beside compute": [cell.to_json() for cell in beside],
     }
-    return finish(options, content, verdicts, wrong + sum(cell.wrong for cell in cells))
+    return finish(options, content, wrong + sum(cell.wrong for cell in cells))
 
 
 def _parser() -> ArgumentParser:
@@ -205,47 +193,6 @@ BESIDE: list[Column[BesideCell]] = [
 
 def tables(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> str:
     return f"{table_of(CELLS, cells)}\n\n{table_of(BESIDE, beside)}"
-
-
-def judge(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> list[Verdict]:
-    verified = (_of_digests(cell, encoding) for cell in cells for encoding in VERIFIED)
-    return [*(_of_cell(cell) for cell in cells), *verified, *_of_compute(beside)]
-
-
-def _of_digests(cell: Cell, encoding: str) -> Verdict:
-    if cell.kind.blocks <= FEW_BLOCKS:
-        added = cell.added_us(VERIFIED[encoding], encoding)
-        return Verdict(f"{cell.kind}, {encoding}, us more with digests", VERIFY_FEW_US, added)
-    name = f"{cell.kind}, {encoding}, time with digests over without"
-    return Verdict(name, VERIFY, cell.verified(encoding))
-
-
-def _of_cell(cell: Cell) -> Verdict:
-    blocks = cell.kind.blocks
-    if blocks <= FEW_BLOCKS:
-        return Verdict(f"{cell.kind}, us more than raw", FEW_US, cell.added_us(LOSSLESS))
-    name = f"{cell.kind}, KV bytes per second over raw"
-    return Verdict(name, _target(cell), cell.speedup, at_least=True)
-
-
-def _target(cell: Cell) -> float:
-    kind = cell.kind
-    if kind.blocks >= 512:
-        is_small = kind.shape.fragment_kib < 4 or kind.shape.layers == 1
-        return AT_ONCE if kind.direction == BOTH else MANY_SMALL if is_small else MANY
-    is_large = kind.nbytes >= LARGE_MIB * MIB and kind.direction != BOTH
-    return LARGE if is_large else NOT_SLOWER
-
-
-def _of_compute(beside: Sequence[BesideCell]) -> Iterator[Verdict]:
-    for direction in dict.fromkeys(cell.direction for cell in beside):
-        of_way = {cell.way: cell for cell in beside if cell.direction == direction}
-        raw = of_way[RAW]
-        name = f"{direction} beside {raw.compute}, lost ms/GB of KV"
-        yield Verdict(name, raw.most_lost, of_way[LOSSLESS].lost)
-        for encoding, verified in VERIFIED.items():
-            target = of_way[encoding].lost + VERIFY_LOST
-            yield Verdict(f"{name}, {verified}", target, of_way[verified].lost)
 
 
 if __name__ == "__main__":

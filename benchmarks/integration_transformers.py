@@ -34,12 +34,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import torch
 import transformers as hf
 from generations import generations, new_prompts
-from integration_transformers_report import MANAGERS, Cell, Rate, judge, tables
+from integration_transformers_report import MANAGERS, Cell, Rate, tables
 from preemptions import Preemptions
 from program import device_of, finish, new_parser
 from timing import in_turn, no_garbage_collection
 
-from torch_kvswap.cli.progress import Progress
 from torch_kvswap.integrations import transformers as integration
 
 WARM_UPS = 2
@@ -58,17 +57,13 @@ def main(arguments: list[str]) -> int:
     cells = [Cell(size, count) for size in sizes for count in counts]
     rates = [Rate(asynchronous) for asynchronous in modes]
     for_cells = 0.4 * options.seconds
-    progress = Progress("transformers", len(cells) + len(rates), sys.stderr)
     with pageable_without(on_cuda):
         for number, cell in enumerate(cells, 1):
             measure(cell, model, options.samples, begin + for_cells * number / len(cells))
-            progress.advance(1)
         for number, rate in enumerate(rates, 1):
             left = (options.seconds - for_cells) * (1 - number / len(rates))
             add_rounds(rate, model, options, begin + options.seconds - left)
-            progress.advance(1)
-    verdicts = judge(cells, rates) if on_cuda else []
-    print(tables(cells, rates), "", *verdicts, sep="\n")
+    print(tables(cells, rates))
     content = {
         "benchmark": "integration_transformers",
         "transformers": hf.__version__,
@@ -76,7 +71,7 @@ def main(arguments: list[str]) -> int:
         "lost": [cell.to_json() for cell in cells],
         "throughput": [rate.to_json() for rate in rates],
     }
-    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+    return finish(options, content, sum(cell.wrong for cell in cells))
 
 
 def _parser() -> ArgumentParser:

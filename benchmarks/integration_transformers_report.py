@@ -1,4 +1,4 @@
-"""What preemptions and generations come to: tables, and the targets."""
+"""What preemptions and generations come to: tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from report import Column, Verdict, table_of
+from report import Column, table_of
 from timing import summary
 
 if TYPE_CHECKING:
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from preemptions import Loss
 
 MANAGERS = ("theirs", "ours")
-SHARE = 1 / 3  # of what a preemption costs with their manager
 PARTS = "host", "stream"
-RATE = 0.95  # of their throughput: less is less than the fastest generations differ by
 AGAIN = "theirs again"  # shows how much generations of one manager differ
 
 
@@ -138,16 +136,3 @@ def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:
     text = table_of(LOST, [Lost(cell, manager) for cell in cells for manager in MANAGERS])
     made = [Made(rate, name) for rate in rates if rate.runs["ours"] for name in rate.runs]
     return f"{text}\n\n{table_of(MADE, made)}" if made else text
-
-
-def judge(cells: Sequence[Cell], rates: Sequence[Rate]) -> list[Verdict]:
-    lost = [
-        Verdict(f"lost on the {part}, {cell.name}, share of theirs", SHARE, cell.share(part))
-        for cell in cells
-        for part in PARTS
-    ]
-    return lost + [
-        Verdict(f"throughput, {rate.name}, over theirs", RATE, rate.ratio("ours"), at_least=True)
-        for rate in rates
-        if rate.runs["ours"]
-    ]

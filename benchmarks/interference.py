@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -29,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import torch
 from big_copy import BigCopy
 from computes import Compute, Idle, computes
-from program import device_of, finish, is_judged, new_parser
-from report import Column, Verdict, table_of
+from program import device_of, finish, new_parser
+from report import Column, table_of
 from timing import TimeLimit, in_turn, no_garbage_collection, summary, synchronize
 from traffic import BigWay, HandlerWay, Way, beside
 from transfers import DIRECTIONS, Shape, add_transfers, open_handlers, shapes_of
 
-from torch_kvswap.cli.progress import Progress
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 
 SHAPES = ("160x8", "160x4")
@@ -44,17 +43,12 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, which streams sh
 MIB = 128  # in a transfer
 REPEATS, LEAST = 4, 2  # after one that warms up; that a limit of time leaves
 BIG, COPY_ENGINES_ONLY = "big copy", "copy engines only"
-SHARE = 0.93  # of the link
-TIMES, PLUS = 1.5, 1.0  # of what a big copy costs, and so many ms for each GB more
-HOLDS_ALL = "GEMM"  # the compute whose kernels hold every SM
-SHARE_THEN = 0.6  # of the link beside it, for fragments of 8 KiB and more
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     cells, wrong = measure_all(device_of(options), shapes_of(options, SHAPES), options)
-    verdicts = judge(cells) if is_judged(options) else []
-    print(tables(cells), "", *verdicts, "", sep="\n")
+    print(tables(cells), "", sep="\n")
     names = ("arrangements", "staging_mib", "time_limit")
     settings = {name: getattr(options, name) for name in names}
     settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
@@ -63,7 +57,7 @@ def main(arguments: list[str]) -> int:
         "settings": settings,
         "cells": [cell.to_json() for cell in cells],
     }
-    return finish(options, content, verdicts, wrong)
+    return finish(options, content, wrong)
 
 
 def _parser() -> ArgumentParser:
@@ -109,10 +103,6 @@ class Cell:
         return median(sample.lost for sample in self.samples)
 
     @property
-    def most_lost(self) -> float:
-        return max(sample.lost for sample in self.samples)
-
-    @property
     def gb_per_s(self) -> float:
         return median(sample.gb_per_s for sample in self.samples)
 
@@ -150,7 +140,6 @@ def measure_all(
     kinds = list(product(DIRECTIONS, beside_what))
     number = len(options.arrangements) * len(shapes) * len(kinds)
     limit = TimeLimit(options.time_limit, number)
-    progress = Progress("interference", number, sys.stderr)
     cells, wrong = [], 0
     for arrangement, shape in product(options.arrangements, shapes):
         count = max(1, nbytes // shape.block_bytes)
@@ -173,7 +162,6 @@ def measure_all(
                     used = sorted(getattr(ways[name], "copy_methods", ()))
                     link, kind = links[direction], (shape, arrangement, direction)
                     cells.append(Cell(*kind, compute.name, name, taken, used, link))
-                progress.advance(1)
             synchronize(device)
             wrong += blocks.wrong()
     return cells, wrong
@@ -230,40 +218,6 @@ def _of_kind(cells: Sequence[Cell]) -> str:
     for compute in dict.fromkeys(cell.compute for cell in cells):
         columns += [Column(f"{compute}: ms", lost(compute)), Column("GB/s", speed(compute))]
     return table_of(columns, dict.fromkeys(cell.way for cell in cells))
-
-
-def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    found: dict[tuple[Shape, str, str, str], dict[str, Cell]] = {}
-    for cell in cells:
-        key = cell.shape, cell.arrangement, cell.direction, cell.compute
-        found.setdefault(key, {})[cell.way] = cell
-    verdicts: list[Verdict] = []
-    for (shape, arrangement, direction, compute), of_kind in found.items():
-        name = f"{direction} of {shape}, {arrangement}, beside {compute}"
-        verdicts += _holding(name, of_kind) if compute == HOLDS_ALL else _others(name, of_kind)
-        verdicts.append(_copy_engines(name, of_kind))
-    return verdicts
-
-
-def _others(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
-    ours = cells["auto"]
-    share = ours.gb_per_s / ours.link
-    yield Verdict(f"{name}, share of the link", SHARE, share, at_least=True)
-    yield Verdict(f"{name}, lost ms/GB", TIMES * max(0.0, cells[BIG].lost) + PLUS, ours.lost)
-
-
-def _holding(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
-    """Of small fragments only the best method's figure is to be told; the table does."""
-    ours = cells["auto"]
-    if ours.shape.fragment_kib >= 8:
-        share = ours.gb_per_s / ours.link
-        yield Verdict(f"{name}, share of the link", SHARE_THEN, share, at_least=True)
-
-
-def _copy_engines(name: str, cells: dict[str, Cell]) -> Verdict:
-    """At the cost of big copies: within what their repeats differ by."""
-    target, ours = max(0.0, cells[BIG].most_lost), cells[COPY_ENGINES_ONLY].lost
-    return Verdict(f"{name}, copy engines only, lost ms/GB", target, ours)
 
 
 if __name__ == "__main__":

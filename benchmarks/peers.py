@@ -37,8 +37,8 @@ from comparison import (
     plan_of,
 )
 from peer_handlers import PEERS
-from program import device_of, is_judged
-from report import Column, Verdict, table_of
+from program import device_of
+from report import Column, table_of
 from transfers import DIRECTIONS, Shape, move
 
 from torch_kvswap.reference import ReferenceHandler
@@ -52,12 +52,11 @@ def main(arguments: list[str]) -> int:
     found = {name: peer for name, peer in PEERS.items() if name not in left_out}
     versions = {name: peer.version() for name, peer in found.items()}
     others: dict[str, NewHandler] = {**found, "plain ops": plain_ops}
-    cells = measure_all(plan_of(options, (WARM, COLD)), options, "peers", others)
+    cells = measure_all(plan_of(options, (WARM, COLD)), options, others)
     said = [f"{name}: {text}" for name, text in versions.items()]
     said += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
-    verdicts = judge(cells) if is_judged(options) else []
     print(tables(cells), "", *said, "", sep="\n")
-    return finish_cells(options, "peers", cells, verdicts, versions=versions, left_out=left_out)
+    return finish_cells(options, "peers", cells, versions=versions, left_out=left_out)
 
 
 def plain_ops(blocks: NumberedBlocks) -> ReferenceHandler:
@@ -90,15 +89,6 @@ def behind_us(samples: Samples, way: str) -> float:
     """How much longer ours takes than another way in the same round."""
     pairs = zip(samples.numbers(OURS), samples.numbers(way), strict=True)
     return median(ours - other for ours, other in pairs)
-
-
-def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    return [
-        Verdict(f"{cell.kind}, {state}, us behind {way}", AHEAD_US, behind_us(samples, way))
-        for cell in cells
-        for state, samples in cell.states.items()
-        for way in same_blocks(samples)
-    ]
 
 
 def tables(cells: Sequence[Cell]) -> str:

@@ -1,14 +1,13 @@
-"""What the benchmarks leave behind: a table on the screen, verdicts, and JSON with the machine."""
+"""What the benchmarks leave behind: a table on the screen, and JSON with the machine."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,30 +17,6 @@ import torch
 from torch_kvswap._native.loader import native
 
 Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A target and what was measured, both in the same unit. at_least: less is a miss, not more."""
-
-    name: str
-    target: float
-    measured: float | None  # None or not a number: could not be measured here
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool | None:
-        if self.measured is None or math.isnan(self.measured):
-            return None
-        return self.measured >= self.target if self.at_least else self.measured <= self.target
-
-    def __str__(self) -> str:
-        word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
-        got, target = (_cell(value).removesuffix(".00") for value in (self.measured, self.target))
-        if self.measured is not None and self.met is False and got == target:
-            got, target = _apart(self.measured, self.target)
-        bound = "at least" if self.at_least else "at most"
-        return f"{word:13}{self.name}: {got}, {bound} {target}"
 
 
 @dataclass(frozen=True)
@@ -87,15 +62,6 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _apart(one: float, other: float) -> tuple[str, str]:
-    """Both with as many digits as it takes to tell them apart."""
-    for digits in range(3, 18):
-        texts = f"{one:,.{digits}g}", f"{other:,.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """What decides the figures, without what names the machine."""
     on_cuda = device.type == "cuda"
@@ -125,13 +91,9 @@ def _cpu() -> str:
     return found.group(1) if found else platform.machine()
 
 
-def write_json(
-    file: Path, device: torch.device, content: Mapping[str, Any], verdicts: Sequence[Verdict]
-) -> None:
-    said = [{**asdict(verdict), "met": verdict.met} for verdict in verdicts]
-    everything = {"machine": machine(device), **content, "verdicts": said}
+def write_json(file: Path, device: torch.device, content: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json_text(everything))
+    file.write_text(json_text({"machine": machine(device), **content}))
 
 
 def json_text(content: Mapping[str, Any]) -> str:

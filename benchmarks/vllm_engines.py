@@ -16,7 +16,6 @@ OURS = {
     "kv_connector": "KVSwapConnector",
     "kv_connector_module_path": "torch_kvswap.integrations.vllm",
 }
-BITS_PER_VALUE = {"raw": 16, "lossless": 12.125}  # of encodings
 
 
 def engine_settings(options: Namespace, model: str, rows: Path) -> dict[str, dict[str, Any]]:
@@ -46,18 +45,6 @@ def engine_settings(options: Namespace, model: str, rows: Path) -> dict[str, dic
 def connectors_only(options: Namespace) -> bool:
     """With several ranks or tiers: each engine takes memory, and time to start."""
     return options.tensor_parallel > 1 or options.tier is not None
-
-
-def hits_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
-    """Of the engines with the same small host cache, by encoding."""
-    if connectors_only(options):
-        return {}
-    host = hits_pages(options) * block_bytes(options)
-    common = _common(options, model) | {"num_gpu_blocks_override": _least_blocks(options)}
-    return {
-        encoding: common | connector(host, THEIRS, **SPEC, encoding=encoding)
-        for encoding in BITS_PER_VALUE
-    }
 
 
 def _least_blocks(options: Namespace) -> int:
@@ -115,19 +102,3 @@ def connector(cpu_bytes: int, which: Mapping[str, str] = THEIRS, **extra: Any) -
             "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes} | extra,
         }
     }
-
-
-def hits_pages(options: Namespace, bits_per_value: float = 16) -> int:
-    """Pages of the small host cache: too few for all prompts, enough for some."""
-    raw = 3 * (hits_tokens(options) // options.block_tokens)
-    return int(raw * 16 / bits_per_value)
-
-
-def hits_tokens(options: Namespace) -> int:
-    return min(int(options.tokens), 2048)
-
-
-def block_bytes(options: Namespace) -> int:
-    element = 4 if options.dtype == "float32" else 2
-    of_token = 2 * options.layers * options.kv_heads * options.head_size * element
-    return int(options.block_tokens * of_token)

@@ -1,5 +1,5 @@
 """Every program runs without a GPU, finds right bytes, notices wrong ones, and leaves its figures in
-a file. Targets are judged here, though they are those of a GPU: no GPU run ends in an error of that.
+a file.
 """
 
 from __future__ import annotations
@@ -51,17 +51,12 @@ def run(name: str, file: Path, device: str = "cpu") -> int:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs_and_leaves_its_figures(
-    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, file = importlib.import_module(name), tmp_path / "results" / "figures.json"
-    monkeypatch.setattr(program, "is_judged", lambda device: True, raising=False)
+def test_a_program_runs_and_leaves_its_figures(name: str, device: str, tmp_path: Path) -> None:
+    file = tmp_path / "results" / "figures.json"
     assert run(name, file, device) == 0
     figures = json.loads(file.read_text())
     assert (figures["benchmark"], figures["machine"]["torch"]) == (name, torch.__version__)
     assert set(wrong_counts(figures)) <= {0}
-    assert figures["verdicts"]
-    assert all("met" in verdict for verdict in figures["verdicts"])  # run_all.py counts them
     if device == "cpu":
         assert len(figures["cells"]) == PROGRAMS[name][1]
 
