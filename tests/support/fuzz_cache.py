@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,12 +120,18 @@ class TensorShape:
 @dataclass(frozen=True)
 class GroupShape:
     """What stays when a cache moves. shares: the tensors of another group that are its own too, by
-    their numbers; then it has no shapes."""
+    their numbers; then it has no shapes. names: of the tensors are this and their numbers."""
 
     block_dim: int
     tensors: tuple[TensorShape, ...]
     shares: tuple[int, tuple[int, ...]] | None = None
     as_bytes: bool = False  # of a shared group: the same memory as tensors of uint8
+    names: str | None = None
+
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """Equal if the bytes of a block are of the same values."""
+        return self.names, [tensor.meaning for tensor in self.tensors]
 
 
 @dataclass(eq=False)
@@ -161,13 +167,14 @@ def random_shapes(rng: random.Random, device: Device, num_groups: int) -> list[G
                 shapes.append(GroupShape(block_dim, (), (shared, tuple(chosen)), as_bytes))
                 continue
         if number and rng.random() < 0.3 and not (equal := rng.choice(shapes)).shares:
-            shapes.append(equal)  # slabs of the same sizes, in memory of their own
+            # Slabs of the same sizes, in memory of their own.
+            shapes.append(replace(equal, names=rng.choice([None, "layer", "other"])))
             continue
         block_dim = rng.choice([0, 0, 0, 1, 1, 2])
         tensors = _random_tensors(rng, device, block_dim)
         while sum(tensor.nbytes for tensor in tensors) > device.block_bytes:
             tensors = _random_tensors(rng, device, block_dim)
-        shapes.append(GroupShape(block_dim, tensors))
+        shapes.append(GroupShape(block_dim, tensors, names=rng.choice([None, "layer"])))
     return shapes
 
 
@@ -215,14 +222,15 @@ def make_groups(
                 start = sum(other.size for other in slabs)
                 where = slab.memory, slab.offset, slab.stride, slab.size
                 slabs.append(Slab(*where, start=start, layer=layer))
-        layout = device.layout([tensor for tensor, _ in made], block_dim)
+        tensors: Any = [tensor for tensor, _ in made]
+        if shape.names is not None:
+            tensors = {f"{shape.names} {place}": tensor for place, tensor in enumerate(tensors)}
+        layout = device.layout(tensors, block_dim)
         if shape.shares is None:
             described = layout._describe()
             assert layout_like(described)._describe() == described
             for other, group in zip(shapes, groups, strict=False):
-                is_same = [of.meaning for of in other.tensors] == [
-                    of.meaning for of in shape.tensors
-                ]
+                is_same = other.meaning == shape.meaning
                 assert is_same == (group.layout._describe() == described) or other.shares
         block_bytes = sum(slab.size for slab in slabs)
         groups.append(Group(layout, slabs, blocks, space, block_bytes, len(made)))

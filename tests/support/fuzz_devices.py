@@ -7,7 +7,7 @@ bool return False where the simulated driver refused the call and did nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,9 @@ class Device:
         """These bytes, in memory that kernels read or write."""
         return raw
 
-    def layout(self, tensors: Sequence[Tensor], block_dim: int) -> PagedLayout:
+    def layout(
+        self, tensors: Sequence[Tensor] | Mapping[str, Tensor], block_dim: int
+    ) -> PagedLayout:
         from torch_kvswap import PagedLayout
 
         return PagedLayout(tensors, block_dim)
@@ -176,7 +178,9 @@ class Simulated(Device):
         self.driver.adopt(raw, DEVICE)
         return raw
 
-    def layout(self, tensors: Sequence[Tensor], block_dim: int) -> PagedLayout:
+    def layout(
+        self, tensors: Sequence[Tensor] | Mapping[str, Tensor], block_dim: int
+    ) -> PagedLayout:
         made = super().layout(tensors, block_dim)
         made.device = torch.device("cuda", 0)
         return made
