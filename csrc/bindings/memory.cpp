@@ -89,9 +89,11 @@ void bind_memory(nb::module_& module) {
       [](int device, uintptr_t address) { cuda_device(device).free_host(at(address)); }, "device"_a,
       "address"_a, ReleaseGil());
   module.def(
-      "is_pinned",
-      [](int device, uintptr_t address) { return cuda_device(device).is_pinned(at(address)); },
-      "device"_a, "address"_a, ReleaseGil(), "Whether the driver says that the address is pinned.");
+      "pinned_until",
+      [](int device, uint64_t address) { return cuda_device(device).pinned_until(address); },
+      "device"_a, "address"_a, ReleaseGil(),
+      "Where the pinned piece that contains the address ends, says the driver; 0 if it is not "
+      "pinned.");
   module.def("pci_address", pci_address, "device"_a, ReleaseGil(),
              "Where a GPU is, as in /sys/bus/pci/devices: 0000:18:00.0.");
 

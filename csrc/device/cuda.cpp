@@ -209,9 +209,10 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
     const cuda::ContextGuard context(index());
     KVSWAP_DRIVER_CHECK(cuda::driver().free_host(address), "cuMemFreeHost");
   }
-  bool is_pinned(const void* address) override {
+  uint64_t pinned_until(uint64_t address) override {
     const cuda::ContextGuard context(index());
-    return AddressMap().find(reinterpret_cast<uint64_t>(address)).kind == MemoryKind::kPinned;
+    const Memory memory = AddressMap().find(address);
+    return memory.kind == MemoryKind::kPinned ? memory.end : 0;
   }
 
   const std::vector<CopyMethod>& copy_methods() const override {

@@ -30,7 +30,7 @@ void Device::register_host(void*, uint64_t) { refuse_registration(); }
 void Device::unregister_host(void*) { refuse_registration(); }
 void* Device::allocate_host(uint64_t) { refuse_registration(); }
 void Device::free_host(void*) { refuse_registration(); }
-bool Device::is_pinned(const void*) { refuse_registration(); }
+uint64_t Device::pinned_until(uint64_t) { refuse_registration(); }
 
 void Device::refuse_registration() const {
   fail("host memory is pinned for CUDA devices, not for ", name());

@@ -207,7 +207,9 @@ class Device {
   virtual void unregister_host(void* address);
   virtual void* allocate_host(uint64_t bytes);
   virtual void free_host(void* address);
-  virtual bool is_pinned(const void* address);
+  // Where the pinned piece that contains the address ends: one registration or allocation, from
+  // which no copy may run into the next. 0 if the address is not pinned.
+  virtual uint64_t pinned_until(uint64_t address);
 
   // Copies.
 

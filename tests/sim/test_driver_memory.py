@@ -13,6 +13,7 @@ from simulated_driver import DEVICE, Driver, place, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
+from torch_kvswap.host_pool.memory import map_new
 from torch_kvswap.ops import swap_blocks_batch
 
 needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
@@ -92,7 +93,8 @@ def test_pages_are_pageable_if_the_driver_has_no_memory(driver: Driver, machine:
 @simulated
 def test_only_the_driver_copies_registered_memory_elsewhere(driver: Driver) -> None:
     driver.set_attribute(91, 0)
-    host, device = torch.randint(256, (4 * BLOCK,)).byte(), driver.memory(4 * BLOCK, DEVICE)
+    host, device = map_new(4 * BLOCK, BLOCK, shared=False).tensor, driver.memory(4 * BLOCK, DEVICE)
+    host.random_(256)
     for half in (0, 2 * BLOCK):
         driver.cuda.check("cuMemHostRegister", host.data_ptr() + half, 2 * BLOCK, 1)
     starts, sizes = BLOCK * torch.arange(4), torch.full((4,), BLOCK)

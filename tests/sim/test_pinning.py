@@ -28,7 +28,7 @@ from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping
+from torch_kvswap.host_pool.memory import Mapping, map_new
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
@@ -65,7 +65,7 @@ def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver
 
 @simulated
 def test_the_simulated_driver_refuses_a_copy_across_two_registrations(driver: Driver) -> None:
-    memory = torch.zeros(2 * BLOCK, dtype=torch.uint8)
+    memory = map_new(2 * BLOCK, BLOCK, shared=False).tensor
     other = driver.memory(2 * BLOCK, kind=2)
     for half in (0, BLOCK):
         driver.cuda.check("cuMemHostRegister", memory.data_ptr() + half, BLOCK, 1)

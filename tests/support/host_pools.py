@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,9 @@ def unpinned(*shape: Any, **options: Any) -> HostPool:
         return HostPool(*shape, **options)
 
 
-def in_chunks(chunk_bytes: int, *shape: Any, **options: Any) -> HostPool:
+def in_chunks(
+    chunk_bytes: int, *shape: Any, make: Callable[..., HostPool] = HostPool, **options: Any
+) -> HostPool:
     """A pool that is registered so many bytes at a time."""
     with mock.patch.object(pinning, "CHUNK_BYTES", chunk_bytes):
-        return HostPool(*shape, **options)
+        return make(*shape, **options)

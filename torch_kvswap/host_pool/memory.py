@@ -8,6 +8,7 @@ import fcntl
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.shape import MAX_ALIGNMENT, SYSTEM_PAGE
+from torch_kvswap.host_pool.shape import MAX_ALIGNMENT, SYSTEM_PAGE, PoolShape
 from torch_kvswap.host_pool.system import check_room
 
 _MAX_THREADS = 16  # assumed to saturate memory bandwidth
@@ -88,6 +89,29 @@ class Mapping:
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
         native.touch_host(address, last - first, threads, self._collapse, self._cpus)
+
+
+class ForeignMemory(Mapping):
+    """A Mapping that somebody else has made: it is neither placed nor zeroed nor unmapped here.
+
+    Args:
+        tensor (Tensor): uint8, from the first to the last byte of the pages.
+        table_bytes (int): of digests, which get memory of their own: `table`.
+        pinned_pieces (int): in which its owner has pinned it; 0 if the pool pins it.
+    """
+
+    def __init__(self, tensor: Tensor, table_bytes: int, pinned_pieces: int) -> None:
+        self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.numel()
+        self._last = self.address + self.nbytes
+        self._is_private, self._collapse, self._cpus = True, False, []
+        self.table = Mapping(table_bytes) if table_bytes else None
+        self.pinned_pieces = pinned_pieces
+
+    def release(self) -> None:
+        """Drops the tensor and the table."""
+        vars(self).pop("tensor", None)  # it may be called again
+        if self.table is not None:
+            self.table.release()
 
 
 class TorchMemory:
@@ -227,9 +251,12 @@ class Registration:
     another thread is capturing.
     """
 
-    def __init__(self, memory: Tensor, device: torch.device) -> None:
-        self._address = memory.data_ptr()
-        self._held: Tensor | None = memory
+    _all: ClassVar[weakref.WeakSet[Registration]] = weakref.WeakSet()
+
+    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+        self._address = mapping.address
+        table = mapping.table if isinstance(mapping, ForeignMemory) else None
+        self._held = [mapping.tensor, table and table.tensor]
         self._device = device
         self._process = ForkGuard()
         self._bytes: dict[int, int] = {}  # key: address
@@ -245,6 +272,7 @@ class Registration:
         """
         address = self._address + first
         keep(self)
+        self._all.add(self)
         self._bytes[address] = last - first
         try:
             native.register_host(self._device.index, address, last - first)
@@ -255,13 +283,11 @@ class Registration:
             return str(error)
         return None
 
-    def is_pinned(self) -> bool:
-        """Whether something is registered, and the driver reports all of it as pinned."""
-        device, addresses = self._device.index, list(self._bytes)
-        try:
-            return bool(addresses) and all(native.is_pinned(device, at) for at in addresses)
-        except RuntimeError:  # the driver does not answer
-            return False
+    @classmethod
+    def overlaps(cls, first: int, last: int) -> bool:
+        """Whether any of this process has registered a byte between two addresses."""
+        registered = (each for one in list(cls._all) for each in list(one._bytes.items()))
+        return any(begin < last and first < begin + nbytes for begin, nbytes in registered)
 
     def remove(self) -> None:
         """Unregisters everything. Does nothing in a forked child, which has no registrations."""
@@ -271,7 +297,7 @@ class Registration:
                 if problem := _problem_of(native.unregister_host, self._device.index, address):
                     kept, reason = kept + nbytes, problem
                 self._bytes.pop(address, None)
-        self._held = None
+        self._held = []
         let_go(self)
         if kept:
             log.warning(
@@ -279,6 +305,27 @@ class Registration:
                 "process ends",
                 *(kept, reason),
             )
+
+
+def pinned_pages(device: torch.device, address: int, shape: PoolShape) -> tuple[int, int]:
+    """How many pages, from the front, the driver reports as pinned, each in one piece, and in how
+    many pieces.
+
+    Args:
+        address (int): of the first page.
+    """
+    page = pieces = 0
+    while page < shape.num_pages:
+        begin = address + page * shape.page_bytes
+        end = native.pinned_until(device.index, begin)
+        if not end:
+            break
+        pieces += 1
+        inside = (end - begin - shape.page_room) // shape.page_bytes + 1
+        if inside < 1:
+            break
+        page += inside
+    return min(page, shape.num_pages), pieces
 
 
 def _problem_of(call: Callable[..., object], *arguments: object) -> str | None:
@@ -296,3 +343,8 @@ def pins_with_torch(device: torch.device) -> bool:
     Where it does, existing memory cannot be registered.
     """
     return not is_native(device.type)
+
+
+def registers(device: torch.device) -> bool:
+    """Whether host memory for this device is registered with its driver."""
+    return device.type != "cpu" and not pins_with_torch(device)

@@ -12,7 +12,7 @@ from torch_kvswap._native.arguments import bytes_text, read_switch
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping, Registration
+from torch_kvswap.host_pool.memory import ForeignMemory, Mapping, Registration
 from torch_kvswap.host_pool.shape import PoolShape
 
 CHUNK_BYTES = 1 << 30  # that the driver registers in one call, at most
@@ -37,7 +37,7 @@ class Pinning:
         shape: PoolShape,
         ready_range: native.ReadyRange,
     ) -> None:
-        self.registration = Registration(mapping.tensor, device)
+        self.registration = Registration(mapping, device)
         self._mapping = mapping
         self._device = device
         self._shape = shape
@@ -56,8 +56,10 @@ class Pinning:
         Raises:
             NotImplementedError: the driver registers no memory, and this one is not shared, so that
                 memory of the driver can take its place.
+            RuntimeError: the driver refuses the digests of pages that their owner has pinned.
         """
-        shape = self._shape
+        shape, mapping = self._shape, self._mapping
+        is_foreign = isinstance(mapping, ForeignMemory)
         self._chunk = min(shape.chunk_of(CHUNK_BYTES), 1 << (shape.num_pages - 1).bit_length())
         self._publish(0)
         chunks = self._chunks()
@@ -74,8 +76,14 @@ class Pinning:
                     pass
         except (_RefusedError, NotImplementedError) as error:
             self.registration.remove()
-            if isinstance(error, NotImplementedError) and self._mapping.fd is None:
+            is_replaceable = not is_foreign and mapping.fd is None
+            if isinstance(error, NotImplementedError) and is_replaceable:
                 raise
+            if isinstance(mapping, ForeignMemory) and mapping.pinned_pieces:
+                raise RuntimeError(
+                    f"the pages are pinned, but the driver did not pin their digests: {error}; "
+                    "use verify='off'"
+                ) from None
             self._degrade(error)
         except BaseException:
             self.close()
@@ -138,6 +146,11 @@ class Pinning:
         """Pins chunk after chunk, and yields after each."""
         begin, all_pages = 0, self._shape.num_pages
         self._register_table()
+        if isinstance(self._mapping, ForeignMemory) and self._mapping.pinned_pieces:
+            one = self._mapping.pinned_pieces == 1
+            self._publish(all_pages, ONE_CHUNK if one else self._shape.blocks_per_page)
+            yield
+            return
         touching = self._touch(begin, self._end_of(begin))
         try:
             while begin < all_pages and not self._stopping:
@@ -165,20 +178,16 @@ class Pinning:
         """The end of the chunk that contains page `begin`."""
         return min(begin - begin % self._chunk + self._chunk, self._shape.num_pages)
 
-    def _bytes_of(self, begin: int, end: int) -> tuple[int, int]:
-        """The first byte of page `begin` and of page `end`."""
-        return begin * self._shape.page_bytes, end * self._shape.page_bytes
-
     def _touch(self, begin: int, end: int) -> _Touching:
         """Begins to touch pages."""
-        self._touching = _Touching(self._mapping, *self._bytes_of(begin, end))
+        self._touching = _Touching(self._mapping, *self._shape.bytes_of(begin, end))
         self._touching.start()
         return self._touching
 
     def _register(self, begin: int, end: int) -> int:
         """Registers pages, halving the chunk until the driver accepts it. Returns their end."""
         while True:
-            reason = self.registration.add(*self._bytes_of(begin, end))
+            reason = self.registration.add(*self._shape.bytes_of(begin, end))
             if reason is None:
                 return end
             if self._chunk <= self._shape.chunk_of(_LEAST_CHUNK_BYTES):
@@ -188,7 +197,8 @@ class Pinning:
 
     def _register_table(self) -> None:
         """Touches and registers the digests, which jobs of all pages need."""
-        first, last = self._shape.table_begin, self._shape.mapped_bytes
+        first = self._shape.table_begin
+        last = first + self._shape.table_bytes
         if first < last:
             self._mapping.touch(first, last)
             if reason := self.registration.add(first, last):
@@ -219,13 +229,21 @@ class Pinning:
         return f"{self._ready_range.end_page} of {self._shape.num_pages} host pages are pinned"
 
     def _advice(self, error: BaseException) -> str:
+        if isinstance(self._mapping, ForeignMemory):
+            return (
+                f"{system.advice(self._shape.nbytes)}, or pin the memory before you make the pool"
+            )
         if isinstance(error, NotImplementedError):
             return "the driver can pin a pool of one process there: leave shared=True out"
         return system.advice(self._shape.nbytes)
 
     def _degrade(self, error: Exception) -> None:
         """Makes all pages usable as pageable memory, and logs a warning."""
-        self._publish(self._shape.num_pages, ONE_CHUNK)
+        # Its owner may have pinned some pages: no copy spans two.
+        is_foreign = isinstance(self._mapping, ForeignMemory)
+        self._publish(
+            self._shape.num_pages, self._shape.blocks_per_page if is_foreign else ONE_CHUNK
+        )
         log.warning(
             "the driver did not pin %s of host memory for %s: %s; %s. The pages are pageable now: "
             "the driver copies them through its own buffers and blocks the submitting thread, and "

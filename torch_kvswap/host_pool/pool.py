@@ -32,13 +32,16 @@ from torch_kvswap.encoding.slot import (
     read_encoding,
     read_verify,
 )
+from torch_kvswap.host_pool import foreign
 from torch_kvswap.host_pool.description import describe_page, difference
 from torch_kvswap.host_pool.memory import (
     DriverMemory,
     Mapping,
     TorchMemory,
     map_new,
+    pinned_pages,
     pins_with_torch,
+    registers,
 )
 from torch_kvswap.host_pool.pinning import ONE_CHUNK, Pinning, read_in_background
 from torch_kvswap.host_pool.shape import PoolShape, check_layout, read_part
@@ -115,7 +118,7 @@ class HostPool(NotCopyable):
 
     A pool belongs to one process, unless it is made with shared=True or attach(). The memory has
     exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros. Pinning commits it;
-    pageable memory is committed when it is written.
+    pageable memory is committed when it is written. over() makes a pool on memory that exists.
 
     Several handlers may use one pool, but none beside a PrefixCache. A context manager that closes
     the pool on exit. A pool that is dropped is closed. One that is open when the process exits is
@@ -159,7 +162,7 @@ class HostPool(NotCopyable):
         num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
         slot_bytes (int): bytes per block, encoded or raw, with padding.
-        page_bytes (int): bytes per page.
+        page_bytes (int): bytes per page; with over() from page to page.
         num_parts (int): ranks that have a part of each slot: see `part`.
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
@@ -273,6 +276,59 @@ class HostPool(NotCopyable):
         pool._pin(in_background, is_new=False)
         return pool
 
+    @classmethod
+    def over(
+        cls,
+        memory: Tensor,
+        layout: PagedLayout,
+        blocks_per_page: int = 1,
+        *,
+        page_bytes: int | None = None,
+        offset: int = 0,
+        encoding: EncodingName = "raw",
+        bits_per_value: float | None = None,
+        verify: VerifyName = "off",
+        pin_in_background: bool = False,
+    ) -> HostPool:
+        """Makes a pool on memory that somebody else owns, such as a region that workers share.
+
+        Page p begins at byte `offset + p * page_bytes`; the pool has all pages that fit. It reads
+        and writes its blocks, and no byte between them. It never zeroes or frees the memory, which
+        stays alive as long as the pool is open. It pins the memory from the first to the last page
+        until it is closed, unless the memory is pinned already: docs/host_memory.md says what its
+        owner has to know.
+
+        Args:
+            memory (Tensor): contiguous, on the CPU, of any type and shape.
+            layout (PagedLayout): the cache whose blocks are stored here.
+            blocks_per_page (int): a page has this number of slots at equal distances.
+            page_bytes (int | None): from page to page, at least HostPool.page_bytes_of(); None if
+                the pages lie one behind the other.
+            offset (int): of the first page in the memory.
+            encoding, bits_per_value: see HostPool. Encoded slots begin at multiples of 16.
+            verify (str): see HostPool. The digests are this pool's: blocks that another process has
+                written count as never stored.
+            pin_in_background (bool): see HostPool.
+
+        Raises:
+            TypeError: memory is not a tensor, or an argument has a wrong type.
+            ValueError: the memory is on a device, not contiguous, too small, read-only, pinned in
+                part, or pinned by another HostPool; pages would overlap; see also HostPool.
+        """
+        kept = read_encoding(encoding, bits_per_value)
+        check_layout(layout)
+        verify = read_verify(verify, layout.device)
+        in_background = read_in_background(pin_in_background, layout.device)
+        shape, mapping = foreign.find_pages(
+            memory, offset, page_bytes, layout, blocks_per_page, kept, verify
+        )
+        if pins_with_torch(layout.device) and not mapping.tensor.is_pinned():
+            _warn_of_pageable(layout.device)
+        pool = cls.__new__(cls)
+        pool._open(layout, shape, mapping, kept)
+        pool._pin(in_background, is_new=False)
+        return pool
+
     @staticmethod
     def page_bytes_of(
         layout: PagedLayout,
@@ -325,8 +381,7 @@ class HostPool(NotCopyable):
             NotImplementedError: the driver registers no memory, and this one is not shared.
         """
         mapping = self._memory.mapping
-        is_registered = self.device.type != "cpu" and not pins_with_torch(self.device)
-        if not (is_registered and isinstance(mapping, Mapping)):
+        if not (registers(self.device) and isinstance(mapping, Mapping)):
             return
         if is_new:
             mapping.place(self.device)
@@ -408,11 +463,8 @@ class HostPool(NotCopyable):
                 f"{self._shape.block_room} bytes; make the pool from the layout with the largest "
                 "slots"
             )
-        if kept is not RAW and self.slot_bytes % SLOT_ALIGNMENT:
-            raise ValueError(
-                f"the slots of this pool have {self.slot_bytes} bytes, which is no multiple of "
-                f"{SLOT_ALIGNMENT}, as encoded blocks need; leave encoding out"
-            )
+        if kept is not RAW:
+            foreign.check_slots(self._memory.mapping.address, self.slot_bytes, "leave encoding out")
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
         view._keep(layout, kept)
@@ -513,9 +565,12 @@ class HostPool(NotCopyable):
         memory.process.check("host pool")
         if memory.pages is None or self._ready_range.end_page < self.num_pages:
             return False
-        if memory.pinning is not None:
-            return memory.pinning.registration.is_pinned()
-        return isinstance(memory.mapping, AllocatedMemory)
+        if not registers(self.device):
+            return self._is_pinned_by_torch
+        with contextlib.suppress(RuntimeError):  # the driver does not answer
+            found, _ = pinned_pages(self.device, memory.mapping.address, self._shape)
+            return found == self.num_pages
+        return False
 
     @property
     def huge_bytes(self) -> int:
@@ -595,8 +650,8 @@ class HostPool(NotCopyable):
 
     @property
     def _is_pinned_by_torch(self) -> bool:
-        """Whether torch has allocated the pages, as pinned memory."""
-        return isinstance(self._memory.mapping, TorchMemory)
+        """Whether the pages are memory that torch has pinned."""
+        return pins_with_torch(self.device) and self._memory.mapping.tensor.is_pinned()
 
     def _all_bytes(self) -> Tensor:
         """The memory, uint8 [bytes of all pages], of all ranks."""
@@ -671,10 +726,10 @@ def _allocate_pinned(
 
 
 def _warn_of_pageable(device: torch.device) -> None:
-    """Warns that nobody pins the pages of a shared pool for this device."""
+    """Warns that nobody pins pages that torch has not allocated for this device."""
     if pins_with_torch(device):
         log.warning(
-            "the memory of a shared pool cannot be pinned for %s: torch pins only memory that it "
+            "the memory of this pool cannot be pinned for %s: torch pins only memory that it "
             "allocates itself. The pages are pageable, and copies are synchronous",
             device,
         )

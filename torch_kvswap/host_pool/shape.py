@@ -91,10 +91,13 @@ class PoolShape:
         part_begin (int): where the part of this process begins in a slot.
         part_bytes (int): of a part; of the whole slot if it has one part.
         block_room (int): bytes of a part that a block can have.
+        page_room (int): bytes of a page that are the pool's. More follow before the next page only
+            in memory of somebody else.
         row_bytes (int): of the digests of a slot; 0 without digests.
-        table_begin (int): where the number of the latest store lies in the memory, after all pages.
-            Behind it lie the digests, unless slots have parts: those have their own.
-        mapped_bytes (int): of the pages and the table.
+        table_begin (int): where the number of the latest store lies, counted from the first page:
+            after all pages, or in memory of its own. Behind it lie the digests, unless slots have
+            parts: those have their own.
+        table_bytes (int): of the number and the digests behind it; 0 without digests.
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
@@ -110,7 +113,12 @@ class PoolShape:
         verify: VerifyName = "off",
         page_alignment: int = 1,
         part: tuple[int, int] | None = None,
+        page_bytes: int | None = None,
+        lead: int = 0,
     ) -> None:
+        """page_bytes: from page to page in memory of somebody else, where the first page begins
+        `lead` bytes behind a page of the operating system.
+        """
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
@@ -125,17 +133,21 @@ class PoolShape:
         self.slot_bytes = padded_slot(
             nbytes, blocks_per_page, self.page_alignment, max(self.parts, 1)
         )
-        self.part_bytes = nbytes if self.parts > 1 else self.slot_bytes
+        if page_bytes is not None:
+            self.slot_bytes = page_bytes // blocks_per_page
+        is_whole = self.parts <= 1 and page_bytes is None
+        self.part_bytes = self.slot_bytes if is_whole else nbytes
         self.part_begin = rank * self.part_bytes
         self.block_room = self.part_bytes
         slots = rows = num_pages * blocks_per_page
-        self.nbytes = self.table_begin = self.mapped_bytes = slots * self.slot_bytes
+        self.nbytes = self.table_begin = slots * self.slot_bytes
+        self.table_bytes = 0
         if self.row_bytes:
             if self._part is not None:
                 self.block_room, rows = self._part.digests_begin, 0
             # The table is registered by itself, and two registrations share no page of the system.
             self.table_begin = _rounded(self.nbytes, SYSTEM_PAGE)
-            self.mapped_bytes = self.table_begin + (1 + rows) * self.row_bytes
+            self.table_bytes = (1 + rows) * self.row_bytes
         if self.mapped_bytes > INT64_MAX:
             raise ValueError(
                 f"num_pages={num_pages} with blocks_per_page={blocks_per_page} need "
@@ -143,21 +155,42 @@ class PoolShape:
             )
         self.num_pages = num_pages
         self.blocks_per_page = blocks_per_page
-        self.page_bytes = blocks_per_page * self.slot_bytes
+        self.page_bytes = self.page_room = blocks_per_page * self.slot_bytes
+        if page_bytes is not None:
+            self.page_room -= self.slot_bytes - self.part_bytes
+        self._lead = lead
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of the pages and the table behind them."""
+        return self.table_begin + self.table_bytes
 
     def chunk_of(self, nbytes: int) -> int:
         """The number of pages, a power of two, that fit in `nbytes`.
 
         At least as many as make whole pages of the operating system: two registrations cannot share
-        one of those.
+        one of those. All, if no such page begins between two pages.
         """
         least = SYSTEM_PAGE // math.gcd(self.page_bytes, SYSTEM_PAGE)
+        if self._lead > self.page_bytes - self.page_room:
+            least = 1 << (self.num_pages - 1).bit_length()
         return max(least, 1 << max(nbytes // self.page_bytes, 1).bit_length() - 1)
+
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        """Where a chunk with the pages from `begin` to `end` begins and ends."""
+        return self._end_of(begin), self._end_of(end)
+
+    def _end_of(self, page: int) -> int:
+        """Where a chunk ends that has the pages before this one."""
+        if page == self.num_pages:
+            return self.nbytes - self.page_bytes + self.page_room
+        return page * self.page_bytes - self._lead
 
     def view(self, memory: Tensor) -> Tensor:
         """The pages in the memory as uint8 [pages, blocks_per_page, bytes of a part]."""
-        slots = memory[: self.nbytes].view(self.num_pages, self.blocks_per_page, -1)
-        return slots[..., self.part_begin : self.part_begin + self.part_bytes]
+        counts = self.num_pages, self.blocks_per_page, self.part_bytes
+        first = memory.storage_offset() + self.part_begin
+        return memory.as_strided(counts, (self.page_bytes, self.slot_bytes, 1), first)
 
     def digests(self, memory: int, group: int, rank: int | None = None) -> native.DigestTable:
         """The digests of all slots in the memory that begins at this address, for blocks of one

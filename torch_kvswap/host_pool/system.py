@@ -169,6 +169,15 @@ def _mapped_bytes(process: str, first: int, last: int, of: str) -> int:
     return kilobytes << 10
 
 
+def first_unwritable(first: int, last: int) -> int | None:
+    """The first of these addresses that this process cannot write; None if there is none."""
+    for line in _read("proc/self/maps").splitlines():  # sorted
+        begin, end, access = re.split("[- ]", line, maxsplit=3)[:3]
+        if int(begin, 16) <= first < int(end, 16) and access.startswith("rw"):
+            first = int(end, 16)
+    return first if first < last else None
+
+
 def promised_bytes(own: int) -> tuple[int, int]:
     """Bytes that pools have been promised and have not touched, as far as the kernel shows them to
     this process: of this user's processes, and of those of them in its control group.

@@ -140,6 +140,12 @@ def _page_formats(
                 f"the pool has a part of each page for {pool.num_parts} ranks, but a store below "
                 "needs whole pages; make the pool without part"
             )
+        if pool._shape.page_room < pool.page_bytes:
+            raise ValueError(
+                f"the pool has only {pool._shape.page_room} of each {pool.page_bytes} bytes of "
+                "its memory, but a store below needs whole pages; make it over memory where no "
+                "bytes of others lie between the pages"
+            )
         address = pool.pages.data_ptr()
         if pool.page_bytes % ALIGNMENT or address % ALIGNMENT:
             raise ValueError(

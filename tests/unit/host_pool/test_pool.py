@@ -21,7 +21,7 @@ from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Registration
+from torch_kvswap.host_pool.memory import Registration, map_new
 from torch_kvswap.host_pool.pinning import ONE_CHUNK
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -316,10 +316,10 @@ def test_pinning_commits_what_was_asked_and_no_more() -> None:
 @pytest.mark.gpu
 def test_a_refused_registration_leaves_no_error_for_the_next_kernel() -> None:
     layout = make_layout(device="cuda:0")
-    memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    one, other = (Registration(memory, layout.device) for _ in range(2))
-    assert one.add(0, memory.nbytes) is None
-    assert "cuMemHostRegister" in (other.add(0, memory.nbytes) or "")  # it is pinned already
+    mapping = map_new(1 << 20, 1 << 20, shared=False)
+    one, other = (Registration(mapping, layout.device) for _ in range(2))
+    assert one.add(0, mapping.nbytes) is None
+    assert "cuMemHostRegister" in (other.add(0, mapping.nbytes) or "")  # it is pinned already
     ones = torch.ones(1000, device="cuda:0").add_(1)
     torch.cuda.synchronize()
     assert ones.eq(2).all().item()

@@ -71,7 +71,16 @@ class Memory {
     return found;
   }
 
+  // Whether the driver knows memory in these bytes, or has registered some of the pages of the
+  // system that they touch.
   bool overlaps(uint64_t begin, uint64_t end) const {
+    constexpr uint64_t kPage = 4096;
+    for (const auto& [first, range] : ranges_) {
+      if (range.origin == Range::kRegistered && first < (end + kPage - 1) / kPage * kPage &&
+          begin / kPage * kPage < range.end) {
+        return true;
+      }
+    }
     auto next = ranges_.lower_bound(begin);
     return find(begin).type != 0 || (next != ranges_.end() && next->first < end);
   }
