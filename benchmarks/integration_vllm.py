@@ -1,6 +1,5 @@
-"""vLLM without offloading, with its own CPU offloading, with ours under its connector, and with our
-connector, each of ours with raw and encoded pages, side by side on one GPU, or on as many as an
-engine has tensor-parallel ranks.
+"""vLLM without offloading, with its own CPU offloading, and with ours, with raw and with encoded
+pages, side by side on one GPU, or on as many as an engine has tensor-parallel ranks.
 
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
@@ -9,14 +8,14 @@ with other tokens at the end, which are computed; "beside", as continued, while 
 decode, whose longest step counts; "long", as continued, with a longer prompt.
 "plain" has a GPU cache that is large enough, which is what offloading can come close to at best:
 the overhead is the time to first token less that of plain. The model has random weights and few KV
-heads, as a rank of a tensor-parallel server has. With several ranks, or with tiers, our spec under
-vLLM's connector is left out.
+heads, as a rank of a tensor-parallel server has.
 
-With --tier vLLM's `fs` tier is below the host memory, that of vLLM and ours, and there are no long
-prompts. At the end all engines but plain start again and serve all prompts one after the other:
-"restarted". They have to find every full block. Plain's GPU cache should have room for all turns.
+With --tier vLLM's `fs` tier is below the host memory, that of vLLM and ours, all pages are raw, and
+there are no long prompts. At the end all engines but plain start again and serve all prompts one
+after the other: "restarted". They have to find every full block. Plain's GPU cache should have room
+for all turns.
 
-Needs vLLM 0.26 or later and a GPU. The exit code is 1 if a restarted engine misses blocks.
+Needs vLLM 0.33 or later and a GPU. The exit code is 1 if a restarted engine misses blocks.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from vllm_server import make_prompts
 from vllm_servers import Server, write_model
 
 SHAPE = ("layers", "heads", "kv_heads", "head_size", "hidden", "intermediate", "vocabulary")
-PLAIN, THEIRS, OURS, LOSSLESS = "plain", "vLLM's own", "ours", "ours, lossless"
-CONNECTOR, CONNECTOR_LOSSLESS = "our connector", "our connector, lossless"
+PLAIN, THEIRS = "plain", "vLLM's own"
 # Prompts one after another, with other tokens at their ends.
 CONTINUED = ("continued", "long")
 KINDS = ("cold", "warm", "alone", *CONTINUED, "beside")

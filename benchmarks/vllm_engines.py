@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SPEC = {
-    "spec_name": "KVSwapOffloadingSpec",
-    "spec_module_path": "torch_kvswap.integrations.vllm",
-}
 THEIRS = {"kv_connector": "OffloadingConnector"}
 OURS = {
     "kv_connector": "KVSwapConnector",
@@ -23,28 +19,21 @@ def engine_settings(options: Namespace, model: str, rows: Path) -> dict[str, dic
     host = int(options.cpu_gib * 2**30)
     tiers: Any = {"secondary_tiers": [{"type": "fs", "root_dir": str(rows)}]}
     own = {"spec_name": "TieringOffloadingSpec", **tiers} if options.tier else {}
-    ours = {**SPEC, "spec_name": "KVSwapTieringOffloadingSpec", **tiers} if options.tier else {}
+    ours = tiers if options.tier else {}
     engines: dict[str, dict[str, Any]] = {
         "plain": {},
-        "vLLM's own": connector(host, **own),
-        "ours": connector(host, THEIRS, **SPEC),
-        "ours, lossless": connector(host, THEIRS, **SPEC, encoding="lossless"),
-        "our connector": connector(host, OURS, **ours),
-        "our connector, lossless": connector(host, OURS, **ours, encoding="lossless"),
+        "vLLM's own": connector(host, THEIRS, **own),
+        "ours": connector(host, OURS, **ours),
+        "ours, lossless": connector(host, OURS, **ours, encoding="lossless"),
     }
-    if connectors_only(options):
-        del engines["ours"], engines["ours, lossless"]
+    if options.tier:
+        del engines["ours, lossless"]  # with tiers blocks are raw
     small = {"num_gpu_blocks_override": _least_blocks(options)}
     common = _common(options, model)
     return {
         name: common | of_engine | (small if of_engine else {})
         for name, of_engine in engines.items()
     }
-
-
-def connectors_only(options: Namespace) -> bool:
-    """With several ranks or tiers: each engine takes memory, and time to start."""
-    return options.tensor_parallel > 1 or options.tier is not None
 
 
 def _least_blocks(options: Namespace) -> int:
@@ -92,9 +81,8 @@ def _graphs(options: Namespace) -> dict[str, Any]:
     return {"mode": 3, "backend": "eager", **graphs}
 
 
-def connector(cpu_bytes: int, which: Mapping[str, str] = THEIRS, **extra: Any) -> dict[str, Any]:
-    """Settings of an engine that offloads; which: the connector, by default vLLM's own; extra: for
-    the spec, none for vLLM's own."""
+def connector(cpu_bytes: int, which: Mapping[str, str], **extra: Any) -> dict[str, Any]:
+    """Settings of an engine that offloads. which: the connector; extra: of its options."""
     return {
         "kv_transfer_config": {
             **which,

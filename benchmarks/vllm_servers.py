@@ -14,7 +14,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are set by a function, and no process more
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # that function is sent to the ranks
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork cannot use CUDA if its parent has
-    "PYTHONHASHSEED": "0",  # without it a restarted vLLM 0.26 names the same blocks differently
+    "PYTHONHASHSEED": "0",  # a restarted engine names the same blocks alike
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -46,12 +46,11 @@ def pytest_configure() -> None:
     from torch_kvswap.integrations.vllm.tiering import KVSwapTieringManager, PrimaryTier
 
     def options(how: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a KVSwapManager; vLLM 0.26 calls chunks blocks."""
-        num_chunks = how["num_chunks"] if "num_chunks" in how else how["num_blocks"]
+        """The arguments of a KVSwapManager."""
         names = ("cache_policy", "lru"), ("store_threshold", 0), ("enable_events", False)
         info = how.get("info")
         labels = info and info.as_config_info()
-        return num_chunks, *(how.get(name, default) for name, default in names), labels
+        return how["num_chunks"], *(how.get(name, default) for name, default in names), labels
 
     class Manager(KVSwapManager):
         def __init__(self, **how: Any) -> None:

@@ -13,14 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from vllm_contract import bytes_of
-from vllm_engine import base, keys
-from vllm_serving import DOORS, IS_033, PROMPTS, RUNNERS, again, check, serving
-from vllm_tiers import TieredRanks, files, on_one_host, tier
-
-if not IS_033:
-    pytest.skip("vLLM 0.26 has no canonical layout", allow_module_level=True)
-
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -31,13 +23,17 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
+from vllm_contract import bytes_of
+from vllm_engine import base, keys
+from vllm_serving import PROMPTS, RUNNERS, again, check, serving
+from vllm_tiers import TieredRanks, files, on_one_host, tier
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import tiering as tiering_module
 from torch_kvswap.integrations.vllm import worker as worker_module
 from torch_kvswap.integrations.vllm.canonical import Share, kv_heads
 from torch_kvswap.integrations.vllm.pool import Replicas
+from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.layout import PagedLayout
 
 BLOCKS, LAYERS, TOKENS = 12, ("first", "second", "third"), 16
@@ -276,16 +272,15 @@ class Together:
         return pool
 
 
-@DOORS
 @RUNNERS
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2)])
 def test_an_engine_finds_what_one_with_another_number_of_workers_has_left(
-    tmp_path, monkeypatch, door, runner, old, new
+    tmp_path, monkeypatch, runner, old, new
 ):
     """With our connector it loads in the step."""
     Together(monkeypatch)
     longer = again("again", PROMPTS, PROMPTS["0"][:20])
-    how = {"extra": tier(tmp_path, canonical_layout=True), "transfer": door, "heads": 2}
+    how = {"extra": tier(tmp_path, canonical_layout=True), "heads": 2}
     with serving(tmp_path, **how, runner=runner, workers=old) as engine:
         engine.serve(PROMPTS)
         check(engine, PROMPTS)
@@ -296,7 +291,7 @@ def test_an_engine_finds_what_one_with_another_number_of_workers_has_left(
         assert engine.agree
         for worker in engine.workers:
             metrics = worker._handler.metrics()
-            loads = metrics.loads if door else metrics.expedited
+            loads = metrics.expedited
             assert loads.blocks == len(stored)
     assert stored.items() <= files(tmp_path).items()
 

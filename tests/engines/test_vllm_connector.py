@@ -12,13 +12,11 @@ import pytest
 from vllm_engine import (
     SPEC,
     KVSwapManager,
-    KVSwapOffloadingSpec,
     KVSwapWorker,
     OffloadingConnectorStats,
 )
 from vllm_serving import (
     CONNECTOR,
-    IS_033,
     MULTI,
     NAMES,
     PROMPTS,
@@ -38,6 +36,7 @@ from vllm_serving import (
     serving,
 )
 
+from torch_kvswap.integrations.vllm.connector import MetricsSpec
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES
 from torch_kvswap.results import DeviceLostError
 
@@ -127,12 +126,9 @@ def test_a_step_that_decodes_loads_no_more_than_it_hides(tmp_path, runner, is_as
         ({"cache": "mla", "transfer": RECOMPUTE}, 5),
         ({"workers": 2}, 1),
         ({"workers": 2, "transfer": RECOMPUTE}, 5),
-        ({"transfer": THEIRS, "extra": SPEC}, 5),
     ],
 )
-def test_other_caches_several_ranks_and_under_the_connector_of_vllm(
-    tmp_path, runner, is_async, how, loads
-):
+def test_other_caches_and_several_ranks(tmp_path, runner, is_async, how, loads):
     longer = again("longer", PROMPTS, prompt(9, 40))
     with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
         engine.serve(PROMPTS)
@@ -148,7 +144,7 @@ def test_other_caches_several_ranks_and_under_the_connector_of_vllm(
 def test_jobs_and_counts_are_those_that_vllm_makes_key_by_key(
     tmp_path, monkeypatch, policy, is_async, how
 ):
-    """Also through preemptions, aborts and resets. With vLLM 0.26 in-step loads are ours in both."""
+    """Also through preemptions, aborts and resets."""
 
     def steps_of(is_ours: bool) -> list[Any]:
         chosen, steps, counts = random.Random(3), list[Any](), list[Any]()
@@ -191,7 +187,7 @@ def test_jobs_and_counts_are_those_that_vllm_makes_key_by_key(
     ours, theirs = steps_of(True), steps_of(False)
     assert ours == theirs
     assert any(loads for loads, *_ in ours[:-1])
-    assert bool(ours[-1]) == IS_033  # 0.26 counts nothing
+    assert ours[-1], "the sources of hits"
 
 
 def described(jobs: dict[int, Any]) -> list[Any]:
@@ -200,7 +196,7 @@ def described(jobs: dict[int, Any]) -> list[Any]:
         (
             number,
             job.req_id,
-            getattr(job, "sync", False),
+            job.sync,
             str([*map(vars, (job.src_spec, job.dst_spec))]),
         )
         for number, job in jobs.items()
@@ -276,7 +272,7 @@ def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
         made = KVConnectorFactory.get_connector_class(transfer).build_prom_metrics(
             engine.config, types, ["model"], {0: ["m"]}
         )
-        ours = set(KVSwapOffloadingSpec.build_metric_definitions({}))
+        ours = set(MetricsSpec.build_metric_definitions({}))
         assert made._offloading_metric_metadata.keys() >= ours
 
 
@@ -288,13 +284,15 @@ def test_the_host_has_as_many_pages_as_the_bytes_hold(tmp_path, how):
         assert sum(one._pool.pages.nbytes for one in engine.workers) == given
 
 
-def test_another_spec_is_refused(tmp_path):
-    with (
-        pytest.raises(
-            ValueError, match="but KVSwapConnector makes KVSwapOffloadingSpec or KVSwapTieringOff"
-        ),
-        serving(tmp_path, extra={"spec_name": "CPUOffloadingSpec"}),
-    ):
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"extra": {"spec_name": "CPUOffloadingSpec"}}, "makes its spec itself; leave spec_name"),
+        ({"extra": SPEC, "transfer": THEIRS}, 'set "kv_connector": "KVSwapConnector"'),
+    ],
+)
+def test_spec_and_connector_go_together(tmp_path, how, said):
+    with pytest.raises(ValueError, match=said), serving(tmp_path, **how):
         pass
 
 
@@ -383,7 +381,6 @@ def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     assert engine.manager._blocks.stats().loaded == 5
 
 
-@pytest.mark.skipif(not IS_033, reason="vLLM 0.26 has none of these metrics")
 def test_metrics_count_failures_by_reason_and_pages_by_state(engine):
     part, said = engine.scheduler.connector.connector_scheduler, OffloadingConnectorStats()
     get_stats = part.get_stats
@@ -403,7 +400,7 @@ def test_metrics_count_failures_by_reason_and_pages_by_state(engine):
     }
     states = {state: numbers[f"{PAGES}:('{state}',)"] for state in ("free", "used", "in_flight")}
     assert states == {"free": 256 - 11, "used": 11, "in_flight": 0}
-    defined = KVSwapOffloadingSpec.build_metric_definitions({})
+    defined = MetricsSpec.build_metric_definitions({})
     assert [len(defined[one].labelnames) for one in (FAILURES, PAGES)] == [2, 1]
 
 
@@ -437,8 +434,7 @@ def test_a_lost_device_ends_the_engine(engine):
 
 
 def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
-    """The blocks in front of the first one that failed may be gone. vLLM 0.33 starts over; 0.26 is
-    told nothing, and the blocks are copied a second time."""
+    """The blocks in front of the first one that failed may be gone: vLLM starts over."""
     one, window = prompt(1, 200), 40
     with serving(tmp_path, transfer=RECOMPUTE, window=window) as engine:
         engine.serve({"first": one})
@@ -448,7 +444,6 @@ def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
         assert faults.count["load"] == 1
         expected = expected_tokens(one, 4, window)
         assert [engine.tokens["first"], engine.tokens["again"]] == [expected] * 2
-        assert engine.worker._repeats == (not IS_033)
 
 
 @RUNNERS
@@ -462,36 +457,6 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(tmp_path
         engine.run()
         engine.serve({"new": NEW})
         check(engine, {"new": NEW})
-
-
-@RUNNERS
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.skipif(IS_033, reason="0.33 preempts no request whose step it has not heard of")
-def test_requests_that_are_preempted_before_a_load_has_failed_keep_no_token_of_it(
-    tmp_path, runner, drafts
-):
-    """And lose no other token."""
-    with with_old(tmp_path, runner, is_async=True, drafts=drafts) as engine:
-        faults = Faults(engine, only("load"))
-        engine.add("other", prompt(3, 40), 30)
-        for _ in range(3):
-            engine.step()
-        engine.add("new", NEW)
-        engine.step()
-        assert engine.steps, "it is not reported yet"
-        blocks = engine.scheduler.kv_cache_manager
-        allocate = blocks.allocate_slots
-
-        def no_block_is_free(*_: Any, **__: Any) -> None:
-            if len(engine.scheduler.running) == 1:
-                blocks.allocate_slots = allocate
-
-        blocks.allocate_slots = no_block_is_free
-        engine.run()
-        assert [one.num_preemptions for one in engine.requests.values()] == [0, 1, 1]
-        assert faults.count["load"] == 1
-        check(engine, {"new": NEW})
-        check(engine, {"other": prompt(3, 40)}, 30)
 
 
 @RUNNERS
@@ -622,7 +587,7 @@ def test_requests_that_are_loaded_leave_each_other_room_for_drafts(tmp_path):
     prompts = {"one": prompt(1, 160), "other": prompt(2, 144)}
     with serving(tmp_path, blocks=20, drafts=3, transfer=RECOMPUTE) as engine:
         engine.scheduler.num_lookahead_tokens = 3
-        engine.scheduler._spec_decode_step_blocks = 1  # so 0.33 counts them
+        engine.scheduler._spec_decode_step_blocks = 1  # so vLLM counts them
         for name, tokens in prompts.items():
             engine.serve({name: tokens})
         engine.forget_gpu()

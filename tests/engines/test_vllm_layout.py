@@ -1,25 +1,17 @@
-"""vLLM's caches as layouts, its transfers as lists of ids, and a failed copy that is repeated. Whether
-their bytes are right is tested with the worker."""
+"""vLLM's caches as layouts, and its transfers as lists of ids. Whether their bytes are right is tested
+with the worker."""
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from types import SimpleNamespace as Record
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from gpu_cache import NEW, OLD, keep_busy
 from vllm_contract import caches
 
-from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import retry
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
-from torch_kvswap.layout import PagedLayout
 
 
 def gpu(blocks: list[int], sizes: list[int], indices: list[int]) -> Any:
@@ -88,52 +80,3 @@ def test_a_transfer_of_another_number_of_groups_is_refused():
     move = gpu([1], [1, 0], [0, 0])
     with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
         read_move(move, host(1), [True], 1)
-
-
-def test_decoded_blocks_are_held_until_their_copies_have_ended(monkeypatch):
-    """A copy from pageable memory may read it after the call has returned."""
-    layout = PagedLayout([torch.zeros(6, 4096, dtype=torch.bfloat16)])
-    pool, decoded = HostPool(layout, 3, encoding="lossless"), []
-
-    def read_block(page: int, slot: int) -> torch.Tensor:
-        block = torch.full((8192,), page, dtype=torch.uint8)
-        decoded.append(weakref.ref(block))
-        return block
-
-    def end() -> None:
-        gc.collect()
-        assert len(decoded) == 2
-        assert all(block() is not None for block in decoded)
-
-    monkeypatch.setattr(pool, "read_block", read_block)
-    layout.device, cuda = torch.device("cuda", 1), mock.MagicMock()
-    cuda.Stream.return_value.synchronize.side_effect = end
-    monkeypatch.setattr(torch, "cuda", cuda)
-    places = [Place(0, 4, 2, 0), Place(0, 1, 1, 0)]
-    retry.copy_again([layout], [pool], "load", places, {}, has_run=True)
-    cuda.Stream.return_value.synchronize.assert_called_once()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_run", [False, True])
-@pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, has_run):
-    """has_run: True is the control, a copy that does not wait: it is too early. A store reads the
-    old bytes, and what a load brings is overwritten."""
-    cache = torch.full((6, 1 << 16), OLD, dtype=torch.uint8, device="cuda")
-    layout = PagedLayout([cache])
-    pool = HostPool(layout, 3, 2)
-    pool.pages.fill_(OLD)
-    places = [Place(0, 4, 2, 1)]
-    retry.copy_again([layout], [pool], "load", places, {}, has_run)  # the first one takes longer
-    torch.cuda.synchronize()
-    keep_busy()
-    cache.fill_(NEW)
-    retry.copy_again([layout], [pool], direction, places, {}, has_run)
-    was_busy = not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    assert was_busy is has_run, "it waits for the stream, and only the control does not"
-    if direction == "store":
-        assert pool.pages[2, 1].unique().tolist() == [OLD if has_run else NEW]
-    else:
-        assert cache[4].unique().tolist() == [NEW if has_run else OLD]

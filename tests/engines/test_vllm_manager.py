@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,6 @@ Access = manager_module.Access
 HIT, MISS = base.LookupResult.HIT, base.LookupResult.MISS
 PENDING = base.LookupResult.HIT_PENDING
 METRIC = "vllm:kv_offload_cpu_cache_usage_perc"
-IS_FENCED = hasattr(base.OffloadingManager, "on_reset_flushed")
-HAS_METADATA_EVENTS = hasattr(base.OffloadingEvent, "metadata_only")  # 0.33
-HAS_POSITIONS = hasattr(base.ReqContext, "set_offload_key_position")
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 SEEDS = range(4)
 needs_vllm = pytest.mark.skipif(not IS_REAL, reason="vLLM is not here")
@@ -37,9 +33,8 @@ def keys(*places: int, prompt: int = 0) -> list[bytes]:
 
 def request(name: str = "request", prompt: int = 0) -> Any:
     made = base.ReqContext(name)
-    if HAS_POSITIONS:
-        for place in range(100):
-            made.set_offload_key_position(key(prompt, place), 16 * (place + 1))
+    for place in range(100):
+        made.set_offload_key_position(key(prompt, place), 16 * (place + 1))
     return made
 
 
@@ -73,8 +68,7 @@ def pages_of(spec: Any) -> list[int]:
 
 
 def event(*places: int, removed: bool = False) -> Any:
-    medium = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
-    return base.OffloadingEvent(keys(*places), medium, removed)
+    return base.OffloadingEvent(keys(*places), base.Medium.CPU, removed)
 
 
 def evicted_one_by_one(of: Any, count: int) -> list[bytes]:
@@ -97,11 +91,11 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
     loading: list[tuple[Any, list[bytes]]] = []
     for step in range(3000):
         some = [key(0, n % 15, n // 15) for n in random_.sample(range(30), random_.randint(1, 6))]
-        action = random_.randrange(5)
+        action = random_.randrange(4)
         if random_.random() < 0.01:
             ours.reset_cache()
             of_jobs = [*filling, *(of_load for _, of_load in loading)]
-            held |= {page_of[one] for of_job in of_jobs for one in of_job if IS_FENCED}
+            held |= {page_of[one] for of_job in of_jobs for one in of_job}
             state, filling, loading = {}, [], []
         if random_.random() < 0.05:
             ours.on_reset_flushed()
@@ -134,8 +128,6 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
         elif action == 3 and loading:
             context, of_load = loading.pop(random_.randrange(len(loading)))
             ours.complete_load(set(of_load), context)
-        else:
-            ours.touch(some, request())
         for one in some:
             assert ours.lookup(one, asks) is state.get(one, MISS)
         in_front = list(itertools.takewhile(state.get, some))
@@ -194,18 +186,14 @@ def test_with_a_threshold_a_block_is_stored_when_it_was_offered_so_often():
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("has_positions", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_keys_of_a_request_are_in_the_order_of_its_prompt(seed, has_positions, groups):
+def test_the_keys_of_a_request_are_in_the_order_of_its_prompt(seed, groups):
     """However it names them: ranges of each group that go on, come again, leave some out or come
     back to them, as vLLM does."""
     chosen, context, seen = random.Random(seed), base.ReqContext("request"), list[bytes]()
     every = [key(0, place, group) for place in range(60) for group in range(groups)]
     places = {one: 16 * (at // groups + 1) for at, one in enumerate(every)}
-    if has_positions:
-        context.get_offload_key_position = places.get
-    else:
-        context = SimpleNamespace(req_id="request")  # 0.26
+    context.get_offload_key_position = places.__getitem__
     access, end = Access(None, None), 0
     for _ in range(40):
         begin = chosen.choice([0, end, end, chosen.randrange(50)])
@@ -214,11 +202,10 @@ def test_the_keys_of_a_request_are_in_the_order_of_its_prompt(seed, has_position
         some = [one for group in range(groups) for one in every[group::groups][begin:end:step]]
         access.see(context, some)
         seen += [one for one in some if one not in seen]
-        if has_positions:
-            seen.sort(key=places.__getitem__)
+        seen.sort(key=places.__getitem__)
         assert access.keys == seen
         part = chosen.sample(seen, chosen.randrange(1, len(seen) + 1))
-        in_order = sorted(part, key=places.__getitem__ if has_positions else seen.index)
+        in_order = sorted(part, key=places.__getitem__)
         assert access.sort(part) == in_order
         known = set(chosen.sample(seen, len(seen) // 2))
         in_front = [one for one in seen[: seen.index(in_order[0])] if one in known]
@@ -266,7 +253,7 @@ def test_without_events_nothing_is_kept():
 
 @pytest.mark.parametrize("whose", ["ours", pytest.param("theirs", marks=needs_vllm)])
 def test_a_failed_store_tells_vllm_to_drop_what_it_kept_for_the_event(whose):
-    """But not of a key that is stored again by then. 0.26 keeps nothing."""
+    """But not of a key that is stored again by then."""
     of = manager(events=True) if whose == "ours" else theirs(enable_events=True)
     store(of, request(), 1)
     one = request()
@@ -274,12 +261,8 @@ def test_a_failed_store_tells_vllm_to_drop_what_it_kept_for_the_event(whose):
         of.prepare_store(keys(*places), one)
         of.complete_store(set(keys(*places)), one, success=False)
     of.prepare_store(keys(3), request("again"))
-    said = [
-        (sorted(some.keys), some.removed, getattr(some, "metadata_only", False))
-        for some in of.take_events()
-    ]
-    dropped = [(keys(2), True, True), (keys(4), True, True)] if HAS_METADATA_EVENTS else []
-    assert said == [(keys(1), False, False), *dropped]
+    said = [(sorted(some.keys), some.removed, some.metadata_only) for some in of.take_events()]
+    assert said == [(keys(1), False, False), (keys(2), True, True), (keys(4), True, True)]
     assert list(of.take_events()) == []
 
 
@@ -290,8 +273,6 @@ def test_the_histogram_of_allocations_has_stores_that_found_no_room(threshold):
     for of in (manager(threshold=threshold), theirs(store_threshold=threshold)):
         for name, places in enumerate(((1, 2, 3), (1, 2, 3), (4, 5), (4, 5, 6))):
             one = request(str(name))
-            for each in keys(*places):
-                of.lookup(each, one)  # 0.26 counts these, 0.33 offers
             output = of.prepare_store(keys(*places), one)
         assert output is None
         said.append(of.get_stats().reduce())
@@ -325,13 +306,11 @@ def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
         ours.on_new_request(one)
     store(ours, running, 1)
     ours.reset_cache()
-    if IS_FENCED:
-        ours.on_reset_flushed()
+    ours.on_reset_flushed()
     for _ in range(2):
         output = ours.prepare_store(keys(1, 2), running)
         said = output.keys_to_store, pages_of(output.store_spec), output.evicted_keys
         assert said == ([], [], [])
-        ours.on_request_finished(running)  # vLLM 0.26 says so before the last store
     assert ours.prepare_store(keys(1), without_stores).keys_to_store == []
     assert ours.lookup(key(0, 1), waiting) is MISS  # it starts
     assert ours.prepare_store(keys(1), waiting).keys_to_store == keys(1)
@@ -356,10 +335,7 @@ def test_a_reset_forgets_what_requests_have_had():
     assert evicted_one_by_one(ours, 4) == keys(3, 2)
 
 
-@pytest.mark.parametrize("is_fenced", [True, False])
-def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them(is_fenced, monkeypatch):
-    """is_fenced: False is vLLM 0.26, which does not tell when they have."""
-    monkeypatch.setattr(manager_module, "IS_033", is_fenced)
+def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them():
     ours, one, other = manager(), request(), request("other", 1)
     store(ours, one, 0, 1)
     held = [
@@ -367,24 +343,15 @@ def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them(is_f
         *ours.prepare_store(keys(2), one).store_spec.block_ids,
     ]
     ours.reset_cache()
-    if is_fenced:
-        assert ours.prepare_store(keys(0, 1, prompt=1), other) is None
-        output = ours.prepare_store(keys(0, prompt=1), other)
-        assert not {*output.store_spec.block_ids} & {*held}
-        ours.on_reset_flushed()
-        ours.on_reset_flushed()
+    assert ours.prepare_store(keys(0, 1, prompt=1), other) is None
+    output = ours.prepare_store(keys(0, prompt=1), other)
+    assert not {*output.store_spec.block_ids} & {*held}
+    ours.on_reset_flushed()
+    ours.on_reset_flushed()
     assert len(ours.prepare_store(keys(1, 2, 3, prompt=1), other).keys_to_store) == 3
 
 
 # Eviction
-
-
-def test_what_was_touched_is_evicted_last_and_of_a_prompt_the_end_first():
-    ours = manager()
-    store(ours, request(), 1, 2, 3, 4)
-    ours.touch(keys(1, 2), request())
-    assert store(ours, request(), 5, 6) == keys(4, 3)
-    assert store(ours, request(), 7) == keys(2)
 
 
 @POLICIES
@@ -410,8 +377,7 @@ def test_stores_that_end_after_the_request_in_any_order_go_before_its_head(polic
     assert evicted_one_by_one(ours, 6) == keys(5, 4, 3, 2, 1, 0)
 
 
-OF_033 = pytest.mark.skipif(not (IS_REAL and HAS_POSITIONS), reason="vLLM 0.33 is not here")
-MANAGERS = pytest.mark.parametrize("make", [manager, pytest.param(theirs, marks=OF_033)])
+MANAGERS = pytest.mark.parametrize("make", [manager, pytest.param(theirs, marks=needs_vllm)])
 
 
 @MANAGERS
@@ -445,7 +411,6 @@ def test_a_request_that_has_ended_is_newer_than_one_that_came_later():
     assert evicted_one_by_one(ours, 2) == keys(1, 0, prompt=1)
 
 
-@pytest.mark.skipif(not HAS_POSITIONS, reason="0.26 has no positions")
 @POLICIES
 def test_chunks_that_are_stored_later_than_those_behind_them_keep_their_place(policy):
     ours, one = manager(6, policy), request()
@@ -459,8 +424,6 @@ def test_for_arc_what_a_request_has_stored_itself_is_not_used_twice():
     """Only what another request has found is kept when others come."""
     ours, one, another = manager(policy="arc"), request("1"), request("2", 1)
     store(ours, one, 0, 1)
-    if not HAS_POSITIONS:
-        ours.touch(keys(0, 1), one)
     assert store(ours, one, 0, 1) == []  # it was preempted, and is offered again
     ours.on_request_finished(one)
     store(ours, another, 0, 1, prompt=1)
@@ -470,19 +433,6 @@ def test_for_arc_what_a_request_has_stored_itself_is_not_used_twice():
     ours.on_request_finished(again)
     assert evicted_one_by_one(ours, 2) == keys(1, 0)
     assert ours._blocks.stats().idle_pages == 4
-
-
-def test_without_positions_a_touch_of_all_keys_tells_their_order():
-    """0.26 calls it at the first lookup."""
-    ours, before, one = manager(6), request("1"), request("2")
-    store(ours, before, 3)
-    if HAS_POSITIONS:
-        one.get_offload_key_position = lambda key: None
-    ours.touch(keys(0, 1, 2, 3, 4), one)
-    for place in (0, 1, 2, 4):
-        store(ours, one, place)
-    ours.on_request_finished(one)
-    assert evicted_one_by_one(ours, 6) == keys(4, 3, 2, 1, 0)
 
 
 # Traffic
@@ -535,7 +485,7 @@ class Traffic:
         keys = [key(document, place) for place in range(length)]
         self.number += 1
         context = base.ReqContext(str(self.number))
-        for place, one in enumerate(keys) if HAS_POSITIONS else ():
+        for place, one in enumerate(keys):
             context.set_offload_key_position(one, 16 * (place + 1))
         manager.on_new_request(context)
         found = 0
@@ -559,8 +509,6 @@ class Traffic:
             request.stored = request.computed
             if output.keys_to_store:
                 request.open_stores.append(output.keys_to_store)
-        if not HAS_POSITIONS:
-            manager.touch(request.keys, request.context)
 
 
 def rates(make: Any, share: float) -> float:
@@ -587,7 +535,7 @@ def test_under_chunked_prefill_more_is_found_than_without_an_order(policy, share
     assert found > rates(lambda pages: _Unordered(pages, policy, 0, False), share)
 
 
-@OF_033
+@needs_vllm
 def test_under_chunked_prefill_arc_finds_as_much_as_that_of_vllm():
     """With few pages. With room for 30 % it finds 0.558, that of vLLM, which is not ARC, 0.572."""
     found = rates(lambda pages: manager(pages, "arc"), 0.1)
@@ -611,7 +559,7 @@ def stored_and_evicted(make: Any, seed: int) -> list[Any]:
     return said
 
 
-@OF_033
+@needs_vllm
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lru_stores_and_evicts_what_vllm_does(seed):
     """Stores end after their requests, and after requests that ended later."""

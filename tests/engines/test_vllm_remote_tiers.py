@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from patience import in_time
 from processes import free_port
-from vllm_serving import CHUNKS, IS_033, PROMPTS, Serving, check, serving
+from vllm_serving import CHUNKS, PROMPTS, Serving, check, serving
 from vllm_tiers import TIERS
 
 pytest.importorskip("nixl")
@@ -67,7 +67,6 @@ def test_objects_are_found_by_the_next_engine(tmp_path: Path, bucket: str, verif
             assert loaded(engine) == found
 
 
-@pytest.mark.skipif(not IS_033, reason="0.26's own tier hangs in shutdown() when its peer is gone")
 @DIGESTS
 def test_a_peer_gets_the_rows_of_a_prompt(tmp_path: Path, verify: str) -> None:
     """One engine computes prompts for another one, on another port of this machine."""

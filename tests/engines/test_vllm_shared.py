@@ -18,8 +18,6 @@ from served_engine import server_process
 from served_engine import serving as page_server
 from vllm_contract import bytes_of
 from vllm_engine import (
-    HAS_REPLICAS,
-    SPEC,
     KVSwapOffloadingSpec,
     Ranks,
     base,
@@ -32,11 +30,8 @@ from vllm_engine import (
 from vllm_serving import (
     BLOCK,
     CHUNKS,
-    DOORS,
-    IS_033,
     PROMPTS,
     SCHEDULERS,
-    THEIRS,
     Faults,
     Serving,
     again,
@@ -65,13 +60,11 @@ def path(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def engine(
-    folder: Path, name: str, door: dict[str, Any] | None = None, **how: Any
-) -> Iterator[Serving]:
+def engine(folder: Path, name: str, **how: Any) -> Iterator[Serving]:
     extra = {"host_server": f"unix:{folder}/pages", "cpu_bytes_to_use": None}
-    extra |= how.pop("extra", {}) | (SPEC if door else {})
+    extra |= how.pop("extra", {})
     recompute = {"engine_id": name, "kv_load_failure_policy": "recompute"}
-    with serving(folder, transfer=recompute | (door or {}), extra=extra, **how) as made:
+    with serving(folder, transfer=recompute, extra=extra, **how) as made:
         yield made
 
 
@@ -94,13 +87,12 @@ def nothing_is_held(server: Any) -> bool:
     return bool(of.free_pages + of.idle_pages == of.pages)
 
 
-@DOORS
 @SCHEDULERS
 @pytest.mark.parametrize(("ranks", "chunk"), [({}, 1), (TWO, 2)], ids=["one rank", "two ranks"])
-def test_an_engine_finds_what_another_has_stored(folder, path, door, is_async, ranks, chunk):
+def test_an_engine_finds_what_another_has_stored(folder, path, is_async, ranks, chunk):
     how: dict[str, Any] = {"is_async": is_async, "extra": {"blocks_per_chunk": chunk}, **ranks}
     with page_server(path, 128) as server:
-        with engine(folder, "a", door, **how) as a, engine(folder, "b", door, **how) as b:
+        with engine(folder, "a", **how) as a, engine(folder, "b", **how) as b:
             a.serve(PROMPTS)
             check(a, PROMPTS)
             chunks = sum(len(one) // (BLOCK * chunk) for one in PROMPTS.values())
@@ -114,17 +106,14 @@ def test_an_engine_finds_what_another_has_stored(folder, path, door, is_async, r
         assert in_time(lambda: nothing_is_held(server))
 
 
-@DOORS
 @pytest.mark.parametrize(("ranks", "pages"), [({}, 12), (TWO, 12), ({}, 32)])
-def test_tokens_are_right_while_two_engines_evict_each_others_pages(
-    folder, path, door, ranks, pages
-):
+def test_tokens_are_right_while_two_engines_evict_each_others_pages(folder, path, ranks, pages):
     """Steps of both take turns. Requests are aborted, and the GPU forgets."""
     chance = random.Random(pages)
     documents = [prompt(100 + n, 120) for n in range(12)]
     with page_server(path, pages * ranks.get("workers", 1)) as server:
         how: dict[str, Any] = {"blocks": 32, "batched": 64, **ranks}
-        with engine(folder, "a", door, **how) as a, engine(folder, "b", door, **how) as b:
+        with engine(folder, "a", **how) as a, engine(folder, "b", **how) as b:
             asked: dict[tuple[int, str], list[int]] = {}
             for turn in range(120):
                 which = chance.randrange(2)
@@ -133,8 +122,7 @@ def test_tokens_are_right_while_two_engines_evict_each_others_pages(
                 one.add(name, asked[which, name], 2)
                 for _ in range(chance.randrange(6)):
                     (a, b)[chance.randrange(2)].step()
-                # vLLM 0.26 has an assertion of its own that fails after aborts (vllm#55503).
-                if chance.random() < 0.1 and name not in one.ends and (IS_033 or not door):
+                if chance.random() < 0.1 and name not in one.ends:
                     one.abort(name)
                     del asked[which, name]
                 if chance.random() < 0.1 and not one.is_busy:
@@ -261,15 +249,15 @@ def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> 
     raise AssertionError(moment)
 
 
-@pytest.mark.parametrize(("door", "ranks"), [({}, {}), (THEIRS, {}), ({}, TWO)])
+@pytest.mark.parametrize("ranks", [{}, TWO])
 @pytest.mark.parametrize("moment", ["lookup", "load", "store"])
 def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next(
-    folder, path, door, ranks, moment
+    folder, path, ranks, moment
 ):
     with (
         server_process(path, 128) as server,
-        engine(folder, "a", door, **ranks) as a,
-        engine(folder, "b", door, **ranks) as b,
+        engine(folder, "a", **ranks) as a,
+        engine(folder, "b", **ranks) as b,
     ):
         assert is_joined(a)
         a.serve(PROMPTS)
@@ -439,12 +427,11 @@ def test_an_engine_starts_without_a_server_and_uses_one_that_comes(folder, path,
             assert loaded(a) == CHUNKS
 
 
-@DOORS
 @SCHEDULERS
-def test_a_reset_forgets_the_blocks_of_all_engines_and_loses_no_page(folder, path, door, is_async):
+def test_a_reset_forgets_the_blocks_of_all_engines_and_loses_no_page(folder, path, is_async):
     how = {"is_async": is_async}
     with page_server(path, 128) as server:
-        with engine(folder, "a", door, **how) as a, engine(folder, "b", door, **how) as b:
+        with engine(folder, "a", **how) as a, engine(folder, "b", **how) as b:
             b.serve(PROMPTS)
             for turn in range(6):  # each reset finds jobs that have not ended
                 more = {f"{turn} {name}": [turn, *one] for name, one in PROMPTS.items()}
@@ -517,12 +504,9 @@ def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path
         a.shutdown()
 
 
-@DOORS
 @SCHEDULERS
-def test_an_engine_without_requests_has_no_page_and_stores_the_next_prompts(
-    folder, path, door, is_async
-):
-    with page_server(path, 512) as server, engine(folder, "a", door, is_async=is_async) as a:
+def test_an_engine_without_requests_has_no_page_and_stores_the_next_prompts(folder, path, is_async):
+    with page_server(path, 512) as server, engine(folder, "a", is_async=is_async) as a:
         for turn in range(1, 4):
             a.serve({f"{turn} {name}": [turn, *one] for name, one in PROMPTS.items()})
             assert in_time(lambda: nothing_is_held(server))
@@ -628,7 +612,7 @@ class ServedRanks(Ranks):
     def __init__(self, name: str, path: str, *of_ranks: Any, **how: Any) -> None:
         def spec(rank: int) -> KVSwapOffloadingSpec:
             settings = config(len(of_ranks), rank=rank, host_server=f"unix:{path}", **how)
-            return KVSwapOffloadingSpec(replace(settings, engine_id=name), repeats=False)
+            return KVSwapOffloadingSpec(replace(settings, engine_id=name))
 
         super().__init__(spec, of_ranks, storing=1 if how.get("replicated") else None)
         self.caches, self.context = of_ranks, self.request(name)
@@ -705,7 +689,6 @@ def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, wide, encodi
         b.shutdown()
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_ranks_with_equal_caches_share_one_copy_also_with_an_engine_of_one_rank(folder, path):
     how: dict[str, Any] = {"block_bytes": 4096}
     with page_server(path, 64):
@@ -762,29 +745,23 @@ def test_pages_below_are_those_of_equal_engines(folder, path, seed, ranks, found
 
 
 def refused(**how: Any) -> str:
-    repeats = how.pop("repeats", False)
     with pytest.raises(ValueError, match="kv_connector_extra_config") as error:
-        KVSwapOffloadingSpec(config(**{"host_server": "unix:/s", **how}), repeats=repeats)
+        KVSwapOffloadingSpec(config(**{"host_server": "unix:/s", **how}))
     return str(error.value)
 
 
-def test_what_engines_cannot_share_is_refused(folder, monkeypatch):
+def test_what_engines_cannot_share_is_refused(folder):
     for name in ("pp_size", "pcp_size", "dcp_size"):
         settings = config(2, host_server="unix:/s")
         settings = replace(settings, parallel=replace(settings.parallel, **{name: 2}))
         with pytest.raises(ValueError, match="which must be 1 there; set cpu_bytes_to_use"):
             KVSwapOffloadingSpec(settings)
-    for option in ({"encoding": "lossless", "block_bytes": 4096}, {"verify": "load"}):
-        assert "leave these out, or use KVSwapConnector" in refused(**option, repeats=True)
     assert refused(cpu_bytes_to_use=10) == (
         "kv_connector_extra_config: cpu_bytes_to_use is 10, but the server at unix:/s has the host "
         "memory and its index; leave cpu_bytes_to_use out"
     )
     assert "eviction_policy is 'arc'" in refused(eviction_policy="arc")
     assert "host_server is '/s'; it must be \"unix:PATH\"" in refused(host_server="/s")
-    monkeypatch.delenv("PYTHONHASHSEED")
-    if not IS_033:
-        assert "set the environment variable PYTHONHASHSEED=0 in all of them" in refused()
 
 
 @pytest.mark.parametrize(

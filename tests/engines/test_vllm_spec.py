@@ -1,10 +1,7 @@
-"""vLLM finds our spec, agrees with it about the configuration, and its own worker runs on our
-copies.
-"""
+"""vLLM agrees with our spec about the configuration."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -17,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from patience import PATIENCE
 from vllm_contract import bytes_of
 from vllm_engine import (
-    HAS_REPLICAS,
     CPULoadStoreSpec,
     KVSwapOffloadingSpec,
     Ranks,
@@ -34,10 +29,7 @@ from vllm_engine import (
 from vllm_tiers import on_one_host
 
 from torch_kvswap.host_pool import system
-from torch_kvswap.integrations.vllm import patch_ops
-from torch_kvswap.ops import swap_blocks_batch
-
-ROOT = Path(__file__).parents[2]
+from torch_kvswap.integrations.vllm.connector import MetricsSpec
 
 
 @pytest.mark.parametrize(
@@ -130,7 +122,6 @@ def test_a_worker_without_layers_says_so():
 MLA_BYTES = 61 * 64 * 576 * 2  # a block of 64 tokens in 61 layers
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 @pytest.mark.parametrize(("replicated", "pages"), [(True, 15279), (False, 1909)])
 def test_what_all_workers_have_is_kept_once(replicated, pages):
     """As many chunks as vLLM's own spec has, which takes a whole page of memory for each."""
@@ -140,7 +131,6 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
     assert (64 << 30) // (-(-MLA_BYTES // 4096) * 4096 * (1 if replicated else 8)) == pages
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
     on_one_host(monkeypatch)
 
@@ -179,7 +169,6 @@ WORKER = """
 """
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_workers_of_several_hosts_that_would_share_a_pool_are_refused_at_once(tmp_path):
     said = said_by_two(WORKER, tmp_path)
     refused = (
@@ -252,7 +241,6 @@ def test_a_cache_that_cannot_be_encoded_is_refused_by_its_type(dtype, block):
         KVSwapOffloadingSpec(settings)
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_workers_that_share_pages_cannot_encode_them():
     options = {"encoding": "lossless", "cpu_bytes_to_use": 10 << 20}
     with pytest.raises(ValueError, match="the 8 workers have the same cache and share raw pages"):
@@ -261,13 +249,11 @@ def test_workers_that_share_pages_cannot_encode_them():
 
 @pytest.mark.parametrize("windows", [(None, 1), (4, None), (1, 2)])
 def test_chunks_of_which_vllm_may_store_a_part_are_refused(windows):
-    why = "sliding windows or" if HAS_REPLICAS else "several groups of layers, and vLLM 0.26 does"
-    with pytest.raises(ValueError, match=f"chunks of 2 blocks, but this model has {why}"):
+    with pytest.raises(ValueError, match="chunks of 2 blocks, but this model has sliding windows"):
         KVSwapOffloadingSpec(config(1, 2, windows=windows, cpu_bytes_to_use=5000))
     assert KVSwapOffloadingSpec(config(1, 1, windows=windows, cpu_bytes_to_use=5000)).num_pages == 5
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 does not tell which groups have windows")
 def test_several_groups_without_windows_can_have_larger_chunks():
     spec = KVSwapOffloadingSpec(config(1, 2, windows=(None, None), cpu_bytes_to_use=5000))
     assert spec.num_pages == 2
@@ -287,12 +273,11 @@ def test_every_metric_of_the_manager_is_defined(threshold):
     output = spec.get_manager().prepare_store(keys(1, 2), base.ReqContext("r"))
     assert output is not None
     said: dict[str, Any] = spec.get_manager().get_stats().reduce()
-    defined = KVSwapOffloadingSpec.build_metric_definitions(extra)
+    defined = MetricsSpec.build_metric_definitions(extra)
     assert said
     assert not [name for name in said if not any(name.startswith(each) for each in defined)]
 
 
-@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no such metric")
 def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm():
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -303,7 +288,7 @@ def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm():
     said = ours.get_manager().config_info()
     assert said == theirs.get_manager().config_info()
     assert said[0]["cpu_kv_cache_size_bytes"] == 6 * 2 * 2 * 4096
-    assert ours.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
+    assert MetricsSpec.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
 
 
 def test_what_is_sent_to_workers_is_small_and_survives_pickling():
@@ -313,86 +298,3 @@ def test_what_is_sent_to_workers_is_small_and_survives_pickling():
     assert len(sent) < 8 * 1000 + 500
     again = pickle.loads(sent)
     assert again.block_ids.tolist() == output.store_spec.block_ids.tolist()
-
-
-@pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's module of ops, as it was afterwards."""
-    from vllm import _custom_ops
-
-    monkeypatch.setattr(_custom_ops, "swap_blocks_batch", _custom_ops.swap_blocks_batch)
-    return _custom_ops
-
-
-def test_patch_ops_puts_our_copies_under_the_worker_of_vllm_and_says_what_it_keeps(ops, caplog):
-    from vllm.v1.kv_offload.cpu import gpu_worker
-
-    with caplog.at_level("INFO"):
-        said = patch_ops()
-    assert "Triton kernel still copies loads of 16 or more pieces" in said
-    assert said in caplog.text
-    assert ops.swap_blocks_batch is swap_blocks_batch
-    large = [[base.CanonicalKVCacheRef(0, 1 << 20)]]
-    for to_cpu in (True, False):
-        assert gpu_worker._select_swap_blocks_fn(large, to_cpu) is swap_blocks_batch
-    assert patch_ops() == said
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (None, "patched: False"),
-        ("1", "patched: True"),
-        ("yes", "ValueError: KVSWAP_PATCH_OPS is 'yes'; expected 0 or 1"),
-    ],
-)
-def test_vllm_patches_its_ops_in_every_process_if_the_environment_asks_for_it(
-    tmp_path, asked, said
-):
-    """The metadata from which vLLM has its plugins is here that of the checkout."""
-    lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    at = lines.index('[project.entry-points."vllm.general_plugins"]')
-    name, plugin = lines[at + 1].split(" = ")
-    metadata = tmp_path / "torch_kvswap-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: torch_kvswap\nVersion: 0\n")
-    group = f"[vllm.general_plugins]\n{name} = {json.loads(plugin)}\n"
-    (metadata / "entry_points.txt").write_text(group)
-    code = (
-        "from vllm.plugins import load_general_plugins\n"
-        "load_general_plugins()\n"
-        "from vllm import _custom_ops\n"
-        "from torch_kvswap.ops import swap_blocks_batch\n"
-        "print('patched:', _custom_ops.swap_blocks_batch is swap_blocks_batch)\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "KVSWAP_PATCH_OPS"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    environment |= {} if asked is None else {"KVSWAP_PATCH_OPS": asked}
-    how: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True}
-    run = subprocess.run([sys.executable, "-c", code], text=True, **how)
-    assert said in run.stdout + run.stderr
-
-
-def test_patch_ops_comes_too_late_when_the_worker_was_built(ops):
-    from vllm.v1.kv_offload.cpu import gpu_worker
-
-    before = ops.swap_blocks_batch
-    built = object.__new__(gpu_worker.SingleDirectionOffloadingHandler)
-    with pytest.raises(
-        RuntimeError, match="must be called before vLLM builds its offloading worker"
-    ):
-        patch_ops()
-    assert ops.swap_blocks_batch is before
-    del built
-
-
-def test_our_copies_take_what_the_worker_of_vllm_passes(ops):
-    patch_ops()
-    source = torch.randint(256, (4, 64), dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    rows = torch.arange(4) * 64
-    sizes = torch.full((4,), 64)
-    ops.swap_blocks_batch(
-        source.data_ptr() + rows, target.data_ptr() + rows, sizes, is_src_access_order_any=True
-    )
-    assert torch.equal(source, target)

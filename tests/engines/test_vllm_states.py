@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from vllm_serving import (
-    IS_033,
     RECOMPUTE,
     RUNNERS,
     SCHEDULERS,
@@ -15,7 +14,6 @@ from vllm_serving import (
     serving,
 )
 
-pytestmark = pytest.mark.skipif(not IS_033, reason="vLLM 0.26 is not tested with states")
 OLD = prompt(1, 6 * 16 + 1)
 
 

@@ -13,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from patience import PATIENCE, in_time
-from vllm_contract import bytes_of, submit
+from vllm_contract import bytes_of
 from vllm_engine import base, bf16_cache, caches, folder, keys
 from vllm_serving import (
     BLOCK,
     CHUNKS,
-    DOORS,
-    IS_033,
     PROMPTS,
     RECOMPUTE,
     RUNNERS,
     SCHEDULERS,
-    THEIRS,
     Faults,
     RandomRequests,
     Serving,
@@ -40,9 +36,9 @@ from vllm_serving import (
 from vllm_tiers import TieredRanks, files, tier
 
 from torch_kvswap.host_pool import description
-from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import tiering as tiering_module
-from torch_kvswap.integrations.vllm import worker as worker_module
+from torch_kvswap.integrations.vllm.connector import MetricsSpec
+from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 
 __all__ = ["folder"]
 
@@ -74,11 +70,10 @@ def nothing_is_held(engine: Serving) -> bool:
     return bool(stats.free_pages + stats.idle_pages == stats.pages)
 
 
-@DOORS
 @SCHEDULERS
 @pytest.mark.parametrize("chunk", [1, 2])
-def test_a_new_engine_finds_all_chunks_that_an_old_one_left(folder, door, is_async, chunk):
-    how = {"extra": tier(folder, blocks_per_chunk=chunk), "transfer": door, "is_async": is_async}
+def test_a_new_engine_finds_all_chunks_that_an_old_one_left(folder, is_async, chunk):
+    how = {"extra": tier(folder, blocks_per_chunk=chunk), "is_async": is_async}
     with serving(folder, **how) as engine:
         engine.serve(PROMPTS)
         check(engine, PROMPTS)
@@ -111,9 +106,8 @@ def test_a_request_whose_load_failed_is_computed_although_the_tier_has_it(folder
         assert nothing_is_held(engine)
 
 
-@DOORS
-def test_a_short_row_is_computed_again_and_stored_again(folder, door):
-    how = {"extra": tier(folder), "transfer": door}
+def test_a_short_row_is_computed_again_and_stored_again(folder):
+    how = {"extra": tier(folder)}
     one = {"first": prompt(1, 100)}
     with serving(folder, **how) as engine:
         engine.serve(one)
@@ -149,7 +143,6 @@ def test_a_damaged_row_is_computed_again_and_not_read_again(folder, runner, is_a
             engine.forget_gpu()
             if is_reset:
                 engine.scheduler.connector.reset_cache()
-                engine.serve({"another": prompt(2, 33)})  # until then 0.26 reads nothing
         assert nothing_is_held(engine)
 
 
@@ -195,16 +188,15 @@ class Stores:
             instead()
             real(*arguments)
 
-        self.count, name = 0, "batch_store_block" if IS_033 else "store_block"
+        self.count, name = 0, "batch_store_block"
         real = getattr(manager, name)
         patch.setattr(manager, name, store)
 
 
-@DOORS
-def test_while_a_tier_hangs_requests_are_served_and_stores_are_dropped(folder, door, monkeypatch):
+def test_while_a_tier_hangs_requests_are_served_and_stores_are_dropped(folder, monkeypatch):
     goes_on = threading.Event()
     stores = Stores(monkeypatch, lambda: goes_on.wait(PATIENCE) and None)
-    with serving(folder, extra=tier(folder), transfer=door, pages=8) as engine:
+    with serving(folder, extra=tier(folder), pages=8) as engine:
         try:
             for name, one in PROMPTS.items():
                 engine.add(name, one)
@@ -249,16 +241,14 @@ def serve_with_resets(engine: Serving, resets: int) -> None:
         engine.forget_gpu()
 
 
-@DOORS
 @SCHEDULERS
-def test_resets_lose_no_pages(folder, door, is_async):
-    how = {"extra": tier(folder), "transfer": door, "is_async": is_async}
+def test_resets_lose_no_pages(folder, is_async):
+    how = {"extra": tier(folder), "is_async": is_async}
     with serving(folder, pages=64, **how) as engine:
         serve_with_resets(engine, 12)
         assert nothing_is_held(engine)
 
 
-@pytest.mark.skipif(not IS_033, reason="0.26 does not say when workers have ended their jobs")
 def test_pages_are_lost_if_the_end_of_a_reset_is_not_told(folder, monkeypatch):
     """The control of the test above."""
     manager = tiering_module.KVSwapTieringManager
@@ -268,44 +258,35 @@ def test_pages_are_lost_if_the_end_of_a_reset_is_not_told(folder, monkeypatch):
         assert not nothing_is_held(engine)
 
 
-@DOORS
 @SCHEDULERS
-def test_an_engine_that_has_slept_finds_its_rows(folder, door, is_async):
-    with serving(folder, extra=tier(folder), transfer=door, is_async=is_async) as engine:
+def test_an_engine_that_has_slept_finds_its_rows(folder, is_async):
+    with serving(folder, extra=tier(folder), is_async=is_async) as engine:
         engine.serve(PROMPTS)
         for turn in range(3):
-            if IS_033 or not door:  # vLLM 0.26 ends the engine after aborts and resets (vllm#55503)
-                engine.add(f"aborted {turn}", prompt(40 + turn, 300), 50)
-                for _ in range(3):
-                    engine.step()
+            engine.add(f"aborted {turn}", prompt(40 + turn, 300), 50)
+            for _ in range(3):
+                engine.step()
             engine.sleep_and_wake()
             promoted = Promoted(engine)
-            engine.serve({f"before {turn}": prompt(50 + turn, 33)})  # until then 0.26 reads nothing
             engine.serve(again(turn))
             check(engine, again(turn))
             assert promoted.count == CHUNKS
         assert nothing_is_held(engine)
 
 
-@pytest.mark.parametrize(
-    ("door", "damages"),
-    [({}, False), (THEIRS, False), ({}, True)],
-    ids=["ours", "theirs", "ours damaged"],
-)
+@pytest.mark.parametrize("damages", [False, True])
 @SCHEDULERS
-def test_random_requests_are_served_right_from_all_tiers(folder, door, damages, is_async):
+def test_random_requests_are_served_right_from_all_tiers(folder, damages, is_async):
     """Prompts with common beginnings, prefilled in pieces, preempted and aborted, with little host
     memory. Rows may be damaged meanwhile."""
     chosen = random.Random(11)
     extra = tier(folder, verify="load" if damages else "off")
-    how = {"extra": extra, "transfer": {**door, **RECOMPUTE}, "is_async": is_async}
+    how = {"extra": extra, "transfer": RECOMPUTE, "is_async": is_async}
     with serving(folder, **how, blocks=28, pages=24, batched=64) as engine:
         promoted = Promoted(engine)
         requests = RandomRequests(engine, chosen)
-        # Under its own connector vLLM 0.26 ends the engine after some aborts (vllm#55503).
-        aborts = 0.4 if IS_033 or not door else 0
         for _ in range(40):
-            requests.go_on(5, aborts=aborts)
+            requests.go_on(5, aborts=0.4)
             rows = sorted(files(folder))
             if damages and rows and chosen.random() < 0.3:
                 damage(chosen.choice(rows))
@@ -343,44 +324,6 @@ def test_a_row_has_the_blocks_of_all_ranks_also_after_a_restart(folder, encoding
         assert [bytes_of(one, block) for block in range(11, 5, -1)] == right
 
 
-@pytest.mark.parametrize("wide", [[(1, 3)], [(), (1, 3)]], ids=["one rank", "two ranks"])
-def test_a_chunk_of_which_a_block_does_not_fit_is_in_no_tier(folder, wide):
-    ranks = [bf16_cache(wide=of_rank) for of_rank in wide]
-    engine = TieredRanks(folder, ranks, block_bytes=4096, encoding="lossless")
-    request = engine.request("r")
-    engine.store(request, keys(1, 2, 3), [1, 2, 3])
-    assert len(files(folder)) == 1
-    assert engine.found(request, keys(1, 2, 3)) == ["MISS", "HIT", "MISS"]
-    engine.shutdown()
-
-
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_page_that_a_tier_has_filled_is_not_what_the_worker_had_kept_of_it(
-    folder, monkeypatch, is_told
-):
-    """Under vLLM's connector a block that does not fit is kept beside its page."""
-    if not is_told:  # the control: a damaged page is loaded as another block, and nobody knows
-        monkeypatch.setattr(worker_module, "_written", lambda spec: frozenset())
-    cache = bf16_cache()
-    for one in cache.tensors:
-        one.tensor[0] = torch.randint(-128, 128, (2048,), dtype=torch.int8)
-    one_page = {"encoding": "lossless", "cpu_bytes_to_use": 4096}
-    engine = TieredRanks(folder, [cache], block_bytes=4096, **one_page)
-    request = engine.request("r")
-    engine.store(request, keys(1), [1])
-    engine.store(request, keys(0), [0])  # evicts the first one, and does not fit
-    assert engine.found(request, keys(1)) == ["HIT"]
-    (worker,) = engine.workers
-    spec = engine.manager.prepare_load(keys(1), request)
-    assert spec.written == {0}
-    worker._pool.pages[0, 0, :16] = 0
-    submit(worker, 9, "load", [5], spec)
-    worker.wait({9})
-    assert [one.success for one in worker.get_finished()] == [not is_told]
-    assert (bytes_of(cache, 5) == bytes_of(cache, 0)) == (not is_told)
-    engine.shutdown()
-
-
 def test_chunks_from_a_tier_are_evicted_from_the_end_of_their_prompt(folder):
     """vLLM reserves their pages one by one, from the front."""
     how = {"block_bytes": 4096, "cpu_bytes_to_use": 3 * 4096}
@@ -413,16 +356,12 @@ def test_pages_are_held_until_all_reads_of_the_same_chunks_have_ended(folder):
 
 
 def test_nothing_is_promoted_after_a_reset_until_all_workers_have_ended_their_jobs(folder):
-    """vLLM 0.26 does not tell, but reports no job that began before the reset."""
     engine = TieredRanks(folder, [bf16_cache()], block_bytes=4096)
     request = engine.request("r")
     engine.store(request, keys(1), [1])
     engine.manager.reset_cache()
     assert engine.found(request, keys(1)) == ["MISS"]
-    if IS_033:
-        engine.manager.on_reset_flushed()
-    else:
-        engine.store(request, keys(2), [2])
+    engine.manager.on_reset_flushed()
     assert engine.found(request, keys(1)) == ["HIT"]
     engine.shutdown()
 
@@ -434,11 +373,6 @@ def test_nothing_is_promoted_after_a_reset_until_all_workers_have_ended_their_jo
         (
             {"host_server": "unix:/s", "cpu_bytes_to_use": None},
             "host_server is 'unix:/s', which is not possible with spec_name",
-        ),
-        pytest.param(
-            {"canonical_layout": True},
-            "canonical_layout is set, but vLLM 0.26 does not have it; leave it out",
-            marks=pytest.mark.skipif(IS_033, reason="0.33 has it"),
         ),
     ],
 )
@@ -473,11 +407,10 @@ def test_metrics_are_those_of_vllm_and_of_the_tiers(folder):
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     theirs = TieringOffloadingSpec.build_metric_definitions(tier(folder))
-    ours = KVSwapTieringOffloadingSpec.build_metric_definitions(tier(folder))
+    ours = MetricsSpec.build_metric_definitions(tier(folder))
     assert {name: one for name, one in ours.items() if name.startswith("vllm:")} == theirs
-    if IS_033:
-        labels = KVSwapTieringOffloadingSpec.config_info_keys(tier(folder))
-        with serving(folder, extra=tier(folder)) as engine:
-            infos = engine.manager.config_info()
-        assert [one["tier"] for one in infos] == ["0:primary", "1:fs"]
-        assert set().union(*infos) == set(labels)
+    labels = MetricsSpec.config_info_keys(tier(folder))
+    with serving(folder, extra=tier(folder)) as engine:
+        infos = engine.manager.config_info()
+    assert [one["tier"] for one in infos] == ["0:primary", "1:fs"]
+    assert set().union(*infos) == set(labels)

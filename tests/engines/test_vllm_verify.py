@@ -4,12 +4,10 @@ them."""
 from __future__ import annotations
 
 import pytest
-from vllm_engine import SPEC
 from vllm_serving import (
     RECOMPUTE,
     RUNNERS,
     SCHEDULERS,
-    THEIRS,
     Serving,
     again,
     check,
@@ -87,14 +85,3 @@ def test_without_digests_the_answer_is_wrong(tmp_path, new):
         assert engine.ends["again damaged"] == "length"
         assert engine.tokens["again damaged"] != expected_tokens(prompts["again damaged"], 4)
         check(engine, {"again whole": prompts["again whole"]})
-
-
-@SCHEDULERS
-def test_under_the_connector_of_vllm_a_damaged_page_ends_the_engine(tmp_path, is_async, caplog):
-    how = {"is_async": is_async, "transfer": THEIRS, "extra": {**SPEC, "verify": "load"}}
-    with serving(tmp_path, **how) as engine:
-        with pytest.raises(AssertionError):
-            serve_damaged(engine, new=0)
-        assert engine.tokens["again damaged"] == []
-    assert "2 of 6 blocks are not what was stored (positions 2, 4)" in caplog.text
-    assert "vLLM ends the engine" in caplog.text

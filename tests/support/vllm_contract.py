@@ -33,8 +33,6 @@ class Medium(Enum):
 
 @dataclass
 class ReqContext:
-    """As of 0.33."""
-
     req_id: str
     positions: dict[bytes, int] = field(default_factory=dict)
     states: dict[type, Any] = field(default_factory=dict)

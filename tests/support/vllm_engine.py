@@ -26,7 +26,7 @@ with warnings.catch_warnings():  # vLLM's own are not ours to mend
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
     from vllm_contract import KVSwapManager, KVSwapWorker, caches, submit
 
-    from torch_kvswap.integrations.vllm import KVSwapOffloadingSpec
+    from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
 __all__ = [
     "CPULoadStoreSpec",
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 SPEC = {
-    "spec_name": "KVSwapOffloadingSpec",
-    "spec_module_path": "torch_kvswap.integrations.vllm",
+    "spec_name": "MetricsSpec",
+    "spec_module_path": "torch_kvswap.integrations.vllm.connector",
 }
 
 
@@ -51,9 +51,6 @@ def key(number: int, group: int = 0) -> bytes:
 
 def keys(*numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
-
-
-HAS_REPLICAS = "replicated_layout" in offload_config.OffloadingConfig.__dataclass_fields__  # 0.33
 
 
 def config(
@@ -73,15 +70,13 @@ def config(
     is_canonical = bool(extra.get("canonical_layout"))
     parallel["is_parallelism_agnostic"] = is_canonical
     more: dict[str, Any] = {"replicated_layout": True} if replicated else {}
-    if is_canonical and HAS_REPLICAS:
+    if is_canonical:
         more |= {"canonical_layout": True, "kv_cache_layout": "LBHNC"}
-    groups = [group] * len(windows)
-    if "group_id" in offload_config.OffloadingGroupConfig.__dataclass_fields__:  # 0.33
-        groups = [
-            group | {"group_id": number, "sliding_window_size_in_chunks": window}
-            for number, window in enumerate(windows)
-        ]
-        parallel |= {"data_parallel_size": 1, "data_parallel_rank_local": None}
+    groups = [
+        group | {"group_id": number, "sliding_window_size_in_chunks": window}
+        for number, window in enumerate(windows)
+    ]
+    parallel |= {"data_parallel_size": 1, "data_parallel_rank_local": None}
     return offload_config.OffloadingConfig(
         groups=tuple(offload_config.OffloadingGroupConfig(**group) for group in groups),
         worker_kv_bytes_per_block=block_bytes,
@@ -99,8 +94,6 @@ def config(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder, in a process whose engines name equal chunks alike."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    if not HAS_REPLICAS:  # 0.26 asks a configuration that not all tests have
-        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     return tmp_path
 
 

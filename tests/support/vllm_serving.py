@@ -67,14 +67,12 @@ NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
 STATES = "states"
 VOCABULARY = 512
 PRIME = 2**31 - 1
-IS_033 = "layers" in KVCacheTensor.__dataclass_fields__
 CONNECTOR = {
     "kv_connector": "KVSwapConnector",
     "kv_connector_module_path": "torch_kvswap.integrations.vllm",
 }
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-DOORS = pytest.mark.parametrize("door", [{}, THEIRS], ids=["ours", "theirs"])
 # The engine follows the policy that it is given here, and not that of the child.
 MULTI = {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -335,8 +333,7 @@ class Serving:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
         assert self.config.use_v2_model_runner == (runner == "v2")
         self.config.cache_config.num_gpu_blocks = blocks
-        if IS_033:
-            self.config.cache_config.kv_cache_layout = "LBHNC"
+        self.config.cache_config.kv_cache_layout = "LBHNC"
         if states:
             self.config.cache_config.mamba_cache_mode = "align"
         kv_cache_config = _kv_cache_config(blocks, window, cache, heads_here, states)
@@ -667,17 +664,13 @@ def _kv_cache_config(
         spec = FullAttentionSpec(**shape)
     page = spec.page_size_bytes
     assert page == heads * BLOCK * LANES * 4
-    if IS_033:
-        # All layers are in one allocation, one behind the other. `size` is that of all of it.
-        size, stride = page * blocks * LAYERS, page * blocks
-        tensors = [KVCacheTensor(size, list(NAMES), layer_stride=stride, block_stride=page)]
-    else:
-        tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in NAMES]
-    more = {"kv_cache_layout": "LBHNC"} if IS_033 else {}
+    # All layers are in one allocation, one behind the other. `size` is that of all of it.
+    size, stride = page * blocks * LAYERS, page * blocks
+    tensors = [KVCacheTensor(size, list(NAMES), layer_stride=stride, block_stride=page)]
     groups = [KVCacheGroupSpec(list(NAMES), spec)]
     if states:
         of_state = {"shapes": ((page // 4,),), "dtypes": (torch.float32,)}
         mamba = MambaSpec(block_size=BLOCK, **of_state, mamba_cache_mode="align")
         groups.append(KVCacheGroupSpec([STATES], mamba))
         tensors.append(KVCacheTensor(size, [STATES], layer_stride=stride, block_stride=page))
-    return KVCacheConfig(blocks, tensors, groups, **more)
+    return KVCacheConfig(blocks, tensors, groups, kv_cache_layout="LBHNC")

@@ -10,11 +10,11 @@ import pytest
 from patience import in_time
 from vllm_engine import SPEC, Ranks, config
 
-from torch_kvswap.integrations.vllm import KVSwapTieringOffloadingSpec
 from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm.pool import this_host
+from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 
-TIERS = SPEC | {"spec_name": "KVSwapTieringOffloadingSpec"}
+TIERS = SPEC
 
 
 def tier(folder: Path, **more: Any) -> dict[str, Any]:

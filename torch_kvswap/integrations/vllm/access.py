@@ -16,9 +16,8 @@ class Access:
     A key is reused if another request had stored it when this one found it.
 
     Kept in vLLM's ReqContext, which vLLM passes to every call for the request and drops after the
-    last one. vLLM before 0.33 does not report the position of a key. Keys are then in the order of
-    arrival, because vLLM names them from the front of the prompt. A call names those of a group of
-    layers in the order of the prompt.
+    last one. It reports the position of a key. A call names the keys of a group of layers in the
+    order of the prompt.
 
     Attributes:
         keys (list[bytes]): in the order of the prompt.
@@ -40,10 +39,7 @@ class Access:
     @classmethod
     def of(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
         """The Access that a request has had so far in this manager, or a new one."""
-        if hasattr(context, "get_state"):
-            access: _Access | None = context.get_state(cls)
-        else:  # 0.26
-            access = getattr(context, "_kvswap_access", None)
+        access: _Access | None = context.get_state(cls)
         if access is None or access.manager is not manager:
             return cls.start(context, manager, cache)
         return access
@@ -52,10 +48,7 @@ class Access:
     def start(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
         """A new Access, which the request keeps."""
         access = cls(manager, cache)
-        if hasattr(context, "set_state"):
-            context.set_state(access)
-        else:  # 0.26
-            context._kvswap_access = access
+        context.set_state(access)
         return access
 
     def use(self, keys: Iterable[bytes], is_reused: bool) -> None:

@@ -76,8 +76,6 @@ def is_canonical(config: Any, options: SpecOptions) -> bool:
     """
     if not config.extra_config.get("canonical_layout"):
         return False
-    if not hasattr(config, "canonical_layout"):
-        raise refusal("vLLM 0.26 does not have it")
     if options.encoding != "raw" or options.verify != "off":
         raise refusal(
             f"encoding is {options.encoding!r} and verify {options.verify!r}, which depend on the "

@@ -16,11 +16,10 @@ vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnect
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -32,7 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
     TransferJob,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+    get_offloading_group_ids,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     TransferJobStatus,
@@ -41,13 +43,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy, make_offload_key
-from vllm.v1.request import RequestStatus
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingSpec,
+    OffloadPolicy,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.integrations.vllm.scheduler_side import (
     FAILURES,
-    IS_033,
+    PAGES,
     HostManager,
     load_source,
 )
@@ -55,7 +65,6 @@ from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
 from torch_kvswap.offload.handler import Job
 
-_MODULE = "torch_kvswap.integrations.vllm"
 _log = logging.getLogger(__name__)
 # So many tokens are loaded about as fast as one is computed. If others are running, a request may
 # load so many in its step for each token that it has to compute. In any case a step loads no more
@@ -92,7 +101,7 @@ class WorkerPart(OffloadingConnectorWorker):
     model's stream wait for in-step loads.
 
     Args:
-        spec (KVSwapOffloadingSpec): makes the worker, which does not repeat what fails.
+        spec (KVSwapOffloadingSpec): makes the worker.
         others: further arguments of vLLM's OffloadingConnectorWorker.
         names_blocks (bool): vLLM can compute single blocks again.
         is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
@@ -125,12 +134,8 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def _init_worker(self, kv_caches: Any) -> None:
         groups = self.kv_cache_config.kv_cache_groups
-        if IS_033:
-            from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
-
-            ids = config.get_offloading_group_ids(self.kv_cache_config)
-            groups = [groups[group] for group in ids]
-        self.spec.layers = [group.layer_names for group in groups]
+        ids = get_offloading_group_ids(self.kv_cache_config)
+        self.spec.layers = [groups[group].layer_names for group in ids]
         super()._init_worker(kv_caches)
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         refs = kv_caches.group_data_refs[0]
@@ -159,7 +164,7 @@ class WorkerPart(OffloadingConnectorWorker):
         """As vLLM's, but the host does not wait for in-step loads."""
         self._metadata, self._waited, self._in_step_job = metadata, -1, None
         jobs = metadata.load_jobs
-        in_step = {number: job for number, job in jobs.items() if getattr(job, "sync", False)}
+        in_step = {number: job for number, job in jobs.items() if job.sync}
         if in_step:
             others = {number: job for number, job in jobs.items() if number not in in_step}
             metadata = replace(metadata, load_jobs=others)
@@ -240,13 +245,6 @@ class WorkerPart(OffloadingConnectorWorker):
         return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed, counts)
 
 
-@dataclass
-class _InStepJob(TransferJob):
-    """A load that vLLM 0.26 does not know. 0.33 has such a field."""
-
-    sync: bool = True
-
-
 class SchedulerPart(OffloadingConnectorScheduler):
     """Forgets the chunks that were not stored, or could not be loaded. Chooses in-step loads.
 
@@ -275,19 +273,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._can_load = self._most_loaded  # tokens in this step
-        self._loading: set[str] = set()  # requests until the step behind their load is scheduled
-        self._blocks = kv_cache_config.num_blocks - 1  # one is vLLM's null block
-        self._next_tokens = 1 + vllm_config.num_speculative_tokens  # of a request in a step
-        self._lacks_blocks = False  # a request was left out of this step for want of blocks
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
         self.block_pool: Any = None
-        self.config: Any
-        if IS_033:
-            self.config = self.config._replace(sync_load_budget_bytes=0)
-        else:
-            self._current_batch_sync_loads: set[str] = set()
+        self.config: Any = self.config._replace(sync_load_budget_bytes=0)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **options: Any
@@ -298,21 +288,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         A request whose load has failed is computed, until it is preempted, and waits for no tier,
         because others may wait for it. vLLM still reserves the blocks of that load, and would
         reserve as many again for another one. If the GPU has fewer, it schedules nothing any more.
-
-        With vLLM 0.26 a request is left out of the step if the GPU has too few blocks for it and
-        for all in `_loading`. These hold blocks, and vLLM takes blocks from running requests only:
-        with too few for this one it would never come to those behind it, and would schedule nothing
-        any more. 0.33 schedules loaded requests first. All others behind this one are left out,
-        too: they must not take its blocks.
         """
         name = request.request_id
         self._current_batch_sync_loads.discard(name)
         self._add_keys(self._req_status[name])
         hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
-        if hit is not None and self._loading and not IS_033 and name not in self._loading:
-            self._lacks_blocks = self._lacks_blocks or not self._has_blocks_for(request)
-            if self._lacks_blocks:
-                return None, False
         if hit != 0 and self._failed_loads.get(name) == request.num_preemptions:
             return 0, False
         if not self._loads_in_step or not is_async:
@@ -331,17 +311,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._current_batch_sync_loads.add(name)
         return hit, False
 
-    def _has_blocks_for(self, request: Any) -> bool:
-        """Whether the GPU, if no request is running, has enough blocks for this one and all that
-        load."""
-        requests = [request, *(self._req_status[name].req for name in self._loading)]
-        needed = sum(
-            cdiv(one.num_tokens + self._next_tokens, group.tokens_per_block)
-            for one in requests
-            for group in self.config.kv_group_configs
-        )
-        return bool(needed <= self._blocks)
-
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, *others: Any) -> int | None:
         """As vLLM's, which calls lookup() for each key, and may note the hits for events."""
         hits: int | None = 0
@@ -359,30 +328,26 @@ class SchedulerPart(OffloadingConnectorScheduler):
             hashes = status.req.block_hashes[step * done + step - 1 :: step]
             keys = [one + number for one in hashes]
             state.offload_keys += keys
-            if IS_033:
-                ends = count((done + 1) * group.tokens_per_chunk, group.tokens_per_chunk)
-                deque(map(status.req_context.set_offload_key_position, keys, ends), 0)
+            ends = count((done + 1) * group.tokens_per_chunk, group.tokens_per_chunk)
+            deque(map(status.req_context.set_offload_key_position, keys, ends), 0)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """As vLLM's. 0.26 knows no in-step loads. 0.33 notes the source of each block, which takes
-        longer than all else, for get_external_cache_hit_sources(): with one source it is known."""
-        name = request.request_id
-        is_in_step = name in self._current_batch_sync_loads
-        if num_external_tokens and not is_in_step:
-            self._loading.add(name)
-        is_ours = self._has_one_source or (is_in_step and not IS_033)
-        if num_external_tokens and is_ours:
+        """As vLLM's, which notes the source of each block for get_external_cache_hit_sources().
+
+        That takes longer than all else, and with one source it is known.
+        """
+        if num_external_tokens and self._has_one_source:
             (taken,) = blocks.blocks
             numbers = [block.block_id for block in taken]
-            self._add_load(self._req_status[name], numbers, num_external_tokens, is_in_step)
+            self._add_load(self._req_status[request.request_id], numbers, num_external_tokens)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _add_load(self, status: Any, blocks: list[int], num_tokens: int, is_in_step: bool) -> None:
+    def _add_load(self, status: Any, blocks: list[int], num_tokens: int) -> None:
         """Makes a load of so many tokens into blocks of a request, of the only group of layers."""
-        if IS_033:
-            self._acquire_step()
+        self._acquire_step()
         name = status.req.request_id
+        is_in_step = name in self._current_batch_sync_loads
         (group,), (state,) = self.config.kv_group_configs, status.group_states
         begin = status.num_locally_computed_tokens // group.tokens_per_block
         end = status.num_locally_computed_tokens + num_tokens
@@ -395,72 +360,29 @@ class SchedulerPart(OffloadingConnectorScheduler):
         blocks = blocks[begin : cdiv(end, group.tokens_per_block)]
         target = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[begin])
         number = self._generate_job_id()
-        job = _InStepJob if is_in_step else TransferJob
-        self._current_batch_load_jobs[number] = job(name, source, target)
+        self._current_batch_load_jobs[number] = TransferJob(name, source, target, sync=is_in_step)
         status.transfer_jobs.add(number)
-        of_status = {"is_sync_load": is_in_step} if IS_033 else {}
         self._jobs[number] = TransferJobStatus(
-            name, self.config.num_workers, set(keys), is_store=False, **of_status
+            *(name, self.config.num_workers, set(keys)), is_store=False, is_sync_load=is_in_step
         )
-        if self._chunks_being_loaded is not None and not (IS_033 and is_in_step):
+        if self._chunks_being_loaded is not None and not is_in_step:
             self._chunks_being_loaded.update(keys)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
-        """As vLLM's (since 0.33), which takes microseconds for each block of a load."""
+        """As vLLM's, which takes microseconds for each block of a load."""
         if self._has_one_source and num_external_tokens:
             return {load_source(): num_external_tokens}
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's. 0.26 knows no request that stores, or is preempted, while a load is open."""
-        preempted = scheduler_output.preempted_req_ids or ()
-        if self._in_step and not IS_033:
-            self._discard_tokens(preempted)
+        """As vLLM's."""
         self._in_step |= {
-            number
-            for number, job in self._current_batch_load_jobs.items()
-            if getattr(job, "sync", False)
+            number for number, job in self._current_batch_load_jobs.items() if job.sync
         }
-        hidden = [] if IS_033 else self._hide_loads(preempted)
         meta = super().build_connector_meta(scheduler_output)
-        for jobs, number in hidden:
-            jobs.add(number)
-        self._current_batch_sync_loads = set()
         self._running = set(scheduler_output.num_scheduled_tokens)
-        self._loading -= self._running
-        self._lacks_blocks = False
         self._can_load = self._most_loaded
         return meta
-
-    def _discard_tokens(self, preempted: Iterable[str]) -> None:
-        """Makes vLLM drop the tokens of requests that it preempts before it hears of their in-step
-        loads. If a load has failed, it ends the running requests with its blocks, and would keep
-        what the others computed from it. 0.33 preempts no request whose step it has not heard of.
-        """
-        for name in preempted:
-            request = self._req_status[name].req
-            # At most one step is on its way, with a placeholder for each of its tokens. A reset has
-            # made vLLM discard them, and left none.
-            if request.num_output_placeholders:
-                request.async_tokens_to_discard = 1  # outputs of steps
-                request.num_output_placeholders = 0
-
-    def _hide_loads(self, preempted: Iterable[str]) -> list[tuple[set[int], int]]:
-        """Takes in-step loads out of the jobs of their requests, and all loads of this step: it may
-        load what a reset has just preempted. Earlier in-step loads of preempted requests must have
-        ended before their blocks are used again."""
-        hidden = []
-        loads = self._in_step | self._current_batch_load_jobs.keys()
-        for number in loads & self._jobs.keys():  # a reset forgets jobs
-            name = self._jobs[number].req_id
-            status = self._req_status[name]
-            if status.req.is_finished():
-                continue  # without jobs it would be dropped, and it stores nothing any more
-            if name in preempted and number not in self._current_batch_load_jobs:
-                self._current_batch_jobs_to_flush.add(number)
-            status.transfer_jobs.remove(number)
-            hidden.append((status.transfer_jobs, number))
-        return hidden
 
     def _update_req_states(self, scheduler_output: Any) -> None:
         super()._update_req_states(scheduler_output)
@@ -470,13 +392,13 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's, which takes every job that has ended for a success."""
         meta = connector_output.kv_connector_worker_meta
         failed: Mapping[int, set[int]] = meta.failed_pages if meta is not None else {}
-        for labels, jobs in meta.failures.items() if meta is not None and IS_033 else ():
+        for labels, jobs in meta.failures.items() if meta is not None else ():
             self._connector_stats.increase_counter(FAILURES, jobs, labels)
         for number, pages in failed.items():
             job = self._jobs.get(number)
             if job is None:  # it was running when the cache was reset
                 continue
-            with self._manager_locked() if IS_033 else contextlib.nullcontext():
+            with self._manager_locked():
                 self.manager.fail_pages(pages)
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
@@ -503,26 +425,10 @@ class SchedulerPart(OffloadingConnectorScheduler):
                 state.block_ids.clear()
 
     def request_finished(self, request: Any) -> Any:
-        """As vLLM's. 0.26 would offer all chunks of the request's tokens: also the one that ends
-        with the last token, which no step has computed, and those of an aborted request that were
-        not computed, or not loaded. 0.33 counts as this does."""
-        finished = super().request_finished(request)
+        """As vLLM's."""
         self._running.discard(request.request_id)
-        self._loading.discard(request.request_id)
         self._failed_loads.pop(request.request_id, None)
-        status = self._req_status.get(request.request_id)
-        if IS_033 or status is None:
-            return finished
-        computed = request.num_computed_tokens
-        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
-            computed = max(request.num_prompt_tokens, request.num_tokens - 1)
-        blocks = self.config.blocks_per_chunk
-        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
-            if status.transfer_jobs & self._in_step:
-                state.block_ids.clear()
-            chunks = min(computed // group.tokens_per_chunk, len(state.block_ids) // blocks)
-            del state.offload_keys[chunks:], state.block_ids[chunks * blocks :]
-        return finished
+        return super().request_finished(request)
 
 
 class KVSwapConnector(OffloadingConnector):
@@ -545,10 +451,7 @@ class KVSwapConnector(OffloadingConnector):
         zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
         writes_first = bool(zeroes and vllm_config.use_v2_model_runner)
         self._is_layer_by_layer = vllm_config.speculative_config is None
-        spec = spec_class(
-            build_offloading_config(vllm_config, kv_cache_config),
-            repeats=not (names_blocks or IS_033),
-        )
+        spec = spec_class(build_offloading_config(vllm_config, kv_cache_config))
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
@@ -572,18 +475,12 @@ class KVSwapConnector(OffloadingConnector):
                 has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
-            of_engine = (vllm_config,) if IS_033 else ()
             self.connector_worker = WorkerPart(
-                *(spec, *of_engine, kv_cache_config),
+                *(spec, vllm_config, kv_cache_config),
                 names_blocks=names_blocks,
                 is_ahead=vllm_config.max_concurrent_batches > 1,
                 writes_first=writes_first,
             )
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """0.26 would keep all layers of a block in one tensor, which has no layer groups."""
-        return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Keeps the blocks of the GPU for the scheduler part."""
@@ -605,7 +502,7 @@ class KVSwapConnector(OffloadingConnector):
         self.connector_worker.wait_for_layer(layer_name)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """As vLLM's (since 0.33), with the requests whose loads have failed."""
+        """As vLLM's, with the requests whose loads have failed."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= self.connector_worker.take_failed_requests()
         return results
@@ -622,23 +519,67 @@ class KVSwapConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *others)
 
 
-def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
-    """Names our spec in the configuration, from which vLLM's own code makes it for the metrics.
+class MetricsSpec(OffloadingSpec):
+    """The spec as vLLM's code for metrics knows it, in a process that makes none.
+
+    It has the metrics of vLLM's own specs, under their names, and two of ours. vLLM finds it by its
+    name in the configuration, where KVSwapConnector writes it.
 
     Raises:
-        ValueError: the configuration names another one.
+        ValueError: always. vLLM's own connector would make it, which takes every transfer for a
+            success.
+    """
+
+    def __new__(cls, config: Any) -> MetricsSpec:
+        raise ValueError(
+            "kv_connector_extra_config: spec_name is that of KVSwapConnector, which makes its spec "
+            'itself; set "kv_connector": "KVSwapConnector", and leave out spec_name'
+        )
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """The metrics, by name."""
+        return {
+            **_vllms_spec(extra_config).build_metric_definitions(extra_config),
+            FAILURES: OffloadingCounterMetadata(
+                documentation="Stores and loads of a worker that did not copy all of their "
+                "blocks: failed, rejected (a block does not fit into its encoded slot), damaged (a "
+                "block is not what was stored) or dropped (not begun before its blocks changed).",
+                labelnames=("direction", "reason"),
+            ),
+            PAGES: OffloadingGaugeMetadata(
+                documentation="Pages of the host memory, each for a chunk, by state: free, used, "
+                "or in_flight (being stored or loaded).",
+                labelnames=("state",),
+            ),
+        }
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> Any:
+        """The labels of vllm:kv_offload_config_info."""
+        return _vllms_spec(extra_config).config_info_keys(extra_config)
+
+
+def _vllms_spec(options: Mapping[str, Any]) -> Any:
+    """vLLM's own spec for these options."""
+    return TieringOffloadingSpec if options.get("secondary_tiers") else CPUOffloadingSpec
+
+
+def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
+    """Also names MetricsSpec in the configuration.
+
+    Raises:
+        ValueError: the configuration names another spec.
     """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
-    name = options.setdefault("spec_name", KVSwapOffloadingSpec.__name__)
-    module = options.setdefault("spec_module_path", _MODULE)
-    for spec in (KVSwapOffloadingSpec, KVSwapTieringOffloadingSpec):
-        if (name, module) == (spec.__name__, _MODULE):
-            return spec
-    raise ValueError(
-        f"kv_connector_extra_config: spec_name is {name!r} of {module!r}, but KVSwapConnector "
-        f"makes KVSwapOffloadingSpec or KVSwapTieringOffloadingSpec of {_MODULE!r}; name one of "
-        'these, or use "kv_connector": "OffloadingConnector"'
-    )
+    ours = {"spec_name": MetricsSpec.__name__, "spec_module_path": MetricsSpec.__module__}
+    for name, value in ours.items():
+        if options.setdefault(name, value) != value:
+            raise ValueError(
+                f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector "
+                f"makes its spec itself; leave {name} out"
+            )
+    return KVSwapTieringOffloadingSpec if options.get("secondary_tiers") else KVSwapOffloadingSpec
 
 
 def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:

@@ -105,8 +105,7 @@ def group_layouts(
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
         heads (int): how many KV heads a block has, one after another. Each becomes a slab of its
             own: first head 0 of all layers, then head 1.
-        layers (Sequence[Sequence[str]] | None): names of the layers of each group. vLLM's own
-            connector does not tell them.
+        layers (Sequence[Sequence[str]] | None): names of the layers of each group.
     """
     layouts: list[PagedLayout | None] = []
     for group, refs in enumerate(kv_caches.group_data_refs):

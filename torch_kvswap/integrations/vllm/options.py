@@ -17,12 +17,13 @@ from torch_kvswap.encoding.slot import (
 )
 from torch_kvswap.prefix.manager import POLICIES
 
-TESTED_VERSIONS = ("0.26.0", "0.33.0")
+TESTED_VERSIONS = ("0.33.0",)
 
+_OF_CONNECTOR = ("spec_name", "spec_module_path")  # it writes them
 # Options that vLLM reads itself.
 _OF_VLLM = (
-    *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
-    *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
+    *("block_size", "blocks_per_chunk", "offload_prompt_only"),
+    *("self_describing_kv_events", "sync_load_budget_bytes"),
 )
 # What only vLLM's own specs do, and what to use instead. Their defaults are no reason to refuse.
 _ONLY_OF_VLLM = {
@@ -43,7 +44,6 @@ _OF_OTHERS = {
 }
 _WITH_TIERS = ("canonical_layout", "secondary_tiers")
 _OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
-_BEFORE_033 = "which vLLM 0.26 does not have; leave it out"
 _CHOICES = {
     "eviction_policy": POLICIES,
     "copy_method": CHOICES,
@@ -107,7 +107,8 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
             raise ValueError(
                 f"kv_connector_extra_config: {name} is for vLLM's own specs; {instead}"
             )
-    unknown = sorted(set(config) - {*_OURS, *_OF_VLLM, *_ONLY_OF_VLLM, *_OF_TIERS})
+    known = {*_OURS, *_OF_CONNECTOR, *_OF_VLLM, *_ONLY_OF_VLLM, *_OF_TIERS}
+    unknown = sorted(set(config) - known)
     if unknown:
         instead = _OF_OTHERS.get(unknown[0], "")
         if unknown[0].startswith("kv_") or unknown[0] == "engine_id":
@@ -115,8 +116,8 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
         if instead:
             raise ValueError(f"kv_connector_extra_config has {unknown[0]}; {instead}")
         raise ValueError(
-            f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapOffloadingSpec does "
-            f"not know; it takes {', '.join(_OURS)} and vLLM's {', '.join(_OF_VLLM)}"
+            f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapConnector does not "
+            f"know; it takes {', '.join(_OURS)} and vLLM's {', '.join(_OF_VLLM)}"
         )
     given = {name: config[name] for name in _OURS if name in config}
     if given.get("host_server") is not None:
@@ -158,21 +159,20 @@ def _check_server(given: Mapping[str, Any]) -> None:
 
 
 def read_tiers(
-    config: Mapping[str, Any], poll_interval: float | None
-) -> tuple[list[dict[str, Any]], float | None]:
+    config: Mapping[str, Any], poll_interval: float
+) -> tuple[list[dict[str, Any]], float]:
     """Reads what vLLM's tiers are made from.
 
     Args:
         config (Mapping[str, Any]): kv_connector_extra_config.
-        poll_interval (float | None): the default in seconds; None for vLLM 0.26, which polls no
-            tiers between steps and has no backpressure.
+        poll_interval (float): the default in seconds.
 
     Returns:
-        tuple[list[dict[str, Any]], float | None]: the configuration of each tier, with the common
+        tuple[list[dict[str, Any]], float]: the configuration of each tier, with the common
         backpressure, and the seconds between polls.
 
     Raises:
-        ValueError: one of these has another type, or vLLM does not have it.
+        ValueError: one of these has another type.
     """
     tiers, common = config.get("secondary_tiers", []), config.get("backpressure") or {}
     if not isinstance(tiers, list):
@@ -183,16 +183,6 @@ def read_tiers(
             raise _wrong(f"secondary_tiers[{at}]", kind, 'a dictionary with a "type" like "fs"')
     if not isinstance(common, dict):
         raise _wrong("backpressure", common, "a dictionary")
-    if poll_interval is None:
-        named = [name for name in _OF_TIERS if name in config]
-        named += [
-            f"secondary_tiers[{at}]: backpressure"
-            for at, t in enumerate(tiers)
-            if _OF_TIERS[1] in t
-        ]
-        if named:
-            raise ValueError(f"kv_connector_extra_config: {named[0]} is set, {_BEFORE_033}")
-        return tiers, None
     interval = config.get("tier_poll_interval_s", poll_interval)
     if isinstance(interval, bool) or not isinstance(interval, int | float) or math.isnan(interval):
         raise _wrong("tier_poll_interval_s", interval, "a number of seconds")

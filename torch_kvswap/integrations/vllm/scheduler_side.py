@@ -16,8 +16,6 @@ from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Reservation
 
 Key = bytes  # vLLM's OffloadKey
-IS_033 = hasattr(base.OffloadingManager, "on_reset_flushed")
-_MEDIUM = base.Medium.CPU if IS_033 else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
@@ -202,18 +200,6 @@ class KVSwapManager(HostManager):
         if keys:
             self._record_event(self._end(self._loads.take(req_context, keys)), removed=True)
 
-    def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Counts a use of reused keys, and makes all keys the newest.
-
-        vLLM 0.26 calls it for all keys of a request, also for those that the request stored itself.
-        Those do not count as reused.
-        """
-        access = self._access(req_context)
-        access.see(req_context, keys)
-        if self._counts_uses:
-            access.use(self._ready(keys), is_reused=True)
-        self._renew(keys, access)
-
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest, also those whose stores still run."""
         access = Access.of(req_context, self, self._cache)
@@ -319,7 +305,7 @@ class KVSwapManager(HostManager):
                 self._states[one] = _HIT
             stored += of_store
         self._record_event(stored, removed=False)
-        if lost and IS_033:
+        if lost:
             self._record_event(lost, removed=True, metadata_only=True)
 
     def _end(self, reservation: Reservation) -> list[Key]:
@@ -349,8 +335,7 @@ class KVSwapManager(HostManager):
 
         vLLM does not report the jobs of open reservations any more. It calls on_reset_flushed()
         when all workers have ended them, and until then their pages are not used again: a worker
-        that is ahead of another one could overwrite what that one still reads. vLLM 0.26 does not
-        call it. There the pages are free at once, and each worker waits for its own jobs first.
+        that is ahead of another one could overwrite what that one still reads.
         """
         # vLLM's AllBlocksCleared means the GPU, and does not come while requests run.
         if stored := self._ready(self._states):
@@ -362,8 +347,6 @@ class KVSwapManager(HostManager):
             known.clear()
         self._cache, self._was_reset = object(), True
         self._usage = None
-        if not IS_033:
-            self.on_reset_flushed()
 
     def on_reset_flushed(self) -> None:
         """Frees the pages that were reserved at a reset."""
@@ -392,13 +375,15 @@ class KVSwapManager(HostManager):
 
     def _record_event(self, keys: Iterable[Key], removed: bool, **details: bool) -> None:
         if self._events is not None:
-            self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed, **details))
+            self._events.append(
+                base.OffloadingEvent(list(keys), base.Medium.CPU, removed, **details)
+            )
 
 
 @cache
 def load_source() -> Any:
-    """What get_load_source() says, which vLLM calls for each block of a load. 0.26 has no such
-    module, and does not call it."""
+    """What get_load_source() says, which vLLM calls for each block of a load. The tests' stand-in
+    for vLLM has no such module."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource.HOST
@@ -408,12 +393,10 @@ def usage_of(now: BlockStats) -> Usage:
     """The gauges. Those of vLLM count pages in flight only, which can not be evicted."""
     in_flight = now.pages - now.free_pages - now.idle_pages
     used, writing = in_flight / now.pages, now.filling_pages / now.pages
-    usage: Usage = {
+    states = {"free": now.free_pages, "used": now.idle_pages, "in_flight": in_flight}
+    return {
         (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,): used,
         (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,): writing,
         (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,): max(used - writing, 0.0),
+        **{(PAGES, state): pages for state, pages in states.items()},
     }
-    if IS_033:
-        states = {"free": now.free_pages, "used": now.idle_pages, "in_flight": in_flight}
-        usage |= {(PAGES, state): pages for state, pages in states.items()}
-    return usage

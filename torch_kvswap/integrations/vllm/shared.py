@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.integrations.vllm.scheduler_side import (
-    IS_033,
     HostManager,
     Key,
     OpenLoads,
@@ -99,7 +98,7 @@ class SharedManager(HostManager):
         self._loads: OpenLoads[list[Held]] = OpenLoads()
         self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
         self._losses = self._resets = 0
-        self._step, self._reset_step, self._is_new_step = 1, 0, True
+        self._step, self._is_new_step = 1, True
         self._usage: Usage = {}
         self._usage_asked = -_STATS_SECONDS
 
@@ -201,11 +200,6 @@ class SharedManager(HostManager):
                     self._known.pop(key, None)
             self._failed -= pages
 
-    def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Notes keys of the prompt. Called by vLLM 0.26; they become the newest when the request
-        ends."""
-        self._access(req_context).see(req_context, keys)
-
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
         self._requests.discard(req_context.req_id)
@@ -272,14 +266,9 @@ class SharedManager(HostManager):
         for asked in [one for one in self._active if one.step != self._step]:
             self._drop(asked)
         was_idle, self._is_idle = self._is_idle, not self._requests
-        # vLLM 0.26 offers the last chunks of a request after the step in which it says the end.
         self._session.end_step(was_idle and self._is_idle)
         if not self._is_asking:  # behind end_step(): a request that has its answer has pages, too
             self._ask()
-        # vLLM 0.26 does not say when the worker has ended the jobs of a reset. It waits for them in
-        # the first step after it, whose end is reported before the third is scheduled.
-        if not IS_033 and self._step >= self._reset_step + 2:
-            self.on_reset_flushed()
         self._step += 1
         self._is_new_step = True
 
@@ -303,7 +292,6 @@ class SharedManager(HostManager):
             known.clear()
         self._session.reset()
         self._forget()
-        self._reset_step = self._step
 
     def on_reset_flushed(self) -> None:
         """Frees the pages that were reserved at a reset."""

@@ -1,4 +1,4 @@
-"""The spec that vLLM is configured with. It makes the manager and the workers."""
+"""The spec that KVSwapConnector makes. It makes the manager and the workers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.shape import padded_slot
@@ -26,19 +33,6 @@ from torch_kvswap.integrations.vllm.rows import RowsOffer
 from torch_kvswap.integrations.vllm.served import HostServer
 from torch_kvswap.prefix.halves import SchedulerSession
 
-try:
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCaches,
-        OffloadingManager,
-        OffloadingSpec,
-        OffloadingWorker,
-    )
-    from vllm.v1.kv_offload.config import OffloadingConfig
-except ImportError as error:
-    raise ImportError(
-        "torch_kvswap.integrations.vllm needs vLLM 0.26 or later: pip install vllm"
-    ) from error
-
 _log = logging.getLogger(__name__)
 
 
@@ -49,11 +43,10 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
-        repeats (bool): the worker repeats what fails (see KVSwapWorker).
 
     Attributes:
-        layers (Sequence[Sequence[str]] | None): names of the layers of each group, which a
-            connector can set before it asks for the worker.
+        layers (Sequence[Sequence[str]] | None): names of the layers of each group, which the
+            connector sets before it asks for the worker.
 
     Raises:
         ValueError: an option is unknown, missing or invalid. With a pipeline, get_manager() and
@@ -62,13 +55,12 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     _row_alignment = 1  # bytes
 
-    def __init__(self, config: OffloadingConfig, repeats: bool = True) -> None:
+    def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         write_where_vllm_does()
-        self._repeats = repeats
         self.options = self._read_options()
-        # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
-        self.replicated_layout = bool(getattr(config, "replicated_layout", False))
+        # All workers have equal caches. vLLM reads this: only rank 0 then stores.
+        self.replicated_layout = bool(config.replicated_layout)
         if self.options.encoding != "raw":
             _check_encoding(config, self.replicated_layout)
         copies = 1 if self.replicated_layout else config.parallel.world_size
@@ -82,7 +74,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             self._problem = str(error)
         _check_chunks(config)
         if self.options.host_server is not None:
-            _check_shared(config, self.options, repeats)
+            _check_shared(config, self.options)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         self.layers: Sequence[Sequence[str]] | None = None
@@ -93,22 +85,6 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 " and ".join(TESTED_VERSIONS),
                 version,
             )
-
-    @staticmethod
-    def _vllms_spec() -> Any:
-        """vLLM's own spec, whose metrics have the same names."""
-        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-        return CPUOffloadingSpec
-
-    @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> Any:
-        return {**cls._vllms_spec().build_metric_definitions(extra_config), **_own_metrics()}
-
-    @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> Any:
-        """The labels of vllm:kv_offload_config_info; for 0.33."""
-        return cls._vllms_spec().config_info_keys(extra_config)
 
     def get_manager(self) -> OffloadingManager:
         """The manager, made at the first call."""
@@ -130,7 +106,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             try:
                 self._worker = KVSwapWorker(
                     *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
-                    *(self.options, replicas, self._repeats),
+                    *(self.options, replicas),
                     rows=self._rows_offer(),
                     server=server,
                     layers=self.layers,
@@ -183,7 +159,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         bytes_of = {
             "vllm": importlib.metadata.version("vllm"),
             "cache_dtype": config.model.dtype,
-            "kv_layout": kv_layout_of(config),
+            "kv_layout": config.kv_cache_layout,
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
         }
         path = self.options.host_server.removeprefix(SERVER)
@@ -253,36 +229,11 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         return self.num_pages, *policy, events, self._info(self.num_pages)
 
     def _info(self, num_pages: int) -> Any:
-        """What config_info() reports, since vLLM 0.33."""
-        from vllm.v1.kv_offload.cpu import common
+        """What config_info() reports."""
+        from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 
-        if not hasattr(common, "CPUOffloadingInfo"):
-            return None
         sizes = num_pages, self._chunk_bytes
-        return common.CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
-
-
-def _own_metrics() -> dict[str, Any]:
-    """Our own metrics, beside those of vLLM's spec; for 0.33."""
-    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
-
-    from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, IS_033, PAGES
-
-    if not IS_033:
-        return {}
-    return {
-        FAILURES: OffloadingCounterMetadata(
-            documentation="Stores and loads of a worker that did not copy all of their blocks: "
-            "failed, rejected (a block does not fit into its encoded slot), damaged (a block is "
-            "not what was stored) or dropped (not begun before its blocks changed).",
-            labelnames=("direction", "reason"),
-        ),
-        PAGES: OffloadingGaugeMetadata(
-            documentation="Pages of the host memory, each for a chunk, by state: free, used, or "
-            "in_flight (being stored or loaded).",
-            labelnames=("state",),
-        ),
-    }
+        return CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
 
 
 def _hosts_of_workers(replicas: Replicas) -> list[Host]:
@@ -298,68 +249,34 @@ def _check_chunks(config: OffloadingConfig) -> None:
     """Raises ValueError if a chunk has several blocks, and vLLM may store a part of it.
 
     vLLM frees blocks that have left a sliding window, and states that were replaced, one by one. It
-    then stores what is left of a chunk, without saying which blocks are missing, and 0.26 also
-    counts such a chunk as complete.
+    then stores what is left of a chunk, without saying which blocks are missing.
     """
-    groups, blocks = config.groups, config.cache.blocks_per_chunk
-    if blocks == 1:
-        return
-    if not hasattr(groups[0], "sliding_window_size_in_chunks"):  # 0.26
-        why = "several groups of layers, and vLLM 0.26 does not tell which have sliding windows"
-        is_whole = len(groups) == 1
-    else:
-        why = "sliding windows or Mamba states"
-        is_whole = all(group.sliding_window_size_in_chunks is None for group in groups)
-    if not is_whole:
+    blocks = config.cache.blocks_per_chunk
+    is_whole = all(group.sliding_window_size_in_chunks is None for group in config.groups)
+    if blocks > 1 and not is_whole:
         raise ValueError(
             f"kv_connector_extra_config asks for chunks of {blocks} blocks, but this model has "
-            f"{why}; vLLM may store a part of their chunks: leave out blocks_per_chunk and "
-            "block_size"
+            "sliding windows or Mamba states; vLLM may store a part of their chunks: leave out "
+            "blocks_per_chunk and block_size"
         )
 
 
-def _check_shared(config: OffloadingConfig, options: SpecOptions, repeats: bool) -> None:
+def _check_shared(config: OffloadingConfig, options: SpecOptions) -> None:
     """Raises ValueError if engines cannot share the pages of a server."""
-    why = ""
     of = config.parallel
     if of.pp_size * of.pcp_size * of.dcp_size > 1:
-        why = (
+        raise ValueError(
+            f"kv_connector_extra_config: host_server is {options.host_server!r}, but "
             f"pipeline_parallel_size is {of.pp_size}, prefill_context_parallel_size {of.pcp_size} "
             f"and decode_context_parallel_size {of.dcp_size}, which must be 1 there; set "
             "cpu_bytes_to_use instead"
         )
-    elif repeats and (options.encoding != "raw" or options.verify != "off"):
-        # A block that was not stored would be kept in this worker, where the others do not find it.
-        why = (
-            f"with encoding {options.encoding!r} and verify {options.verify!r} blocks may fail, "
-            "which ends the engine here; leave these out, or use KVSwapConnector, with vLLM 0.26 "
-            "for models with one group of layers"
-        )
-    elif not hasattr(config, "kv_cache_layout") and "PYTHONHASHSEED" not in os.environ:  # 0.26
-        why = (
-            "vLLM 0.26 hashes blocks differently in each engine; set the environment variable "
-            "PYTHONHASHSEED=0 in all of them"
-        )
-    if why:
-        raise ValueError(
-            f"kv_connector_extra_config: host_server is {options.host_server!r}, but {why}"
-        )
-
-
-def kv_layout_of(config: OffloadingConfig) -> str:
-    """The order of tokens and heads in the cache, as vLLM names it."""
-    if hasattr(config, "kv_cache_layout"):  # since 0.33
-        return str(config.kv_cache_layout)
-    from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-    return str(get_kv_cache_layout())
 
 
 def _check_encoding(config: OffloadingConfig, is_replicated: bool) -> None:
     """Raises ValueError if the cache is not bfloat16, or workers share their pages."""
     dtype = str(config.model.dtype).removeprefix("torch.")
-    # vLLM 0.26 says "auto" for the type of the model, which a spec is not told.
-    if dtype not in ("bfloat16", "auto"):
+    if dtype != "bfloat16":
         raise ValueError(
             f"kv_connector_extra_config: encoding is 'lossless', which is for bfloat16, but the KV "
             f"cache is of {dtype}; leave encoding out"

@@ -16,15 +16,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering import manager as of_vllm
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
 from torch_kvswap.integrations.vllm.canonical import Share, is_canonical, kv_heads
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
 from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, Rows, RowsOffer
-from torch_kvswap.integrations.vllm.scheduler_side import IS_033, Key, KVSwapManager
-from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec, kv_layout_of
+from torch_kvswap.integrations.vllm.scheduler_side import Key, KVSwapManager
+from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ class PrimaryTier(KVSwapManager):
         self._ended: Counter[tuple[str, frozenset[Key]]] = Counter()
         self._has_unreadable = False  # some request has unreadable keys
         self._damaged: set[Key] = set()  # what tiers have of them could not be loaded
-        # vLLM 0.26 promotes right after a reset, when the workers may still write pages.
-        self._holds_promotions = False
 
     def get_kv_memoryview(self) -> memoryview:
         """All pages, uint8 [pages, bytes of a page]."""
@@ -108,7 +105,7 @@ class PrimaryTier(KVSwapManager):
 
         vLLM calls it key by key, and complete_write() for many of them, which gets the order.
         """
-        return None if self._holds_promotions else self._reserve(list(keys))
+        return self._reserve(list(keys))
 
     def complete_write(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
@@ -128,8 +125,7 @@ class PrimaryTier(KVSwapManager):
 
     def is_readable(self, key: Key, req_context: base.ReqContext) -> bool:
         """Whether no tier has failed to read the chunk for this request, nor read a damaged one.
-        vLLM's tiers go on saying that they have it, those of 0.26 without end, and do not replace
-        what they have."""
+        vLLM's tiers go on saying that they have it, and do not replace what they have."""
         if key in self._damaged:
             return False
         return not self._has_unreadable or key not in self._access(req_context).unreadable
@@ -143,7 +139,6 @@ class PrimaryTier(KVSwapManager):
         return spec
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        self._holds_promotions = False
         self._damaged.update(self._last_on_page[page] for page in self._failed & self._written)
         super().complete_load(keys, req_context)
 
@@ -158,8 +153,6 @@ class PrimaryTier(KVSwapManager):
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        # vLLM reports no job from before a reset, so all workers have ended those by now.
-        self._holds_promotions = False
         self._end_stores(keys, self._pages_of_stores(keys), req_context, success)
 
     def _end_stores(
@@ -186,7 +179,6 @@ class PrimaryTier(KVSwapManager):
         self._reads.clear()
         self._ended.clear()
         self._written.clear()
-        self._holds_promotions = not IS_033
         super().reset_cache()
 
     def shutdown(self) -> None:
@@ -213,19 +205,6 @@ class KVSwapTieringManager(of_vllm.TieringOffloadingManager):
             return self.primary_tier.lookup(key, req_context)
         return super().lookup(key, req_context, **options)
 
-    def prepare_store(
-        self, keys: Collection[Key], req_context: base.ReqContext
-    ) -> base.PrepareStoreOutput | None:
-        """As vLLM's, also after the end of the request, when 0.26 offers its last chunks."""
-        name = req_context.req_id
-        if name in self._req_state:
-            return super().prepare_store(keys, req_context)
-        state = self._req_state[name] = of_vllm.RequestState(req_context, is_finished=True)
-        output = super().prepare_store(keys, req_context)
-        if not state.pending_primary_stores:
-            del self._req_state[name]
-        return output
-
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
@@ -238,7 +217,6 @@ class KVSwapTieringManager(of_vllm.TieringOffloadingManager):
         self.primary_tier.fail_pages(pages)
 
     def on_reset_flushed(self) -> None:
-        # vLLM 0.26 does not call it.
         self.primary_tier.on_reset_flushed()
         super().on_reset_flushed()
 
@@ -251,7 +229,6 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
     Args:
         config (OffloadingConfig): `extra_config` has the SpecOptions, and `secondary_tiers`,
             `tier_poll_interval_s` and `backpressure` as vLLM's TieringOffloadingSpec.
-        repeats (bool): see KVSwapOffloadingSpec.
 
     Raises:
         ValueError: an option is unknown, missing or invalid, or the model is divided in a way that
@@ -260,10 +237,10 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
 
     _row_alignment = ROW_ALIGNMENT
 
-    def __init__(self, config: OffloadingConfig, repeats: bool = True) -> None:
-        interval = getattr(of_vllm, "DEFAULT_TIER_POLL_INTERVAL_S", None)
+    def __init__(self, config: OffloadingConfig) -> None:
+        interval = of_vllm.DEFAULT_TIER_POLL_INTERVAL_S
         self._tiers, self._poll_interval = read_tiers(config.extra_config, interval)
-        super().__init__(config, repeats)
+        super().__init__(config)
         self._is_canonical = is_canonical(config, self.options)
         self._share: Share | None = None  # of this worker, if so
         of = config.parallel
@@ -273,15 +250,6 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
                 f"{of.pp_size} and prefill_context_parallel_size {of.pcp_size}, which must be 1 "
                 "there; use TieringOffloadingSpec"
             )
-        if not IS_033 and self.kv_events_config.self_describing_kv_events:
-            raise ValueError(
-                "kv_connector_extra_config: self_describing_kv_events is set, which vLLM 0.26 "
-                "cannot do with secondary tiers; leave it out"
-            )
-
-    @staticmethod
-    def _vllms_spec() -> Any:
-        return TieringOffloadingSpec
 
     def _read_options(self) -> SpecOptions:
         options = read_options(self.extra_config, has_tiers=True)
@@ -310,14 +278,14 @@ class KVSwapTieringOffloadingSpec(KVSwapOffloadingSpec):
         return replicas._replace(part=self._share.part)
 
     def _rows_offer(self) -> RowsOffer:
-        return RowsOffer(self.config.engine_id, kv_layout_of(self.config), self._share)
+        return RowsOffer(self.config.engine_id, self.config.kv_cache_layout, self._share)
 
     def _make_manager(self) -> base.OffloadingManager:
         rows = Rows(self.config.engine_id)
         # Only the workers know into how many parts canonical rows are divided.
         self.num_pages, self._chunk_bytes = rows.num_pages, rows.row_bytes
         primary = PrimaryTier(rows, *self._of_manager())
-        how = {} if self._poll_interval is None else {"tier_poll_interval_s": self._poll_interval}
+        how = {"tier_poll_interval_s": self._poll_interval}
         with contextlib.ExitStack() as made:
             made.callback(primary.shutdown)
             tiers = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,17 +17,10 @@ from torch_kvswap.integrations.vllm.canonical import check_equal_groups
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
-from torch_kvswap.integrations.vllm.retry import Kept, copy_again
 from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, RowsOffer, RowsServer
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
-from torch_kvswap.results import (
-    CorruptedPageError,
-    DeviceLostError,
-    Result,
-    TransferError,
-    error_of,
-)
+from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
 
 _log = logging.getLogger(__name__)
 
@@ -64,19 +56,14 @@ class KVSwapWorker(base.OffloadingWorker):
     written there, and a load's blocks may still be zeroed there, by the same step before a
     synchronous load or by an earlier step for the previous owner of the block.
 
-    vLLM's own connector asserts that transfers succeed. Under it, a copy that fails is repeated
-    once by copy_again(), and if that fails too, the error is logged and reported, which ends the
-    engine. So do loads that it cannot answer, because it compares no digests (HostPool.verify). For
-    the same reason, blocks that do not fit into encoded slots are kept in memory of their own.
-    KVSwapConnector asks for take_failures() instead.
+    vLLM's code asserts that transfers succeed. So every transfer is reported as a success, and
+    take_failures() has what was not copied, for KVSwapConnector.
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches.
         num_pages (int): host pages.
         blocks_per_page (int): GPU blocks per page.
         options (SpecOptions): copy options.
-        repeats (bool): repeat what fails. If not, every transfer is reported as a success to vLLM's
-            code, and take_failures() has what was not copied.
         replicas (Replicas | None): set if the workers share one pool. If their caches are equal,
             vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
             store in rank 0 before any worker loads its pages.
@@ -97,12 +84,10 @@ class KVSwapWorker(base.OffloadingWorker):
         blocks_per_page: int,
         options: SpecOptions,
         replicas: Replicas | None = None,
-        repeats: bool = True,
         rows: RowsOffer | None = None,
         server: HostServer | None = None,
         layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        self._repeats = repeats
         share = None if rows is None else rows.share
         self._heads, self._turn = (share.heads_here, share.turn) if share else (1, (0, 1))
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
@@ -120,7 +105,6 @@ class KVSwapWorker(base.OffloadingWorker):
             check_equal_groups(layouts)
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
-        self._kept: Kept = {}
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
         how |= {"bits_per_value": options.bits_per_value}
         self._served: ServedPool | None = None
@@ -162,8 +146,6 @@ class KVSwapWorker(base.OffloadingWorker):
         if self._turn[1] > 1:
             move = move.of_turn(*self._turn, self._blocks_per_page)
         self._submit({job_id: move}, self._handler.store)
-        for place in move.places(self._blocks_per_page) if self._kept else ():
-            self._kept.pop((place.page, place.slot), None)
         return True
 
     def submit_load(
@@ -171,7 +153,7 @@ class KVSwapWorker(base.OffloadingWorker):
     ) -> bool:
         """Starts a load, as submit_store().
 
-        vLLM 0.33 sets `expedited` for loads that it waits for.
+        vLLM sets `expedited` for loads that it waits for.
         """
         move = self._read(dst_spec, src_spec)
         written = _written(src_spec)
@@ -180,7 +162,7 @@ class KVSwapWorker(base.OffloadingWorker):
 
     def submit_step_loads(self, loads: Mapping[int, Any], layer_groups: int) -> Job | None:
         """Starts the loads of the step that begins, as one job: each layer group lands for all of
-        them before the next group of any. For KVSwapConnector.
+        them before the next group of any.
 
         They also end together: if the job fails, all of them have failed, except those without a
         rejected block if only blocks were rejected.
@@ -228,7 +210,7 @@ class KVSwapWorker(base.OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Blocks the host until transfers have ended, including a second attempt.
+        """Blocks the host until transfers have ended.
 
         Unknown numbers are ignored. get_finished() still reports the transfers.
         """
@@ -266,7 +248,7 @@ class KVSwapWorker(base.OffloadingWorker):
         **options: Any,
     ) -> Job | None:
         """Starts transfers as one job, when their pages are pinned. Reports their ends if there is
-        nothing to copy, or if they cannot be started and are not repeated.
+        nothing to copy, or if they cannot be started.
 
         What is known of pages that others have `written` since is forgotten."""
         numbers = tuple(moves)
@@ -281,7 +263,7 @@ class KVSwapWorker(base.OffloadingWorker):
             ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
             job = submit(**ids, **options, tag=numbers)
         except (MemoryError, RuntimeError) as error:
-            if self._repeats or isinstance(error, DeviceLostError):
+            if isinstance(error, DeviceLostError):
                 raise
             _log.error(
                 "transfer %s of vLLM could not start: %s", ", ".join(map(str, numbers)), error
@@ -294,11 +276,9 @@ class KVSwapWorker(base.OffloadingWorker):
         return job
 
     def _forget(self, pages: Sequence[Int64Array], written: frozenset[int]) -> None:
-        """Forgets that stores into these pages have failed, and the blocks kept beside them."""
+        """Forgets that stores into these pages have failed."""
         numbers = np.fromiter(written, np.int64)
         self._handler.mark_written([some[np.isin(some, numbers)] for some in pages])
-        for key in [key for key in self._kept if key[0] in written]:
-            del self._kept[key]
 
     def _wait_for(self, pages: Sequence[Int64Array]) -> None:
         """Waits until the pages are pinned. The scheduler assigns them from the front, as they are
@@ -308,7 +288,7 @@ class KVSwapWorker(base.OffloadingWorker):
             self._pool.wait_ready(pages=last + 1)
 
     def _collect(self) -> None:
-        """Polls the handler and reports finished jobs. Repeats failed ones, or notes them."""
+        """Polls the handler, and reports the jobs that have ended."""
         for result in self._handler.poll():
             moves = {number: self._open.pop(number).move for number in result.tag}
             if result.ok:
@@ -321,55 +301,25 @@ class KVSwapWorker(base.OffloadingWorker):
             ]
             if result.rejected:
                 lost = [lost[position] for position in result.rejected]
-            if not self._repeats:
-                _log.log(
-                    logging.DEBUG if result.rejected else logging.ERROR, "%s", error_of([result])
-                )
-                reason = "rejected" if result.rejected else "failed"
-                if isinstance(result.error, CorruptedPageError):
-                    reason = "damaged"
-                for number in moves:
-                    self._fail(number, [place for owner, place in lost if owner == number], reason)
-                continue
-            (number,) = moves  # only KVSwapConnector, which repeats nothing, joins transfers
+            _log.log(logging.DEBUG if result.rejected else logging.ERROR, "%s", error_of([result]))
+            reason = "rejected" if result.rejected else "failed"
             if isinstance(result.error, CorruptedPageError):
-                _log.error("%s; vLLM ends the engine", error_of([result]))
-                self._ended.append(_result_of(number, False))
-                continue
-            if result.rejected:
-                _log.debug("%s; copying these blocks as they are", error_of([result]))
-            else:
-                _log.error("%s; retrying with plain copies", error_of([result]))
-            self._repeat(number, result, [place for _, place in lost])
+                reason = "damaged"
+            for number in moves:
+                self._fail(number, [place for owner, place in lost if owner == number], reason)
 
     def _fail(self, number: int, places: Sequence[Place], reason: str) -> None:
         """Reports the end of a transfer whose job has failed and not copied these blocks of it."""
         if places:
             blocks, pages = {place.block for place in places}, {place.page for place in places}
             self._failures[number] = Failure(blocks, pages, reason)
-        self._ended.append(_result_of(number, True))
-
-    def _repeat(self, number: int, result: Result, places: Sequence[Place]) -> None:
-        """Copies what a job has not copied, and reports its end."""
-        groups = self._handler.layouts, self._handler.pools
-        began, ok = time.perf_counter(), True
-        try:
-            copy_again(*groups, result.direction, places, self._kept, bool(result.rejected))
-        except Exception as error:  # whatever torch raises
-            ok = False
-            _log.error(
-                "plain copies of %s %d failed, too: %s; the blocks are lost, and vLLM ends the "
-                "engine because it requires every transfer to succeed",
-                *(result.direction, number, error),
-            )
-        seconds = result.copy_seconds + time.perf_counter() - began
-        self._ended.append(base.TransferResult(number, ok, result.nbytes, seconds))
+        self._ended.append(_result_of(number))
 
     def _report(self, numbers: Sequence[int], nbytes: int, seconds: float) -> None:
         """Reports the good end of a job. vLLM's counters have it once."""
         first, *others = numbers
         self._ended.append(base.TransferResult(first, True, nbytes, seconds))
-        self._ended += [_result_of(number, True) for number in others]
+        self._ended += map(_result_of, others)
 
 
 def _written(host: Any) -> frozenset[int]:
@@ -378,6 +328,6 @@ def _written(host: Any) -> frozenset[int]:
     return written
 
 
-def _result_of(number: int, ok: bool) -> base.TransferResult:
+def _result_of(number: int) -> base.TransferResult:
     """The end of a transfer that vLLM's counters leave out."""
-    return base.TransferResult(number, ok, None, None)
+    return base.TransferResult(number, True, None, None)
