@@ -43,7 +43,7 @@ from report import Column, table_of
 from timing import Spread, no_garbage_collection, resident_bytes
 
 from torch_kvswap import PrefixCache
-from torch_kvswap.prefix import BlockManager
+from torch_kvswap.prefix import BlockGroup, BlockManager
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.manager import POLICIES
 
@@ -118,8 +118,9 @@ def main(arguments: list[str]) -> int:
         managers = {name: make(pages) for name, make in every.items()}
         if options.server:
             path = stack.enter_context(serving(pages))
-            connected = PrefixCache.connect(path, tiny_cache(), model="none")
-            managers[SERVER] = OfDigests(stack.enter_context(connected).manager)
+            groups = [BlockGroup(pages)]
+            connected = PrefixCache.connect(path, [tiny_cache()], groups, model="none")
+            managers[SERVER] = OfDigests(stack.enter_context(connected).manager, in_lists=True)
         cells = [
             Cell(name, operation, options.blocks, Spread.of(np.array(times)))
             for (name, operation), times in measure(managers, prompts, samples).items()

@@ -36,23 +36,28 @@ class Contestant(Protocol):
 
 
 class OfDigests:
-    """Ours, in this process or of a server, that gets a prompt as one bytes object."""
+    """Ours, in this process or of a server, that gets a prompt as one bytes object.
 
-    def __init__(self, manager: Any) -> None:
-        self.manager = manager
+    in_lists: of a cache with a list of groups, of which there is one.
+    """
+
+    def __init__(self, manager: Any, in_lists: bool = False) -> None:
+        self.manager, self.in_lists = manager, in_lists
         self.touch, self.prepare_load = manager.touch, manager.prepare_load
         self.prepare_store = manager.prepare_store
         self.complete_store = self.complete_load = manager.complete
 
     def form(self, digests: bytes) -> Any:
-        return digests
+        return [digests] if self.in_lists else digests
 
     def lookup(self, prompt: Any) -> int:
         ready: int = self.manager.lookup(prompt).ready
         return ready
 
     def stored(self, job: Any) -> int:
-        return 0 if job is None else len(job.pages)
+        if job is None:
+            return 0
+        return len(job.pages[0] if self.in_lists else job.pages)
 
     def to_complete(self, prompt: Any, job: Any) -> Any:
         return job

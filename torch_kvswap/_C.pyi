@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 import enum
-from typing import Any
+from typing import Any, overload
 
 import torch_kvswap.prefix.hashing
 import torch_kvswap.prefix.manager
@@ -263,7 +263,11 @@ class WriteReservation(Reservation):
     def __repr__(self) -> str: ...
 
 class BlockManager:
+    @overload
     def __init__(self, groups: list[tuple[int, int, int]], is_list: bool, max_units: int, policy: int, store_threshold: int, below: int) -> None: ...
+
+    @overload
+    def __init__(self, of: BlockManager) -> None: ...
 
     def _grow(self, num_ready_pages: list[int]) -> None: ...
 
@@ -271,7 +275,7 @@ class BlockManager:
 
     def _longest_prefix(self, found: int, there: list[bytes]) -> int: ...
 
-    def needed_blocks(self, prefix: int) -> range | list[range]: ...
+    def _needed_blocks(self, prefix: int) -> list[range]: ...
 
     def prepare_load(self, keys: torch_kvswap.prefix.hashing.Keys | Sequence[torch_kvswap.prefix.hashing.Keys], prefix: int | None = None, *, is_use: bool = True, held: list[object] | None = None) -> LoadReservation | None: ...
 

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -277,8 +278,18 @@ class PyBlockManager {
       : is_list_(is_list),
         num_groups_(groups.size()),
         max_units_(max_units),
-        manager_(read_groups(groups), {static_cast<prefix::EvictionPolicyKind>(policy),
-                                       store_threshold, static_cast<prefix::BelowPolicy>(below)}) {}
+        shared_(std::make_shared<prefix::BlockManager>(
+            read_groups(groups),
+            prefix::Options{static_cast<prefix::EvictionPolicyKind>(policy), store_threshold,
+                            static_cast<prefix::BelowPolicy>(below)})),
+        manager_(*shared_) {}
+  // The same manager with lists.
+  explicit PyBlockManager(const PyBlockManager& of)
+      : is_list_(true),
+        num_groups_(of.num_groups_),
+        max_units_(of.max_units_),
+        shared_(of.shared_),
+        manager_(*shared_) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
     prefix::BlockManager& manager = alive();
@@ -313,11 +324,11 @@ class PyBlockManager {
     return manager_.longest_prefix(found, of_groups);
   }
 
-  nb::object needed_blocks(nb::handle prefix) const {
+  nb::list needed_blocks(nb::handle prefix) const {
     nb::list needed;
     for (const auto& of_group : manager_.needed_blocks(read_prefix(prefix)))
       needed.append(as_range(of_group));
-    return is_list_ ? nb::object(needed) : nb::object(needed[0]);
+    return needed;
   }
 
   nb::object prepare_load(nb::handle keys, nb::handle prefix, nb::handle is_use, Held held) {
@@ -508,10 +519,11 @@ class PyBlockManager {
   }
 
   const ForkGuard process_{"block manager"};
-  const bool is_list_;
+  const bool is_list_;  // what is of all groups is a list in Python, also of a single one
   const size_t num_groups_;
   const int64_t max_units_;  // of a prefix
-  prefix::BlockManager manager_;
+  const std::shared_ptr<prefix::BlockManager> shared_;
+  prefix::BlockManager& manager_;
 };
 
 }  // namespace
@@ -581,6 +593,7 @@ Attributes:
   nb::class_<PyBlockManager>(module, "BlockManager")
       .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int>(),
            "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "below"_a)
+      .def(nb::init<const PyBlockManager&>(), "of"_a)
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
@@ -595,19 +608,8 @@ Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
     again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
-      .def("needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
-           nb::sig("def needed_blocks(self, prefix: int) -> range | list[range]"),
-           R"(The blocks that must be on the GPU to go on after a prefix.
-
-prepare_load() with this prefix holds their pages. All other blocks of the prefix are those
-that a window or a state has left behind.
-
-Args:
-    prefix (int): length in units, such as `Lookup.ready`.
-
-Returns:
-    range | list[range]: positions among the keys; with several groups a list with one range
-        per group.)")
+      .def("_needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
+           nb::sig("def _needed_blocks(self, prefix: int) -> list[range]"))
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
            "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
            "held"_a.none() = nb::none(),

@@ -279,8 +279,8 @@ class OffloadHandler(NotCopyable):
         pages = [pool.num_pages for pool in groups.pools]
         return (
             f"OffloadHandler(device={groups.device}, "
-            f"num_blocks={blocks if groups.is_list else blocks[0]}, "
-            f"num_pages={pages if groups.is_list else pages[0]}, {self._describe_state()})"
+            f"num_blocks={blocks if len(blocks) > 1 else blocks[0]}, "
+            f"num_pages={pages if len(pages) > 1 else pages[0]}, {self._describe_state()})"
         )
 
     def _describe_state(self) -> str:

@@ -36,10 +36,10 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.groups import BlockGroup, describe_contents, read_layer_groups
-from torch_kvswap.prefix.hashing import Keys, PrefixKeys
+from torch_kvswap.prefix.hashing import Keys, PrefixKeys, split_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
-from torch_kvswap.prefix.pools import Pools
+from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import CorruptedPageError, Result
 
@@ -124,9 +124,19 @@ class Preempted(NamedTuple):
     keys: Keys | Sequence[Keys]
 
 
+def _check_distinct_pools(pools: Sequence[HostPool]) -> None:
+    for later, pool in enumerate(pools):
+        for earlier in range(later):
+            if pools[earlier]._memory is pool._memory:
+                raise ValueError(
+                    f"host[{earlier}] and host[{later}] are the same pages, and a PrefixCache "
+                    "assigns all pages of each; make a pool for each group"
+                )
+
+
 def _page_formats(
     pools: Sequence[HostPool],
-    groups: Sequence[BlockGroup] | None,
+    groups: Sequence[BlockGroup],
     model: object,
     rank: int,
     world: int,
@@ -168,6 +178,19 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
         handler.close()
         manager.close()
         manager._pools.close()
+
+
+def _keys_of(
+    positions: Sequence[int], digests: Sequence[bytes], key_indices: Sequence[Any]
+) -> list[tuple[int, bytes]]:
+    """The groups and digests of the pages of keys with these indices, by their positions."""
+    of_groups = list(map(split_digests, digests))
+    of_pages = [
+        (group, of_groups[group][index])
+        for group, indices in enumerate(key_indices)
+        for index in indices
+    ]
+    return [of_pages[position] for position in positions]
 
 
 def _are_integers(keys: Any) -> bool:
@@ -224,6 +247,9 @@ class PrefixCache(NotCopyable):
         OSError: the folder of `below` cannot be made.
     """
 
+    manager: BlockManager | RemoteManager
+    _reservations: BlockManager | RemoteManager  # takes and returns lists
+
     def __init__(
         self,
         gpu: PagedLayout | Sequence[PagedLayout],
@@ -245,8 +271,9 @@ class PrefixCache(NotCopyable):
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
         of_handler = Groups(gpu, host)
-        groups = read_layer_groups(groups, len(of_handler.layouts), of_handler.is_list)
-        pools = Pools(of_handler.pools, groups)
+        is_list, pools = of_handler.is_list, of_handler.pools
+        of_layers = read_layer_groups(groups, [pool.num_pages for pool in pools], is_list)
+        _check_distinct_pools(pools)
         if below_policy not in BELOW_POLICIES:
             known = " or ".join(BELOW_POLICIES)
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
@@ -262,29 +289,34 @@ class PrefixCache(NotCopyable):
                     "PATH' or another one, or leave it out"
                 )
         else:
-            formats = _page_formats(of_handler.pools, groups, below_model, below_rank, below_world)
+            formats = _page_formats(pools, of_layers, below_model, below_rank, below_world)
+        ready = [pool.num_ready_pages for pool in pools]
         manager = BlockManager(
-            pools.counts[0] if groups is None else groups,
-            num_ready_pages=pools.ready,
+            of_layers if is_list else of_layers[0].num_pages,
+            num_ready_pages=ready,
             eviction_policy=eviction_policy,
             store_threshold=store_threshold,
             below_policy=None if below is None else below_policy,
         )
-        self._open(of_handler, pools, manager, store_policy, copy_method, staging_bytes)
+        self.manager = manager
+        self._reservations = in_lists = manager._in_lists()
+        self._are_ready = ready == [pool.num_pages for pool in pools]
+        self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes)
         if below is not None:
-            self._open_below(below, formats, manager, below_bytes)
+            self._open_below(below, formats, in_lists, below_bytes)
 
     def _open(
         self,
         of_handler: Groups,
-        pools: Pools,
-        manager: BlockManager | RemoteManager,
+        of_layers: Sequence[BlockGroup],
         store_policy: str,
         copy_method: str | None,
         staging_bytes: int,
     ) -> None:
         """Initializes a prefix cache of any kind."""
-        self._pools, self._ready, self.manager = pools, pools.ready, manager
+        self._is_list = of_handler.is_list
+        self._reader = ArgumentReader(of_handler.pools, of_layers, self._is_list)
+        of_handler.is_list = True  # the reader makes lists
         self._below: Tier | None = None
         lazy = of_handler.pools if store_policy == "lazy" else ()
         # Empty if eager. Guarded by _reporting, as is what these records hold for: see _records().
@@ -347,7 +379,7 @@ class PrefixCache(NotCopyable):
         layouts = list(gpu) if isinstance(gpu, Sequence) else [gpu]
         for layout in layouts:
             check_layout(layout)
-        groups = read_layer_groups(groups, len(layouts), is_list)
+        of_layers = read_layer_groups(groups, [0] * len(layouts), is_list)
         how: dict[str, Any] = {
             "blocks_per_page": blocks_per_page,
             "encoding": encoding,
@@ -355,14 +387,15 @@ class PrefixCache(NotCopyable):
             "verify": verify,
         }
         cache = describe(layouts, groups, model, rank, world, **how)
-        served = RemotePools(layouts, is_list, {**how, "page_alignment": ALIGNMENT})
-        manager = RemoteManager(path, 1 if groups is None else groups, cache, served)
+        served = RemotePools(layouts, {**how, "page_alignment": ALIGNMENT})
+        manager = RemoteManager(path, of_layers if is_list else 1, cache, served)
         manager.join()
         made = cls.__new__(cls)
         try:
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
-            pools = Pools(served.pools, groups)
-            made._open(of_handler, pools, manager, store_policy, copy_method, staging_bytes)
+            made.manager = made._reservations = manager
+            made._are_ready = True
+            made._open(of_handler, of_layers, store_policy, copy_method, staging_bytes)
         except BaseException:
             manager.close()
             served.close()
@@ -387,7 +420,6 @@ class PrefixCache(NotCopyable):
                 self.pools,
                 manager,
                 self._handler._native.mark_written,
-                self._pools.join,
                 below_bytes,
             )
         except BaseException:
@@ -427,15 +459,17 @@ class PrefixCache(NotCopyable):
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
-        of_pools = self._pools.split_keys(keys)
+        split = self._reader.split_keys(keys)
         found = self.manager.lookup(keys, again=again)
-        if not found.found and self._stored_integers is False and _are_integers(of_pools[0]):
+        if not found.found and self._stored_integers is False and _are_integers(split[0]):
             self._stored_integers = True  # warns once
             log.warning(
                 "lookup() has found nothing for a list of integers, but what was stored has keys "
                 "of another kind; if these are tokens, pass PrefixHasher.lookup_keys(tokens)"
             )
-        return found if self._below is None else self._below.ask(found, of_pools)
+        if self._below is None:
+            return found
+        return self._below.ask(found, self._reader.read_keys(keys))
 
     def load(
         self,
@@ -471,15 +505,14 @@ class PrefixCache(NotCopyable):
         """
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
-        digests, blocks = self._pools.read(keys, gpu_block_ids)
-        if self._pools.check_blocks(self.layouts, blocks):
-            if prefix is None:
-                digests, blocks = self._pools.keys_on_gpu(digests, blocks)
-            else:
-                self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
+        digests, blocks, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
+        if some_left_out and prefix is None:
+            digests, blocks = self._reader.keys_on_gpu(digests, blocks)
+        elif some_left_out:
+            self._reader.check_needed(blocks, self._reservations._needed_blocks(prefix))  # type: ignore[arg-type]
         job = self._submit(
             LOADS,
-            lambda keys, held: self.manager.prepare_load(keys, prefix, held=held),
+            lambda keys, held: self._reservations.prepare_load(keys, prefix, held=held),
             [],
             _Prompt(digests, blocks, blocks),
             after=after,
@@ -557,8 +590,7 @@ class PrefixCache(NotCopyable):
             TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
-        leaving = self._pools.read_blocks(gpu_block_ids)
-        self._pools.check_blocks(self.layouts, leaving)
+        leaving, _ = self._reader.read_blocks(gpu_block_ids, self.layouts)
         started: list[Job] = []
         if self._lazy:
             with self._handler._reporting:
@@ -599,7 +631,7 @@ class PrefixCache(NotCopyable):
         held: list[Any] = []
         try:
             with self._handler._reporting:
-                preempt = self.manager.preempt
+                preempt = self._reservations.preempt
                 job = self._submit(STORES, preempt, held, prompt, after=after, tag=tag)
                 if not held:
                     self._warn_of_missing_poll()
@@ -653,10 +685,10 @@ class PrefixCache(NotCopyable):
                 "preempted is a request that was resumed or released before, or of another prefix "
                 "cache; preempt() it again, or load() its blocks by their keys"
             )
-        digests, blocks = self._pools.read(preempted.keys, gpu_block_ids)
-        digests, _ = self._pools.keys_on_gpu(digests, blocks)
+        digests, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
+        digests, _ = self._reader.keys_on_gpu(digests, blocks)
         # Before the load: poll() in another thread may end the stores between the two.
-        is_pending = self.manager.is_pending(self._pools.join(digests))
+        is_pending = self._reservations.is_pending(digests)
         job = self.load(
             preempted.keys,
             gpu_block_ids,
@@ -742,7 +774,7 @@ class PrefixCache(NotCopyable):
         handler, manager = self._handler, self.manager
         rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
         with handler._reporting:  # evict() stores of the old cache, or forgets it
-            rebind(gpu)
+            rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
     def below_stats(self) -> BelowStats:
         """Returns what was moved to the store below and from there.
@@ -783,11 +815,11 @@ class PrefixCache(NotCopyable):
             if result.ok or (result.state == "cancelled" and is_load):
                 self.manager.complete(entry.reservation)
             elif result.rejected:
-                pages = self._pools.pages_with(result.rejected, entry.blocks)
+                pages = self._pages_with(result.rejected, entry.blocks)
                 tier = self.manager if isinstance(self.manager, RemoteManager) else self._below
                 if tier is not None and isinstance(result.error, CorruptedPageError):
                     indices = entry.reservation.key_indices
-                    tier.delete(self._pools.keys_of(pages, entry.digests, indices))
+                    tier.delete(_keys_of(pages, entry.digests, indices))
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)
@@ -795,20 +827,33 @@ class PrefixCache(NotCopyable):
             if not is_again:
                 raise
 
+    def _pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
+        """The positions of the pages that hold these blocks of a job, which has full pages, except
+        that the last one of a group may have fewer blocks. The blocks of all groups count in a row,
+        and so do the pages.
+        """
+        page_of_block: list[int] = []
+        first_page = 0
+        for pool, of_group in zip(self.pools, blocks, strict=True):
+            places = range(len(of_group))
+            page_of_block += [first_page + place // pool.blocks_per_page for place in places]
+            first_page += -(-len(of_group) // pool.blocks_per_page)
+        return list(dict.fromkeys(page_of_block[position] for position in positions))
+
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
-        if self._ready != self._pools.counts:
-            ready = self._pools.ready
+        if not self._are_ready:
+            ready = [pool.num_ready_pages for pool in self.pools]
             self.manager.grow(ready)
-            self._ready = ready
+            self._are_ready = ready == [pool.num_pages for pool in self.pools]
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
         self._handler._native.check_open()  # in a fork, too, which may have the lock held forever
         prompt = self._read(keys, gpu_block_ids)
-        self._pools.check_distinct_keys(prompt.digests)
+        self._reader.check_distinct_keys(prompt.digests)
         with self._handler._reporting:
-            loads = tuple(self._handler._native.unreported_loads(self._pools.join(prompt.named)))
+            loads = tuple(self._handler._native.unreported_loads(prompt.named))
             records, _ = self._records()
             for lazy, digests, blocks in zip(records, prompt.digests, prompt.blocks, strict=True):
                 lazy.record(digests, blocks, loads)
@@ -836,18 +881,17 @@ class PrefixCache(NotCopyable):
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
-        digests, named = self._pools.read(keys, gpu_block_ids)
+        digests, named, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
         if not self._stored_integers:
-            self._stored_integers = _are_integers(keys[0] if self._pools.is_list else keys)
-        some_left_out = self._pools.check_blocks(self.layouts, named)
-        self._pools.check_distinct(named)
+            self._stored_integers = _are_integers(self._reader.split("keys", keys)[0])
+        self._reader.check_distinct(named)
         if not some_left_out:
             return _Prompt(digests, named, named)
-        return _Prompt(*self._pools.keys_on_gpu(digests, named), named)
+        return _Prompt(*self._reader.keys_on_gpu(digests, named), named)
 
     def _jobs_using(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
         """The earlier jobs that still use one of these blocks, and the stores just started."""
-        using = self._handler.jobs_using(self._pools.join(blocks))
+        using = self._handler.jobs_using(blocks)
         return [*(job for job in using if job not in started), *started]
 
     def _store(
@@ -855,7 +899,7 @@ class PrefixCache(NotCopyable):
     ) -> Stored:
         """Stores the blocks that the host does not have. There is no room for those from before a
         reset: `resets` is the manager's number when they were computed."""
-        prepare: Callable[..., Any] = self.manager.prepare_store
+        prepare: Callable[..., Any] = self._reservations.prepare_store
         if resets is not None:  # in another thread, since _records()
             prepare = partial(prepare, resets=resets)
         held: list[Any] = []
@@ -910,19 +954,19 @@ class PrefixCache(NotCopyable):
         if not is_load:
             self._grow()
         try:
-            reservation = prepare(self._pools.join(prompt.digests), held=held)
+            reservation = prepare(prompt.digests, held=held)
             if reservation is None or reservation.id == 0:
                 return None
             if not is_load:
-                unreported = self._handler._native.unreported_loads(self._pools.join(prompt.named))
+                unreported = self._handler._native.unreported_loads(prompt.named)
                 options["computed_from"] = [*prompt.loads, *unreported]
             elif isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
                 self._handler._native.mark_written(reservation.pages)
-            selected = self._pools.select(prompt.blocks, reservation.key_indices)
+            selected = self._reader.select(prompt.blocks, reservation.key_indices)
             if is_load and self._lazy:  # in case nobody has called evict()
                 with self._handler._reporting:
                     self._forget(selected)
-            ids = self._pools.join(selected), reservation.pages, 0
+            ids = selected, reservation.pages, 0
             entry = _Reserved(reservation, selected, prompt.digests)
             return self._handler._submit(channel, ids, reserved=entry, **options)
         except BaseException:

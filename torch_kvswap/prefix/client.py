@@ -18,12 +18,12 @@ import numpy as np
 
 from torch_kvswap._native.arguments import (
     INT64_MAX,
+    Int64Array,
     NotCopyable,
     kind_of,
     read_int,
     read_switch,
 )
-from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap._native.owner import check_owner, peer_of
@@ -43,7 +43,7 @@ from torch_kvswap.prefix.groups import (
     read_groups,
     unit_tokens,
 )
-from torch_kvswap.prefix.hashing import Keys, read_digests
+from torch_kvswap.prefix.hashing import Keys, read_keys
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     HEAD,
@@ -69,8 +69,8 @@ class RemoteReservation(NamedTuple):
     """What prepare_load(), prepare_store() and preempt() return: see those of a BlockManager."""
 
     id: int
-    key_indices: Any
-    pages: Any
+    key_indices: list[Int64Array]
+    pages: list[Int64Array]
     lease: int = 0
     skipped: int = 0  # a server has no store_threshold
 
@@ -354,7 +354,7 @@ class RemoteManager(Session):
         self._is_list = not isinstance(groups, int)
         of_one_page = [dataclasses.replace(group, num_pages=1) for group in self.groups]
         # For what depends on the groups only: it never has a block.
-        self._of_one_page = BlockManager(of_one_page if self._is_list else 1)
+        self._of_one_page = BlockManager(of_one_page)
         self._dropped = 0  # stores without a server
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
@@ -367,34 +367,41 @@ class RemoteManager(Session):
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
-        return self._of_one_page.needed_blocks(prefix)
+        needed = self._needed_blocks(prefix)
+        return needed if self._is_list else needed[0]
+
+    # What a PrefixCache calls, with the digests of each group. It gets lists with an item for each.
+
+    def _needed_blocks(self, prefix: int) -> list[range]:
+        """See BlockManager.needed_blocks()."""
+        return self._of_one_page._needed_blocks(prefix)
 
     def prepare_load(
         self,
-        keys: Keys | Sequence[Keys],
+        digests: list[bytes],
         prefix: int | None = None,
         *,
         held: list[object] | None = None,
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
-        return self._reserve(Op.PREPARE_LOAD, keys, held, [number])
+        return self._reserve(Op.PREPARE_LOAD, digests, held, [number])
 
     def prepare_store(
         self,
-        keys: Keys | Sequence[Keys],
+        digests: list[bytes],
         *,
         resets: int | None = None,
         held: list[object] | None = None,
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._reserve(Op.PREPARE_STORE, keys, held, [-1 if resets is None else resets])
+        return self._reserve(Op.PREPARE_STORE, digests, held, [-1 if resets is None else resets])
 
     def preempt(
-        self, keys: Keys | Sequence[Keys], *, held: list[object] | None = None
+        self, digests: list[bytes], *, held: list[object] | None = None
     ) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._reserve(Op.PREEMPT, keys, held)
+        return self._reserve(Op.PREEMPT, digests, held)
 
     def complete(self, reservation: RemoteReservation, rejected: Sequence[int] = ()) -> None:
         """See BlockManager.complete()."""
@@ -404,9 +411,11 @@ class RemoteManager(Session):
         """See BlockManager.fail()."""
         self._end(reservation, False, ())
 
-    def is_pending(self, keys: Keys | Sequence[Keys]) -> bool:
+    def is_pending(self, digests: list[bytes]) -> bool:
         """See BlockManager.is_pending()."""
-        return self._ask(Op.IS_PENDING, keys=self._read(keys)) == array("q", [True])
+        return self._ask(Op.IS_PENDING, keys=digests) == array("q", [True])
+
+    # What anybody may call.
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
@@ -453,13 +462,13 @@ class RemoteManager(Session):
     def _reserve(
         self,
         op: Op,
-        keys: Keys | Sequence[Keys],
+        digests: list[bytes],
         held: list[object] | None,
         numbers: Sequence[int] = (),
     ) -> RemoteReservation | None:
         """As _ask(). What the answer reserves is open from then on, and in `held`."""
         self._process.check("prefix cache")
-        message = pack_keys(op, numbers, self._read(keys))
+        message = pack_keys(op, numbers, digests)
         held = [] if held is None else held
         number, has_answer = 0, False
         with self._lock:
@@ -475,7 +484,7 @@ class RemoteManager(Session):
                 ends = list(accumulate(2 * counts, initial=2 + len(counts)))
                 parts = [np.asarray(answer[start:end]) for start, end in pairwise(ends)]
                 indices, pages = parts[: len(counts)], parts[len(counts) :]
-                of = RemoteReservation(number, self._join(indices), self._join(pages), lease)
+                of = RemoteReservation(number, indices, pages, lease)
                 if number:
                     self._open.add(number)
                 held.append(of)
@@ -503,17 +512,8 @@ class RemoteManager(Session):
             self._open.remove(number)
             self._job_ended()
 
-    def _read(self, keys: Any) -> list[bytes]:
-        """The digests of each group."""
-        if not self._is_list:
-            return [read_digests("keys", keys)]
-        return [
-            read_digests(f"keys[{group}]", of_group)
-            for group, of_group in enumerate(split_groups("keys", keys, len(self.groups)))
-        ]
-
-    def _join(self, of_groups: Sequence[Any]) -> Any:
-        return of_groups if self._is_list else of_groups[0]
+    def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
+        return read_keys(keys, len(self.groups), self._is_list)
 
 
 class RemotePools:
@@ -521,7 +521,6 @@ class RemotePools:
 
     Args:
         layouts (Sequence[PagedLayout]): of the cache; changes with rebind().
-        is_list (bool): whether the handler gets lists.
         options: of the pools of one page.
         rank (int): which part of each page this process has: see HostPool.attach().
 
@@ -534,11 +533,10 @@ class RemotePools:
     def __init__(
         self,
         layouts: Sequence[PagedLayout],
-        is_list: bool,
         options: dict[str, Any],
         rank: int = 0,
     ) -> None:
-        self.layouts, self._is_list, self._options = layouts, is_list, options
+        self.layouts, self._options = layouts, options
         self._rank = rank
         self.pools: list[HostPool] = []
         self.handler: OffloadHandler | None = None
@@ -574,7 +572,7 @@ class RemotePools:
     def _groups(self, handler: OffloadHandler, pools: Sequence[HostPool]) -> Groups:
         """What the handler gets."""
         layouts = handler.layouts
-        return Groups(*((layouts, pools) if self._is_list else (layouts[0], pools[0])))
+        return Groups(layouts, pools)
 
 
 def read_model(
@@ -606,7 +604,8 @@ def describe(
     """What must be equal for engines to share pages; see PrefixCache.connect().
 
     Args:
-        groups (Sequence[BlockGroup] | None): as read_layer_groups() returns them.
+        groups (Sequence[BlockGroup] | None): one for each layout. None: the server decides how many
+            pages the only one has.
         bytes_of (Mapping[str, Any] | None): what else the bytes of a block depend on.
         parts (int): ranks that have a part of each page: see `part` of HostPool.
         others: see PrefixCache.connect().
@@ -614,7 +613,8 @@ def describe(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    contents = describe_contents(groups, *read_model(model, rank, world), bytes_of)
+    part_of = read_model(model, rank, world)
+    contents = describe_contents(groups or [BlockGroup(1)], *part_of, bytes_of)
     kept, part = read_encoding(encoding, bits_per_value), (0, parts) if parts > 1 else None
     pages = []
     for layout, of_group in zip(layouts, contents, strict=True):
@@ -623,7 +623,6 @@ def describe(
         pages.append(describe_page(layout._describe(), shape, kept, of_group))
     return {
         "pages": pages,
-        "is_list": groups is not None,
         "num_pages": [0] if groups is None else [group.num_pages for group in groups],
         "verify": verify,
     }

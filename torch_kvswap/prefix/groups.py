@@ -93,21 +93,26 @@ def read_groups(groups: int | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
 
 
 def read_layer_groups(
-    groups: Sequence[BlockGroup] | None, layouts: int, is_list: bool
-) -> tuple[BlockGroup, ...] | None:
-    """Checks the groups of a cache: one for each of so many layouts, or None for a single layout.
+    groups: Sequence[BlockGroup] | None, pages: Sequence[int], is_list: bool
+) -> tuple[BlockGroup, ...]:
+    """Checks the groups of a cache: one for each layout. A single layout is one group.
+
+    Args:
+        pages (Sequence[int]): of the pool of each layout; 0 if a server decides.
+        is_list (bool): the layouts were passed as a list.
 
     Raises:
         TypeError: it is something else.
         ValueError: see read_groups(); or the groups do not match the layouts.
     """
+    layouts = len(pages)
     if groups is None and is_list:
         raise ValueError(
             f"groups is None, but gpu is a list of {count_of(layouts, 'layout')}; pass a "
             "BlockGroup for each"
         )
     if groups is None:
-        return None
+        return (BlockGroup(pages[0] or 1),)
     if not is_list:
         raise ValueError("groups is for a list of layouts; leave it out, or pass gpu as a list")
     if isinstance(groups, SupportsIndex):
@@ -120,11 +125,17 @@ def read_layer_groups(
             f"{count_of(len(read), 'group')} and {count_of(layouts, 'layout')}; pass a BlockGroup "
             "for each layout"
         )
+    named = [group.num_pages for group in read]
+    if any(pages) and named != list(pages):
+        raise ValueError(
+            f"the groups have {named} pages, their pools {list(pages)}; "
+            "make num_pages that of the pool"
+        )
     return read
 
 
 def describe_contents(
-    groups: Sequence[BlockGroup] | None,
+    groups: Sequence[BlockGroup],
     model: str,
     rank: int,
     world: int,
@@ -133,24 +144,23 @@ def describe_contents(
     """What the pages of each group hold: `contents` of describe_page().
 
     Args:
-        groups (Sequence[BlockGroup] | None): as read_layer_groups() returns them.
+        groups (Sequence[BlockGroup]): as read_layer_groups() returns them.
         model (str), rank (int), world (int): of which part of which model the pages are.
         bytes_of (Mapping[str, Any] | None): what else the key and the bytes of a block depend on.
     """
-    of_groups = [BlockGroup(1)] if groups is None else groups
     return [
         {
             "model": model,
             "rank": rank,
             "world": world,
             "group": number,
-            "groups": len(of_groups),
+            "groups": len(groups),
             "block_tokens": group.block_tokens,
             "window_tokens": group.window_tokens,
             "is_state": group.is_state,
             "bytes_of": dict(bytes_of or {}),
         }
-        for number, group in enumerate(of_groups)
+        for number, group in enumerate(groups)
     ]
 
 

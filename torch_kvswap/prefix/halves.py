@@ -91,7 +91,7 @@ class SchedulerSession(Session):
 
     def __init__(self, path: str, engine: str, workers: int = 1) -> None:
         # It maps no memory, and the server compares nothing.
-        super().__init__(path, engine, {}, RemotePools([], False, {}), workers=workers)
+        super().__init__(path, engine, {}, RemotePools([], {}), workers=workers)
         self.num_pages = self.losses = self.resets = 0
         self._storing: dict[int, int] = {}  # pages of open stores: resets when the store began
         self._forget()

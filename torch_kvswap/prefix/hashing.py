@@ -25,6 +25,7 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
+from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 
 DIGEST_BYTES: int = native.DIGEST_BYTES
@@ -330,6 +331,16 @@ def read_digests(name: str, keys: Keys) -> bytes:
         return b"".join(map(key_digest, keys))
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from error
+
+
+def read_keys(keys: Keys | Sequence[Keys], num_groups: int, is_list: bool) -> list[bytes]:
+    """The digests of each group: of the items of a list, or of the keys of the only group."""
+    if not is_list:
+        return [read_digests("keys", keys)]
+    return [
+        read_digests(f"keys[{group}]", of_group)
+        for group, of_group in enumerate(split_groups("keys", keys, num_groups))
+    ]
 
 
 native.set_python(read_digests=read_digests)

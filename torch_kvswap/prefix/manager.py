@@ -178,6 +178,13 @@ class BlockManager(NotCopyable, native.BlockManager):
         )
         self._grow(ready)
 
+    def _in_lists(self) -> BlockManager:
+        """This manager, with keys, key_indices and pages in lists even if it has a single group."""
+        same = BlockManager.__new__(BlockManager)
+        same.groups, same.unit_tokens, same._is_list = self.groups, self.unit_tokens, True
+        native.BlockManager.__init__(same, self)
+        return same
+
     def __repr__(self) -> str:
         pages = [group.num_pages for group in self.groups]
         try:
@@ -203,6 +210,22 @@ class BlockManager(NotCopyable, native.BlockManager):
             ValueError: a group does not have this many pages.
         """
         self._grow(read_ready_pages(self.groups, num_ready_pages))
+
+    def needed_blocks(self, prefix: int) -> range | list[range]:
+        """The blocks that must be on the GPU to go on after a prefix.
+
+        prepare_load() with this prefix holds their pages. All other blocks of the prefix are those
+        that a window or a state has left behind.
+
+        Args:
+            prefix (int): length in units, such as `Lookup.ready`.
+
+        Returns:
+            range | list[range]: positions among the keys; with several groups a list with one range
+                per group.
+        """
+        needed = self._needed_blocks(prefix)
+        return needed if self._is_list else needed[0]
 
     def hold_due(self, count: int, group: int = 0) -> WriteReservation | None:
         """Holds blocks that are due to be written to a store below host memory.

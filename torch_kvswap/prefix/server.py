@@ -139,11 +139,7 @@ class _Pages:
             self.pools.append(HostPool(layout, count, per_page, **kept, shared=True))
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
-        self.is_list = cache["is_list"]
-        self.manager = BlockManager(
-            groups if self.is_list else groups[0].num_pages,
-            below_policy=None if store is None else below_policy,
-        )
+        self.manager = BlockManager(groups, below_policy=None if store is None else below_policy)
         self.tier: Tier | None = None
         if store is not None:
             formats = list(map(PageFormat, self.pools, cache["pages"]))
@@ -153,16 +149,9 @@ class _Pages:
                 self.pools,
                 self.manager,
                 lambda _: None,  # engines mark the pages that they load
-                self.join,
                 _BELOW_BYTES,
                 on_answer,
             )
-
-    def join(self, of_groups: Sequence[Any]) -> Any:
-        return of_groups if self.is_list else of_groups[0]
-
-    def split(self, of_groups: Any) -> Sequence[Any]:
-        return of_groups if self.is_list else [of_groups]
 
     def ask(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
         """Asks the store below for what is not found; see Tier.ask()."""
@@ -550,11 +539,11 @@ class PageServer:
         """What engines know of resets: another number after each, and for each server."""
         return self._generation + self._resets
 
-    def _keys(self, counts: Sequence[int], digests: bytes) -> Any:
-        """The keys as the block manager takes them."""
+    def _keys(self, counts: Sequence[int], digests: bytes) -> list[bytes]:
+        """The keys of each group."""
         if len(counts) != len(self._pages.pools):
             raise ProtocolError(f"keys of {len(counts)} groups")
-        return self._pages.join(split_keys(counts, digests))
+        return split_keys(counts, digests)
 
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
@@ -633,19 +622,20 @@ class PageServer:
     def _on_hold(self, session: _Session, counts: array[int], data: bytes) -> None:
         answer = array("q")
         for digests in split_keys(counts.tolist(), data):
-            held, in_front = self._manager.hold(digests), -1
-            if held is None or len(held.pages) * DIGEST_BYTES < len(digests):
-                found = self._pages.ask(self._manager.lookup(digests, again=True), [digests])
+            held, in_front = self._manager.hold([digests]), -1
+            if held is None or len(held.pages[0]) * DIGEST_BYTES < len(digests):
+                found = self._pages.ask(self._manager.lookup([digests], again=True), [digests])
                 in_front = found.found + found.asking
             if held is None:
                 answer.extend((0, 0, in_front))
                 continue
             session.reservations[held.id] = held
             self._pages.use_leases([digests])
-            answer.extend((held.id, len(held.pages), in_front))
-            answer.frombytes(held.pages.tobytes())
+            (pages,), (indices,) = held.pages, held.key_indices
+            answer.extend((held.id, len(pages), in_front))
+            answer.frombytes(pages.tobytes())
             if in_front >= 0:
-                answer.frombytes(held.key_indices.tobytes())
+                answer.frombytes(indices.tobytes())
         self._answer(session, answer)
 
     def _on_borrow(self, session: _Session, numbers: array[int], _: bytes) -> None:
@@ -678,7 +668,7 @@ class PageServer:
         again, *counts = numbers.tolist()
         keys = self._keys(counts, data)
         found = self._manager.lookup(keys, again=bool(again))
-        found = self._pages.ask(found, self._pages.split(keys))
+        found = self._pages.ask(found, keys)
         self._answer(session, [*found, self._index])
 
     def _on_prepare_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
@@ -687,7 +677,7 @@ class PageServer:
         load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
         self._reserve(session, load)
         if load is not None:
-            self._pages.use_leases(self._pages.split(keys))
+            self._pages.use_leases(keys)
 
     def _on_prepare_store(self, session: _Session, numbers: array[int], data: bytes) -> None:
         resets, *counts = numbers.tolist()
@@ -709,7 +699,7 @@ class PageServer:
             session.leases.add(lease)
             # An engine may still release() leases of an earlier server: none has the same number.
             lease += self._generation
-        indices, pages = map(self._pages.split, (reservation.key_indices, reservation.pages))
+        indices, pages = reservation.key_indices, reservation.pages
         answer = array("q", [reservation.id, lease, *map(len, pages)])
         for numbers in (*indices, *pages):
             answer.frombytes(np.asarray(numbers, np.int64).tobytes())

@@ -23,7 +23,7 @@ from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests, split_digests
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, split_digests
 from torch_kvswap.prefix.manager import BlockManager, Lookup
 
 # Seconds, read at each use so that tests can set them.
@@ -117,9 +117,8 @@ class Tier:
         store (PageStore): is closed by close().
         formats (Sequence[PageFormat]): of each pool.
         pools (Sequence[HostPool]): one for each group of the manager.
-        manager (BlockManager): gives the pages.
+        manager (BlockManager): gives the pages. Takes and returns lists, as does mark_written.
         mark_written: OffloadHandler.mark_written().
-        join: makes of a list with an item for each pool what manager and handler take.
         below_bytes (int): bytes in flight at most, in each direction; a page at least.
         on_answer: called, in a thread of the tier, when poll() has something to do.
     """
@@ -131,7 +130,6 @@ class Tier:
         pools: Sequence[HostPool],
         manager: BlockManager,
         mark_written: Callable[[Any], None],
-        join: Callable[[Sequence[Any]], Any],
         below_bytes: int,
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
@@ -139,7 +137,7 @@ class Tier:
             for form in formats:
                 store._describe(form.name, form.description)
         self._formats, self._manager, self._on_answer = formats, manager, on_answer
-        self._mark_written, self._join = mark_written, join
+        self._mark_written = mark_written
         self._page_bytes = [pool.page_bytes for pool in pools]
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
@@ -170,10 +168,10 @@ class Tier:
 
     # What a PrefixCache calls.
 
-    def ask(self, found: Lookup, keys: Sequence[Keys]) -> Lookup:
+    def ask(self, found: Lookup, digests: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
         first = [found.found * ratio for ratio in self._ratios]
-        missed = list(map(_digests_from, keys, first))
+        missed = [of[DIGEST_BYTES * at :] for of, at in zip(digests, first, strict=True)]
         identity = next((of[:DIGEST_BYTES] for of in missed if of), None)
         if identity is None:
             return found
@@ -304,7 +302,7 @@ class Tier:
             page for place, page in enumerate(promotion.pages) if place not in rejected
         ]
         try:
-            self._mark_written(self._join(pages))
+            self._mark_written(pages)
             self._manager.complete(promotion.reservation, rejected)
         except ValueError:  # it had ended when the call before was interrupted
             if not is_again:
@@ -387,11 +385,10 @@ class Tier:
         """The keys of each group that a prefix of this length needs, and that were missed."""
         if units == ask.units:
             return [[] for _ in ask.keys]
-        needed = self._manager.needed_blocks(units)
-        several = needed if isinstance(needed, list) else [needed]
+        of_groups = zip(ask.keys, ask.first, self._manager._needed_blocks(units), strict=True)
         return [
             keys[max(of.start - first, 0) : max(of.stop - first, 0)]
-            for keys, first, of in zip(ask.keys, ask.first, several, strict=True)
+            for keys, first, of in of_groups
         ]
 
     def _read_batch(self, ask: _Ask, group: int, keys: list[bytes]) -> None:
@@ -476,7 +473,7 @@ class Tier:
             if ask.is_over:
                 return None
             try:
-                reservation = self._manager.promote(self._join(of_groups))
+                reservation = self._manager.promote(of_groups)
             except ValueError:  # a key occurs twice: such prompts are not stored either
                 return None
             if reservation is None:
@@ -485,9 +482,7 @@ class Tier:
             if reservation.id == 0:
                 self._manager.release(reservation)
                 return None
-            places, pages = reservation.key_indices, reservation.pages
-            if isinstance(pages, list):
-                places, pages = places[group], pages[group]
+            places, pages = reservation.key_indices[group], reservation.pages[group]
             of_pages = [keys[place] for place in places.tolist()]
             promotion = _Promotion(reservation, group, of_pages, pages.tolist(), keys[-1])
             ask.promotions.append(promotion)
@@ -582,11 +577,6 @@ class Tier:
     def _views(self, group: int, pages: list[int]) -> list[memoryview]:
         size, memory = self._page_bytes[group], self._memory[group]
         return [memory[page * size : (page + 1) * size] for page in pages]
-
-
-def _digests_from(keys: Keys, first: int) -> bytes:
-    """The digests of the keys from this one on."""
-    return read_digests("keys", keys[first * (DIGEST_BYTES if isinstance(keys, bytes) else 1) :])
 
 
 def _zeros(nbytes: int, count: int) -> list[memoryview]:

@@ -31,7 +31,7 @@ def new_worker(
 ) -> WorkerSession:
     layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
     cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={}, parts=world)
-    return WorkerSession(path, name, cache, kind([layout], False, {}, rank), rank)
+    return WorkerSession(path, name, cache, kind([layout], {}, rank), rank)
 
 
 def worker_of(path: str, name: str, *of: Any) -> WorkerSession:

@@ -47,7 +47,7 @@ def test_what_one_engine_is_storing_is_pending_for_the_others_and_not_stored_aga
         assert second.prefixes.lookup(keys) == Lookup(8, 0, 8)
         assert second.hold(PROMPT) is None
         assert second.prefixes.load(keys, list(range(32, 40))) is None
-        assert second.prefixes.manager.is_pending(keys)
+        assert second.prefixes.manager.is_pending([b"".join(keys)])
         first.prefixes.poll()
         assert second.load(PROMPT) == 8
         assert second.hold(PROMPT) is None
@@ -353,8 +353,8 @@ ValueError: the server has other pages: pages[0].tensors[0]: uint8 [blocks, 5001
 uint8 [blocks, 5000] at PATH; start a server of its own for this cache
 ValueError: the server has other pages: pages[0].tensors[0]: bfloat16 [blocks, 2500]
 here, uint8 [blocks, 5000] at PATH; start a server of its own for this cache
-ValueError: the server has other pages: is_list: true here, false at PATH; start a
-server of its own for this cache
+ValueError: the server has other pages: num_pages[0]: 4 here, 0 at PATH; start a server
+of its own for this cache
 ValueError: the server has other pages: pages[0].groups: 2 here, 1 at PATH; start a
 server of its own for this cache
 ValueError: 5 pages of 8192 bytes do not fit into the 32768 bytes that this server has

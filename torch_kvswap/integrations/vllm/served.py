@@ -64,7 +64,7 @@ class ServedPool(RemotePools):
         bytes_of = {**server.bytes_of, "groups": [layout._describe() for layout in layouts]}
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page, "page_alignment": ALIGNMENT}
-        super().__init__([largest], False, alone, rank)
+        super().__init__([largest], alone, rank)
         self._session = WorkerSession(server.path, of.engine_id, cache, self, of.rank)
         try:
             self._session.join()

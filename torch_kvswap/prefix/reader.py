@@ -1,0 +1,166 @@
+"""Reads the arguments of a prefix cache's calls. Behind it keys are digests, and both keys and GPU
+blocks are lists with an item for each group of layers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_kvswap._native.arguments import UINT64_MAX, Int64Array, count_of
+from torch_kvswap._native.ids import split_groups
+from torch_kvswap._native.loader import native
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, read_keys, split_digests
+
+
+class ArgumentReader:
+    """Reads keys and GPU blocks.
+
+    Args:
+        pools (Sequence[HostPool]): one for each group.
+        groups (Sequence[BlockGroup]): of the pools.
+        is_list (bool): the caller passes a list with an item for each group. A caller that does not
+            has one group, whose block_tokens are not known.
+    """
+
+    def __init__(
+        self, pools: Sequence[HostPool], groups: Sequence[BlockGroup], is_list: bool
+    ) -> None:
+        self._per_page = [pool.blocks_per_page for pool in pools]
+        self._tokens = [group.block_tokens if is_list else None for group in groups]
+        self._is_list = is_list
+
+    def split(self, name: str, argument: Any) -> Sequence[Any]:
+        """The item of an argument for each group, as the caller has passed it."""
+        return split_groups(name, argument, len(self._tokens)) if self._is_list else [argument]
+
+    def split_keys(self, keys: Any) -> Sequence[Any]:
+        """The keys of each group. Raises ValueError if they are of other block_tokens than their
+        group, which only the keys of a PrefixHasher say.
+        """
+        split = self.split("keys", keys)
+        for group, (of_group, tokens) in enumerate(zip(split, self._tokens, strict=True)):
+            if not isinstance(of_group, PrefixKeys) or tokens is None:
+                continue
+            if of_group.block_tokens != tokens:
+                raise ValueError(
+                    f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
+                    f"block_tokens of group {group} is {tokens}; make both equal, in the "
+                    "PrefixHasher or in the BlockGroup"
+                )
+        return split
+
+    def read_keys(self, keys: Any) -> list[bytes]:
+        """The digests of each group."""
+        self.split_keys(keys)
+        return read_keys(keys, len(self._tokens), self._is_list)
+
+    def read_blocks(
+        self, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
+    ) -> tuple[list[array[int]], bool]:
+        """The GPU blocks of each group, and whether one of them is -1. Raises IndexError if one
+        does not exist."""
+        several, some_left_out = [], False
+        for group, ids in enumerate(self.split("gpu_block_ids", gpu_block_ids)):
+            name, count = self._name("gpu_block_ids", group), layouts[group].num_blocks
+            blocks = native.read_ids(name, ids)
+            several.append(blocks)
+            numbers = np.frombuffer(blocks, np.uint64)  # a negative one is larger than any block's
+            if not len(numbers) or numbers.max() < count:
+                continue
+            some_left_out = True
+            wrong = (numbers >= count) & (numbers != UINT64_MAX)
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise IndexError(
+                    f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to "
+                    f"{count - 1}, and -1 is a block that is not on the GPU"
+                )
+        return several, some_left_out
+
+    def read(
+        self, keys: Any, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
+    ) -> tuple[list[bytes], list[array[int]], bool]:
+        """The digests of each group, and what read_blocks() returns for their blocks."""
+        digests = self.read_keys(keys)
+        blocks, some_left_out = self.read_blocks(gpu_block_ids, layouts)
+        for group, (of_group, per_page) in enumerate(zip(digests, self._per_page, strict=True)):
+            count = len(of_group) // DIGEST_BYTES
+            if -(-len(blocks[group]) // per_page) != count:
+                name = self._name("gpu_block_ids", group)
+                raise ValueError(
+                    f"{name} has {count_of(len(blocks[group]), 'id')} for {count_of(count, 'key')} "
+                    f"of {count_of(per_page, 'block')} each; pass one for each block of all keys, "
+                    "-1 for a block that is not on the GPU"
+                )
+        return digests, blocks, some_left_out
+
+    def keys_on_gpu(
+        self, digests: list[bytes], blocks: list[array[int]]
+    ) -> tuple[list[bytes], list[array[int]]]:
+        """What read() returned, without the keys that have a block of -1."""
+        kept_digests, kept_blocks = [], []
+        for of_group, numbers, per_page in zip(digests, blocks, self._per_page, strict=True):
+            rows = np.frombuffer(of_group, np.uint8).reshape(-1, DIGEST_BYTES)
+            absent = np.flatnonzero(np.frombuffer(numbers, np.int64) == -1) // per_page
+            kept = np.delete(np.arange(len(rows)), absent)
+            kept_digests.append(rows[kept].tobytes())
+            kept_blocks.append(array("q", _select(numbers, kept, per_page).tobytes()))
+        return kept_digests, kept_blocks
+
+    def select(self, blocks: Sequence[array[int]], key_indices: Sequence[Any]) -> list[Int64Array]:
+        """Selects the GPU blocks of the keys with these indices, per group."""
+        return list(map(_select, blocks, key_indices, self._per_page))
+
+    def check_needed(self, blocks: list[array[int]], needed: list[range]) -> None:
+        """Raises ValueError if a key of BlockManager.needed_blocks() has a block of -1."""
+        for group, (of_group, keys) in enumerate(zip(blocks, needed, strict=True)):
+            per_page = self._per_page[group]
+            first, end = keys.start * per_page, keys.stop * per_page
+            if -1 in of_group[first:end]:
+                at = of_group.index(-1, first)
+                name = self._name("gpu_block_ids", group)
+                raise ValueError(
+                    f"{name}[{at}] is -1, but what follows the prefix needs this block; pass a GPU "
+                    "block for each block of manager.needed_blocks(prefix)"
+                )
+
+    def check_distinct(self, blocks: list[array[int]]) -> None:
+        """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
+        for group, of_group in enumerate(blocks):
+            numbers = np.sort(np.frombuffer(of_group, np.int64))
+            twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
+            if len(twice):
+                name, block = self._name("gpu_block_ids", group), int(twice[0])
+                first = of_group.index(block)
+                second = of_group.index(block, first + 1)
+                raise ValueError(
+                    f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the "
+                    "contents of two; pass -1 for blocks that are not on the GPU"
+                )
+
+    def check_distinct_keys(self, digests: list[bytes]) -> None:
+        """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
+        for group, of_group in enumerate(digests):
+            name, first = self._name("keys", group), dict[bytes, int]()
+            for index, key in enumerate(split_digests(of_group)):
+                if (before := first.setdefault(key, index)) != index:
+                    raise ValueError(
+                        f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
+                    )
+
+    def _name(self, argument: str, group: int) -> str:
+        return f"{argument}[{group}]" if self._is_list else argument
+
+
+def _select(blocks: array[int], key_indices: Any, per_page: int) -> Int64Array:
+    """The GPU blocks of the keys with these indices."""
+    numbers = np.frombuffer(blocks, np.int64)
+    slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
+    selected: Int64Array = numbers[slots[slots < len(numbers)]]
+    return selected
