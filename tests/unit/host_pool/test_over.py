@@ -373,6 +373,26 @@ def test_memory_is_pinned_in_the_background_too(driver: Driver) -> None:
         round_trip(layout, pool)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("owner", ["the pool", "its owner"])
+def test_a_gpu_moves_blocks_to_and_from_a_region(owner: str) -> None:
+    layout = PagedLayout([torch.randint(256, (8, 1 << 18), device="cuda:0").byte()])
+    row, cell = 3 << 18, (1 << 18) + 100
+    region = Region(64 * row)
+    first, nbytes = region.tensor.data_ptr(), region.tensor.numel()
+    torch.cuda.init()
+    if owner == "its owner":
+        assert int(torch.cuda.cudart().cudaHostRegister(first, nbytes, 0)) == 0
+    options = {"page_bytes": row, "offset": cell, "verify": "load"}
+    with in_chunks_over(16 << 20, region, layout, **options) as pool:
+        assert pool.is_pinned
+        round_trip(layout, pool, copy_method="kernel")
+        round_trip(layout, pool, copy_method="staged")
+    if owner == "its owner":
+        assert int(torch.cuda.cudart().cudaHostUnregister(first)) == 0
+    assert not native.pinned_until(0, first)
+
+
 def registered(driver: Driver) -> list[int]:
     """The bytes of each registration since the log was read last."""
     lines = driver.log().splitlines()
