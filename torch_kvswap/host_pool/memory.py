@@ -8,6 +8,7 @@ import fcntl
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,43 @@ from torch_kvswap.host_pool.system import check_room
 
 _MAX_THREADS = 16  # assumed to saturate memory bandwidth
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class _Owner:
+    """Frees the memory that a call returns when the last tensor() on it is gone.
+
+    From the call until the address is stored here no KeyboardInterrupt comes: it is one call of a C
+    function.
+
+    Args:
+        free: takes the address.
+        call, arguments: what returns the address.
+    """
+
+    def __init__(
+        self, free: Callable[[int], object], call: Callable[..., int], *arguments: object
+    ) -> None:
+        self._addresses: list[int] = []
+        # Not at exit, when copies may still run.
+        weakref.finalize(self, _free_all, free, self._addresses).atexit = False
+        self._addresses.extend(map(call, *([argument] for argument in arguments)))
+
+    @property
+    def address(self) -> int:
+        """What the call has returned."""
+        (address,) = self._addresses
+        return address
+
+    def tensor(self, first: int, nbytes: int) -> Tensor:
+        """The bytes from this address on, as uint8."""
+        memory = (ctypes.c_ubyte * nbytes).from_address(first)
+        memory.owner = self  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _free_all(free: Callable[[int], object], addresses: list[int]) -> None:
+    for address in addresses:
+        free(address)
 
 
 class Mapping:
@@ -44,11 +82,10 @@ class Mapping:
             mapped = os.fstat(fd).st_size
         else:
             mapped = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
-        address = native.map_host(-1 if fd is None else fd, mapped)
-        memory = (ctypes.c_ubyte * nbytes).from_address(address)
-        # Not at exit, when copies may still run.
-        weakref.finalize(memory, native.unmap_host, address, mapped).atexit = False
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        unmap = partial(native.unmap_host, nbytes=mapped)
+        owner = _Owner(unmap, native.map_host, -1 if fd is None else fd, mapped)
+        address = owner.address
+        self.tensor = owner.tensor(address, nbytes)
         self.address, self._last = address, address + mapped
         if fd is None:
             of = f" {os.getpid()} {self.address:x}-{self._last:x}"
@@ -155,13 +192,10 @@ class DriverMemory:
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         with _has_room(nbytes, page_bytes):  # the driver touches all of it
-            allocated = native.allocate_host(device.index, nbytes + MAX_ALIGNMENT)
-        self.address = -(-allocated // MAX_ALIGNMENT) * MAX_ALIGNMENT
-        memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        # Not at exit, when copies may still run.
-        free = weakref.finalize(memory, _free, ForkGuard(), device.index, allocated)
-        free.atexit = False
-        self.tensor, self.nbytes = torch.frombuffer(memory, dtype=torch.uint8).zero_(), nbytes
+            free = partial(_free, ForkGuard(), device.index)
+            owner = _Owner(free, native.allocate_host, device.index, nbytes + MAX_ALIGNMENT)
+        self.address = -(-owner.address // MAX_ALIGNMENT) * MAX_ALIGNMENT
+        self.tensor, self.nbytes = owner.tensor(self.address, nbytes).zero_(), nbytes
 
     def release(self) -> None:
         """Drops the tensor. The memory is freed with its last view."""

@@ -81,8 +81,12 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def mapped_files() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:torch_kvswap ")
+
+
 @pytest.mark.parametrize("call", ["HostPool", "share", "attach", "receive"])
-def test_an_interruption_leaves_no_file_open(call: str) -> None:
+def test_an_interruption_leaves_no_file_open_or_mapped(call: str) -> None:
     cache, interrupter = layout(), Interrupter()
     pool = HostPool(cache, 4, shared=True)
     handle = pool.share()
@@ -101,12 +105,12 @@ def test_an_interruption_leaves_no_file_open(call: str) -> None:
     for at in count(1):
         here, there = socket.socketpair()
         with here, there:
-            before = open_files()
+            before = open_files(), mapped_files()
             made: list[Any] = []
             is_stopped = interrupter.stops(at, lambda made=made: made.append(makes[call]()))
             for one in made:
                 one.close()
-            assert open_files() == before, at
+            assert (open_files(), mapped_files()) == before, at
         if not is_stopped:
             break
     assert at > 20
