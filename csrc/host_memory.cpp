@@ -65,15 +65,14 @@ void run_on(const std::vector<int>& cpus) {
 
 }  // namespace
 
-void* map_host(int fd, uint64_t bytes, bool on_huge_pages) {
-  const uint64_t alignment = on_huge_pages ? kHugePage : page_size();
+void* map_host(int fd, uint64_t bytes) {
   const uint64_t whole = bytes + page_size();
-  void* reserved = mmap(nullptr, whole + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* reserved = mmap(nullptr, whole + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   KVSWAP_CHECK(reserved != MAP_FAILED, "the kernel has no room for a mapping of ", bytes,
                " bytes: ", std::strerror(errno));
-  const auto first = reinterpret_cast<uint64_t>(reserved), begin = round_up(first, alignment);
+  const auto first = reinterpret_cast<uint64_t>(reserved), begin = round_up(first, kHugePage);
   if (begin != first) munmap(reserved, begin - first);
-  munmap(reinterpret_cast<void*>(begin + whole), first + alignment - begin);
+  munmap(reinterpret_cast<void*>(begin + whole), first + kHugePage - begin);
   void* const address = reinterpret_cast<void*>(begin);
   const auto map = [&](int flags) {
     return mmap(address, bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, 0) != MAP_FAILED;
@@ -87,7 +86,7 @@ void* map_host(int fd, uint64_t bytes, bool on_huge_pages) {
     munmap(address, whole);
     fail("the kernel does not map ", bytes, " bytes: ", std::strerror(error));
   }
-  madvise(address, bytes, on_huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  madvise(address, bytes, MADV_HUGEPAGE);
   return address;
 }
 

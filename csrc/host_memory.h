@@ -9,9 +9,8 @@ namespace kvswap {
 // Maps `bytes`, a multiple of the system's page: a file, shared, or with fd -1 private zeros.
 // Private pages are wiped in a fork, so that none is copied when the parent writes to it. A guard
 // page follows, which also keeps the kernel from merging the mapping with another one.
-// on_huge_pages: begins where a transparent huge page can, and asks for these. Throws if the kernel
-// refuses.
-void* map_host(int fd, uint64_t bytes, bool on_huge_pages);
+// Begins where a transparent huge page can, and asks for these. Throws if the kernel refuses.
+void* map_host(int fd, uint64_t bytes);
 void unmap_host(void* address, uint64_t bytes);
 
 // Pages touched from now on come from this NUMA node while it has free ones. False if the kernel

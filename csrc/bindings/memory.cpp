@@ -3,7 +3,7 @@
 
 #include "bindings/python.h"
 #include "cuda/driver.h"
-#include "device/device.h"
+#include "device/cuda.h"
 #include "environment.h"
 #include "host_memory.h"
 #include "ops/library.h"
@@ -68,15 +68,15 @@ void bind_memory(nb::module_& module) {
   module.def(
       "register_host",
       [](int device, uintptr_t address, uint64_t nbytes) {
-        cuda_device(device).register_host(at(address), nbytes);
+        register_host(device, at(address), nbytes);
       },
       "device"_a, "address"_a, "nbytes"_a, ReleaseGil(),
       "Pins memory for every device of the process. Safe while another thread captures a graph. "
       "Raises NotImplementedError where only allocate_host() gives pinned memory.");
   module.def(
       "unregister_host",
-      [](int device, uintptr_t address) { cuda_device(device).unregister_host(at(address)); },
-      "device"_a, "address"_a, ReleaseGil());
+      [](int device, uintptr_t address) { unregister_host(device, at(address)); }, "device"_a,
+      "address"_a, ReleaseGil());
   module.def(
       "allocate_host",
       [](int device, uint64_t nbytes) {
@@ -89,8 +89,7 @@ void bind_memory(nb::module_& module) {
       [](int device, uintptr_t address) { cuda_device(device).free_host(at(address)); }, "device"_a,
       "address"_a, ReleaseGil());
   module.def(
-      "pinned_until",
-      [](int device, uint64_t address) { return cuda_device(device).pinned_until(address); },
+      "pinned_until", [](int device, uint64_t address) { return pinned_until(device, address); },
       "device"_a, "address"_a, ReleaseGil(),
       "Where the pinned piece that contains the address ends, says the driver; 0 if it is not "
       "pinned.");
@@ -99,9 +98,7 @@ void bind_memory(nb::module_& module) {
 
   module.def(
       "map_host",
-      [](int fd, uint64_t nbytes) {
-        return reinterpret_cast<uintptr_t>(map_host(fd, nbytes, /*on_huge_pages=*/true));
-      },
+      [](int fd, uint64_t nbytes) { return reinterpret_cast<uintptr_t>(map_host(fd, nbytes)); },
       "fd"_a, "nbytes"_a, ReleaseGil(), "See host_memory.h. Returns the address.");
   module.def(
       "unmap_host", [](uintptr_t address, uint64_t nbytes) { unmap_host(at(address), nbytes); },

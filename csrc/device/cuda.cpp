@@ -193,11 +193,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
 
   Allocations find_allocations(const std::vector<uint64_t>& cache,
                                const std::vector<uint64_t>& host) override;
-  void register_host(void* address, uint64_t bytes) override;
-  void unregister_host(void* address) override {
-    const cuda::ContextGuard context(index());
-    KVSWAP_DRIVER_CHECK(cuda::driver().unregister_host(address), "cuMemHostUnregister");
-  }
   void* allocate_host(uint64_t bytes) override {
     const cuda::ContextGuard context(index());
     void* memory = nullptr;
@@ -208,11 +203,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   void free_host(void* address) override {
     const cuda::ContextGuard context(index());
     KVSWAP_DRIVER_CHECK(cuda::driver().free_host(address), "cuMemFreeHost");
-  }
-  uint64_t pinned_until(uint64_t address) override {
-    const cuda::ContextGuard context(index());
-    const Memory memory = AddressMap().find(address);
-    return memory.kind == MemoryKind::kPinned ? memory.end : 0;
   }
 
   const std::vector<CopyMethod>& copy_methods() const override {
@@ -275,26 +265,6 @@ Allocations CudaDevice::find_allocations(const std::vector<uint64_t>& cache,
   return found;
 }
 
-void CudaDevice::register_host(void* address, uint64_t bytes) {
-  const cuda::ContextGuard context(index());
-  int is_same = 0;
-  KVSWAP_DRIVER_CHECK(
-      cuda::driver().get_device_attribute(&is_same, cuda::kHasRegisteredAtSameAddress, index()),
-      "cuDeviceGetAttribute");
-  if (is_same == 0) {
-    fail<NotImplementedError>(name(),
-                              " uses other addresses for registered host memory than the "
-                              "process does, as under WSL2");
-  }
-  const cuda::Result result =
-      cuda::driver().register_host(address, bytes, cuda::kRegisterPortable | cuda::kRegisterMapped);
-  if (result == cuda::kNotSupported) {
-    fail<NotImplementedError>("cuMemHostRegister: ", cuda::describe(result),
-                              ", as in confidential computing");
-  }
-  KVSWAP_DRIVER_CHECK(result, "cuMemHostRegister");
-}
-
 StreamWords* CudaDevice::stream_words() {
   const cuda::Driver& driver = cuda::driver();
   if (driver.wait_value == nullptr || driver.write_value == nullptr) return nullptr;
@@ -312,5 +282,36 @@ volatile uint64_t* CudaDevice::allocate_words(int count) {
 }  // namespace
 
 std::unique_ptr<Device> make_cuda_device(int index) { return std::make_unique<CudaDevice>(index); }
+
+void register_host(int device, void* address, uint64_t bytes) {
+  const cuda::ContextGuard context(device);
+  int is_same = 0;
+  KVSWAP_DRIVER_CHECK(
+      cuda::driver().get_device_attribute(&is_same, cuda::kHasRegisteredAtSameAddress, device),
+      "cuDeviceGetAttribute");
+  if (is_same == 0) {
+    fail<NotImplementedError>("CUDA device ", device,
+                              " uses other addresses for registered host memory than the "
+                              "process does, as under WSL2");
+  }
+  const cuda::Result result =
+      cuda::driver().register_host(address, bytes, cuda::kRegisterPortable | cuda::kRegisterMapped);
+  if (result == cuda::kNotSupported) {
+    fail<NotImplementedError>("cuMemHostRegister: ", cuda::describe(result),
+                              ", as in confidential computing");
+  }
+  KVSWAP_DRIVER_CHECK(result, "cuMemHostRegister");
+}
+
+void unregister_host(int device, void* address) {
+  const cuda::ContextGuard context(device);
+  KVSWAP_DRIVER_CHECK(cuda::driver().unregister_host(address), "cuMemHostUnregister");
+}
+
+uint64_t pinned_until(int device, uint64_t address) {
+  const cuda::ContextGuard context(device);
+  const Memory memory = AddressMap().find(address);
+  return memory.kind == MemoryKind::kPinned ? memory.end : 0;
+}
 
 }  // namespace kvswap

@@ -4,7 +4,6 @@
 #include <mutex>
 #include <utility>
 
-#include "check.h"
 #include "device/cuda.h"
 #include "device/host.h"
 
@@ -24,16 +23,6 @@ auto& devices() {
 Allocations Device::find_allocations(const std::vector<uint64_t>& cache,
                                      const std::vector<uint64_t>& host) {
   return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
-}
-
-void Device::register_host(void*, uint64_t) { refuse_registration(); }
-void Device::unregister_host(void*) { refuse_registration(); }
-void* Device::allocate_host(uint64_t) { refuse_registration(); }
-void Device::free_host(void*) { refuse_registration(); }
-uint64_t Device::pinned_until(uint64_t) { refuse_registration(); }
-
-void Device::refuse_registration() const {
-  fail("host memory is pinned for CUDA devices, not for ", name());
 }
 
 Device& find_device(DeviceKind kind, int index) {

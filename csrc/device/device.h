@@ -199,17 +199,10 @@ class Device {
   // address is not memory of this device. By default all are one.
   virtual Allocations find_allocations(const std::vector<uint64_t>& cache,
                                        const std::vector<uint64_t>& host);
-  // Pins host memory for all devices of the process, and undoes that. Any thread, without the lock
-  // and without a context. Blocks; a large range takes seconds. By default they throw.
-  // register_host() throws NotImplementedError where the device takes no memory of the process, or
-  // uses other addresses for it: then only memory from allocate_host() is pinned.
-  virtual void register_host(void* address, uint64_t bytes);
-  virtual void unregister_host(void* address);
-  virtual void* allocate_host(uint64_t bytes);
-  virtual void free_host(void* address);
-  // Where the pinned piece that contains the address ends: one registration or allocation, from
-  // which no copy may run into the next. 0 if the address is not pinned.
-  virtual uint64_t pinned_until(uint64_t address);
+  // Host memory that copies may write. Any thread, without the lock and without a context. Blocks;
+  // a large range takes seconds.
+  virtual void* allocate_host(uint64_t bytes) = 0;
+  virtual void free_host(void* address) = 0;
 
   // Copies.
 
@@ -224,8 +217,6 @@ class Device {
   virtual StreamWords* stream_words() { return nullptr; }
 
  private:
-  [[noreturn]] void refuse_registration() const;
-
   const int index_;
 };
 

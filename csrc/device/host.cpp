@@ -4,6 +4,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <new>
 
 #include "environment.h"
 
@@ -132,6 +133,9 @@ class HostDevice : public Device {
     const std::chrono::duration<double> passed = last.time - first.time;
     return passed.count();
   }
+
+  void* allocate_host(uint64_t bytes) override { return operator new(bytes); }
+  void free_host(void* address) override { operator delete(address); }
 
   const std::vector<CopyMethod>& copy_methods() const override {
     static const std::vector<CopyMethod> methods{CopyMethod::kHost};

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
+#include <exception>
 #include <iterator>
 #include <limits>
 
@@ -344,9 +346,11 @@ void CopyPlanner::check_encoding(size_t number) const {
 }
 
 void CopyPlanner::set_up_states(const Channels& channels) {
-  states_.emplace(device_, kChannels * SlotStates::kCount);
+  constexpr size_t kBytes = kChannels * SlotStates::kCount;
+  states_ = static_cast<uint8_t*>(device_.allocate_host(kBytes));
+  std::memset(states_, 0, kBytes);
   for (int channel = 0; channel < kChannels; ++channel) {
-    channels[channel]->use_states(states_->states() + channel * SlotStates::kCount);
+    channels[channel]->use_states(states_ + channel * SlotStates::kCount);
   }
 }
 
@@ -512,14 +516,18 @@ void CopyPlanner::leak() noexcept {
     if (group.table != nullptr) group.table->leak();
   }
   staging_ = 0;
-  if (states_) states_->leak();
+  states_ = nullptr;
 }
 
 void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
   if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
   staging_ = 0;
-  states_.reset();
+  try {
+    if (states_ != nullptr) device_.free_host(states_);
+  } catch (const std::exception&) {  // the driver still has them
+  }
+  states_ = nullptr;
 }
 
 }  // namespace kvswap

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,7 +8,6 @@
 #include "copy/copy_method.h"
 #include "offload/channel.h"
 #include "offload/group.h"
-#include "offload/state_memory.h"
 
 namespace kvswap {
 
@@ -147,7 +145,7 @@ class CopyPlanner {
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0;
-  std::optional<StateMemory> states_;  // none if no group can reject blocks
+  uint8_t* states_ = nullptr;  // of slots; null if no group can reject blocks
 };
 
 }  // namespace kvswap

@@ -5,9 +5,7 @@ blocks, and what a failure leaves behind.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -378,7 +376,7 @@ def test_a_failed_job_leaves_no_states_behind(
         assert submit(spoiled).rejected == tuple(range(8))  # the control
 
 
-@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyAsync"])
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc", "cuMemcpyAsync"])
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @needs_kernels
 @simulated
@@ -398,10 +396,7 @@ def test_a_handler_that_cannot_be_made_leaves_nothing(driver: Driver, nth: int, 
 
 
 def what_lives(driver: Driver) -> tuple[int, ...]:
-    """The last number is that of mappings that are like the handler's slot states."""
-    maps = Path("/proc/self/maps").read_text()
-    live = (driver.live(kind) for kind in ("allocations", "streams", "events"))
-    return *live, len(re.findall("rw-s .*/dev/zero", maps))
+    return tuple(driver.live(kind) for kind in ("allocations", "streams", "events"))
 
 
 # What is refused.
