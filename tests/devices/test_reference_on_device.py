@@ -125,6 +125,18 @@ def test_a_stream_that_waits_for_a_load_reads_what_it_wrote(accelerator: Acceler
 
 
 @on_fake_accelerator
+def test_memory_that_is_freed_too_early_is_told(accelerator: Accelerator) -> None:
+    """As a control for all tests on the accelerator."""
+    cache, page = torch.ones(64, device=DEVICE_TYPE), torch.zeros(64).pin_memory()
+    with torch.Stream(DEVICE_TYPE) as stream, accelerator.hold(stream):
+        page.copy_(cache, non_blocking=True)
+        del cache  # its own stream frees it before the copy runs
+        torch.Stream(DEVICE_TYPE).synchronize()
+    stream.synchronize()
+    assert "that were freed" in accelerator.take_error()
+
+
+@on_fake_accelerator
 def test_a_dropped_handler_frees_nothing_before_its_copies_end(accelerator: Accelerator) -> None:
     """The accelerator tells of memory that is used after it was freed, here and in every test."""
     rows = Rows()

@@ -45,19 +45,6 @@ def test_blocks_come_back_through_pytorchs_operations(accelerator):
         assert torch.equal(after.cpu(), expected)
 
 
-@as_rocm
-def test_a_store_waits_for_the_stream_that_is_current(accelerator):
-    _, layout = cache()
-    stream = torch.accelerator.current_stream()
-    with HostPool(layout, 4) as pool, ReferenceHandler(layout, pool) as handler:
-        with accelerator.hold(stream):
-            layout.tensors[0][0].fill_(9)
-            job = handler.store(gpu_block_ids=[0], page_ids=[0])
-            assert not job.query()
-        job.synchronize()
-        assert set(pool.pages[0].flatten()[:64].tolist()) == {9}
-
-
 @pytest.mark.parametrize("pair", [("cpu", GPU), (GPU, "cpu"), (GPU, GPU)])
 @as_rocm
 def test_the_ops_take_tensors_of_the_device(accelerator, pair):

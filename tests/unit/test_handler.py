@@ -45,50 +45,26 @@ def make_handler(
 def test_what_is_printed_names_sizes_and_states(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     job = handler.store(gpu_block_ids=[0], page_ids=[0], tag="request 5")
-    before = repr(job)
+    printed = [repr(job), repr(handler), repr(handler.pools[0])]
     driver.run()
     handler.synchronize()
-    layout = PagedLayout([torch.zeros(8, 6, dtype=torch.int16)])
-    pool = HostPool(layout, 4, blocks_per_page=2)
-    printed = [before, repr(job), repr(layout), repr(pool)]
-    pool.close()
-    assert_expected_inline(
-        "\n".join([*printed, repr(pool)]),
-        """\
-Job(store 0, nbytes=12, state=running, tag='request 5')
-Job(store 0, nbytes=12, state=done, tag='request 5')
-PagedLayout(tensors=1, num_blocks=8, block_bytes=12, device=cpu)
-HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, encoding='raw', device=cpu, 4 of 4 pages ready)
-HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, encoding='raw', device=cpu, closed)""",
-    )
-
-
-@simulated
-def test_a_printed_handler_has_its_pages_and_outstanding_jobs(driver: Driver) -> None:
-    handler = on_gpu(driver, "manual")
-    printed = [repr(handler)]
-    handler.store(gpu_block_ids=[0], page_ids=[0])
-    printed.append(repr(handler))
-    handler.store(gpu_block_ids=[0], page_ids=[1])
-    printed.append(repr(handler))
-    driver.run()
-    handler.synchronize()
-    printed.append(repr(handler))
+    printed += [repr(job), repr(handler)]
     handler.close()
-    printed.append(repr(handler))
     layouts = [PagedLayout([torch.zeros(blocks, 6)]) for blocks in (8, 9)]
     with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as hybrid:
-        printed.append(repr(hybrid))
+        printed += [repr(handler), repr(hybrid), repr(layouts[0])]
         assert in_child(lambda: repr(hybrid).endswith(", unknown)")) == 1
     assert_expected_inline(
         "\n".join(printed),
         """\
-OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 0 jobs outstanding)
+Job(store 0, nbytes=12, state=running, tag='request 5')
 OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 1 job outstanding)
-OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 2 jobs outstanding)
+HostPool(num_pages=4, blocks_per_page=1, page_bytes=12, encoding='raw', device=cuda:0, 4 of 4 pages ready)
+Job(store 0, nbytes=12, state=done, tag='request 5')
 OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 0 jobs outstanding)
 OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, closed)
-OffloadHandler(device=cpu, num_blocks=[8, 9], num_pages=[4, 4], 0 jobs outstanding)""",
+OffloadHandler(device=cpu, num_blocks=[8, 9], num_pages=[4, 4], 0 jobs outstanding)
+PagedLayout(tensors=1, num_blocks=8, block_bytes=24, device=cpu)""",
     )
 
 

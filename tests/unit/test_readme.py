@@ -86,18 +86,9 @@ def test_the_scheduler_of_the_docs_moves_a_request_out_and_in(scheduler):
     assert rows[request.blocks, 0].tolist() == [11, 10, 9, 8, 7]
 
 
-def test_the_scheduler_of_the_docs_goes_on_after_a_failed_store(scheduler, monkeypatch):
-    (request,) = scheduler.running
-    make_results(scheduler, monkeypatch, state="failed", rejected=(2, 3))
-    scheduler.preempt(request)
-    scheduler.poll()
-    assert (scheduler.running, scheduler.swapped, request.num_valid) == ([request], [], 5)
-    assert (request.blocks, len(scheduler.free_pages)) == ([11, 10, 9, 8, 7], 8)
-
-
 @pytest.mark.parametrize(
     ("state", "rejected", "valid"),
-    [("failed", (), 0), ("cancelled", (), 0), ("failed", (2, 3), 2)],
+    [("cancelled", (), 0), ("failed", (2, 3), 2)],
 )
 def test_the_scheduler_of_the_docs_recomputes_after_a_failed_load(
     scheduler, monkeypatch, state, rejected, valid
@@ -110,16 +101,3 @@ def test_the_scheduler_of_the_docs_recomputes_after_a_failed_load(
     scheduler.poll()
     assert (scheduler.running, request.num_valid) == ([request], valid)
     assert (len(request.blocks), len(scheduler.free_pages)) == (5, 8)
-
-
-def test_the_scheduler_of_the_docs_takes_nothing_where_there_is_no_room(scheduler):
-    (request,) = scheduler.running
-    taken, scheduler.free_pages = scheduler.free_pages, scheduler.free_pages[:4]
-    assert not scheduler.preempt(request)
-    assert (scheduler.running, len(scheduler.free_pages)) == ([request], 4)
-    scheduler.free_pages = taken
-    scheduler.preempt(request)
-    scheduler.poll()
-    scheduler.free_blocks = scheduler.free_blocks[:4]
-    assert not scheduler.resume(request)
-    assert (scheduler.swapped, len(scheduler.free_blocks)) == ([request], 4)

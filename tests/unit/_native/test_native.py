@@ -80,46 +80,6 @@ no driver: host memory only
     )
 
 
-@without_cuda
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, "cuMemcpyBatchAsync"),
-        ({"KVSWAP_BATCH": "0"}, "one call per fragment: KVSWAP_BATCH=0"),
-        (
-            {"SIMULATED_WITHOUT": "cuMemcpyBatchAsync"},
-            "one call per fragment: the driver is older than CUDA 12.8",
-        ),
-    ],
-)
-def test_doctor_says_how_scattered_copies_run(environment, expected):
-    def body(driver):
-        from torch_kvswap.cli import doctor
-
-        print(doctor.report()["scattered copies"].text)
-
-    assert simulated_driver.run(body, **environment) == f"{expected}\n"
-
-
-@without_cuda
-def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
-    def body(driver):
-        from torch_kvswap._native.loader import native
-        from torch_kvswap.cli import doctor
-
-        print(native.kernel_version(), doctor.report()["CUDA kernels"].text)
-
-    version, _, text = simulated_driver.run(body).partition(
-        " "
-    )  # the simulated driver is of CUDA 12.8
-    if int(version) >= 13000:
-        assert "too new for the driver, so the GPU stages" in text
-    elif int(version):
-        assert text == f"built with CUDA 12.{int(version) % 1000 // 10}\n"
-    else:
-        assert text.startswith("none: built without nvcc")
-
-
 def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch, tmp_path):
     stub = Path(native.__file__).with_name("_C.pyi")
     assert native.stub() == hashlib.sha256(stub.read_bytes()).hexdigest()
