@@ -17,7 +17,8 @@ std::unique_ptr<Device> make_cuda_device(int index);
 // Device::allocate_host() is pinned.
 void register_host(int device, void* address, uint64_t bytes);
 void unregister_host(int device, void* address);
-// Where the pinned piece that contains the address ends; 0 if it is not pinned.
+// Where the pinned piece that contains the address ends: one registration or allocation, from which
+// no copy may run into the next. 0 if the address is not pinned.
 uint64_t pinned_until(int device, uint64_t address);
 
 }  // namespace kvswap
