@@ -4,11 +4,13 @@ On the CPU jobs end late, so that a forgotten wait shows.
 """
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +53,29 @@ def test_as_a_control_an_example_fails_without_its_waits(name: str, tmp_path: Pa
     example = str(ROOT / "examples" / f"{name}.py")
     done = run_late(tmp_path, "-c", WITHOUT_WAITS, example, "--device", "cpu")
     assert done.stderr.splitlines()[-1] == "AssertionError"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+def test_as_a_control_a_long_prompt_differs_without_waits(encoding: str, tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "long_prompt.py")
+    options = "--device", "cpu", "--encoding", encoding, "--control"
+    assert run_late(tmp_path, example, *options).stderr == "the outputs differ\n"
+
+
+@pytest.mark.slow
+def test_blocks_of_a_long_prompt_that_do_not_fit_are_kept() -> None:
+    names = runpy.run_path(str(ROOT / "examples" / "long_prompt.py"))
+    torch.manual_seed(0)
+    model = names["Model"](layers=4, heads=4, kv_heads=2, size=32, device="cpu")
+    prompt = torch.randn(256, 4 * 32).bfloat16()
+    want = names["prefill"](model, prompt, 64, names["Resident"](model, 256, buffers=4))
+    for raw_pages in (1, 64):
+        cache = names["Offloaded"](model, 256, 64, buffers=2, block=16, raw_pages=raw_pages)
+        if raw_pages == 1:
+            with pytest.raises(MemoryError, match="more than 1 blocks do not fit"):
+                names["prefill"](model, prompt, 64, cache)
+        else:
+            assert torch.equal(names["prefill"](model, prompt, 64, cache), want)
+            assert cache.raw_page_of
+        cache.close()

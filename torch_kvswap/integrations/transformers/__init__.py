@@ -140,3 +140,11 @@ def view() -> type[Cache]:
 def _view_of(version: str) -> type[Cache] | None:
     found = re.match(r"(\d+)\.(\d+)\.", version)
     return VIEWS.get((int(found[1]), int(found[2]))) if found else None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HostCache":  # derives from a class of transformers
+        from torch_kvswap.integrations.transformers.host_cache import HostCache
+
+        return HostCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
