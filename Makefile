@@ -7,7 +7,7 @@ environment = $(firstword $(PYTHON)) tools/environment.py
 native = $(shell find csrc tests tools -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: bench demo docs test test-all test-gpu test-transformers test-vllm test-tsan test-asan lint lint-workflows build wheel stub clean
+.PHONY: bench demo docs test test-all test-gpu test-sglang test-transformers test-vllm test-tsan test-asan lint lint-workflows build wheel stub clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
@@ -41,6 +41,11 @@ test-transformers:
 test-vllm:
 	@python=$$($(environment) test) && export KVSWAP_TEST_VLLM=1 && "$$python" -c "import vllm" && \
 	"$$python" -m pytest tests/engines/test_vllm*.py $(ARGS)
+
+# SGLang's memory code has to be in the environment: pip install --no-deps sglang==0.5.23 msgspec
+test-sglang:
+	@python=$$($(environment) test) && export KVSWAP_TEST_SGLANG=1 && \
+	"$$python" -m pytest tests/engines/test_sglang*.py $(ARGS)
 
 # Handlers, queues, block managers and the simulated driver, compiled for sanitizers of g++.
 test-tsan:

@@ -22,6 +22,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
 from torch_kvswap.integrations import transformers
+from torch_kvswap.integrations.sglang import options as sglang
 from torch_kvswap.integrations.vllm import options as vllm
 
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
@@ -138,6 +139,7 @@ def report() -> dict[str, Finding]:
         "scattered copies": _scattered_copies(),
         "host memory": Finding(_host_memory()),
         "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
+        "SGLang": _engine("sglang", sglang.is_tested, " or ".join(sglang.TESTED_VERSIONS)),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
     }
 

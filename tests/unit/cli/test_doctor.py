@@ -54,6 +54,7 @@ def test_an_engine_that_is_not_supported_is_a_fault(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.9.0")
     assert doctor.report()["vLLM"].is_fault
     assert doctor.report()["transformers"].is_fault
+    assert doctor.report()["SGLang"].is_fault
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.24.1")
     assert doctor.report()["transformers"] == doctor.Finding("5.24.1")
 

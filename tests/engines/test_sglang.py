@@ -1,0 +1,517 @@
+"""KVSwapLinker under SGLang's own factory, wrapper, radix cache and KV pools, on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from patience import in_time
+from sglang_engine import (
+    LAYERS,
+    PAGE,
+    TOKENS,
+    ComponentType,
+    Engine,
+    HybridLinearKVPool,
+    PoolName,
+    PoolTransfer,
+    SWAKVPool,
+    UnifiedCacheLinker,
+    hashes_of,
+    make_linker,
+    make_params,
+    mha_pool,
+    mla_pool,
+    server_args,
+)
+
+from torch_kvswap.integrations.sglang import KVSwapLinker
+
+PROMPT = list(range(100, 122))  # five pages can be loaded
+POOLS = {"mha": mha_pool, "mla": mla_pool}
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes move when somebody waits or polls: docs/devices.md."""
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(mha_pool())
+    yield made
+    made.cache.release_host_resources()
+
+
+def test_the_linker_has_the_interface_of_sglang() -> None:
+    for name in UnifiedCacheLinker.__abstractmethods__:
+        theirs, ours = getattr(UnifiedCacheLinker, name), getattr(KVSwapLinker, name)
+        assert list(inspect.signature(ours).parameters) == list(
+            inspect.signature(theirs).parameters
+        )
+    assert not inspect.isabstract(KVSwapLinker)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"verify": "load"}),
+        (torch.bfloat16, {"encoding": "lossless"}),
+    ],
+    ids=["raw", "verified", "lossless"],
+)
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.usefixtures("late")
+def test_prompts_come_back_from_the_host(kind: str, dtype: torch.dtype, options: Any) -> None:
+    engine = Engine(POOLS[kind](dtype), **options)
+    assert engine.serve(PROMPT) == (0, True)
+    engine.forget_gpu()
+    assert engine.serve(PROMPT) == (20, True)
+    longer = [*PROMPT, 1, 2, 3, 4]
+    assert engine.serve(longer) == (0, True)  # the GPU has them
+    engine.forget_gpu()
+    assert engine.serve(longer) == (24, True)
+    engine.cache.release_host_resources()
+
+
+@pytest.mark.usefixtures("late")
+def test_layers_land_one_by_one(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    request = engine.start(PROMPT)
+    engine.counter.set_consumer(request.index)
+    buffers = [engine.kvcache.k_buffer[layer] for layer in range(LAYERS)]
+    for landed in range(LAYERS + 1):
+        seen = [bool((buffer[request.slots[:20]] != -1).all()) for buffer in buffers]
+        assert seen == [layer < landed for layer in range(LAYERS)]
+        if landed < LAYERS:
+            engine.counter.wait_until(landed)
+    assert engine.forward(request)
+    assert engine.finish(request) == []
+
+
+@pytest.mark.usefixtures("late")
+def test_a_model_that_waits_for_no_layer_reads_old_bytes(engine: Engine) -> None:
+    """The control of all tests in which copies are late."""
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    engine.kvcache.register_layer_transfer_counter(None)
+    assert not engine.forward(engine.start(PROMPT))
+
+
+def test_damaged_pages_abort_their_requests_only() -> None:
+    engine = Engine(mha_pool(), verify="load")
+    other = [*range(8)]
+    for prompt in (PROMPT, other):
+        engine.serve(prompt)
+    engine.forget_gpu()
+    whole = engine.linker.cache.pools[0].pages
+    kept = whole.clone()
+    whole.view(-1)[:: PAGE * 16] ^= 1
+    request = engine.start(PROMPT)
+    engine.forward(request)
+    assert engine.finish(request) == [request]
+    whole.copy_(kept)
+    assert engine.serve(other) == (4, True)
+    assert engine.serve(PROMPT) == (0, True)  # what was damaged is forgotten, and stored again
+    engine.forget_gpu()
+    assert engine.serve(PROMPT) == (20, True)
+    engine.cache.release_host_resources()
+
+
+def test_pages_that_go_before_the_load_abort_it(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    load = engine.linker.cache.load
+    engine.linker.cache.load = lambda *_, **__: None
+    request = engine.start(PROMPT)
+    engine.forward(request)
+    assert engine.finish(request) == [request]
+    engine.linker.cache.load = load
+    assert engine.serve(PROMPT) == (20, True)
+
+
+@pytest.mark.parametrize("call", ["load", "store"])
+def test_a_copy_that_cannot_be_submitted_ends_no_engine(call: str, engine: Engine) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("no memory")
+
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    submit = getattr(engine.linker.cache, call)
+    setattr(engine.linker.cache, call, refuse)
+    request = engine.start(PROMPT if call == "load" else [*range(9)])
+    engine.forward(request)
+    assert engine.finish(request) == ([request] if call == "load" else [])
+    setattr(engine.linker.cache, call, submit)
+    engine.forget_gpu()
+    assert engine.serve(PROMPT) == (20, True)
+    assert engine.serve([*range(9)]) == (0, True)  # it was not published
+
+
+def test_a_prompt_larger_than_the_host_is_not_published(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(mha_pool(), host_bytes=3 * 1536)
+    for _ in range(2):
+        engine.serve(PROMPT)
+        engine.forget_gpu()
+        assert not engine.cache.linker.pending_offloads
+    assert engine.serve([*range(9)]) == (0, True)
+    engine.forget_gpu()
+    assert engine.serve([*range(9)]) == (8, True)
+    assert caplog.text.count("the host has no room for 5 pages at once") == 1
+    engine.cache.release_host_resources()
+
+
+def test_blocks_that_do_not_fit_are_not_published() -> None:
+    engine = Engine(mha_pool(torch.bfloat16), encoding="lossless")
+    request = engine.start(PROMPT)
+    engine.forward(request)
+    buffer = engine.kvcache.k_buffer[0]
+    wide = torch.exp2(torch.arange(buffer[:PAGE].numel()) % 60)
+    buffer[request.slots[8:12]] = wide.bfloat16().view(PAGE, *buffer.shape[1:])
+    engine.finish(request)
+    engine.forget_gpu()
+    assert engine.serve(PROMPT) == (8, True)
+    engine.cache.release_host_resources()
+
+
+@pytest.mark.usefixtures("late")
+def test_a_reset_with_jobs_in_flight_forgets_all(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    engine.start(PROMPT)
+    request = engine.start([*range(9)])
+    engine.forward(request)
+    engine.finish(request)  # its store is in flight, and so is the first load
+    engine.cache.reset()
+    engine.allocator.clear()
+    assert engine.linker.num_completed_offloads() == 0
+    for prompt in (PROMPT, [*range(9)]):
+        assert engine.serve(prompt) == (0, True)
+    engine.forget_gpu()
+    assert engine.serve(PROMPT) == (20, True)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_cancelled_load_writes_nothing(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    start, engine.cache.ready_to_load_host_cache = engine.cache.ready_to_load_host_cache, int
+    request = engine.start(PROMPT)
+    engine.cache.linker.release_request(request.rid)
+    assert start() == -1
+    engine.linker.cache.synchronize()
+    assert bool((engine.kvcache.k_buffer[0][request.slots[:20]] == -1).all())
+    assert not engine.linker.cancel_queued_load(request.rid)
+
+
+@pytest.mark.usefixtures("late")
+def test_close_waits_for_jobs_in_flight(engine: Engine) -> None:
+    engine.serve(PROMPT)
+    engine.forget_gpu()
+    request = engine.start(PROMPT)
+    engine.cache.release_host_resources()
+    assert bool((engine.kvcache.k_buffer[-1][request.slots[:20]] != -1).all())
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.linker.cache.lookup([[]])
+
+
+def test_ranks_load_what_all_of_them_have() -> None:
+    barrier, masks = threading.Barrier(2), [torch.empty(0), torch.empty(0)]
+
+    def serve(rank: int) -> None:
+        engine = engines[rank]
+
+        def reduce(tensor: torch.Tensor, op: object) -> None:
+            masks[rank] = tensor.clone()
+            barrier.wait(60)
+            tensor.copy_(torch.minimum(*masks))
+            barrier.wait(60)
+
+        engine.cache._all_reduce_attn_groups = reduce
+        for prompt in (PROMPT, [*range(9)]):
+            engine.serve(prompt)
+        engine.forget_gpu()
+        if rank == 1:  # this rank has no more than the first two pages
+            engine.linker.cache.manager.reset()
+            request = engine.linker._keys(0, hashes[:2])
+            engine.linker.cache.store([request], [[1, 2]])
+            engine.linker._poll()
+        found[rank] = engine.serve(PROMPT)[0]
+
+    engines, found = [Engine(mha_pool()) for _ in range(2)], {}
+    hashes = hashes_of(PROMPT)
+    threads = [threading.Thread(target=serve, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == {0: 8, 1: 8}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    path = f"{tmp_path}/pages"
+    command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
+    process = subprocess.Popen([*command, "--memory", "4MiB"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield path
+    process.terminate()
+    process.wait()
+    process.stdout.close()
+
+
+def test_engines_find_the_pages_of_a_server(server: str) -> None:
+    engines = [Engine(mla_pool(), server=server) for _ in range(2)]
+    assert engines[0].serve(PROMPT) == (0, True)
+    assert engines[1].serve(PROMPT) == (20, True)
+    engines[0].cache.reset()  # for both
+    engines[1].forget_gpu()
+    assert engines[1].serve(PROMPT) == (0, True)
+    for engine in engines:
+        engine.cache.release_host_resources()
+
+
+def test_engines_find_the_pages_of_a_second_tier(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    engines = [Engine(mha_pool(), below=f"file:{tmp_path}") for _ in range(2)]
+    first, other = (engine.linker for engine in engines)
+    engines[0].serve(PROMPT)
+    engines[0].forget_gpu()
+    engines[0].serve(PROMPT)  # a second tier gets what is used again
+    hashes = hashes_of(PROMPT[:20])
+    lookup = [PoolTransfer(name=PoolName.KV, keys=hashes)]
+    assert in_time(lambda: first._poll() or first.cache.below_stats().written == 5)
+    assert in_time(lambda: other.lookup("another request", lookup) == [1, 2, 3, 4, 5])
+    assert engines[1].serve(PROMPT) == (20, True)
+    engines[1].cache.reset()  # what is below was computed with the old weights, perhaps
+    engines[1].allocator.clear()
+    assert engines[1].serve(PROMPT) == (0, True)
+    for engine in engines:
+        engine.cache.release_host_resources()
+
+
+# Groups of layers.
+
+
+def swa_pool() -> Any:
+    """Layers 0 and 2 have a window of six tokens."""
+    return SWAKVPool(TOKENS, 40, PAGE, torch.float32, 2, 8, [0, 2], [1, 3], "cpu")
+
+
+def hybrid_pool(**more: Any) -> tuple[Any, Any]:
+    """Layers 0 and 2 have a state in the pool of requests."""
+    states = SimpleNamespace(
+        temporal=torch.rand(2, 6, 3), conv=[torch.rand(2, 6, 5)], replayssm_g=None
+    )
+    requests = SimpleNamespace(
+        mamba_pool=SimpleNamespace(mamba_cache=states, _slot_siblings=()),
+        mamba_map={0: 0, 2: 1},
+        mamba_ckpt_pool=None,
+        short_conv_pool=SimpleNamespace(enabled=False),
+        ngram_pool=SimpleNamespace(enabled=False),
+        register_layer_transfer_counter=lambda counter: None,
+    )
+    kvcache = HybridLinearKVPool(
+        TOKENS, torch.float32, PAGE, 2, 8, [1, 3], "cpu", requests.mamba_pool
+    )
+    return kvcache, requests
+
+
+def linker_of(kvcache: Any, components: set[Any], **more: Any) -> Any:
+    params = make_params(kvcache)
+    for name, value in more.pop("params", {}).items():
+        setattr(params, name, value)
+    return make_linker(params, components, **more)
+
+
+def slots_of(*pages: int) -> torch.Tensor:
+    return torch.tensor([page * PAGE + at for page in pages for at in range(PAGE)])
+
+
+FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+
+
+@pytest.mark.usefixtures("late")
+def test_a_window_loads_its_last_pages_only() -> None:
+    kvcache = swa_pool()
+    for buffer in (*kvcache.full_kv_pool.k_buffer, *kvcache.swa_kv_pool.v_buffer):
+        buffer.copy_(torch.rand_like(buffer))
+    linker = linker_of(kvcache, {FULL, SWA}, params={"sliding_window_size": 6})
+    hashes = hashes_of(PROMPT[:20])
+    stored = [
+        PoolTransfer(name=PoolName.KV, keys=hashes, device_indices=slots_of(1, 2, 3, 4, 5)),
+        PoolTransfer(name=PoolName.SWA, keys=hashes[1:4], device_indices=slots_of(2, 3, 4)),
+    ]
+    assert linker.offload(stored)
+    assert linker.num_completed_offloads() == 1
+    assert linker.pop_completed_offload()
+    ask = [PoolTransfer(name=name, keys=hashes) for name in (PoolName.KV, PoolName.SWA)]
+    assert linker.lookup("1", ask) == [4]  # whose window is in pages 2 and 3
+    linker._lengths = 64  # of several ranks
+    assert linker.lookup("1", ask) == [3, 4]
+    load = [
+        PoolTransfer(name=PoolName.KV, keys=hashes[:4], device_indices=slots_of(9, 10, 11, 12)),
+        PoolTransfer(name=PoolName.SWA, keys=hashes[2:4], device_indices=slots_of(8, 9)),
+    ]
+    assert linker.load("1", load)
+    linker.layer_done_counter.set_consumer(index := linker.start_layer_wise_loading())
+    of_full, of_window = kvcache.full_kv_pool.k_buffer, kvcache.swa_kv_pool.v_buffer
+    linker.layer_done_counter.wait_until(0)
+    assert torch.equal(of_window[0][slots_of(8, 9)], of_window[0][slots_of(3, 4)])
+    assert not torch.equal(of_window[1][slots_of(8, 9)], of_window[1][slots_of(3, 4)])
+    linker.layer_done_counter.wait_until(3)
+    for buffer in of_full:
+        assert torch.equal(buffer[slots_of(9, 10, 11, 12)], buffer[slots_of(1, 2, 3, 4)])
+    assert linker.finish_layer_wise_loading(index)
+    linker.close()
+
+
+@pytest.mark.usefixtures("late")
+def test_a_state_is_found_at_its_own_length() -> None:
+    kvcache, requests = hybrid_pool()
+    linker = linker_of(kvcache, {FULL, MAMBA}, params={"req_to_token_pool": requests})
+    hashes = hashes_of(PROMPT[:20])
+    for last, slot in ((2, 1), (4, 2)):
+        part = hashes[last - 2 : last]
+        pages = slots_of(*range(last - 1, last + 1))
+        stored = [
+            PoolTransfer(name=PoolName.KV, keys=part, device_indices=pages),
+            PoolTransfer(
+                name=PoolName.MAMBA,
+                keys=part[-1:],
+                device_indices=torch.tensor([slot], dtype=torch.int32),
+            ),
+        ]
+        assert linker.offload(stored)
+    assert linker.num_completed_offloads() == 2
+    linker._lengths = 64
+    ask = [
+        PoolTransfer(name=PoolName.KV, keys=hashes),
+        PoolTransfer(name=PoolName.MAMBA, keys=hashes[-1:]),
+    ]
+    assert linker.lookup("1", ask) == [2, 4]
+    load = [
+        PoolTransfer(name=PoolName.KV, keys=hashes[:4], device_indices=slots_of(9, 10, 11, 12)),
+        PoolTransfer(name=PoolName.MAMBA, keys=hashes[3:4], device_indices=torch.tensor([5])),
+    ]
+    assert linker.load("1", load)
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    states = requests.mamba_pool.mamba_cache
+    for part in (states.temporal, *states.conv):
+        assert torch.equal(part[:, 5], part[:, 2])
+    linker.close()
+
+
+# What is refused at start.
+
+Change = Callable[[Any], None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_byte": 1}, "has host_byte, which KVSwapLinker does not know"),
+        ({"host_bytes": None}, "host_bytes is None; it must be the bytes of host memory"),
+        ({"host_bytes": 1000}, "host_bytes is 1000, of which 1000 are for kv"),
+        ({"encoding": 7}, "encoding is 7; it must be a string"),
+        ({"encoding": "zip"}, "encoding is 'zip'"),
+        ({"below": "file:/a", "server": "/b"}, "has below and server"),
+    ],
+    ids=["unknown", "none", "small", "type", "encoding", "both"],
+)
+def test_a_wrong_option_is_refused_at_start(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linker_of(mha_pool(), {FULL}, **options)
+
+
+def test_ranks_need_a_server_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    ranks = {"params": {"tp_cache_group": "of two"}}
+    with pytest.raises(ValueError, match="each of 2 ranks has other bytes"):
+        linker_of(mha_pool(), {FULL}, server="/pages", **ranks)
+    with pytest.raises(OSError, match=r"/pages\.1"):
+        linker_of(mha_pool(), {FULL}, server="/pages.{rank}", **ranks)
+    with pytest.raises(OSError, match="/pages"):  # of latent attention all ranks have the same
+        linker_of(mla_pool(), {FULL}, server="/pages", **ranks)
+
+
+class PageMajor(type(mha_pool())):  # type: ignore[misc]
+    """A pool that SGLang derives."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pool: setattr(pool, "k_scale_buffer", [1]), "KV caches with scales"),
+        (lambda pool: setattr(pool, "kv_cache_layout", "hnd"), "the KV layout 'hnd'"),
+        (lambda pool: setattr(pool, "page_size", 8), "pages of 8 tokens beside 4"),
+        (lambda pool: setattr(pool, "layer_shard_enabled", True), "divided among ranks"),
+        (lambda pool: setattr(pool, "__class__", PageMajor), "KV pools of the kind PageMajor"),
+    ],
+    ids=["scales", "layout", "page", "shards", "kind"],
+)
+def test_a_pool_that_is_not_served_is_named(change: Change, message: str) -> None:
+    pool = mha_pool()
+    change(pool)
+    with pytest.raises(ValueError, match=f"does not serve .*{message}"):
+        linker_of(pool, {FULL})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"server_args": server_args(enable_hisparse=True)}, "HiSparse"),
+        ({"server_args": server_args(dcp_size=2)}, "decode context parallelism"),
+        ({"params": {"sidecar_draft_device_pools": (1,)}}, "speculative decoding"),
+    ],
+    ids=["hisparse", "dcp", "draft"],
+)
+def test_a_configuration_that_is_not_served_is_named(more: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"does not serve {message}"):
+        linker_of(mha_pool(), {FULL}, **more)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pool: setattr(pool, "mamba_ckpt_pool", 1), "int8 checkpoints"),
+        (lambda pool: setattr(pool.ngram_pool, "enabled", True), "states beside those of Mamba"),
+        (
+            lambda pool: setattr(pool.mamba_pool.mamba_cache, "replayssm_g", 1),
+            "--enable-linear-replayssm",
+        ),
+    ],
+    ids=["checkpoints", "siblings", "replay"],
+)
+def test_states_that_are_not_served_are_named(change: Change, message: str) -> None:
+    kvcache, requests = hybrid_pool()
+    change(requests)
+    with pytest.raises(ValueError, match=f"does not serve {message}"):
+        linker_of(kvcache, {FULL, MAMBA}, params={"req_to_token_pool": requests})
+
+
+def test_components_without_a_pool_are_refused() -> None:
+    with pytest.raises(ValueError, match="MHATokenToKVPool with the tree components FULL, SWA"):
+        linker_of(mha_pool(), {FULL, SWA})
+
+
+def test_the_log_says_what_was_made(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        linker_of(mha_pool(), {FULL}, verify="load").close()
+    assert "KVSwapLinker: rank 0 of 1, kv: " in caplog.text
+    assert "pages of 4 tokens are many small copies" in caplog.text
+    assert "encoding raw, verify load, below None; loads go layer by layer" in caplog.text

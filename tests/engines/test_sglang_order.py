@@ -1,0 +1,130 @@
+"""Copies of KVSwapLinker behind SGLang's streams, on the simulated driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from logged import logged
+from sglang_engine import ComponentType, PoolName, PoolTransfer, make_linker, make_params, mha_pool
+from simulated_cache import CURRENT, SIDE
+from simulated_driver import Driver, place, pool, simulated
+from simulated_driver.handles import Stream
+
+KEYS = [f"{number:064x}" for number in range(2)]
+PAGES = torch.arange(4, 12), torch.arange(20, 28)  # slots of two pages
+
+
+@contextmanager
+def linker(driver: Driver, kvcache: Any) -> Iterator[Any]:
+    """On a GPU with the scheduler's stream CURRENT and the forward's SIDE."""
+    from torch_kvswap.integrations.sglang import linker as module
+    from torch_kvswap.integrations.sglang import pools
+    from torch_kvswap.layout import PagedLayout
+
+    def new_pool(layout: Any, pages: int, **_: object) -> Any:
+        return pool(driver, layout, pages)
+
+    driver.set_mode("manual")
+    driver.set_stream(0, CURRENT)
+    with (
+        mock.patch.object(pools, "PagedLayout", lambda *of: place(driver, PagedLayout(*of))),
+        mock.patch.object(module, "HostPool", new_pool),
+        logged(),  # that pages of 4 tokens are small
+        mock.patch.object(torch.cuda, "current_stream", return_value=Stream(CURRENT)),
+    ):
+        made = make_linker(
+            make_params(kvcache), {ComponentType.FULL}, Stream(SIDE), host_bytes=8 * 1536
+        )
+        yield made
+        made.close()
+
+
+def transfers(slots: torch.Tensor) -> list[Any]:
+    return [PoolTransfer(name=PoolName.KV, keys=KEYS, device_indices=slots)]
+
+
+def random_pool() -> Any:
+    kvcache = mha_pool()
+    for buffer in (*kvcache.k_buffer, *kvcache.v_buffer):
+        buffer.copy_(torch.rand_like(buffer))
+    return kvcache
+
+
+STREAMS = pytest.mark.parametrize("stream", [CURRENT, SIDE], ids=["scheduler", "forward"])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
+@STREAMS
+@simulated
+def test_a_store_waits_for_both_streams(driver: Driver, stream: int, waits: bool) -> None:
+    kvcache = random_pool()
+    with linker(driver, kvcache) as one:
+        hold = driver.hold(stream)
+        if not waits:
+            one._after = lambda: ()
+        assert one.offload(transfers(PAGES[0]))
+        assert one.offload(transfers(PAGES[0]))  # which the first one stores
+        driver.run()
+        assert one.num_completed_offloads() == (0 if waits else 2)
+        kvcache.k_buffer[1].fill_(5)  # what the forward writes
+        driver.release(hold)
+        driver.run()
+        assert one.num_completed_offloads() == 2
+        assert [one.pop_completed_offload() for _ in range(2)] == [True, True]
+        assert one.load("1", transfers(PAGES[1]))
+        index = one.start_layer_wise_loading()
+        driver.run()
+        assert one.finish_layer_wise_loading(index)
+        assert bool((kvcache.k_buffer[1][PAGES[1]] == 5).all()) == waits
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
+@STREAMS
+@simulated
+def test_a_load_waits_for_both_streams(driver: Driver, stream: int, waits: bool) -> None:
+    """A forward that runs may still use what was freed for the load."""
+    kvcache = random_pool()
+    with linker(driver, kvcache) as one:
+        assert one.offload(transfers(PAGES[0]))
+        driver.run()
+        assert one.num_completed_offloads() == 1
+        before = kvcache.k_buffer[0].clone()
+        hold = driver.hold(stream)
+        if not waits:
+            one._after = lambda: ()
+        assert one.load("1", transfers(PAGES[1]))
+        index = one.start_layer_wise_loading()
+        driver.run()
+        assert torch.equal(kvcache.k_buffer[0], before) == waits
+        driver.release(hold)
+        driver.run()
+        assert one.finish_layer_wise_loading(index)
+        assert torch.equal(kvcache.k_buffer[0][PAGES[1]], before[PAGES[0]])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
+@simulated
+def test_a_layer_waits_on_the_stream_and_not_on_the_host(driver: Driver, waits: bool) -> None:
+    kvcache = random_pool()
+    with linker(driver, kvcache) as one:
+        assert one.offload(transfers(PAGES[0]))
+        driver.run()
+        assert one.num_completed_offloads() == 1
+        hold = driver.hold(SIDE)  # the copy cannot begin
+        assert one.load("1", transfers(PAGES[1]))
+        counter, index = one.layer_done_counter, one.start_layer_wise_loading()
+        counter.set_consumer(index if waits else -1)
+        counter.wait_until(0)  # returns, although nothing has been copied
+        behind = driver.hold(CURRENT)
+        driver.release(behind)
+        driver.run(CURRENT)
+        assert driver.cuda.is_done(stream=CURRENT) != waits
+        driver.release(hold)
+        driver.run()
+        assert one.finish_layer_wise_loading(index)
+        assert driver.cuda.is_done(stream=CURRENT)

@@ -1,0 +1,190 @@
+"""A scheduler step around SGLang's radix cache, with its pools, its factory and its wrapper."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang_stubs
+import torch
+
+if not os.environ.get("KVSWAP_TEST_SGLANG"):
+    pytest.skip("KVSWAP_TEST_SGLANG=1 runs these, where SGLang is", allow_module_level=True)
+
+sglang_stubs.install()
+with warnings.catch_warnings():  # SGLang's own are not ours to mend
+    warnings.simplefilter("ignore")
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        EvictParams,
+        InitLoadBackParams,
+        InsertParams,
+        MatchPrefixParams,
+    )
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.memory_pool import (
+        HybridLinearKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+__all__ = ["HybridLinearKVPool", "PoolName", "PoolTransfer", "SWAKVPool", "UnifiedCacheLinker"]
+
+PAGE, LAYERS, TOKENS = 4, 3, 64
+
+
+def server_args(**more: Any) -> Any:
+    return SimpleNamespace(model_path="model", **more)
+
+
+def mha_pool(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> Any:
+    size = 8 if dtype == torch.float32 else 128  # encoded slots of small blocks have no room
+    return MHATokenToKVPool(tokens, PAGE, dtype, 2, size, LAYERS, "cpu", False)
+
+
+def mla_pool(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> Any:
+    rank = 12 if dtype == torch.float32 else 252
+    return MLATokenToKVPool(tokens, PAGE, dtype, rank, 4, LAYERS, "cpu", False)
+
+
+def make_linker(params: Any, components: Any, stream: Any = None, **extra: Any) -> Any:
+    """Through SGLang's factory, as its command line does."""
+    return create_unified_cache_linker(
+        extra.pop("server_args", server_args()),
+        params,
+        backend="dynamic",
+        config={
+            "linker": "KVSwapLinker",
+            "linker_module_path": "torch_kvswap.integrations.sglang",
+            "linker_extra_config": {"host_bytes": 1 << 20, **extra},
+        },
+        components=components,
+        forward_stream=stream,
+    )
+
+
+def make_params(kvcache: Any, **more: Any) -> Any:
+    allocator = PagedTokenToKVPoolAllocator(
+        kvcache.size, PAGE, kvcache.dtype, "cpu", kvcache, False
+    )
+    given = {"disable": False, "req_to_token_pool": None, "page_size": PAGE}
+    given |= {"tree_components": (ComponentType.FULL,), "tree_core_backend": "python"}
+    return CacheInitParams(token_to_kv_pool_allocator=allocator, **given, **more)
+
+
+def value_of(tokens: Sequence[int], layer: int, part: int) -> int:
+    """What the model computes for the last of these tokens. bfloat16 holds it, too."""
+    return hashlib.sha256(f"{list(tokens)} {layer} {part}".encode()).digest()[0]
+
+
+def hashes_of(tokens: Sequence[int]) -> list[str]:
+    """SGLang's hashes of the pages of a prompt."""
+    hashes: list[str] = get_storage_hash_str(RadixKey(array("q", tokens)), page_size=PAGE)
+    return hashes
+
+
+class Engine:
+    """Serves prompts one at a time: match, load, forward, insert, as SGLang's scheduler does."""
+
+    def __init__(self, kvcache: Any, linker: Any = None, **extra: Any) -> None:
+        self.kvcache, params = kvcache, make_params(kvcache, **extra.pop("params", {}))
+        self.cache = UnifiedRadixCache(params)
+        self.allocator = params.token_to_kv_pool_allocator
+        self.linker = linker or make_linker(params, set(self.cache.components), **extra)
+        self.cache.init_cache_linker(self.linker)
+        self.counter = self.cache.linker.layer_done_counter
+        kvcache.register_layer_transfer_counter(self.counter)
+        self.served = 0
+
+    def buffers(self, layer: int) -> list[torch.Tensor]:
+        """Asks the pool for a layer, as attention does: that waits for its load."""
+        if isinstance(self.kvcache, MHATokenToKVPool):
+            return list(self.kvcache.get_kv_buffer(layer))
+        return [self.kvcache.get_key_buffer(layer)]
+
+    def start(self, tokens: Sequence[int]) -> Any:
+        """Begins a request: matches its prompt, takes slots, and starts its load."""
+        self.served += 1
+        request = SimpleNamespace(rid=f"{self.served}", kv=None, session=None)
+        request.swa_branching_seqlen = None
+        request.tokens = list(tokens)
+        key = RadixKey(array("q", tokens[:-1]))
+        found = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        request.last_node = found.last_device_node
+        request.lock = self.cache.inc_lock_ref(request.last_node).to_dec_params()
+        request.matched = found.device_prefix_len
+        request.slots = self.cache.path_device_indices(request.last_node)[: request.matched]
+        request.loaded = 0
+        if found.host_hit_length:
+            loading = InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request)
+            request.loaded, _ = self.cache.init_load_back(loading)
+            tail = self.cache.linker.private_load_indices.get(request.rid)
+            if tail is not None:
+                request.slots = torch.cat([request.slots, tail])
+        new = -(-(len(tokens) - len(request.slots)) // PAGE) * PAGE
+        request.cached = len(request.slots)
+        request.slots = torch.cat([request.slots, self.allocator.alloc(new)])
+        request.index = self.cache.ready_to_load_host_cache()
+        return request
+
+    def forward(self, request: Any) -> bool:
+        """Runs the model. Returns whether each layer found what the tokens before had."""
+        self.counter.set_consumer(request.index)
+        is_right = True
+        for layer in range(LAYERS):
+            for part, buffer in enumerate(self.buffers(layer)):
+                for at, slot in enumerate(request.slots[: len(request.tokens)].tolist()):
+                    value = value_of(request.tokens[: at + 1], layer, part)
+                    if at < request.cached:
+                        is_right &= bool((buffer[slot] == value).all())
+                    else:
+                        buffer[slot] = value
+        return is_right
+
+    def finish(self, request: Any) -> list[Any]:
+        """Ends the step. Returns the requests whose load failed."""
+        failed: list[Any] = self.cache.finish_external_linker_loads([request])
+        kept = request.matched
+        if not failed:
+            whole = len(request.tokens) // PAGE * PAGE
+            key = RadixKey(array("q", request.tokens[:whole]))
+            value = request.slots[:whole].clone()
+            kept = self.cache.insert(InsertParams(key=key, value=value)).prefix_len
+            self.allocator.free(request.slots[whole:])
+        # What the tree has had already, or does not take.
+        self.allocator.free(request.slots[request.matched : None if failed else kept])
+        self.cache.dec_lock_ref(request.last_node, request.lock)
+        return failed
+
+    def serve(self, tokens: Sequence[int]) -> tuple[int, bool]:
+        """Returns how many tokens were loaded, and whether the model found the right bytes."""
+        request = self.start(tokens)
+        is_right = self.forward(request)
+        assert self.finish(request) == []
+        self.step()
+        return request.loaded, is_right
+
+    def step(self) -> None:
+        self.cache.check_hicache_events()
+
+    def forget_gpu(self) -> None:
+        """Evicts everything on the GPU, which then holds other bytes."""
+        self.step()
+        self.cache.evict(EvictParams(num_tokens=TOKENS))
+        for layer in range(LAYERS):
+            for buffer in self.buffers(layer):
+                buffer.fill_(-1)
