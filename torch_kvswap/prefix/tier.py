@@ -108,7 +108,8 @@ class Tier:
     """Reads from a store what lookups miss, and writes pages there before they are evicted.
 
     Threads call the store and check digests. The scheduler's threads call ask(), poll(),
-    use_leases() and wait(), which call no store. What a lookup finds changes only in poll().
+    use_leases() and wait(), which call no store. Lookups find what was read after poll(). The pages
+    for it are taken at any time: a block that a lookup has found may be evicted before its load.
 
     Memory that the store uses is held: pages that it reads by a reservation of hold_due(), pages
     that it writes by one of promote(). Both end when the call has returned, however late.

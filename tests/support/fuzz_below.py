@@ -1,0 +1,288 @@
+"""A scheduler above a store that fails, hangs, and loses or damages pages at random."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+from unittest import mock
+
+from fuzz_cache import Group
+from fuzz_devices import Device
+from fuzz_prefixes import LONGEST, PROMPTS, Server, random_shapes
+from logged import logged
+from patience import PATIENCE, in_time
+
+from torch_kvswap import HostPool, PrefixCache
+from torch_kvswap.below import PageStore, threads
+from torch_kvswap.prefix import tier
+
+RATES = dict.fromkeys(("exists", "get", "put", "delete"), (0.2, 0.1))
+
+
+class FaultyStore(PageStore):
+    """Objects in memory, which outlive the caches that use them.
+
+    Args:
+        seed: of the faults.
+        rates: of calls of a method that fail, and of those that hang.
+        lies (bool): a get() that fails says "not there" instead, as a control.
+
+    Attributes:
+        objects (dict[str, bytes]): by name.
+        works (bool): nothing fails or hangs from now on.
+        spoiled (set[str]): the keys of all objects that were lost or damaged, in hexadecimal.
+        deleted (set[str]): the keys of those that were deleted.
+    """
+
+    def __init__(self, seed: int, rates: Mapping[str, tuple[float, float]], lies: bool) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.rates, self.lies, self.works = rates, lies, False
+        self.spoiled: set[str] = set()
+        self.deleted: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        methods = ("exists", "get", "put", "delete", "spoil")
+        self._rngs = {what: random.Random(f"{seed} {what}") for what in methods}
+        self._lock = threading.Lock()
+        self._hung: list[threading.Event] = []
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        self._check(keys, self._begin("exists", keys))
+        return [key in self.objects for key in keys]
+
+    def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
+        some = self._begin("get", keys)
+        came = [self._read(*pair) for pair in zip(some, buffers, strict=False)]
+        if not self.lies:
+            self._check(keys, some)
+        return came + [False] * (len(keys) - len(came))
+
+    def put(self, keys: list[str], buffers: list[memoryview]) -> None:
+        some = self._begin("put", keys)
+        self.objects.update(zip(some, map(bytes, buffers), strict=False))
+        self._check(keys, some)
+
+    def delete(self, keys: list[str]) -> None:
+        some = self._begin("delete", keys)
+        for key in some:
+            self.objects.pop(key, None)
+            self.deleted.add(key_in(key))
+        self._check(keys, some)
+
+    def spoil(self) -> None:
+        """An object is lost or damaged."""
+        rng = self._rngs["spoil"]
+        if not self.objects:
+            return
+        name = rng.choice(sorted(self.objects))
+        self.spoiled.add(key_in(name))
+        content = bytearray(self.objects.pop(name, b"!"))
+        content[rng.randrange(len(content))] ^= 1
+        if rng.random() < 0.7:
+            self.objects[name] = bytes(content[: rng.choice([len(content), len(content) // 2])])
+
+    def release(self) -> None:
+        """Calls that hang go on, and do what they were to do."""
+        with self._lock:
+            while self._hung:
+                self._hung.pop().set()
+
+    def _begin(self, what: str, keys: list[str]) -> list[str]:
+        """Hangs, or not. Returns the keys that the call gets to before it fails: all, or fewer."""
+        go_on = threading.Event()
+        with self._lock:
+            rng, (fails, hangs) = self._rngs[what], self.rates.get(what, (0.0, 0.0))
+            fate = 1.0 if self.works else rng.random()
+            done = rng.randrange(len(keys)) if fate < fails else len(keys)
+            if fails <= fate < fails + hangs:
+                self._hung.append(go_on)
+            else:
+                go_on.set()
+            self.counts[f"{what} fails"] += done < len(keys)
+            self.counts["hangs"] += not go_on.is_set()
+        go_on.wait()
+        return keys[:done]
+
+    def _check(self, keys: list[str], done: list[str]) -> None:
+        if len(done) < len(keys):
+            raise OSError("as the test wants")
+
+    def _read(self, key: str, buffer: memoryview) -> bool:
+        found = self.objects.get(key, b"")
+        if len(found) == len(buffer):
+            buffer[:] = found
+        return len(found) == len(buffer)
+
+
+def key_in(name: str) -> str:
+    """Of the page that the object belongs to."""
+    return name.rpartition("@")[2]
+
+
+class BelowServer(Server):
+    """A scheduler whose prefix cache has a FaultyStore below, and is made anew now and then."""
+
+    has_below = True
+
+    def __init__(
+        self,
+        device: Device,
+        seed: int,
+        rates: Mapping[str, tuple[float, float]] = RATES,
+        lies: bool = False,
+    ) -> None:
+        self.store_below, self.generation = FaultyStore(seed, rates, lies), 0
+        self.old_pools: list[HostPool] = []
+        super().__init__(device, seed, steps=200)
+
+    def make_cache(self) -> tuple[Group, HostPool]:
+        self.shapes = random_shapes(self.rng, self.device, 1)
+        self.per_page = self.rng.choice([1, 1, 2])
+        self.below = {
+            "below": self.store_below,
+            "below_model": "m",
+            "below_policy": self.rng.choice(["all", "all", "reused"]),
+            "below_bytes": self.rng.choice([1, 1 << 16]),
+        }
+        group = self.make_group()
+        return group, self.make_pool(group, self.rng.randint(3, 6))
+
+    def make_pool(self, group: Group, pages: int) -> HostPool:
+        return self.device.pool(group.layout, pages, self.per_page, page_alignment=4096)
+
+    def make_prefixes(self, **_: Any) -> PrefixCache:
+        return super().make_prefixes(**self.below)
+
+    def change_contents(self) -> None:
+        """After a reset with the same weights the store has the same pages."""
+        if self.generation == 0 or self.rng.random() < 0.5:
+            self.generation += 1
+            super().change_contents()
+
+    def key(self, key: tuple[int, int]) -> bytes:
+        return sha256(f"{self.generation} {key}".encode()).digest()
+
+    def named(self, keys: list[tuple[int, int]]) -> Any:
+        return self.passed([self.key(key) for key in keys])
+
+    # What a scheduler does
+
+    def load(self, keys: list[tuple[int, int]] | None = None) -> bool:
+        keys = keys or self.some_keys()
+        if self.rng.random() < 0.7:
+            self.ask(keys)
+        return super().load(keys)
+
+    def ask(self, keys: list[tuple[int, int]]) -> None:
+        """Goes on with steps until the store has answered, or is not waited for any more."""
+
+        def is_answered() -> bool:
+            self.poll()
+            found = self.prefixes.lookup(self.named(keys))
+            return not found.asking and (not found.pending or bool(self.jobs))
+
+        assert in_time(is_answered)
+
+    def ask_again(self) -> None:
+        """As if some time had passed."""
+        assert self.prefixes._below is not None
+        with self.prefixes._below._lock:
+            self.prefixes._below._absent.clear()
+
+    def restart(self, pages: int | None = None) -> None:
+        """Another process goes on. Calls that hang still use the memory of this one."""
+        self.end_jobs()
+        self.count_pages()
+        for of_jobs in (self.states, self.cancelled, self.lazily):
+            of_jobs.clear()
+        with self.device.running():
+            self.prefixes.close()
+        self.old_pools.append(self.pool)
+        self.pool = self.make_pool(self.group, pages or self.rng.randint(3, 6))
+        self.prefixes = self.make_prefixes()
+        self.counts["restarts"] += 1
+
+    def count_pages(self) -> None:
+        stats = self.prefixes.below_stats()
+        self.counts.update(promoted=stats.promoted, damaged=stats.damaged, written=stats.written)
+        self.counts["evicted"] += self.prefixes.manager.stats().evicted
+
+    def actions(self) -> dict[Callable[[], object], float]:
+        return {
+            **super().actions(),
+            self.store_below.spoil: 0.5,
+            self.store_below.release: 1,
+            self.ask_again: 1,
+            self.restart: 0.7,
+        }
+
+    def run(self) -> Counter[str]:
+        times = {"DEADLINE": 0.02, "FIRST_PAUSE": 0.0, "LONGEST_PAUSE": 0.0}
+        lease = self.rng.choice([0.0, 0.01])
+        with (
+            logged(),
+            mock.patch.multiple(threads, **times),
+            mock.patch.multiple(tier, ABSENT=1000.0, LEASE=lease),
+        ):
+            return super().run()
+
+    # What must have come of it
+
+    def check_pages(self) -> None:
+        store = self.store_below
+        store.works, threads.DEADLINE = True, PATIENCE
+        store.release()
+        assert in_time(self.is_settled), f"{self.prefixes.below_stats()}, {self.not_written()}"
+        super().check_pages()
+        self.restart(PROMPTS * LONGEST)
+        for prompt in self.prompts:
+            self.ask(prompt)
+            there = [
+                self.key(key).hex() not in store.spoiled and self.is_below(key) for key in prompt
+            ]
+            found = self.prefixes.lookup(self.named(prompt))
+            assert found.ready >= [*there, False].index(False), f"{found}, but {there} are below"
+            self.load(prompt)
+            self.end_jobs()
+        self.count_pages()
+        self.prefixes.close()
+        assert in_time(lambda: not self.old_pools or self.closes(self.old_pools[-1]))
+        assert store.deleted <= store.spoiled, "good pages were deleted"
+        self.counts.update(store.counts)
+
+    def is_settled(self) -> bool:
+        """Nothing uses a page, and what is in memory was written."""
+        self.poll()
+        stats = self.prefixes.manager.stats()
+        is_unused = stats.free_pages + stats.idle_pages == self.pool.num_pages
+        return is_unused and not self.prefixes.below_stats().hung and not self.not_written()
+
+    def not_written(self) -> set[tuple[int, int]]:
+        """Keys in memory that should be below."""
+        if self.below["below_policy"] == "reused":
+            return set()
+        ready = [
+            key
+            for prompt in self.prompts
+            for key in prompt[: self.prefixes.manager.lookup(self.named(prompt)).ready]
+        ]
+        spoiled = self.store_below.spoiled
+        return {key for key in ready if self.key(key).hex() not in spoiled} - set(
+            filter(self.is_below, ready)
+        )
+
+    def is_below(self, key: tuple[int, int]) -> bool:
+        assert self.prefixes._below is not None
+        (form,) = self.prefixes._below._formats
+        names = form.page_name(self.key(key)), form.trailer_name(self.key(key))
+        return all(name in self.store_below.objects for name in names)
+
+    def closes(self, pool: HostPool) -> bool:
+        with suppress(RuntimeError):  # a call has not returned
+            pool.close()
+            self.old_pools.remove(pool)
+        return not self.old_pools
