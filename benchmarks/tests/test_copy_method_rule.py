@@ -13,7 +13,7 @@ RESULTS = sorted((Path(__file__).parents[1] / "results").glob("copy_methods-*.js
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_the_rule_is_within_3_percent_of_the_best_methods(file: Path) -> None:
+def test_the_rule_is_within_3_percent_of_best(file: Path) -> None:
     """In sum over all cells."""
     chosen = best = 0.0
     for cell in json.loads(file.read_text())["cells"]:

@@ -62,7 +62,7 @@ def test_a_program_runs_and_leaves_its_figures(name: str, device: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_a_control_a_program_ends_with_1_when_one_block_of_each_job_is_wrong(
+def test_control_a_program_ends_with_1_when_wrong(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for direction, sources in (("store", "gpu_block_ids"), ("load", "page_ids")):
@@ -80,7 +80,7 @@ def test_as_a_control_a_program_ends_with_1_when_one_block_of_each_job_is_wrong(
     assert any(counts) or not counts  # a later transfer may have put right what a cell had wrong
 
 
-def test_a_library_that_is_not_there_or_moves_wrong_bytes_is_left_out_with_the_reason() -> None:
+def test_a_missing_or_wrong_library_is_left_out() -> None:
     class Wrong(ReferenceHandler):
         def load(self, *, page_ids: Any, **options: Any) -> Any:
             return super().load(page_ids=[page_ids[1], *page_ids[1:]], **options)

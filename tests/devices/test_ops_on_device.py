@@ -54,7 +54,7 @@ def test_layers_of_different_sizes_move(accelerator):
 
 
 @on_fake_accelerator
-def test_a_copy_on_the_device_runs_on_the_current_stream(accelerator):
+def test_device_copies_run_on_the_current_stream(accelerator):
     src, ones = torch.zeros(4, 8, device=DEVICE), torch.ones(4, 8, device=DEVICE)
     dst, early = torch.zeros(2, 4, 8, device=DEVICE)
     torch.accelerator.synchronize()
@@ -70,7 +70,7 @@ def test_a_copy_on_the_device_runs_on_the_current_stream(accelerator):
 
 
 @on_fake_accelerator
-def test_ids_and_staging_memory_may_be_used_again_before_the_copy_runs(accelerator):
+def test_ids_and_staging_may_be_reused_at_once(accelerator):
     src, dst = torch.arange(8.0, device=DEVICE_TYPE)[:, None], torch.zeros(8, 1).to(DEVICE_TYPE)
     mapping = ONE_BLOCK.clone()
     with accelerator.hold(torch.accelerator.current_stream()):
@@ -82,7 +82,7 @@ def test_ids_and_staging_memory_may_be_used_again_before_the_copy_runs(accelerat
 
 
 @on_fake_accelerator
-def test_a_default_device_does_not_change_how_ids_are_copied(accelerator):
+def test_a_default_device_changes_no_copy_of_ids(accelerator):
     blocks.can_pin.cache_clear()
     with torch.device(DEVICE_TYPE):
         assert blocks.can_pin(DEVICE_TYPE)
@@ -90,7 +90,7 @@ def test_a_default_device_does_not_change_how_ids_are_copied(accelerator):
 
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
 @on_fake_accelerator
-def test_a_host_destination_is_complete_when_the_op_returns(accelerator, where):
+def test_a_host_destination_is_complete_on_return(accelerator, where):
     src, dst = torch.ones(4, 8, device=DEVICE_TYPE), place(torch.zeros(4, 8), where)
     unfinished = torch.zeros(4, 8).pin_memory()
     with accelerator.hold(torch.accelerator.current_stream(), until_waited=True):
@@ -102,7 +102,7 @@ def test_a_host_destination_is_complete_when_the_op_returns(accelerator, where):
 
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
 @on_fake_accelerator
-def test_a_host_source_may_be_overwritten_when_the_op_has_returned(accelerator, where):
+def test_a_host_source_may_change_after_return(accelerator, where):
     src, dst = place(torch.ones(4, 8), where), torch.zeros(4, 8, device=DEVICE_TYPE)
     early, late = torch.ones(4, 8).pin_memory(), torch.zeros(4, 8, device=DEVICE_TYPE)
     ops.swap_blocks(src, dst, 32, ONE_BLOCK)
@@ -115,7 +115,7 @@ def test_a_host_source_may_be_overwritten_when_the_op_has_returned(accelerator, 
 
 
 @on_fake_accelerator
-def test_earlier_copies_in_the_stream_end_before_host_memory_is_used(accelerator):
+def test_earlier_copies_end_before_host_memory_is_used(accelerator):
     ones = torch.ones(4, 8, device=DEVICE_TYPE)
     written, read = torch.zeros(4, 8).pin_memory(), torch.zeros(4, 8).pin_memory()
     taken, received = torch.zeros(4, 8).to(DEVICE_TYPE), torch.ones(4, 8).to(DEVICE_TYPE)

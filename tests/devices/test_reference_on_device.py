@@ -93,7 +93,7 @@ def test_blocks_come_back_from_scattered_pages(
 
 
 @on_fake_accelerator
-def test_a_store_waits_for_the_stream_that_is_current(accelerator: Accelerator) -> None:
+def test_a_store_waits_for_the_current_stream(accelerator: Accelerator) -> None:
     rows = Rows()
     with accelerator.hold(current()):
         rows.tensor[1].fill_(50)  # behind the hold, as a kernel that writes the block
@@ -107,7 +107,7 @@ def test_a_store_waits_for_the_stream_that_is_current(accelerator: Accelerator) 
 
 
 @on_fake_accelerator
-def test_a_stream_that_waits_for_a_load_reads_what_it_wrote(accelerator: Accelerator) -> None:
+def test_a_waiting_stream_reads_what_a_load_wrote(accelerator: Accelerator) -> None:
     rows, side = Rows(), torch.Stream(DEVICE_TYPE)
     late, early = torch.zeros(2, ROW, dtype=torch.int16, device=DEVICE_TYPE)
     rows.set_page(0, 50)
@@ -137,7 +137,7 @@ def test_memory_that_is_freed_too_early_is_told(accelerator: Accelerator) -> Non
 
 
 @on_fake_accelerator
-def test_a_dropped_handler_frees_nothing_before_its_copies_end(accelerator: Accelerator) -> None:
+def test_a_dropped_handler_frees_nothing_too_early(accelerator: Accelerator) -> None:
     """The accelerator tells of memory that is used after it was freed, here and in every test."""
     rows = Rows()
     pages = rows.pool.pages
@@ -160,7 +160,7 @@ def test_closing_waits_for_all_jobs(accelerator: Accelerator) -> None:
 
 
 @on_fake_accelerator
-def test_a_copy_that_fails_is_a_failed_job_and_the_next_one_runs(accelerator: Accelerator) -> None:
+def test_a_failed_copy_leaves_the_next_job_running(accelerator: Accelerator) -> None:
     rows = Rows()
     with pytest.MonkeyPatch.context() as patch:
 
@@ -178,7 +178,7 @@ def test_a_copy_that_fails_is_a_failed_job_and_the_next_one_runs(accelerator: Ac
 
 
 @on_fake_accelerator
-def test_what_has_no_plain_form_names_the_reference_handler(accelerator: Accelerator) -> None:
+def test_other_classes_name_the_reference_handler(accelerator: Accelerator) -> None:
     rows = Rows()
     for kind in (kvs.OffloadHandler, kvs.PrefixCache):
         assert one_line(kind, rows.layout, rows.pool) == (

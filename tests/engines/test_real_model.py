@@ -79,7 +79,7 @@ def put_back(cache: Any, blocks: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("bits_per_value", [12.125, 12.5])
-def test_a_model_goes_on_with_the_same_tokens_after_its_cache_was_in_encoded_pages(
+def test_a_model_gets_equal_tokens_from_encoded_pages(
     model_and_prompt: tuple[Any, Tensor], bits_per_value: float
 ) -> None:
     model, tokens = model_and_prompt
@@ -104,7 +104,7 @@ def test_a_model_goes_on_with_the_same_tokens_after_its_cache_was_in_encoded_pag
     assert continuation(model, output) == want
 
 
-def test_a_model_goes_on_with_other_tokens_if_its_cache_is_wrong(
+def test_control_a_wrong_cache_changes_the_tokens(
     model_and_prompt: tuple[Any, Tensor],
 ) -> None:
     model, tokens = model_and_prompt
@@ -116,7 +116,7 @@ def test_a_model_goes_on_with_other_tokens_if_its_cache_is_wrong(
     assert continuation(model, output) != want
 
 
-def test_narrow_slots_are_recommended_for_the_cache_of_a_model(
+def test_narrow_slots_are_recommended_for_a_model(
     model_and_prompt: tuple[Any, Tensor],
 ) -> None:
     model, tokens = model_and_prompt

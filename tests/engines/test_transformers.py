@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*paged.*prefix:FutureWarning")
 
 @needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_the_same_without_offloading_with_theirs_and_with_ours(kind):
+def test_tokens_are_equal_with_either_offloading(kind):
     net, inputs = model(kind), prompts()
     want = tokens(net, inputs, config(500, gib=0.0))
     assert tokens(net, inputs, config(small(kind), gib=0.0)) == want  # computed again
@@ -90,7 +90,7 @@ def test_requests_are_restored_in_inference_mode():
 
 @needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parked_request_leaves_those_that_run_what_the_scheduler_takes_and_no_more(kind):
+def test_a_parked_request_leaves_room_for_running_ones(kind):
     steps = Steps(model(kind), prompts(), config(500, gib=0.0))
     view = integration.view()(steps.processor.cache)
     steps.until(lambda: len(steps.scheduler.active_requests) == 6)
@@ -105,7 +105,7 @@ def test_a_parked_request_leaves_those_that_run_what_the_scheduler_takes_and_no_
 
 
 @needs_transformers
-def test_a_parked_request_takes_no_block_that_the_running_ones_need():
+def test_a_parked_request_takes_no_needed_block():
     steps = Steps(model("full"), prompts(1), config(20, gib=0.0))
     view = integration.view()(steps.processor.cache)
     steps.step()
@@ -172,7 +172,7 @@ def test_the_same_memory_holds_more_encoded_blocks():
 
 
 @needs_transformers
-def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
+def test_a_request_with_a_rejected_block_is_recomputed():
     net, inputs = model("full", dtype=torch.bfloat16), prompts()
 
     class Spoiling(OffloadHandler):
@@ -220,7 +220,7 @@ def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
         ),
     ],
 )
-def test_a_wrong_option_is_refused_by_name_when_it_is_enabled(options, said):
+def test_a_wrong_option_is_refused_when_enabled(options, said):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         integration.enable(**options)
 
@@ -239,7 +239,7 @@ def test_the_options_are_those_of_the_handler():
 
 
 @needs_transformers
-def test_a_manager_that_is_used_again_begins_with_all_pages():
+def test_a_reused_manager_begins_with_all_pages():
     net, inputs = model("full"), prompts()
     with ours() as seen:
         first = net.generate_batch(
@@ -295,7 +295,7 @@ def test_the_example_of_the_docs_runs():
 
 
 @needs_transformers
-def test_after_the_end_transformers_has_its_own_manager_again():
+def test_disabling_brings_transformers_own_manager_back():
     from transformers.generation.continuous_batching import continuous_api
 
     theirs = continuous_api.OffloadingManager
@@ -330,13 +330,13 @@ def installed(version: str) -> Iterator[None]:
     ("version", "name"),
     [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.24.1.dev0", "SectorCache")],
 )
-def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
+def test_a_known_version_has_views_of_caches(version, name):
     with installed(version):
         assert integration.view().__name__ == name
 
 
 @pytest.mark.parametrize("version", ["5.16.1", "5.25.0.dev0", "6.0.0", "4.57.6", "strange"])
-def test_a_version_that_is_not_known_is_refused_by_name(version):
+def test_an_unknown_version_is_refused_by_name(version):
     said = rf"transformers {version} may .* install transformers 5.17 to 5.24"
     with installed(version), pytest.raises(ImportError, match=said):
         integration.enable()
@@ -370,7 +370,7 @@ def test_tokens_are_the_same_on_a_gpu(kind, asynchronous):
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_method", ["auto", "copy_engines"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, copy_method):
+def test_bfloat16_blocks_come_back_bit_for_bit(kind, copy_method):
     net = model(kind, "cuda", torch.bfloat16)
     with first_parts_of(4096), ours(copy_method=copy_method) as seen:
         tokens(net, prompts(), config(small(kind), use_async_batching=True))

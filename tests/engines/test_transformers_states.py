@@ -108,7 +108,7 @@ def test_copies_that_come_late_spoil_no_block(driver, kind):
 
 
 @simulated
-def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
+def test_control_late_copies_without_waits_spoil_blocks(driver):
     """The control of the test above."""
     want = alone("full", prompts())
     with late(driver, guarded=False) as (seen, steps):
@@ -117,7 +117,7 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
 
 
 @simulated
-def test_a_batch_with_a_fork_waits_for_all_copies(driver):
+def test_a_forking_batch_waits_for_all_copies(driver):
     """Forks copy into free blocks after their batch."""
     from torch_kvswap.integrations.transformers.swap import Swap
 
@@ -254,7 +254,7 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
 
 
 @simulated
-def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
+def test_a_refused_store_ends_the_generation(driver):
     from torch_kvswap.offload.handler import OffloadHandler
 
     with late(driver) as (seen, steps):
@@ -270,7 +270,7 @@ def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
 
 
 @simulated
-def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
+def test_running_requests_get_blocks_of_loading_ones(driver):
     want = alone("full", prompts())
     with late(driver) as (seen, steps):
         name = loading(steps, seen, driver)
@@ -287,7 +287,7 @@ def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
 
 
 @simulated
-def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
+def test_a_scheduler_may_resume_requests_by_itself(driver):
     want = alone("full", prompts())
     with late(driver) as (seen, steps):
         del steps.scheduler._get_waiting_candidates
@@ -299,7 +299,7 @@ def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
 
 
 @simulated
-def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
+def test_ranks_resume_when_the_slowest_has_loaded(driver):
     with late(driver) as (seen, steps):
         name = loading(steps, seen, driver)
         helper = mock.Mock()
@@ -317,7 +317,7 @@ def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
 
 
 @simulated
-def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
+def test_a_parked_request_blocks_no_fitting_one(driver):
     with late(driver) as (seen, steps):
         steps.until(lambda: len(parked_of(seen).requests) > 1 if seen.managers else False)
         parked = parked_of(seen)

@@ -36,7 +36,7 @@ def test_what_was_stored_comes_back_to_other_blocks():
     assert len(swap._free) == 6
 
 
-def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
+def test_encoded_pages_bring_values_in_fewer_bytes():
     blocks = torch.randn(20, 2048).to(torch.bfloat16)
     layout, options = PagedLayout([blocks]), SwapOptions(encoding="lossless", bits_per_value=12.5)
     swap = Swap(layout, 6, None, options)
@@ -47,7 +47,7 @@ def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
     assert torch.equal(blocks[10:13], before[[3, 1, 7]])
 
 
-def test_a_load_of_a_page_that_was_damaged_has_failed():
+def test_a_load_of_a_damaged_page_fails():
     blocks = torch.randn(20, 2048)
     swap = Swap(PagedLayout([blocks]), 6, None, SwapOptions(verify="load"))
     good, damaged = swap.store([[3]]), swap.store([[7]])
@@ -60,7 +60,7 @@ def test_a_load_of_a_page_that_was_damaged_has_failed():
     assert len(warnings) == 1
 
 
-def test_groups_are_loaded_as_far_as_both_sides_go():
+def test_groups_are_loaded_as_far_as_possible():
     blocks, swap = make()
     before = blocks.clone()
     stored = swap.store([[3, 1, 4], [7]])
@@ -69,7 +69,7 @@ def test_groups_are_loaded_as_far_as_both_sides_go():
     assert torch.equal(blocks[[11, 13]], before[[11, 13]])
 
 
-def test_a_request_that_does_not_fit_takes_no_page():
+def test_a_request_that_does_not_fit_takes_nothing():
     _, swap = make(pages=2)
     assert swap.store([[1, 2, 3]]) is None
     assert len(swap._free) == 2
@@ -77,7 +77,7 @@ def test_a_request_that_does_not_fit_takes_no_page():
     assert swap.store([[1]]) is None
 
 
-def test_a_store_that_is_refused_gives_its_pages_back():
+def test_a_refused_store_gives_its_pages_back():
     _, swap = make(first_part_bytes=512)
     submit = OffloadHandler.store
     calls = []
@@ -96,7 +96,7 @@ def test_a_store_that_is_refused_gives_its_pages_back():
     assert len(swap._free) == 6
 
 
-def test_pages_that_are_free_again_are_taken_in_the_order_in_which_they_lie():
+def test_freed_pages_are_reused_in_memory_order():
     _, swap = make()
     first = swap.store([[1, 2, 3]])
     swap.free(first)
@@ -142,14 +142,14 @@ class View(Cache):
 View.__abstractmethods__ = frozenset()
 
 
-def test_a_batch_writes_the_blocks_that_grow_and_all_of_a_window():
+def test_a_batch_writes_growing_blocks_and_whole_windows():
     view = View(None)
     view.groups = [Group({"a": [5, 2, 9]}, 1), Group({"a": [4, 7]}, 2, window=8)]
     future = mock.Mock(state=mock.Mock(request_id="a", position_offset=8))
     assert list(view.written([future])) == [9, 8, 9, 14, 15]
 
 
-def test_a_request_that_has_no_blocks_is_not_freed():
+def test_a_request_without_blocks_is_not_freed():
     view = View(None)
     view.groups = [Group({"a": [1]}, 1)]
     state = mock.Mock(request_id="b", allocated_blocks=3)
@@ -176,7 +176,7 @@ def make_late(driver: Driver) -> Swap:
 
 
 @simulated
-def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes(driver: Driver) -> None:
+def test_a_stream_waits_once_for_each_store(driver: Driver) -> None:
     swap = make_late(driver)
     swap.store([[1, 2]])
     swap.store([[3]])
@@ -189,7 +189,7 @@ def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes(driver: D
 
 
 @simulated
-def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away(driver: Driver) -> None:
+def test_a_stream_waits_for_loads_given_away(driver: Driver) -> None:
     swap = make_late(driver)
     driver.set_mode("immediate")
     stored = swap.store([[1, 2]])
@@ -217,7 +217,7 @@ def test_only_what_nobody_wants_any_more_is_cancelled(driver: Driver) -> None:
     assert [job.result.state for job in jobs] == ["done", "cancelled"]
 
 
-def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():
+def test_a_failed_load_is_reported_at_once():
     _, swap = make()
     stored = swap.store([[1]])
     load = swap.load(stored, [[2]])
@@ -230,7 +230,7 @@ def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_b
     poll.assert_called_once_with()
 
 
-def test_the_host_waits_for_a_job_and_a_guard_has_the_stream_wait_for_it():
+def test_host_and_guard_wait_for_a_job():
     _, swap = make()
     stored = swap.store([[3]])
     load = swap.load(stored, [[4]])

@@ -137,7 +137,7 @@ def test_a_capture_stays_valid_whatever_another_thread_does(
 
 
 @pytest.mark.parametrize("call", ["query", "pin"])
-def test_as_a_control_what_the_handler_does_spoils_a_capture_in_cudas_default_mode(
+def test_control_the_handlers_calls_spoil_a_default_capture(
     call: str,
 ) -> None:
     script = """
@@ -198,7 +198,7 @@ def test_while_capturing_jobs_can_be_looked_at(gpu: GpuCache) -> None:
     check_replay(gpu, captured(gpu, meanwhile))
 
 
-def test_while_capturing_the_captured_stream_cannot_be_waited_for(gpu: GpuCache) -> None:
+def test_a_captured_stream_cannot_be_waited_for(gpu: GpuCache) -> None:
     def meanwhile() -> None:
         for call in (
             lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[1]),
@@ -219,7 +219,7 @@ def test_while_capturing_the_captured_stream_cannot_be_waited_for(gpu: GpuCache)
     assert gpu.page(1) == OLD
 
 
-def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captured(
+def test_jobs_without_waits_are_submitted_while_capturing(
     gpu: GpuCache,
 ) -> None:
     event = gpu.side.record_event()

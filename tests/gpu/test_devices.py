@@ -41,9 +41,7 @@ def hold_and_fill(gpu: GpuCache, value: int) -> Hold:
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("after", ["waits", "control"])
-def test_jobs_wait_for_the_stream_that_is_current_on_the_caches_device(
-    gpu: GpuCache, current: int, after: str
-) -> None:
+def test_jobs_wait_for_their_own_devices_stream(gpu: GpuCache, current: int, after: str) -> None:
     nothing = None if after == "waits" else ()
     with torch.cuda.device(current):
         busy = hold_and_fill(gpu, OLD + 1)
@@ -109,7 +107,7 @@ STREAMS: dict[str, Callable[[int], torch.cuda.Stream]] = {  # torch 2.11 takes n
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("wait", ["job", "layer group", "control"])
-def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wait: str) -> None:
+def test_any_stream_of_another_gpu_can_wait(gpu: GpuCache, name: str, wait: str) -> None:
     other = STREAMS[name](0)
     seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
 
@@ -138,9 +136,7 @@ def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wa
 
 
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
-def test_blocks_swapped_to_the_host_are_ordered_on_the_stream_of_their_gpu(
-    two_gpus: None, where: str
-) -> None:
+def test_swaps_to_the_host_are_ordered_on_streams(two_gpus: None, where: str) -> None:
     side = torch.cuda.Stream(1)
     src = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:1")
     dst = place(torch.zeros(4, ROW, dtype=torch.uint8), where)
@@ -158,7 +154,7 @@ def test_blocks_swapped_to_the_host_are_ordered_on_the_stream_of_their_gpu(
 @pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])
 @pytest.mark.parametrize("late", ["source", "destination"])
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "control"])
-def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
+def test_swaps_between_gpus_are_ordered_on_streams(
     two_gpus: None, streams: str, late: str, ordered: bool
 ) -> None:
     of = [STREAMS[name](gpu) for gpu, name in enumerate(streams.split(", "))]

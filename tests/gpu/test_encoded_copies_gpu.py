@@ -48,7 +48,7 @@ def test_a_store_encodes_what_its_stream_has_written(method: str, waits: bool) -
         assert bool(cache.block(2).any()) is not waits
 
 
-def test_memory_of_the_gpu_and_of_the_host_is_given_back() -> None:
+def test_memory_of_gpu_and_host_is_freed() -> None:
     EncodedCache(device="cuda:0").handler.close()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()

@@ -194,13 +194,13 @@ def test_what_does_not_fit_is_rejected(driver: Driver, copy_method: str) -> None
 @pytest.mark.parametrize("copy_method", METHODS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.gpu
-def test_slots_are_as_the_format_says_on_a_gpu(sizes: str, copy_method: str) -> None:
+def test_slots_have_their_format_on_a_gpu(sizes: str, copy_method: str) -> None:
     check(all_kinds(SIZES[sizes]), on_cuda, copy_method)
 
 
 @pytest.mark.parametrize("copy_method", METHODS)
 @pytest.mark.gpu
-def test_more_blocks_than_a_launch_takes_are_several_on_a_gpu(copy_method: str) -> None:
+def test_many_blocks_take_several_launches_on_gpu(copy_method: str) -> None:
     blocks = [make_block("normal", [2048, 1024], seed) for seed in range(1001)]
     check(blocks, on_cuda, copy_method)
 
@@ -214,21 +214,19 @@ def test_real_keys_and_values_fit_on_a_gpu(copy_method: str) -> None:
 @pytest.mark.parametrize("copy_method", METHODS)
 @pytest.mark.parametrize("layer_groups", [2, 3])
 @pytest.mark.gpu
-def test_layer_groups_are_decoded_by_themselves_on_a_gpu(
-    layer_groups: int, copy_method: str
-) -> None:
+def test_layer_groups_are_decoded_alone_on_gpu(layer_groups: int, copy_method: str) -> None:
     check(all_kinds(SIZES["mixed"]), on_cuda, copy_method, layer_groups=layer_groups)
 
 
 @pytest.mark.parametrize("copy_method", METHODS)
 @pytest.mark.parametrize("sizes", ["2 KiB", "6 KiB", "32 KiB", "2 MiB", "mixed"])
 @pytest.mark.gpu
-def test_what_does_not_fit_is_rejected_on_a_gpu(sizes: str, copy_method: str) -> None:
+def test_what_does_not_fit_is_rejected_on_gpu(sizes: str, copy_method: str) -> None:
     check_rejected(SIZES[sizes], on_cuda, copy_method)
 
 
 @pytest.mark.gpu
-def test_a_load_whose_page_changes_meanwhile_ends_on_a_gpu() -> None:
+def test_a_load_of_a_changing_page_ends() -> None:
     # The threads of a team read the metadata each for itself. They need not see the same.
     sizes = SIZES["2 MiB"]
     tiles = len(SlotModel(sizes, 12.5).tiles)
@@ -261,7 +259,7 @@ def test_a_load_whose_page_changes_meanwhile_ends_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
 @pytest.mark.gpu
-def test_blocks_and_pages_beyond_4_gib_are_moved_on_a_gpu(
+def test_blocks_beyond_4_gib_are_moved(
     encoding: Literal["raw", "lossless"],
 ) -> None:
     values, blocks, pages = 1 << 20, 2200, 2800

@@ -18,7 +18,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_groups_that_share_memory_read_and_write_the_same_blocks(device: str) -> None:
+def test_groups_that_share_memory_share_blocks(device: str) -> None:
     """As those of vLLM's hybrid models do."""
     rows = torch.full((8, 1 << 16), 17, dtype=torch.uint8, device=device)
     layouts = [PagedLayout([rows]), PagedLayout([rows.view(8, 256, 256)])]
@@ -38,7 +38,7 @@ def test_groups_that_share_memory_read_and_write_the_same_blocks(device: str) ->
     assert only(hosts[1].pages) == 43
 
 
-def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
+def test_groups_of_other_sizes_share_a_pool(device):
     """Block 2 of either goes to page 1 and 3, and comes back as it was; nothing else is written."""
     tensors = [torch.randint(256, (6, size), dtype=torch.uint8).to(device) for size in (96, 40, 24)]
     layouts = [PagedLayout(tensors[:1]), PagedLayout(tensors[1:])]

@@ -61,7 +61,7 @@ def seen(gpu: GpuCache) -> list[int]:
 
 
 @pytest.mark.parametrize("groups", [LAYERS, 5, 1])
-def test_a_layer_can_be_read_before_the_whole_load_has_ended(gpu: GpuCache, groups: int) -> None:
+def test_a_layer_is_readable_before_the_load_ends(gpu: GpuCache, groups: int) -> None:
     busy, job = load(gpu, groups)
     with torch.cuda.stream(gpu.consumer):
         job.wait(gpu.consumer, layer_group=job.layer_group_of(0))

@@ -88,9 +88,7 @@ def test_layer_groups_are_moved_by_themselves(driver: Driver, copy_method: str) 
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
 @needs_kernels
 @simulated
-def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
-    driver: Driver, start: int
-) -> None:
+def test_unaligned_addresses_are_moved_in_smaller_words(driver: Driver, start: int) -> None:
     # The simulated driver logs every word that is not aligned.
     whole = torch.randint(256, (3, 20, 256), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer][:, start : start + 64] for layer in range(3)])
@@ -101,7 +99,7 @@ def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
 @pytest.mark.parametrize(("row", "size", "slot"), [(64, 24, 64), (40, 32, 64), (64, 64, 72)])
 @needs_kernels
 @simulated
-def test_words_divide_blocks_and_the_way_to_the_next_one_on_both_sides(
+def test_words_divide_blocks_and_distances_on_both_sides(
     driver: Driver, row: int, size: int, slot: int
 ) -> None:
     whole = torch.randint(256, (10, row), dtype=torch.uint8)
@@ -129,7 +127,7 @@ def test_every_byte_arrives_on_a_gpu(layers: int, fragment: int, copy_method: st
 @pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
 @pytest.mark.gpu
-def test_addresses_that_are_not_aligned_are_moved_on_a_gpu(start: int, copy_method: str) -> None:
+def test_unaligned_addresses_are_moved_on_a_gpu(start: int, copy_method: str) -> None:
     whole = torch.randint(256, (3, 1200, 256), dtype=torch.uint8, device="cuda")
     layout = PagedLayout([whole[layer][:, start : start + 64] for layer in range(3)])
     check(layout, 1000, copy_method)

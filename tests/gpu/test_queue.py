@@ -55,7 +55,7 @@ def fill_with_noise(gpu: GpuCache, direction: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("after", ["nothing", "what holds them up"])
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_thousands_of_small_jobs_are_submitted_at_once_and_every_byte_is_right(
+def test_thousands_of_small_jobs_are_submitted_at_once(
     gpu: GpuCache, direction: str, after: str
 ) -> None:
     noise = fill_with_noise(gpu, direction)
@@ -82,7 +82,7 @@ def test_thousands_of_small_jobs_are_submitted_at_once_and_every_byte_is_right(
         assert only(gpu.cache[len(JOBS) + 1 :]) == OLD
 
 
-def test_as_a_control_a_stream_blocks_who_gives_it_thousands_of_copies(gpu: GpuCache) -> None:
+def test_control_thousands_of_copies_block_the_caller(gpu: GpuCache) -> None:
     busy = gpu.slow_on(gpu.side)
     with torch.cuda.stream(gpu.side):
         for j in range(3000):
@@ -91,7 +91,7 @@ def test_as_a_control_a_stream_blocks_who_gives_it_thousands_of_copies(gpu: GpuC
 
 
 @pytest.mark.parametrize("method", ["batch", "strided", "staged"])
-def test_loads_in_many_layer_groups_do_not_fill_the_queue_of_the_driver(method: str) -> None:
+def test_many_layer_groups_do_not_fill_the_queue(method: str) -> None:
     layers = 32
     with (
         GpuCache(blocks=64, layers=layers) as gpu,
@@ -113,9 +113,7 @@ def test_loads_in_many_layer_groups_do_not_fill_the_queue_of_the_driver(method: 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 @pytest.mark.parametrize("after", ["nothing", "what holds them up"])
-def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
-    gpu: GpuCache, after: str, waits: bool
-) -> None:
+def test_a_stream_waits_for_the_last_queued_job(gpu: GpuCache, after: str, waits: bool) -> None:
     # Jobs with an event that has not happened cannot be merged, and a stream holds about 1,000.
     count = 2000 if after == "nothing" else 200
     busy, _ = hold(gpu, "load")

@@ -28,7 +28,7 @@ def second_handler(gpu: GpuCache, order: str) -> OffloadHandler:
 
 
 @pytest.mark.parametrize(("after", "stored"), [(None, NEW), ((), OLD)], ids=["waits", "control"])
-def test_a_store_waits_for_the_kernel_that_writes_its_block(
+def test_a_store_waits_for_the_writing_kernel(
     gpu: GpuCache, after: tuple[()] | None, stored: int
 ) -> None:
     gpu.hold()
@@ -41,7 +41,7 @@ def test_a_store_waits_for_the_kernel_that_writes_its_block(
 
 
 @pytest.mark.parametrize("named", ["stream", "event", "control"])
-def test_a_store_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
+def test_a_store_waits_for_its_after(gpu: GpuCache, named: str) -> None:
     with torch.cuda.stream(gpu.side):
         gpu.hold()
         gpu.cache.fill_(NEW)
@@ -72,7 +72,7 @@ def test_a_thread_waits_for_its_own_current_stream(gpu: GpuCache) -> None:
 
 
 @pytest.mark.parametrize(("after", "seen"), [(None, OLD), ((), NEW)], ids=["waits", "control"])
-def test_a_load_waits_for_the_kernel_that_reads_its_block(
+def test_a_load_waits_for_the_reading_kernel(
     gpu: GpuCache, after: tuple[()] | None, seen: int
 ) -> None:
     gpu.hold()
@@ -93,7 +93,7 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
 
 @pytest.mark.parametrize("first", ["store", "load"])
 @pytest.mark.parametrize("shared", ["page", "block"])
-def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_submission(
+def test_jobs_that_share_data_run_in_order(
     gpu: GpuCache, first: str, shared: str, order: str
 ) -> None:
     second = second_handler(gpu, order)
@@ -134,7 +134,7 @@ def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_sub
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
-def test_a_stream_that_waits_for_a_load_sees_its_bytes(gpu: GpuCache, waits: bool) -> None:
+def test_a_waiting_stream_sees_loaded_bytes(gpu: GpuCache, waits: bool) -> None:
     busy = gpu.hold_on(gpu.side)
     job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
     with torch.cuda.stream(gpu.consumer):
@@ -150,7 +150,7 @@ def test_a_stream_that_waits_for_a_load_sees_its_bytes(gpu: GpuCache, waits: boo
     assert only(gpu.seen[1]) == (NEW if waits else OLD)
 
 
-def test_the_time_of_a_job_is_that_of_its_copy(gpu: GpuCache) -> None:
+def test_copy_seconds_are_those_of_the_copy(gpu: GpuCache) -> None:
     gpu.slow(200)
     job = gpu.handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[0, 1, 2, 3])
     gpu.handler.synchronize(job)
@@ -176,7 +176,7 @@ def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:
 
 
 @pytest.mark.parametrize("copies", ["handler", "torch as a control"])
-def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
+def test_an_exiting_process_waits_for_its_jobs(copies: str) -> None:
     script = """
         import os, weakref, torch
         from gpu_cache import GpuCache
@@ -195,7 +195,7 @@ def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
     assert run_script(script, copies) == f"slow kernel has ended: {copies == 'handler'}\n"
 
 
-def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
+def test_a_lost_device_fails_all_jobs_at_once() -> None:
     script = """
         import os, torch
         from drained import drain
@@ -230,7 +230,7 @@ def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
     assert run_script(script).splitlines() == ["True", "{'failed'} True", "True", "closed"]
 
 
-def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
+def test_a_forked_child_is_told_before_cuda() -> None:
     script = """
         import os
         from gpu_cache import GpuCache

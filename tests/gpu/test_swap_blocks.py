@@ -75,7 +75,7 @@ def test_a_mapping_with_any_strides_is_read_right(pair):
         assert torch.equal(dst.cpu()[pairs[:, 1]], src.cpu()[pairs[:, 0]])
 
 
-def test_blocks_permuted_alike_on_both_sides_keep_their_elements():
+def test_permuted_blocks_keep_their_elements():
     src = torch.randn(6, 4, 8).transpose(1, 2)
     dst = torch.zeros(6, 4, 8).transpose(1, 2)
     ops.swap_blocks(src, dst, 128, torch.tensor([[1, 2]]))
@@ -117,7 +117,7 @@ def test_blocks_of_one_cache_move_within_it():
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_swap_kv_blocks_moves_all_layers_of_different_shapes(pair):
+def test_swap_kv_blocks_moves_layers_of_different_shapes(pair):
     shapes = [(20, 2, 16), (20, 48), (20, 1, 7, 3)]
     src = [place(torch.randn(shape), pair[0]) for shape in shapes]
     dst = [place(torch.zeros(30, *shape[1:]), pair[1]) for shape in shapes]
@@ -130,7 +130,7 @@ def test_swap_kv_blocks_moves_all_layers_of_different_shapes(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_keys_and_values_interleaved_in_one_storage_are_two_layers(pair):
+def test_interleaved_keys_and_values_are_two_layers(pair):
     src = place(torch.randn(9, 2, 64), pair[0])
     dst = place(torch.zeros(9, 2, 64), pair[1])
     ids = torch.tensor([1, 5, 6])
@@ -200,7 +200,7 @@ torch_kvswap::swap_blocks: a block of src and a block of dst keep their elements
 
 @pytest.mark.parametrize("beside", [False, True], ids=["elsewhere", "beside the source"])
 @pytest.mark.parametrize("offset", [48, 49, 56, 63])
-def test_a_block_that_reaches_into_the_next_one_of_another_tensor_is_seen(offset, beside):
+def test_a_block_reaching_into_another_tensors_is_seen(offset, beside):
     """Block 0 of the second tensor begins behind block 0 of the first, and ends in its block 1."""
     storage = torch.zeros(320, dtype=torch.uint8)
     dst = [storage.as_strided((3, 16), (64, 1), begin) for begin in (64, 64 + offset)]
@@ -215,7 +215,7 @@ def test_a_block_that_reaches_into_the_next_one_of_another_tensor_is_seen(offset
         assert not storage.any()
 
 
-def test_a_block_that_is_written_in_front_of_one_that_is_read_is_seen():
+def test_a_block_written_before_being_read_is_seen():
     storage, ids = torch.zeros(256, dtype=torch.uint8), torch.tensor([0])
     block = [storage[begin : begin + 16].view(1, 16) for begin in range(0, 240, 8)]
     ops.swap_kv_blocks([block[0], block[10]], [block[20], block[8]], ids, ids)
@@ -283,7 +283,7 @@ def test_ids_on_the_gpu_are_refused():
 @GPU
 @pytest.mark.parametrize("to_host", [True, False], ids=["to host", "to gpu"])
 @pytest.mark.parametrize("kinds", [("pinned", "cpu"), ("cpu", "pinned"), ("cpu", "cpu")])
-def test_pinned_and_pageable_tensors_of_one_call_are_copied(kinds, to_host):
+def test_pinned_and_pageable_tensors_mix_in_a_call(kinds, to_host):
     """Some drivers refuse pageable memory in a batch call: no tensor of the call may be in one."""
     host = [place(torch.randn(20, 48), kind) for kind in kinds]
     gpu = [torch.randn(20, 48, device="cuda") for _ in kinds]
@@ -299,7 +299,7 @@ def test_pinned_and_pageable_tensors_of_one_call_are_copied(kinds, to_host):
 
 @GPU
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
-def test_a_host_destination_holds_the_bytes_when_the_call_returns(where):
+def test_a_host_destination_holds_the_bytes_on_return(where):
     src = torch.zeros(64, 1 << 20, dtype=torch.uint8, device="cuda")
     dst = place(torch.zeros(64, 1 << 20, dtype=torch.uint8), where)
     mapping = torch.arange(64)[:, None].expand(64, 2)
@@ -312,7 +312,7 @@ def test_a_host_destination_holds_the_bytes_when_the_call_returns(where):
 
 @GPU
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
-def test_a_host_source_may_change_when_the_call_returns(where):
+def test_a_host_source_may_change_on_return(where):
     src = place(torch.full((64, 1 << 20), 3, dtype=torch.uint8), where)
     dst = torch.zeros(64, 1 << 20, dtype=torch.uint8, device="cuda")
     mapping = torch.arange(64)[:, None].expand(64, 2)
@@ -346,7 +346,7 @@ def test_a_thread_that_never_used_cuda_can_swap(pair):
 
 
 @GPU
-def test_copies_between_blocks_of_one_gpu_run_on_the_current_stream():
+def test_copies_within_a_gpu_use_the_current_stream():
     src = torch.zeros(8, 1 << 20, device="cuda")
     dst = torch.zeros(8, 1 << 20, device="cuda")
     stream = torch.cuda.Stream()
@@ -361,7 +361,7 @@ def test_copies_between_blocks_of_one_gpu_run_on_the_current_stream():
 
 
 @GPU
-def test_a_captured_copy_between_blocks_of_one_gpu_replays():
+def test_a_captured_copy_within_a_gpu_replays():
     src, dst = torch.zeros(8, 64, device="cuda"), torch.zeros(8, 64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -100,7 +100,7 @@ torch_kvswap::swap_blocks_batch: sizes has stride 2; expected a contiguous tenso
     )
 
 
-def test_checked_addresses_name_the_range_that_does_not_exist(monkeypatch):
+def test_checked_addresses_name_the_missing_range(monkeypatch):
     monkeypatch.setenv("KVSWAP_CHECK_ADDRESSES", "1")
     good = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"src_ptrs\[0\] is 0x1000 .* can be read"):
@@ -128,7 +128,7 @@ def test_checked_addresses_refuse_overlap(monkeypatch):
 @GPU
 @pytest.mark.parametrize("n", [1, 64])
 @pytest.mark.parametrize("stream", ["default", "per-thread", "side"])
-def test_every_kind_of_stream_orders_the_copies_after_its_work(stream, n):
+def test_every_stream_kind_orders_copies_after_work(stream, n):
     # PyTorch's default stream is the legacy one, under its null handle.
     current = {
         "default": torch.cuda.default_stream,
@@ -149,7 +149,7 @@ def test_every_kind_of_stream_orders_the_copies_after_its_work(stream, n):
 
 
 @GPU
-def test_control_without_the_streams_order_the_copy_reads_too_early():
+def test_control_an_unordered_copy_reads_too_early():
     src, dst = buffer(1 << 22, "cuda", False), buffer(1 << 22, "pinned", False)
     zero, size = torch.tensor([0]), torch.tensor([1 << 22])
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def test_control_without_the_streams_order_the_copy_reads_too_early():
 
 
 @GPU
-def test_another_current_device_does_not_matter_and_stays_current():
+def test_another_current_device_stays_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     src = torch.zeros(1 << 22, dtype=torch.uint8, device="cuda:1")
@@ -202,7 +202,7 @@ def test_a_thread_that_never_used_cuda_can_copy():
 
 
 @GPU
-def test_the_address_tensors_may_change_right_after_the_call():
+def test_address_tensors_may_change_after_the_call():
     n, size = 4096, 1024
     src, dst = buffer(n * size, "pinned", True), buffer(n * size, "cuda", False)
     offsets = torch.randperm(n) * size
@@ -219,7 +219,7 @@ def test_the_address_tensors_may_change_right_after_the_call():
 
 @GPU
 @pytest.mark.parametrize("n", [1, 16])
-def test_a_pageable_source_may_change_right_after_the_call(n):
+def test_a_pageable_source_may_change_after_return(n):
     src, dst = buffer(n << 20, "cpu", True), buffer(n << 20, "cuda", False)
     expected = src.clone()
     offsets = torch.randperm(n) * (1 << 20)
@@ -232,7 +232,7 @@ def test_a_pageable_source_may_change_right_after_the_call(n):
 
 
 @GPU
-def test_a_captured_batch_of_pinned_memory_copies_again_on_each_replay():
+def test_a_captured_batch_copies_on_each_replay():
     n, size = 32, 512
     src, dst = buffer(n * size, "pinned", True), buffer(n * size, "cuda", False)
     offsets = torch.randperm(n) * size
@@ -274,7 +274,7 @@ def test_ranges_outside_of_the_allocations_are_found(monkeypatch):
 
 
 @GPU
-def test_a_large_tensor_of_several_mappings_passes_the_address_check(monkeypatch):
+def test_several_mappings_pass_the_address_check(monkeypatch):
     # With expandable segments this tensor is made of many mappings; without, of one allocation.
     monkeypatch.setenv("KVSWAP_CHECK_ADDRESSES", "1")
     num_bytes = 300 << 20
@@ -294,7 +294,7 @@ def test_a_large_tensor_of_several_mappings_passes_the_address_check(monkeypatch
 
 @GPU
 @pytest.mark.parametrize("leading", [0, 1, 5])
-def test_a_driver_error_names_the_fragment_and_later_calls_work(leading):
+def test_a_driver_error_names_the_fragment(leading):
     src, dst = buffer(1 << 20, "cuda", True), buffer(1 << 20, "pinned", False)
     offsets = torch.arange(leading + 1) * 4096
     sizes = torch.full((leading + 1,), 64)

@@ -94,7 +94,7 @@ def test_random_jobs_find_nothing_but_what_is_wrong(values: int, method: str, sh
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_kernels_behind_a_corrupted_load_run_and_the_host_does_not_call_it_done(
+def test_a_corrupted_load_is_not_done_on_host(
     method: str,
 ) -> None:
     options: dict[str, Any] = {"encodings": ["raw"], "verify": "load", "copy_method": method}

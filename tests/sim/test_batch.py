@@ -11,7 +11,7 @@ from torch_kvswap import ops
 pytestmark = without_cuda
 
 
-def test_one_driver_call_carries_all_fragments_and_neighbours_are_merged():
+def test_one_call_carries_all_fragments_merged():
     def body(driver):
         gpu, host = driver.memory(1024, DEVICE), driver.memory(1024, HOST)
         host.random_(1, 256)
@@ -61,7 +61,7 @@ pop context
     )
 
 
-def test_more_fragments_than_the_limit_go_in_several_calls():
+def test_too_many_fragments_go_in_several_calls():
     def body(driver):
         gpu, host = driver.memory(4096, DEVICE), driver.memory(4096, HOST)
         host.random_(0, 256)
@@ -91,7 +91,7 @@ def copy_two_fragments(driver):
 
 
 @pytest.mark.parametrize("variable", ["SIMULATED_WITHOUT=cuMemcpyBatchAsync", "KVSWAP_BATCH=0"])
-def test_without_the_batch_call_copies_go_one_by_one(variable):
+def test_without_the_batch_copies_go_singly(variable):
     name, value = variable.split("=")
     assert_expected_inline(
         simulated_driver.run(copy_two_fragments, **{name: value}),
@@ -185,7 +185,7 @@ pop context
     )
 
 
-def test_capture_records_one_by_one_and_refuses_pageable_memory():
+def test_capture_records_singly_and_refuses_pageable():
     def body(driver):
         gpu, host = driver.memory(256, DEVICE), driver.memory(256, HOST)
         driver.set_stream(0, 70)
@@ -217,7 +217,7 @@ pop context
 
 
 @pytest.mark.parametrize("batch", ["1", "0"])
-def test_a_driver_error_names_the_call_the_index_and_both_sides(batch):
+def test_a_driver_error_names_call_and_index(batch):
     def body(driver):
 
         gpu, host = driver.memory(1024, DEVICE), driver.memory(1024, HOST)
@@ -244,7 +244,7 @@ torch_kvswap::swap_blocks_batch: <call> failed at index 3, from 0x~ (pinned host
     )
 
 
-def test_an_address_on_a_second_device_is_refused_with_its_index():
+def test_an_address_on_a_second_device_is_refused():
     def body(driver):
 
         host = driver.memory(256, HOST)
@@ -262,7 +262,7 @@ torch_kvswap::swap_blocks_batch: dst_ptrs[1] is 0x~ (device 1, allocation 0x~ + 
     )
 
 
-def test_checked_addresses_may_cross_mappings_but_not_leave_them():
+def test_checked_addresses_may_cross_mappings():
     def body(driver):
 
         host = driver.memory(1024, HOST)
@@ -285,7 +285,7 @@ no error
     )
 
 
-def test_before_cuda_is_initialised_every_address_is_host_memory():
+def test_before_cuda_every_address_is_host_memory():
     def body(driver):
         driver.set_initialized(False)
         src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
@@ -302,7 +302,7 @@ True ''
 
 
 @pytest.mark.parametrize("who", ["the library", "somebody else"])
-def test_a_forked_child_of_a_process_that_used_cuda_is_refused(who):
+def test_a_forked_child_after_cuda_is_refused(who):
     def body(driver):
         import os
 
@@ -327,7 +327,7 @@ torch_kvswap::swap_blocks_batch: process N was forked from process N, which used
 
 
 @pytest.mark.parametrize("variable", ["KVSWAP_BATCH", "KVSWAP_CHECK_ADDRESSES"])
-def test_an_environment_variable_that_says_nothing_known_is_refused(variable):
+def test_an_unknown_environment_value_is_refused(variable):
     def body(driver):
         gpu = driver.memory(64, DEVICE)
         driver.set_stream(0, 70)
@@ -347,7 +347,7 @@ def fail_the_second_copy(driver, host):
     print(driver.log(), end="")
 
 
-def test_after_an_error_the_legacy_stream_still_waits_for_what_was_submitted():
+def test_after_an_error_the_legacy_stream_still_waits():
     def body(driver):
         from test_batch import fail_the_second_copy
 

@@ -22,9 +22,7 @@ def result_of(driver: Driver, job: Job | None) -> str:
 
 @pytest.mark.parametrize("marks", [True, False], ids=["", "a control that marks no pages"])
 @simulated
-def test_a_page_from_below_is_loaded_whatever_became_of_the_last_store_to_it(
-    driver: Driver, marks: bool
-) -> None:
+def test_a_page_from_below_loads_after_failed_stores(driver: Driver, marks: bool) -> None:
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
     tensor = torch.randint(256, (8, 4096), dtype=torch.uint8)

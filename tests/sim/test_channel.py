@@ -27,7 +27,7 @@ from torch_kvswap.offload.handler import OffloadHandler
 
 
 @simulated
-def test_a_store_starts_behind_what_the_current_stream_has_to_do(driver: Driver) -> None:
+def test_a_store_starts_behind_the_current_stream(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held()
         sim.store(1, 2, after=None)
@@ -69,7 +69,7 @@ def test_the_default_streams_are_waited_for_like_others(
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
 @pytest.mark.parametrize("change", ["records it again", "destroys it", "frees its stream"])
 @simulated
-def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
+def test_an_event_may_be_recorded_again_afterwards(
     driver: Driver, change: str, queued: bool
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -97,7 +97,7 @@ def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
 @pytest.mark.parametrize("named", [("stream", "event"), ("stream",), ("event",), ()])
 @pytest.mark.parametrize("last", ["stream", "event"])
 @simulated
-def test_a_transfer_starts_after_all_streams_and_events_of_a_tuple(
+def test_a_transfer_starts_after_all_of_a_tuple(
     driver: Driver, named: tuple[str, ...], last: str
 ) -> None:
     """The control leaves out the one that ends last."""
@@ -117,7 +117,7 @@ def test_a_transfer_starts_after_all_streams_and_events_of_a_tuple(
 
 
 @simulated
-def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver) -> None:
+def test_a_transfer_starts_behind_streams_at_the_call(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
         job = sim.store(1, 2, after=Stream(SIDE))
@@ -132,7 +132,7 @@ def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver)
 
 
 @simulated
-def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
+def test_a_stream_waits_for_its_layer_group(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver, layers=4) as sim:
@@ -178,7 +178,7 @@ def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
 
 
 @simulated
-def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
+def test_a_stream_waits_for_no_ended_job(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 2)
         driver.run()
@@ -197,9 +197,7 @@ def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
 @pytest.mark.parametrize("between", [0, 3])
 @pytest.mark.parametrize("pair", SHARE)
 @simulated
-def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
-    driver: Driver, pair: str, between: int
-) -> None:
+def test_jobs_that_write_the_same_run_in_order(driver: Driver, pair: str, between: int) -> None:
     (first, block, page), (second, other_block, other_page) = SHARE[pair]
     with SimulatedCache(driver) as sim:
         hold, earlier = sim.hold_up(first, block, page)
@@ -233,7 +231,7 @@ def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, se
 
 
 @simulated
-def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> None:
+def test_an_ended_job_is_not_waited_for(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 2)
         driver.run()
@@ -249,7 +247,7 @@ def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> Non
 
 
 @simulated
-def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: Driver) -> None:
+def test_a_thousand_jobs_reuse_streams_and_events(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         event = sim.event(SIDE)
 
@@ -281,7 +279,7 @@ def start_waiting_load(driver: Driver, sim: SimulatedCache) -> threading.Thread:
 
 
 @simulated
-def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_them(
+def test_events_are_kept_for_waiting_threads(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -314,7 +312,7 @@ def events_recorded(sim: SimulatedCache, stream: str) -> set[str]:
 
 
 @simulated
-def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver: Driver) -> None:
+def test_a_job_ends_after_its_source(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         store, load = sim.store(1, 2), sim.load(2, 3)
         driver.run()
@@ -331,9 +329,7 @@ def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("pair", SHARE)
 @simulated
-def test_a_job_is_reported_after_the_one_that_it_waited_for_whichever_end_is_seen_first(
-    driver: Driver, pair: str, nth: int
-) -> None:
+def test_a_job_is_reported_after_its_predecessor(driver: Driver, pair: str, nth: int) -> None:
     with SimulatedCache(driver) as sim:
         jobs = [sim.submit(kind, [block], [page]) for kind, block, page in SHARE[pair]]
         driver.run()
@@ -343,7 +339,7 @@ def test_a_job_is_reported_after_the_one_that_it_waited_for_whichever_end_is_see
 
 
 @simulated
-def test_joined_jobs_are_reported_after_those_that_one_of_them_waited_for(driver: Driver) -> None:
+def test_joined_jobs_are_reported_after_their_predecessors(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.hold_up("load")
         sim.fill("load")
@@ -361,9 +357,7 @@ def test_joined_jobs_are_reported_after_those_that_one_of_them_waited_for(driver
 
 @pytest.mark.parametrize("allocations", [1, 2])
 @simulated
-def test_slabs_that_touch_are_one_copy_only_inside_of_an_allocation(
-    driver: Driver, allocations: int
-) -> None:
+def test_touching_slabs_merge_within_one_allocation(driver: Driver, allocations: int) -> None:
     raw = torch.randint(256, (128,), dtype=torch.uint8)
     for part in raw.chunk(allocations):
         driver.adopt(part, DEVICE)

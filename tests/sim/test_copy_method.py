@@ -41,7 +41,7 @@ from torch_kvswap.copy_method import (
 FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
 
 
-def test_a_method_is_forced_by_its_name_or_by_the_environment(
+def test_a_method_is_forced_by_argument_or_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for copy_method in FORCED:
@@ -73,7 +73,7 @@ strided, staged, kernel""",
 
 @pytest.mark.parametrize(("batch", "copies"), [("1", ["batch of 6"]), ("0", ["copy 64 bytes"] * 6)])
 @simulated
-def test_a_handler_copies_in_batches_as_kvswap_batch_said_when_it_was_made(
+def test_kvswap_batch_is_read_by_the_constructor(
     driver: Driver, batch: str, copies: list[str]
 ) -> None:
     layout, host = cache(driver)
@@ -89,7 +89,7 @@ def test_a_handler_copies_in_batches_as_kvswap_batch_said_when_it_was_made(
     assert re.findall(r"batch of \d+|copy \d+ bytes", driver.log()) == copies
 
 
-def test_a_cache_on_the_cpu_has_a_method_of_its_own() -> None:
+def test_a_cpu_cache_has_its_own_method() -> None:
     layout = PagedLayout([torch.zeros(4, 8)])
     with OffloadHandler(layout, HostPool(layout, 2)) as handler:
         job = handler.store(gpu_block_ids=[1], page_ids=[1], copy_method="copy_engines")
@@ -180,7 +180,7 @@ def test_copy_engines_takes_no_kernels(
 
 
 @simulated
-def test_pageable_memory_is_copied_by_batches_whatever_is_asked_for(driver: Driver) -> None:
+def test_pageable_memory_is_always_copied_by_batches(driver: Driver) -> None:
     """Pinned memory is the control."""
     layout = on_device(driver, whole_cache(4, 4, 512))
     taken = []
@@ -250,7 +250,7 @@ def calls_that_submit(
     ],
 )
 @simulated
-def test_the_caller_submits_as_many_copies_as_take_50_us(
+def test_the_caller_submits_50_us_of_copies(
     driver: Driver, copy_method: str, layers: list[int], expected: int
 ) -> None:
     taken = calls_that_submit(driver, layers, copy_method)
@@ -267,9 +267,7 @@ def test_the_caller_never_submits_pageable_memory(driver: Driver) -> None:
 @pytest.mark.parametrize("expedited", [True, False])
 @needs_kernels
 @simulated
-def test_a_large_expedited_load_ends_while_a_staged_load_waits(
-    driver: Driver, expedited: bool
-) -> None:
+def test_an_expedited_load_passes_a_staged_one(driver: Driver, expedited: bool) -> None:
     """A load that is not expedited is the control: it waits too."""
     whole = torch.randint(256, (4, 40, 64 << 10), dtype=torch.uint8)
     layout = on_device(driver, whole)
@@ -345,7 +343,7 @@ def crowded(driver: Driver, copy_method: str = "auto") -> Iterator[tuple[Offload
 @pytest.mark.parametrize("ms", [5, pytest.param(200, marks=pytest.mark.slow)])
 @needs_kernels
 @simulated
-def test_copy_engines_take_over_from_kernels_that_are_held_up(driver: Driver, ms: float) -> None:
+def test_copy_engines_replace_kernels_held_up(driver: Driver, ms: float) -> None:
     """For a while, then kernels are tried again."""
     with crowded(driver) as (handler, copies):
         taken: list[str] = []
@@ -371,7 +369,7 @@ def test_copy_engines_take_over_from_kernels_that_are_held_up(driver: Driver, ms
 )
 @needs_kernels
 @simulated
-def test_kernels_are_avoided_if_they_took_twice_the_time_of_the_link(
+def test_kernels_twice_as_slow_are_avoided(
     driver: Driver, copy_method: str, ms: float, then: str
 ) -> None:
     taken = ""
@@ -387,7 +385,7 @@ def test_kernels_are_avoided_if_they_took_twice_the_time_of_the_link(
 
 @needs_kernels
 @simulated
-def test_the_link_is_as_fast_as_the_handler_has_seen_it(driver: Driver) -> None:
+def test_the_link_is_as_fast_as_seen(driver: Driver) -> None:
     """4 MiB in 1 ms is quick for a slow link, and slow once 32 MiB took as long."""
     while True:
         with crowded(driver) as (handler, _):
@@ -401,7 +399,7 @@ def test_the_link_is_as_fast_as_the_handler_has_seen_it(driver: Driver) -> None:
 
 
 @simulated
-def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_it(
+def test_missing_kernels_warn_and_copy_engines_do(
     driver: Driver,
 ) -> None:
     driver.limit_allocations(1 << 19)
@@ -422,7 +420,7 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
 
 
 @simulated
-def test_a_driver_without_batched_copies_is_named_in_the_log_once(driver: Driver) -> None:
+def test_a_missing_batch_call_is_logged_once(driver: Driver) -> None:
     layout = place(driver, PagedLayout([torch.zeros(4, 64, dtype=torch.uint8)]))
     warn_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch, logged() as messages, HostPool(layout, 2) as host:
@@ -481,7 +479,7 @@ cuStreamSynchronize: copy_method='staged' cannot be had: cuMemcpyAsync of the ta
 
 @needs_kernels
 @simulated
-def test_a_load_that_ends_with_a_staged_group_has_copied_the_batch_before(driver: Driver) -> None:
+def test_a_staged_end_includes_the_batch_before(driver: Driver) -> None:
     """The first group has large fragments, which copy engines copy."""
     layouts = [
         on_device(driver, whole_cache(layers, 8, size))

@@ -34,9 +34,7 @@ def batches(driver: Driver) -> list[int]:
 @pytest.mark.parametrize("kind", CHANNELS)
 @pytest.mark.parametrize("submit_thread", [False, True])
 @simulated
-def test_the_caller_submits_a_small_job_and_the_worker_a_large_one(
-    driver: Driver, kind: str, submit_thread: bool
-) -> None:
+def test_the_worker_submits_only_large_jobs(driver: Driver, kind: str, submit_thread: bool) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=submit_thread) as sim:
         for job_is_small in (True, False):
             before = driver.calls(COPY), driver.calls_here(COPY)
@@ -50,7 +48,7 @@ def test_the_caller_submits_a_small_job_and_the_worker_a_large_one(
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_small_job_is_copied_after_a_large_one_before_it(driver: Driver, kind: str) -> None:
+def test_a_small_job_is_copied_after_a_large(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for _ in range(5):
             large(sim, kind)
@@ -62,9 +60,7 @@ def test_a_small_job_is_copied_after_a_large_one_before_it(driver: Driver, kind:
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_large_job_that_cannot_be_submitted_ends_with_nothing_in_flight(
-    driver: Driver, kind: str
-) -> None:
+def test_a_failed_large_job_leaves_nothing_in_flight(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         driver.fail(COPY, 1)
         failed = large(sim, kind)
@@ -82,7 +78,7 @@ def test_a_large_job_that_cannot_be_submitted_ends_with_nothing_in_flight(
 
 @needs_kernels
 @simulated
-def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driver) -> None:
+def test_host_neighbours_are_one_copy(driver: Driver) -> None:
     whole = torch.randint(256, (2, 12, 4096), dtype=torch.uint8)
     layout = on_device(driver, whole)
     with OffloadHandler(layout, HostPool(layout, num_pages=12), copy_method="staged") as handler:
@@ -97,7 +93,7 @@ def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driv
 
 @needs_kernels
 @simulated
-def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
+def test_a_load_behind_another_is_staged_whole(driver: Driver) -> None:
     whole = torch.randint(256, (2, 24, 1 << 18), dtype=torch.uint8)
     layout = on_device(driver, whole)
     ids = list(range(12))
@@ -115,7 +111,7 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
 
 @needs_kernels
 @simulated
-def test_the_head_of_a_store_behind_another_is_not_staged(driver: Driver) -> None:
+def test_a_queued_stores_head_is_not_staged(driver: Driver) -> None:
     whole = torch.randint(256, (2, 12, 1 << 18), dtype=torch.uint8)
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=24)
@@ -141,7 +137,7 @@ def test_the_head_of_a_store_behind_another_is_not_staged(driver: Driver) -> Non
 )
 @needs_kernels
 @simulated
-def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(
+def test_store_pieces_grow_and_load_pieces_shrink(
     driver: Driver, staging: int, stores: list[int], loads: list[int]
 ) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
@@ -160,7 +156,7 @@ def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(
 
 @needs_kernels
 @simulated
-def test_large_blocks_are_divided_so_that_the_link_is_idle_for_a_short_time(driver: Driver) -> None:
+def test_large_blocks_are_divided_to_start_early(driver: Driver) -> None:
     whole = torch.randint(256, (1, 2, 20 << 20), dtype=torch.uint8)
     layout = on_device(driver, whole)
     with OffloadHandler(layout, HostPool(layout, num_pages=2), copy_method="staged") as handler:
@@ -214,9 +210,7 @@ class Loads:
 )
 @needs_kernels
 @simulated
-def test_a_channel_gives_the_driver_about_as_much_as_its_queue_takes(
-    driver: Driver, loads: Loads
-) -> None:
+def test_a_channel_fills_the_drivers_queue(driver: Driver, loads: Loads) -> None:
     num_rows = 1 + max(row for rows in loads.layouts for row in rows)
     whole = torch.zeros((num_rows, loads.blocks, loads.block_bytes), dtype=torch.uint8)
     layouts = [on_device(driver, whole, [whole[i] for i in rows]) for rows in loads.layouts]

@@ -102,7 +102,7 @@ def test_random_jobs_leave_the_bits_of_a_model(
 
 @needs_kernels
 @simulated
-def test_as_a_control_a_bit_that_changes_is_found(driver: Driver) -> None:
+def test_control_a_changed_bit_is_found(driver: Driver) -> None:
     scenario = Fuzz(driver, 1, "immediate")
     store = scenario.cache.store
 
@@ -143,7 +143,7 @@ def test_a_store_encodes_what_its_stream_has_written(
 
 @needs_kernels
 @simulated
-def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> None:
+def test_two_encoding_stores_share_no_counters(driver: Driver) -> None:
     """The simulated driver refuses kernels of two streams that use the same ones."""
     sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192}
     with EncodedCache(driver, **sizes) as cache:
@@ -161,7 +161,7 @@ def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> Non
 
 @needs_kernels
 @simulated
-def test_a_layer_group_has_landed_when_its_tiles_are_decoded(driver: Driver) -> None:
+def test_a_layer_group_ends_with_its_tiles(driver: Driver) -> None:
     driver.set_stream(0, CURRENT)
     with EncodedCache(driver, layers=4, values=8192, copy_method="staged") as cache:
         blocks = list(range(8))
@@ -203,7 +203,7 @@ def test_an_expedited_load_overtakes_by_the_kernel_method(driver: Driver) -> Non
 @pytest.mark.parametrize("method", METHODS)
 @needs_kernels
 @simulated
-def test_of_joined_jobs_each_has_its_own_rejected_blocks(driver: Driver, method: str) -> None:
+def test_joined_jobs_have_their_own_rejected_blocks(driver: Driver, method: str) -> None:
     with EncodedCache(driver, blocks=64, pages=64, copy_method=method) as cache:
         spoiled = [10, 21, 32, 33]
         cache.spoil(*spoiled)
@@ -232,9 +232,7 @@ def test_of_joined_jobs_each_has_its_own_rejected_blocks(driver: Driver, method:
 @pytest.mark.parametrize("method", METHODS)
 @needs_kernels
 @simulated
-def test_joined_jobs_that_are_tried_again_one_by_one_reject_their_own_blocks(
-    driver: Driver, method: str
-) -> None:
+def test_retried_joined_jobs_reject_their_own_blocks(driver: Driver, method: str) -> None:
     with EncodedCache(driver, blocks=32, pages=32, copy_method=method) as cache:
         spoiled = [3, 8, 9]
         cache.spoil(*spoiled)
@@ -257,7 +255,7 @@ def test_joined_jobs_that_are_tried_again_one_by_one_reject_their_own_blocks(
 @pytest.mark.parametrize("submit_thread", [False, True])
 @needs_kernels
 @simulated
-def test_a_large_job_that_two_threads_submit_rejects_blocks_of_both_parts(
+def test_two_submitting_threads_reject_blocks_of_both(
     driver: Driver, submit_thread: bool, nth: int
 ) -> None:
     size = {"blocks": 128, "pages": 64, "layers": 8, "values": 8192}  # 8 MiB of 64 blocks
@@ -281,7 +279,7 @@ def test_a_large_job_that_two_threads_submit_rejects_blocks_of_both_parts(
 @pytest.mark.parametrize("when", ["behind the load", "when the load has ended"])
 @needs_kernels
 @simulated
-def test_a_store_behind_a_rejected_load_says_what_can_be_stored(driver: Driver, when: str) -> None:
+def test_a_store_behind_a_rejected_load_says_what(driver: Driver, when: str) -> None:
     with EncodedCache(driver) as cache:
         cache.spoil(2)
         finish(cache, cache.store([1, 2], [0, 1]))
@@ -302,7 +300,7 @@ def test_a_store_behind_a_rejected_load_says_what_can_be_stored(driver: Driver, 
 @pytest.mark.slow
 @needs_kernels
 @simulated
-def test_a_job_for_whose_blocks_there_are_no_states_waits(driver: Driver) -> None:
+def test_a_job_without_free_states_waits(driver: Driver) -> None:
     most = 1 << 20
     tensors = [torch.zeros(most + 8, 512, dtype=torch.bfloat16)]
     layout = place(driver, PagedLayout(tensors))
@@ -421,7 +419,7 @@ def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str, giv
 
 @needs_kernels
 @simulated
-def test_staging_memory_that_holds_no_slot_is_refused_with_what_is_needed(driver: Driver) -> None:
+def test_too_little_staging_names_what_is_needed(driver: Driver) -> None:
     sizes = {"layers": 8, "values": 1 << 18, "blocks": 8}
     with pytest.raises(ValueError, match="staging_bytes") as refusal:
         EncodedCache(driver, **sizes)
@@ -453,7 +451,7 @@ def load_no_kernels(driver: Driver) -> None:
 
 @needs_kernels
 @without_cuda
-def test_kernels_without_code_for_the_gpu_are_a_reason_to_refuse() -> None:
+def test_kernels_without_code_for_the_gpu_refuse() -> None:
     assert run(load_no_kernels) == (
         "encoding='lossless' cannot be had: this library was built without machine code for this "
         "GPU; build it again with the GPU's architecture in TORCH_CUDA_ARCH_LIST\n0 0\n"
@@ -480,7 +478,7 @@ def encode_on_an_old_gpu(driver: Driver) -> None:
 
 @needs_kernels
 @without_cuda
-def test_a_gpu_older_than_ampere_copies_raw_blocks_only() -> None:
+def test_an_old_gpu_copies_raw_blocks_only() -> None:
     assert run(encode_on_an_old_gpu) == (
         "encoding='lossless' cannot be had: CUDA device 0 is older than Ampere, for which there "
         "are no kernels that encode; make the pool with encoding='raw'\n0 0\n"
@@ -490,9 +488,7 @@ def test_a_gpu_older_than_ampere_copies_raw_blocks_only() -> None:
 @pytest.mark.parametrize(("start", "row"), [(4, VALUES), (0, VALUES + 4)])
 @needs_kernels
 @simulated
-def test_slabs_that_the_kernels_cannot_read_are_refused_by_number(
-    driver: Driver, start: int, row: int
-) -> None:
+def test_unreadable_slabs_are_refused_by_number(driver: Driver, start: int, row: int) -> None:
     # Of 2 bytes: the second slab begins in the middle of 16 bytes, or its second block does.
     first = torch.zeros(8, VALUES, dtype=torch.bfloat16)
     whole = torch.zeros(8 * row + 16, dtype=torch.bfloat16)

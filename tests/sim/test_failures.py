@@ -76,7 +76,7 @@ STEPS = {
     [(behind, function, nth) for behind, steps in STEPS.items() for function, nth in steps],
 )
 @simulated
-def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
+def test_a_failed_call_fails_one_job_only(
     driver: Driver, behind: str, function: str, nth: int
 ) -> None:
     live = driver.live("events"), driver.live("streams")
@@ -104,9 +104,7 @@ def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
     [("cuStreamWaitEvent", 1), ("cuEventRecord", 4), ("cuMemcpyAsync", 2), ("cuEventRecord", 5)],
 )
 @simulated
-def test_a_call_that_fails_for_a_queued_job_fails_that_job_only(
-    driver: Driver, function: str, nth: int
-) -> None:
+def test_a_failed_call_fails_one_queued_job(driver: Driver, function: str, nth: int) -> None:
     with SimulatedCache(driver) as sim:
         sim.fill("store")
         sim.event(SIDE)
@@ -130,7 +128,7 @@ def assert_others_are_done(sim: SimulatedCache, failed: Job) -> None:
 
 
 @simulated
-def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Driver) -> None:
+def test_a_failed_copy_waits_for_what_was_submitted(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         first_layer = sim.block(2)[:64]
         driver.fail("cuMemcpyAsync", nth=2)
@@ -140,7 +138,7 @@ def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Dr
 
 @pytest.mark.parametrize("failing", [1, 3, 5])
 @simulated
-def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, failing: int) -> None:
+def test_only_the_failing_joined_job_fails(driver: Driver, failing: int) -> None:
     with SimulatedCache(driver) as sim:
         sim.fill("store")
         jobs = [sim.store(i, 6 - i) for i in range(1, 6)]  # neighbours would be one copy
@@ -197,9 +195,7 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
 @pytest.mark.parametrize("full", [False, True], ids=["few jobs", "full queues"])
 @pytest.mark.parametrize("finder", FINDERS)
 @simulated
-def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
-    driver: Driver, finder: str, full: bool
-) -> None:
+def test_a_lost_device_ends_all_jobs(driver: Driver, finder: str, full: bool) -> None:
     with SimulatedCache(driver) as sim:
         before = threads()
         sim.held()
@@ -221,7 +217,7 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
 
 
 @simulated
-def test_a_job_that_cannot_start_on_a_lost_device_is_the_last_one(driver: Driver) -> None:
+def test_a_job_on_a_lost_device_is_last(driver: Driver) -> None:
     """No other job is on the device, whose end would tell that it is lost."""
     with SimulatedCache(driver) as sim:
         for nth in (1, 2):  # what the job is to start after, and whether the device still answers
@@ -242,9 +238,7 @@ def test_a_job_that_cannot_start_on_a_lost_device_is_the_last_one(driver: Driver
     ids="-".join,
 )
 @simulated
-def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
-    driver: Driver, calls: list[str]
-) -> None:
+def test_a_loss_during_enqueue_ends_all_jobs(driver: Driver, calls: list[str]) -> None:
     with SimulatedCache(driver) as sim:
         jobs = [sim.load(1, 1), sim.submit("expedited", [2], [2])]
         for name in calls:
@@ -260,7 +254,7 @@ def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
 
 
 @simulated
-def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> None:
+def test_a_worker_that_finds_loss_ends_jobs(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.held()
         before = threads()
@@ -274,7 +268,7 @@ def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> No
 
 
 @simulated
-def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
+def test_a_worker_without_context_ends_all_jobs(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=512, pages=512) as sim:
         jobs = [sim.store(1, 1)]
         driver.fail("cuCtxPushCurrent", 2, code=719)  # the first is of the submission
@@ -287,7 +281,7 @@ def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
 
 
 @simulated
-def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
+def test_whoever_waits_hears_of_the_loss(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.held()
         jobs = [sim.store(1, 2, after=None), *sim.fill("store")]
@@ -311,7 +305,7 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
 
 
 @simulated
-def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Driver) -> None:
+def test_a_done_job_survives_loss(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
         assert states(sim.finish()) == ["done"]
@@ -322,7 +316,7 @@ def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Dr
 
 
 @simulated
-def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
+def test_a_refused_wait_can_be_tried_again(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -336,7 +330,7 @@ def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
 
 
 @simulated
-def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -> None:
+def test_a_wait_survives_one_failed_look(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
         driver.fail("cuCtxPushCurrent", 2)  # the first is of who looks with the lock
@@ -351,7 +345,7 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
 
 
 @simulated
-def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
+def test_events_of_a_lost_device_are_freed(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 1)
         driver.lose()
@@ -361,7 +355,7 @@ def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
 
 
 @simulated
-def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Driver) -> None:
+def test_an_unreadable_time_fails_one_job(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
         driver.run()
@@ -376,7 +370,7 @@ def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Dr
 
 
 @simulated
-def test_a_cancelled_job_stays_cancelled_on_a_lost_device(driver: Driver) -> None:
+def test_a_cancelled_job_stays_cancelled_after_loss(driver: Driver) -> None:
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
     handler = OffloadHandler(*cache(driver))

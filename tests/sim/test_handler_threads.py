@@ -23,7 +23,7 @@ SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
     ("end", "reason"), [("close", "the handler is closed"), ("lose", "the device is lost")]
 )
 @simulated
-def test_every_job_that_threads_submitted_before_the_end_is_reported_once(
+def test_jobs_of_many_threads_are_reported_once(
     driver: Driver, end: str, reason: str, seed: int
 ) -> None:
     layout, host = cache(driver, num_blocks=THREADS * BLOCKS, num_pages=THREADS * BLOCKS)

@@ -37,7 +37,7 @@ COPY, COPY_ONE = "cuMemcpyBatchAsync", "cuMemcpyAsync"
 
 
 @simulated
-def test_a_timeout_names_the_first_job_that_has_not_ended(driver: Driver) -> None:
+def test_a_timeout_names_the_first_unended_job(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         ended = sim.load(0, 0)
         driver.run()
@@ -147,9 +147,7 @@ def stopped_worker(sim: SimulatedCache, kind: str, count: int = 1) -> Iterator[N
 
 @pytest.mark.parametrize("waits_for", ["the job on the device", "its end"])
 @simulated
-def test_who_waits_for_a_queued_job_hears_that_another_thread_has_cancelled_it(
-    driver: Driver, waits_for: str
-) -> None:
+def test_a_waiter_hears_of_a_cancelled_job(driver: Driver, waits_for: str) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
         job = sim.store(1, 1)
         is_stream = waits_for == "the job on the device"
@@ -167,7 +165,7 @@ def run_a_job(sim: SimulatedCache) -> None:
 
 
 @simulated
-def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
+def test_a_waiter_for_submission_hears_of_loss(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
         with stopped_worker(sim, "store"):
@@ -181,7 +179,7 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Dr
 
 
 @simulated
-def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
+def test_a_second_close_waits_for_the_first(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         with stopped_worker(sim, "store"):  # for whose end the first waits
             closing = [Call(sim.handler.close) for _ in range(2)]
@@ -226,9 +224,7 @@ def device_that_runs_what_is_complete(sim: SimulatedCache, job: Job) -> Iterator
 @pytest.mark.parametrize("how", ["host", "stream"])
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_who_waits_submits_a_queued_job_before_the_worker_wakes_up(
-    driver: Driver, kind: str, how: str
-) -> None:
+def test_a_waiter_submits_before_the_worker_wakes(driver: Driver, kind: str, how: str) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
         pages = sim.host.pages
         job, submitted = queue_large_job(sim, kind)
@@ -242,7 +238,7 @@ def test_who_waits_submits_a_queued_job_before_the_worker_wakes_up(
 
 
 @simulated
-def test_a_wait_does_not_submit_what_would_take_longer_than_its_timeout(driver: Driver) -> None:
+def test_a_wait_submits_nothing_longer_than_its_timeout(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
         job, submitted = queue_large_job(sim, "store")
         for _ in range(20):  # some end before it has looked, on a busy machine
@@ -252,7 +248,7 @@ def test_a_wait_does_not_submit_what_would_take_longer_than_its_timeout(driver: 
 
 
 @simulated
-def test_who_waits_submits_nothing_that_does_not_fit_into_the_drivers_queue(
+def test_a_waiter_respects_the_drivers_queue(
     driver: Driver,
 ) -> None:
     with (
@@ -266,7 +262,7 @@ def test_who_waits_submits_nothing_that_does_not_fit_into_the_drivers_queue(
 
 
 @simulated
-def test_who_waits_on_the_host_submits_nothing_beyond_what_the_channel_takes(
+def test_a_host_waiter_respects_the_channels_limit(
     driver: Driver,
 ) -> None:
     """Also while a thread waits until a later job is on the device, which asks for just that."""
@@ -289,9 +285,7 @@ def test_who_waits_on_the_host_submits_nothing_beyond_what_the_channel_takes(
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_who_waits_for_a_queued_job_hears_that_the_device_is_lost(
-    driver: Driver, kind: str
-) -> None:
+def test_a_waiter_of_a_queued_job_hears_loss(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
         job, submitted = queue_large_job(sim, kind)
         driver.lose()
@@ -302,7 +296,7 @@ def test_who_waits_for_a_queued_job_hears_that_the_device_is_lost(
 
 
 @simulated
-def test_a_wait_that_submits_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
+def test_a_submitting_wait_spoils_no_capture(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
         job, submitted = queue_large_job(sim, "store")
         driver.set_global_capture(True)
@@ -314,7 +308,7 @@ def test_a_wait_that_submits_spoils_no_graph_that_another_thread_captures(driver
 
 
 @simulated
-def test_an_interrupted_close_takes_no_more_jobs_and_another_one_ends(driver: Driver) -> None:
+def test_an_interrupted_close_can_be_repeated(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, held = sim.hold_up("store", 1, 1)
         with pytest.raises(Interrupted):  # by a signal, while it waits for the store

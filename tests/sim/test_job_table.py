@@ -71,7 +71,7 @@ REPORTED = pytest.mark.parametrize("reported", [False, True], ids=["unreported",
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", ["load", "expedited"])
 @simulated
-def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
+def test_a_load_of_an_unstored_page_fails(
     driver: Driver, kind: str, end: str, reported: bool
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -98,9 +98,7 @@ def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
 @pytest.mark.parametrize("kind", ["load", "expedited"])
 @pytest.mark.parametrize("end", ENDS)
 @simulated
-def test_a_store_of_a_block_that_was_not_loaded_fails_until_that_is_reported(
-    driver: Driver, end: str, kind: str
-) -> None:
+def test_a_store_of_an_unloaded_block_fails(driver: Driver, end: str, kind: str) -> None:
     with SimulatedCache(driver) as sim:
         load = ENDS[end](sim, kind, 1, 2)
         store, other = sim.store(1, 3), sim.store(4, 5)
@@ -142,9 +140,7 @@ def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> No
 
 @pytest.mark.parametrize("end", ["failed", "cancelled in the queue"])
 @simulated
-def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
-    driver: Driver, end: str
-) -> None:
+def test_a_job_merely_behind_another_does_not_fail(driver: Driver, end: str) -> None:
     with SimulatedCache(driver) as sim:
         store = ENDS[end](sim, "store", 1, 2)
         over_the_page = sim.store(3, 2)
@@ -160,7 +156,7 @@ def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
 
 
 @simulated
-def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver) -> None:
+def test_an_older_store_makes_no_page_valid(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
         sim.store(1, 2, after=Stream(SIDE))
@@ -176,7 +172,7 @@ def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver
 
 
 @simulated
-def test_a_failed_store_spoils_nothing_that_a_newer_one_writes(driver: Driver) -> None:
+def test_a_failed_store_spoils_no_newer_one(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         older, newer = sim.store(1, 2), sim.store(3, 2)
         load = sim.load(2, 4)
@@ -187,7 +183,7 @@ def test_a_failed_store_spoils_nothing_that_a_newer_one_writes(driver: Driver) -
 
 
 @simulated
-def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver) -> None:
+def test_a_store_failing_for_its_block_invalidates_pages(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         load = fails(sim, "load", 1, 2)
         store = sim.store(1, 3)
@@ -204,7 +200,7 @@ def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver)
 
 
 @simulated
-def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Driver) -> None:
+def test_only_the_stores_own_slots_are_invalid(driver: Driver) -> None:
     with SimulatedCache(driver, pages=4, per_page=3) as sim:
         before = sim.submit("store", [0, 1], [1])
         driver.fail("cuMemcpyAsync")  # their bytes lie in one piece
@@ -234,7 +230,7 @@ def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Dri
 
 
 @simulated
-def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Driver) -> None:
+def test_a_job_fails_for_one_unreadable_block(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.submit("store", [0, 2], [0, 2])
         bad = fails(sim, "store", 1, 1)
@@ -248,7 +244,7 @@ def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Drive
 
 
 @simulated
-def test_the_error_of_a_long_chain_of_failures_ends_with_the_first_and_stays_short(
+def test_errors_of_long_chains_stay_short(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -265,7 +261,7 @@ def test_the_error_of_a_long_chain_of_failures_ends_with_the_first_and_stays_sho
 
 
 @simulated
-def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
+def test_invalid_pages_stay_so_after_rebind(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         fails(sim, "store", 1, 2)
         sim.handler.rebind(sim.layout)
@@ -277,7 +273,7 @@ def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
 
 
 @simulated
-def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Driver) -> None:
+def test_unloaded_blocks_stay_so_after_rebind(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         load = sim.load(1, 4)
         sim.handler.cancel(load)
@@ -291,9 +287,7 @@ def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Drive
 
 @pytest.mark.parametrize("culprit", [0, 7])
 @simulated
-def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
-    driver: Driver, culprit: int
-) -> None:
+def test_a_load_fails_with_its_failed_store(driver: Driver, culprit: int) -> None:
     with SimulatedCache(driver, pages=32) as sim:
         hold, _ = sim.hold_up("store", 15, 31)
         stores = [sim.submit("store", [i, i + 8], [i, i + 8]) for i in range(8)]
@@ -315,7 +309,7 @@ def using(sim: SimulatedCache, *blocks: int) -> list[Job]:
 
 
 @simulated
-def test_jobs_that_use_a_block_are_those_that_have_not_ended(driver: Driver) -> None:
+def test_jobs_using_a_block_have_not_ended(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         store, load = sim.submit("store", [1, 2], [1, 2]), sim.submit("load", [3, 4], [3, 4])
         overtaking = sim.submit("expedited", [4], [5])
@@ -334,7 +328,7 @@ def test_jobs_that_use_a_block_are_those_that_have_not_ended(driver: Driver) -> 
 
 
 @simulated
-def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block(
+def test_an_ended_store_hides_no_earlier_one(
     driver: Driver,
 ) -> None:
     """It can have failed before the earlier one has ended, and be reported before it."""
@@ -359,7 +353,7 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block(
 
 
 @simulated
-def test_jobs_of_a_block_that_does_not_exist_are_refused(driver: Driver) -> None:
+def test_jobs_of_a_missing_block_are_refused(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=16) as sim:
         for block in (16, -2):
             with pytest.raises(IndexError, match=f"GPU block {block} does not exist; there are 16"):
@@ -367,7 +361,7 @@ def test_jobs_of_a_block_that_does_not_exist_are_refused(driver: Driver) -> None
 
 
 @simulated
-def test_groups_with_the_same_memory_share_the_jobs_of_a_block(driver: Driver) -> None:
+def test_groups_of_one_memory_share_block_jobs(driver: Driver) -> None:
     driver.set_mode("manual")
     (gpu, host), (other_gpu, other_host) = cache(driver), cache(driver)
     hosts = [host, other_host, cache(driver)[1]]
@@ -381,7 +375,7 @@ def test_groups_with_the_same_memory_share_the_jobs_of_a_block(driver: Driver) -
 
 
 @simulated
-def test_a_page_that_the_caller_has_written_is_loaded_whatever_became_of_its_store(
+def test_a_page_that_the_caller_wrote_is_loaded(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver, per_page=2) as sim:
@@ -398,7 +392,7 @@ def test_a_page_that_the_caller_has_written_is_loaded_whatever_became_of_its_sto
 
 
 @simulated
-def test_a_page_that_a_store_still_writes_is_not_marked(driver: Driver) -> None:
+def test_a_page_being_stored_is_not_marked(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         failed = fails(sim, "store", 1, 2)
         sim.finish()

@@ -303,7 +303,7 @@ def sweep(driver: Driver, name: str) -> None:
     ],
 )
 @without_cuda
-def test_every_job_ends_and_the_handler_works_on_whichever_allocation_fails(name: str) -> None:
+def test_every_job_ends_whichever_allocation_fails(name: str) -> None:
     assert number_of_failures(sweep, name) > 10
 
 
@@ -396,7 +396,7 @@ def call_a_manager(call: Callable[[BlockManager], Any], allocation: FailingAlloc
 
 @pytest.mark.parametrize("name", CALLS)
 @without_cuda
-def test_a_block_manager_is_as_it_was_whichever_allocation_fails(name: str) -> None:
+def test_a_block_manager_survives_whichever_allocation_fails(name: str) -> None:
     assert number_of_failures(sweep_calls, name) > 0
 
 
@@ -415,5 +415,5 @@ def touch(allocation: FailingAllocation) -> None:
 
 
 @without_cuda
-def test_pages_are_touched_by_the_threads_that_there_is_memory_for() -> None:
+def test_pages_are_touched_by_fewer_threads() -> None:
     assert number_of_failures(sweep_touch) > 2

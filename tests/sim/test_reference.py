@@ -128,7 +128,7 @@ ORDER = pytest.mark.parametrize("order", ["kept", "lost as a control"])
 @ORDER
 @pytest.mark.parametrize("direction", ["store", "load"])
 @simulated
-def test_a_transfer_waits_for_the_stream_that_is_current(
+def test_a_transfer_waits_for_the_current_stream(
     driver: Driver, direction: str, order: str
 ) -> None:
     sim = Simulated(driver)
@@ -182,9 +182,7 @@ def test_a_transfer_waits_for_the_one_before_it(
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("named", [True, False])
 @simulated
-def test_a_stream_waits_for_a_job_and_the_host_does_not(
-    driver: Driver, named: bool, waits: bool
-) -> None:
+def test_a_stream_waits_and_the_host_does_not(driver: Driver, named: bool, waits: bool) -> None:
     sim = Simulated(driver)
     hold = driver.hold(CURRENT)
     job, page = sim.load(2, 1), sim.page(2)
@@ -201,7 +199,7 @@ def test_a_stream_waits_for_a_job_and_the_host_does_not(
 
 
 @simulated
-def test_a_wait_on_the_host_ends_with_the_job(driver: Driver) -> None:
+def test_a_host_wait_ends_with_the_job(driver: Driver) -> None:
     sim = Simulated(driver, "threaded")
     for call in (Job.synchronize, lambda job: sim.handler.synchronize()):
         hold, released = driver.hold(CURRENT), list[bool]()
@@ -220,7 +218,7 @@ def test_a_wait_on_the_host_ends_with_the_job(driver: Driver) -> None:
 
 
 @simulated
-def test_a_copy_of_which_the_driver_has_taken_a_part_fails_when_that_has_ended(
+def test_a_partly_submitted_copy_fails_at_its_end(
     driver: Driver,
 ) -> None:
     sim = Simulated(driver, "threaded")
@@ -238,7 +236,7 @@ def test_a_copy_of_which_the_driver_has_taken_a_part_fails_when_that_has_ended(
 
 
 @simulated
-def test_a_lost_device_fails_the_jobs_in_flight_and_closing_goes_on(driver: Driver) -> None:
+def test_a_lost_device_fails_jobs_and_close_returns(driver: Driver) -> None:
     sim = Simulated(driver)
     driver.hold(CURRENT)
     jobs = [sim.store(1, 2), sim.load(3, 4)]

@@ -52,9 +52,7 @@ def queue_up(sim: SimulatedCache, kind: str) -> tuple[int, list[Job]]:
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
-    driver: Driver, kind: str
-) -> None:
+def test_what_the_device_refuses_is_queued_in_turn(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         hold, early = queue_up(sim, kind)
         late = [sim.submit(kind, [i], [BLOCKS - i]) for i in range(1, 1000)]
@@ -76,7 +74,7 @@ def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
 
 
 @simulated
-def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(driver: Driver) -> None:
+def test_queue_seconds_and_copy_seconds_are_told_apart(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         began = time.perf_counter()
         hold, jobs = queue_up(sim, "store")
@@ -93,7 +91,7 @@ def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(drive
 
 
 @simulated
-def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driver: Driver) -> None:
+def test_at_most_700_entries_are_in_flight(driver: Driver) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
         sim = SimulatedCache(driver, blocks=30, pages=30)
@@ -112,9 +110,7 @@ def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driv
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_job_of_more_entries_than_may_be_in_flight_runs_by_itself(
-    driver: Driver, kind: str
-) -> None:
+def test_a_too_large_job_runs_by_itself(driver: Driver, kind: str) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
         sim = SimulatedCache(driver, blocks=750, pages=750)
@@ -147,7 +143,7 @@ def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, seed: int) -> None:
+def test_jobs_that_write_the_same_are_not_joined(driver: Driver, kind: str, seed: int) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, kind)
         for i in range(1, 10):
@@ -162,7 +158,7 @@ def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, s
 
 @pytest.mark.parametrize("option", [{"layer_groups": 2}, {"copy_method": "copy_engines"}])
 @simulated
-def test_a_job_with_layer_groups_or_without_kernels_is_joined_with_no_other(
+def test_layer_groups_and_unkernelled_jobs_are_not_joined(
     driver: Driver, option: dict[str, Any]
 ) -> None:
     with SimulatedCache(driver, layers=2) as sim:
@@ -175,7 +171,7 @@ def test_a_job_with_layer_groups_or_without_kernels_is_joined_with_no_other(
 
 
 @simulated
-def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened(
+def test_a_job_that_must_wait_is_not_joined(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -195,7 +191,7 @@ def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
+def test_a_threaded_handler_leaves_jobs_to_threads(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=True) as sim:
         before = threads()
         sim.submit(kind, [0], [1])
@@ -214,9 +210,7 @@ def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: s
 @pytest.mark.parametrize("held", [True, False], ids=["held up", "only queued"])
 @pytest.mark.parametrize("pair", SHARE)
 @simulated
-def test_a_job_waits_for_one_in_the_queue_of_another_channel(
-    driver: Driver, pair: str, held: bool
-) -> None:
+def test_a_job_waits_for_another_channels_queue(driver: Driver, pair: str, held: bool) -> None:
     (first, block, page), (second, other_block, other_page) = SHARE[pair]
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -253,7 +247,7 @@ def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
 
 
 @simulated
-def test_a_stream_waits_for_a_queued_job_and_the_host_for_nothing(driver: Driver) -> None:
+def test_a_stream_waits_for_a_queued_job(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         hold, early = queue_up(sim, "store")
         jobs = [sim.store(i, i) for i in range(1, 1000)]
@@ -272,7 +266,7 @@ def test_a_stream_waits_for_a_queued_job_and_the_host_for_nothing(driver: Driver
 
 
 @simulated
-def test_a_stream_waits_for_a_queued_job_behind_a_queue_of_another_channel(driver: Driver) -> None:
+def test_a_stream_waits_behind_another_channels_queue(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, "store")
         sim.store(1, 2)
@@ -287,7 +281,7 @@ def test_a_stream_waits_for_a_queued_job_behind_a_queue_of_another_channel(drive
 
 
 @simulated
-def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver) -> None:
+def test_the_host_waits_for_its_timeout(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "store")
         job = sim.store(1, 1)
@@ -313,9 +307,7 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @simulated
-def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
-    driver: Driver, kind: str
-) -> None:
+def test_a_cancelled_queued_job_ends_at_once(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, kind)
         sim.submit(kind, [1], [2])
@@ -351,7 +343,7 @@ def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
 
 
 @simulated
-def test_a_cancelled_job_of_a_joined_copy_leaves_the_others_alone(driver: Driver) -> None:
+def test_cancelling_a_joined_job_leaves_the_others(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "store")
         jobs = [sim.store(i, i) for i in range(1, 4)]
@@ -376,7 +368,7 @@ def test_a_job_that_has_ended_cannot_be_cancelled(driver: Driver) -> None:
 
 @pytest.mark.parametrize("first", ["running", "queued"])
 @simulated
-def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, first: str) -> None:
+def test_a_job_waits_past_a_cancelled_one(driver: Driver, first: str) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
         if first == "running":
@@ -400,9 +392,7 @@ def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, fir
 
 @pytest.mark.parametrize("close", ["handler", "pool"])
 @simulated
-def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
-    driver: Driver, close: str
-) -> None:
+def test_closing_waits_for_the_queue_and_threads(driver: Driver, close: str) -> None:
     before = threads()
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         holds = [queue_up(sim, kind)[0] for kind in CHANNELS]
@@ -452,9 +442,7 @@ def wakes() -> dict[str, str]:
 
 @pytest.mark.parametrize("state", ["nothing to do", "all on the device"])
 @simulated
-def test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread(
-    driver: Driver, state: str
-) -> None:
+def test_an_idle_handler_wakes_nobody(driver: Driver, state: str) -> None:
     names = ["cuEventQuery", "cuStreamQuery", "cuCtxPushCurrent", "cuEventRecord"]
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for kind in CHANNELS:
@@ -492,7 +480,7 @@ def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
 
 
 @simulated
-def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
+def test_queued_jobs_behind_a_stream_share_events(
     driver: Driver,
 ) -> None:
     with SimulatedCache(driver, blocks=512, pages=512) as sim:
@@ -514,7 +502,7 @@ def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
 
 
 @simulated
-def test_threads_share_no_events_behind_their_own_default_streams(driver: Driver) -> None:
+def test_threads_default_streams_share_no_events(driver: Driver) -> None:
     """The handle is the same in all threads, and the stream another one in each."""
     own = Stream(2)
     with SimulatedCache(driver, blocks=512, pages=512) as sim:

@@ -26,7 +26,7 @@ def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "example", example)
     spec.loader.exec_module(example)
-    example.test_a_store_waits_for_the_stream_that_is_current()
+    example.test_a_store_waits_for_the_current_stream()
 
 
 # Bodies that the tests below run in a worker of their own.
@@ -82,7 +82,7 @@ worker = workers.fixture()
 
 @pytest.mark.slow
 @without_cuda
-def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker):
+def test_a_body_that_goes_wrong_fails(worker):
     for body, *texts in (
         ("use_wrongly", "used wrongly:\nwait for event 1, which was never recorded"),
         ("fail_in_a_thread", "ZeroDivisionError"),
@@ -101,7 +101,7 @@ def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker):
 
 @pytest.mark.slow
 @without_cuda
-def test_after_a_death_the_next_test_gets_a_new_process():
+def test_after_a_death_comes_a_new_process():
     with pytest.raises(pytest.fail.Exception, match="ended with status -6"):
         die()
     pass_if(good=True)

@@ -84,9 +84,7 @@ def test_every_byte_arrives_and_no_other_changes(
 )
 @needs_kernels
 @simulated
-def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_between(
-    driver: Driver, fragment: int
-) -> None:
+def test_a_piece_spans_parts_and_whole_blocks(driver: Driver, fragment: int) -> None:
     whole = numbers(2, 9, fragment)
     before = list(whole.clone())
     layout = on_device(driver, whole)
@@ -101,7 +99,7 @@ def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_bet
 
 @needs_kernels
 @simulated
-def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Driver) -> None:
+def test_a_strided_load_waits_for_a_staged_one(driver: Driver) -> None:
     whole = numbers(8, 6, 4096)
     before = whole.clone()
     layout = on_device(driver, whole)
@@ -119,7 +117,7 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
 
 @needs_kernels
 @simulated
-def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
+def test_a_load_ignores_groups_without_blocks(
     driver: Driver,
 ) -> None:
     whole = [numbers(4, 6, 2048), numbers(4, 6, 2048)]
@@ -146,7 +144,7 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
 @pytest.mark.parametrize("nth", [1, 2, 3, 5, 8])
 @needs_kernels
 @simulated
-def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
+def test_a_failed_call_leaves_a_working_handler(
     driver: Driver, kind: str, call: str, nth: int
 ) -> None:
     whole = numbers(2, 12, MIB // 4)
@@ -176,7 +174,7 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
 @pytest.mark.parametrize("kind", ["store", "load"])
 @needs_kernels
 @simulated
-def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind: str) -> None:
+def test_a_failed_job_does_nothing_more(driver: Driver, kind: str) -> None:
     whole = numbers(2, 12, MIB // 4)
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=12)
@@ -241,7 +239,7 @@ def test_no_piece_waits_for_the_one_before_it(driver: Driver, kind: str) -> None
 
 @needs_kernels
 @simulated
-def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
+def test_a_piece_waits_for_all_in_its_place(
     driver: Driver,
 ) -> None:
     tensors = (0, 1, 3, 7, 12)  # no edge is copied where the blocks lie in so many runs
@@ -281,7 +279,7 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
 
 @needs_kernels
 @simulated
-def test_a_store_is_packed_while_the_one_before_it_is_copied(driver: Driver) -> None:
+def test_a_store_is_packed_during_another_copy(driver: Driver) -> None:
     whole = numbers(2, 12, 4096)
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=12)
@@ -305,9 +303,7 @@ def test_a_store_is_packed_while_the_one_before_it_is_copied(driver: Driver) -> 
 @pytest.mark.parametrize("waits", ["the store", "the store before it"])
 @needs_kernels
 @simulated
-def test_a_store_is_packed_after_what_it_and_the_stores_before_it_wait_for(
-    driver: Driver, waits: str
-) -> None:
+def test_a_store_is_packed_after_its_waits(driver: Driver, waits: str) -> None:
     whole = numbers(2, 12, 4096)
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=12)
@@ -339,7 +335,7 @@ def test_a_store_is_packed_after_what_it_and_the_stores_before_it_wait_for(
 )
 @needs_kernels
 @simulated
-def test_a_store_is_packed_after_the_loads_of_its_blocks_and_its_stream(
+def test_a_store_is_packed_after_loads_and_stream(
     driver: Driver, held: tuple[str, ...], layer_groups: int
 ) -> None:
     """Each time that one of them goes on, a block that is packed too early has old bytes."""
@@ -391,7 +387,7 @@ def test_a_store_is_packed_after_the_loads_of_its_blocks_and_its_stream(
 
 @needs_kernels
 @simulated
-def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) -> None:
+def test_pieces_of_groups_begin_aligned_for_kernels(driver: Driver) -> None:
     """The simulated driver refuses a kernel that copies what is not aligned to its words."""
     odd, even = numbers(3, 6, 7), numbers(3, 6, 4096)  # words of 1 and of 16 bytes
     whole = numbers(3, 6, 4096 + 8)
@@ -440,9 +436,7 @@ def test_of_many_small_pieces_none_is_overwritten(driver: Driver, kind: str) -> 
 @pytest.mark.parametrize("held", ["store", "load"])
 @needs_kernels
 @simulated
-def test_stores_and_loads_at_once_have_parts_of_the_buffer_of_their_own(
-    driver: Driver, held: str
-) -> None:
+def test_stores_and_loads_have_buffers_of_their_own(driver: Driver, held: str) -> None:
     whole = numbers(4, 64, MIB // 16)  # blocks of 256 KiB
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=64)
@@ -486,7 +480,7 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
 
 @needs_kernels
 @simulated
-def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
+def test_memory_stays_when_copies_may_still_run(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
     pool = HostPool(layout, num_pages=6)  # which the load reads in the end
     with OffloadHandler(layout, pool, copy_method="staged") as handler:
@@ -506,7 +500,7 @@ def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> N
 
 @needs_kernels
 @simulated
-def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> None:
+def test_without_staging_memory_the_choice_goes_on(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
     driver.fail("cuMemAlloc", 1, 2)
     with pytest.raises(ValueError, match="CUDA_ERROR_SIMULATED") as refusal:
@@ -524,7 +518,7 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
 
 @needs_kernels
 @simulated
-def test_with_less_memory_than_was_asked_for_it_stages_through_what_there_is(
+def test_less_staging_memory_is_used_with_a_warning(
     driver: Driver,
 ) -> None:
     whole = numbers(2, 24, MIB // 4)
@@ -555,7 +549,7 @@ def test_with_less_memory_than_was_asked_for_it_stages_through_what_there_is(
 
 @needs_kernels
 @simulated
-def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
+def test_pageable_pools_and_small_staging_are_refused(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
     with pytest.raises(ValueError, match="copy_method='staged'") as refusal:
         OffloadHandler(layout, unpinned(layout, num_pages=6), copy_method="staged")

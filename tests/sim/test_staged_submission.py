@@ -109,9 +109,7 @@ def staged(
 @KINDS
 @needs_kernels
 @simulated
-def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
-    driver: Driver, kind: str
-) -> None:
+def test_the_worker_gives_the_rest_of_large_jobs(driver: Driver, kind: str) -> None:
     with staged(driver, kind) as sim:
         launches = Launches(driver)
         with driver.stopped(sim.worker):
@@ -139,9 +137,7 @@ def many_pieces(driver: Driver) -> Iterator[OffloadHandler]:
 @KINDS
 @needs_kernels
 @simulated
-def test_the_caller_only_begins_a_job_of_one_block_in_many_pieces(
-    driver: Driver, kind: str
-) -> None:
+def test_the_caller_only_begins_a_large_block(driver: Driver, kind: str) -> None:
     with many_pieces(driver) as handler:
         launches = Launches(driver)
         submit = handler.store if kind == "store" else handler.load
@@ -153,7 +149,7 @@ def test_the_caller_only_begins_a_job_of_one_block_in_many_pieces(
 
 @needs_kernels
 @simulated
-def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Driver) -> None:
+def test_all_pieces_count_as_queue_entries(driver: Driver) -> None:
     driver.set_mode("manual")
     with many_pieces(driver) as handler:
         hold = driver.hold(SIDE)
@@ -170,7 +166,7 @@ def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Dri
 
 @needs_kernels
 @simulated
-def test_of_many_small_layer_groups_the_caller_gives_the_first_ones(driver: Driver) -> None:
+def test_the_caller_gives_the_first_layer_groups(driver: Driver) -> None:
     layers = 32  # of 512 KiB
     with staged(driver, "load", layers=layers) as sim:
         launches = Launches(driver)
@@ -187,9 +183,7 @@ def test_of_many_small_layer_groups_the_caller_gives_the_first_ones(driver: Driv
 @WAITS
 @needs_kernels
 @simulated
-def test_a_thread_that_waits_for_a_begun_job_gives_the_rest(
-    driver: Driver, kind: str, waits: str
-) -> None:
+def test_a_waiting_thread_gives_the_rest(driver: Driver, kind: str, waits: str) -> None:
     with staged(driver, kind) as sim:
         launches = Launches(driver)
         with driver.stopped(sim.worker):
@@ -224,9 +218,7 @@ def test_jobs_behind_a_begun_one_run_after_it(driver: Driver, kind: str) -> None
 @pytest.mark.parametrize("call", [LAUNCH, "cuEventRecord", "cuStreamWaitEvent"])
 @needs_kernels
 @simulated
-def test_a_job_whose_rest_fails_ends_with_nothing_in_flight(
-    driver: Driver, kind: str, call: str
-) -> None:
+def test_a_failed_rest_leaves_nothing_in_flight(driver: Driver, kind: str, call: str) -> None:
     with staged(driver, kind) as sim:
         with driver.stopped(sim.worker):
             driver.set_mode("manual")  # nothing runs unless it is waited for
@@ -246,7 +238,7 @@ def test_a_job_whose_rest_fails_ends_with_nothing_in_flight(
 @KINDS
 @needs_kernels
 @simulated
-def test_a_begun_job_that_is_cancelled_ends_with_its_copies(driver: Driver, kind: str) -> None:
+def test_a_cancelled_begun_job_ends_with_its_copies(driver: Driver, kind: str) -> None:
     with staged(driver, kind) as sim:
         with driver.stopped(sim.worker):
             job = sim.submit()
@@ -261,9 +253,7 @@ def test_a_begun_job_that_is_cancelled_ends_with_its_copies(driver: Driver, kind
 @KINDS
 @needs_kernels
 @simulated
-def test_a_device_that_is_lost_ends_a_begun_job_and_those_behind_it(
-    driver: Driver, kind: str
-) -> None:
+def test_a_lost_device_ends_begun_jobs(driver: Driver, kind: str) -> None:
     with staged(driver, kind) as sim:
         with driver.stopped(sim.worker):
             jobs = [sim.submit(), sim.submit(ids=[5])]
@@ -278,9 +268,7 @@ def test_a_device_that_is_lost_ends_a_begun_job_and_those_behind_it(
 @WAITS
 @needs_kernels
 @simulated
-def test_a_thread_that_waits_and_finds_the_device_lost_ends_a_begun_job(
-    driver: Driver, kind: str, waits: str
-) -> None:
+def test_a_waiter_that_finds_loss_ends_jobs(driver: Driver, kind: str, waits: str) -> None:
     with staged(driver, kind) as sim, driver.stopped(sim.worker):
         job = sim.submit()
         driver.lose()
@@ -305,7 +293,7 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
 @pytest.mark.parametrize("counts", [(BLOCKS, BLOCKS), (1, BLOCKS)])
 @needs_kernels
 @simulated
-def test_the_caller_gives_no_large_job_of_which_one_group_is_not_staged(
+def test_partly_unstaged_large_jobs_go_to_the_worker(
     driver: Driver, counts: tuple[int, int]
 ) -> None:
     """The first group has large fragments, which copy engines copy."""

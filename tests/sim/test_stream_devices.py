@@ -46,7 +46,7 @@ WAITS: dict[str, Callable[[Job, Stream], None]] = {
 @STREAMS
 @pytest.mark.parametrize("wait", WAITS)
 @simulated
-def test_a_stream_of_another_gpu_waits_for_a_load(driver: Driver, name: str, wait: str) -> None:
+def test_a_stream_of_another_gpu_can_wait(driver: Driver, name: str, wait: str) -> None:
     with SimulatedCache(driver) as sim:
         stream = stream_of(driver, 1, name)
         before = sim.block(1)
@@ -64,9 +64,7 @@ def test_a_stream_of_another_gpu_waits_for_a_load(driver: Driver, name: str, wai
 
 @pytest.mark.parametrize("name", DEFAULT)
 @simulated
-def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
-    driver: Driver, name: str
-) -> None:
+def test_a_capturing_waiter_is_refused_on_any_gpu(driver: Driver, name: str) -> None:
     with SimulatedCache(driver) as sim:
         hold, job = sim.hold_up("load")
         other = stream_of(driver, 1, name)
@@ -85,7 +83,7 @@ def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
 @pytest.mark.parametrize("state", ["queued", "running", "ended", "ended and reported"])
 @pytest.mark.parametrize("gpu", [0, 1])
 @simulated
-def test_a_capturing_stream_is_refused_whether_or_not_the_job_has_ended(
+def test_a_capturing_stream_is_refused_even_when_ended(
     driver: Driver, state: str, gpu: int
 ) -> None:
     with SimulatedCache(driver) as sim:
@@ -174,7 +172,7 @@ def swap_between_gpus(driver: Driver) -> None:
 
 
 @without_cuda
-def test_blocks_swapped_between_gpus_are_ordered_on_every_pair_of_streams() -> None:
+def test_swaps_between_gpus_are_ordered_on_streams() -> None:
     lines = run(swap_between_gpus).splitlines()
     assert lines == ["(3, 1)"] * 32 + ["control (3, 0)", "control (3, 3)"]
 

@@ -35,7 +35,7 @@ def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str
 
 
 @simulated
-def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
+def test_a_layer_group_copies_no_foreign_run(driver: Driver) -> None:
     whole = torch.randint(256, (7, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])
     with OffloadHandler(layout, HostPool(layout, num_pages=3), copy_method="strided") as handler:
@@ -52,9 +52,7 @@ strided copy of 2 x 48 bytes on stream 103""",
 @pytest.mark.parametrize("copy_method", ["copy_engines", "strided"])
 @pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
 @simulated
-def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
-    driver: Driver, kind: str, copy_method: str
-) -> None:
+def test_unordered_layers_go_in_a_faster_batch(driver: Driver, kind: str, copy_method: str) -> None:
     whole = torch.randint(256, (16, BLOCKS, 48), dtype=torch.uint8)
     tensors = {
         "no two distances are equal": [whole[layer] for layer in (0, 1, 3, 6, 10)],
@@ -66,7 +64,7 @@ def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
 
 
 @simulated
-def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
+def test_layers_2_gib_apart_are_one_copy(driver: Driver) -> None:
     distance = (5 << 30) + (1 << 20)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: only what is touched
     memory = mmap.mmap(-1, 4 * distance, flags=flags)
@@ -81,7 +79,7 @@ def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("gap", "rows"), [(512, 3), (MAPPING - 512, 3), (MAPPING, 1)])
 @simulated
-def test_layers_of_their_own_that_leave_room_for_no_mapping_are_one_copy(
+def test_close_layers_without_foreign_mappings_are_one_copy(
     driver: Driver, gap: int, rows: int
 ) -> None:
     """As PyTorch's allocator places one after another in an expandable segment."""
@@ -106,7 +104,7 @@ def test_layers_of_two_allocations_are_two_copies(driver: Driver) -> None:
 
 @pytest.mark.parametrize("storages", [1, 2])
 @simulated
-def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, storages: int) -> None:
+def test_no_copy_crosses_memory_of_others(driver: Driver, storages: int) -> None:
     """The driver knows all expandable segments of a stream as one reservation. What lies between
     two tensors may be unmapped at any time, and a copy across it is refused then."""
     size = MAPPING // BLOCKS // 16 * 16 + 16  # a layer has more bytes than a mapping
@@ -141,7 +139,7 @@ def test_a_copy_that_fails_says_which(driver: Driver) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_method", ["strided", "staged", "batch", "kernel"])
-def test_memory_that_goes_between_two_layers_does_not_matter(copy_method: str) -> None:
+def test_memory_freed_between_layers_does_not_matter(copy_method: str) -> None:
     """Matters with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; goes well without, too."""
     mib = 1 << 20
     torch.cuda.empty_cache()
@@ -164,7 +162,7 @@ def test_memory_that_goes_between_two_layers_does_not_matter(copy_method: str) -
 
 
 @pytest.mark.gpu
-def test_layers_that_were_allocated_one_after_another_arrive_from_one_copy_or_from_many() -> None:
+def test_layers_allocated_one_by_one_arrive() -> None:
     """One copy with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where the layers follow each
     other in one range of addresses."""
     torch.cuda.empty_cache()

@@ -89,7 +89,7 @@ def test_random_jobs_find_nothing_but_what_is_wrong(driver: Driver, method: str)
 
 @needs_kernels
 @simulated
-def test_a_block_whose_pieces_are_of_two_stores_is_corrupted(driver: Driver) -> None:
+def test_a_block_of_two_stores_is_corrupted(driver: Driver) -> None:
     layout = on_device(driver, torch.randint(256, (1, 3, 8 << 20), dtype=torch.uint8))
     pool = HostPool(layout, 1, verify="load")
     before = threads()
@@ -121,9 +121,7 @@ def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
 @pytest.mark.parametrize("is_aligned", [True, False])
 @needs_kernels
 @simulated
-def test_tiles_that_pieces_cut_are_digested_on_their_way_or_with_the_block(
-    driver: Driver, is_aligned: bool
-) -> None:
+def test_cut_tiles_are_digested_either_way(driver: Driver, is_aligned: bool) -> None:
     # A piece has 256 KiB at most, a block 640 KiB, and a slab of it 16 tiles and some bytes.
     sizes = {
         "values": (1 << 16) + (8 if is_aligned else 1),
@@ -146,7 +144,7 @@ def test_tiles_that_pieces_cut_are_digested_on_their_way_or_with_the_block(
 
 @needs_kernels
 @simulated
-def test_more_blocks_than_a_launch_has_are_digested_by_several(driver: Driver) -> None:
+def test_many_blocks_are_digested_by_several_launches(driver: Driver) -> None:
     sizes = {"blocks": 300, "pages": 300, "layers": 1, "values": 64, "encodings": ["raw"]}
     with EncodedCache(driver, verify="load", copy_method="kernel", **sizes) as cache, logged():
         (store,) = finish(cache, cache.store(range(300), range(300)))
@@ -160,9 +158,7 @@ def test_more_blocks_than_a_launch_has_are_digested_by_several(driver: Driver) -
 @pytest.mark.parametrize("method", METHODS)
 @needs_kernels
 @simulated
-def test_a_stream_goes_on_behind_a_corrupted_load_and_the_host_does_not(
-    driver: Driver, method: str
-) -> None:
+def test_a_stream_passes_a_corrupted_load(driver: Driver, method: str) -> None:
     driver.set_stream(0, CURRENT)
     with (
         EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache,
@@ -187,7 +183,7 @@ def test_a_stream_goes_on_behind_a_corrupted_load_and_the_host_does_not(
 
 @needs_kernels
 @simulated
-def test_a_store_is_not_packed_before_earlier_ones_into_its_slots_have_ended(
+def test_a_store_is_packed_after_its_slots_stores(
     driver: Driver,
 ) -> None:
     """Or its digests would be in the table before theirs."""
@@ -209,7 +205,7 @@ def test_a_store_is_not_packed_before_earlier_ones_into_its_slots_have_ended(
 
 @needs_kernels
 @simulated
-def test_blocks_that_are_copied_beside_the_pieces_have_digests(driver: Driver) -> None:
+def test_blocks_copied_beside_pieces_have_digests(driver: Driver) -> None:
     """The head of a store and the tail of a load, of layers at one distance."""
     cache = torch.randn(80, 4, 8192)
     layout = PagedLayout(list(cache.unbind(1)))
@@ -256,7 +252,7 @@ def test_a_job_whose_digest_cannot_be_launched_fails(
 
 @needs_kernels
 @simulated
-def test_a_handler_that_cannot_have_the_kernel_is_refused_and_leaves_nothing(
+def test_a_refused_handler_leaves_nothing(
     driver: Driver,
 ) -> None:
     with EncodedCache(driver, encodings=["raw"], verify="load"):
@@ -274,7 +270,7 @@ def test_a_handler_that_cannot_have_the_kernel_is_refused_and_leaves_nothing(
 
 @needs_kernels
 @simulated
-def test_what_a_lost_device_may_still_read_is_not_freed(driver: Driver) -> None:
+def test_what_a_lost_device_reads_is_kept(driver: Driver) -> None:
     with logged(), EncodedCache(driver, encodings=["raw"], verify="load") as cache:
         before = driver.live("allocations")
         driver.lose()
@@ -321,9 +317,7 @@ def test_a_method_that_makes_no_digests_is_refused(driver: Driver, method: str) 
 @pytest.mark.parametrize("in_background", [False, True])
 @needs_kernels
 @simulated
-def test_the_digests_of_a_pool_are_pinned_before_its_first_page(
-    driver: Driver, in_background: bool
-) -> None:
+def test_digests_are_pinned_before_the_first_page(driver: Driver, in_background: bool) -> None:
     layout = raw_layout(driver)
     driver.log()
     pool = in_chunks(2 * 4096, layout, 6, verify="load", pin_in_background=in_background)

@@ -60,7 +60,7 @@ def test_a_storage_that_lost_bytes_is_seen(left: int) -> None:
     )
 
 
-def test_a_smaller_storage_at_the_same_address_is_seen() -> None:
+def test_a_smaller_storage_at_an_address_is_seen() -> None:
     """Allocators give addresses again, so that a storage that shrank twice may be where it was."""
     memory = torch.zeros(24)
     tensor = memory.view(4, 6)
@@ -72,7 +72,7 @@ def test_a_smaller_storage_at_the_same_address_is_seen() -> None:
     assert "tensors[0] reaches to byte 96 of its storage" in error_text(watch.check)
 
 
-def test_a_tensor_that_moved_before_the_watch_began_is_seen() -> None:
+def test_a_tensor_moved_before_watching_is_seen() -> None:
     layout = make_layout()
     replace_data(layout.tensors[1])
     assert "tensors[1] has moved" in error_text(AddressGuard([layout]).check)
@@ -94,7 +94,7 @@ def test_tensors_cannot_be_swapped_behind_the_watch() -> None:
     watch.check()
 
 
-def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
+def test_a_dropped_watch_releases_the_tensors() -> None:
     layout = make_layout()
     dropped = weakref.ref(layout.tensors[0].untyped_storage())
     tensor = weakref.ref(layout.tensors[0])
@@ -109,7 +109,7 @@ def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("left", [0, 8, 95])
-def test_a_storage_on_a_gpu_that_lost_bytes_is_seen(left: int) -> None:
+def test_a_shrunk_gpu_storage_is_seen(left: int) -> None:
     tensors = [torch.zeros(4, 6, device="cuda:0") for _ in range(2)]
     watch = AddressGuard([PagedLayout(tensors)])
     watch.check()

@@ -14,7 +14,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @without_cuda
-def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
+def test_the_driver_gets_stream_and_event_handles() -> None:
     assert resolve_after(Stream(42), CUDA) == [(False, 42)]
     assert resolve_after(Stream(0), CUDA) == [(False, 0)]
     assert resolve_after(Event(7), CUDA) == [(True, 7)]
@@ -23,7 +23,7 @@ def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
     assert resolve_waiting(Stream(0, index=1), CUDA) == (0, 1)
 
 
-def test_nothing_and_the_current_stream_are_looked_up_by_the_driver_itself() -> None:
+def test_the_driver_looks_up_the_current_stream() -> None:
     for device in (CUDA, CPU):
         assert resolve_after(None, device) is None
         assert resolve_after((), device) == []

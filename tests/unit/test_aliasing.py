@@ -29,14 +29,14 @@ def test_layouts_of_the_same_tensors_share_their_blocks() -> None:
     assert same(PagedLayout([one, other]), PagedLayout([other])) == [0, 0]
 
 
-def test_layouts_that_share_with_a_third_share_with_each_other() -> None:
+def test_sharing_with_a_third_is_sharing() -> None:
     one, other = torch.zeros(4, 6), torch.zeros(4, 6)
     layouts = [PagedLayout([one]), PagedLayout([other]), PagedLayout([one, other])]
     assert same(*layouts) == [0, 0, 0]
     assert same(layouts[2], layouts[0], layouts[1]) == [0, 0, 0]
 
 
-def test_a_smaller_number_of_the_same_blocks_is_shared() -> None:
+def test_fewer_of_the_same_blocks_are_shared() -> None:
     whole = torch.zeros(8, 6)
     assert same(PagedLayout([whole]), PagedLayout([whole[:5]])) == [0, 0]
 
@@ -45,21 +45,21 @@ def test_a_smaller_number_of_the_same_blocks_is_shared() -> None:
     ("one", "other"),
     [(slice(0, 4), slice(2, 6)), (slice(0, 6), slice(5, 9)), (slice(3, 4), slice(0, 9))],
 )
-def test_parts_of_a_block_that_overlap_are_the_same_block(one: slice, other: slice) -> None:
+def test_overlapping_parts_are_the_same_block(one: slice, other: slice) -> None:
     rows = torch.zeros(4, 12)
     layouts = [PagedLayout([rows[:, one]]), PagedLayout([rows[:, other]])]
     assert same(*layouts) == same(*layouts[::-1]) == [0, 0]
 
 
 @pytest.mark.parametrize("columns", [(0, 4, 4, 12), (0, 4, 8, 12), (0, 1, 11, 12)])
-def test_slabs_that_take_turns_in_memory_share_no_byte(columns: tuple[int, ...]) -> None:
+def test_alternating_slabs_share_no_byte(columns: tuple[int, ...]) -> None:
     rows = torch.zeros(4, 12)
     a, b, c, d = columns
     layouts = [PagedLayout([rows[:, a:b]]), PagedLayout([rows[:, c:d]])]
     assert same(*layouts) == same(*layouts[::-1]) == [0, 1]
 
 
-def test_slabs_that_take_turns_in_a_shifted_way_share_no_byte() -> None:
+def test_shifted_alternating_slabs_share_no_byte() -> None:
     rows = torch.zeros(5, 12)
     layouts = [PagedLayout([rows[:4, :4]]), PagedLayout([rows[1:, 8:]])]
     assert same(*layouts) == same(*layouts[::-1]) == [0, 1]
@@ -86,7 +86,7 @@ make them from the same blocks with the same stride""",
         )
 
 
-def test_blocks_that_reach_into_the_next_row_of_another_layout_are_refused() -> None:
+def test_blocks_reaching_into_other_rows_are_refused() -> None:
     memory = torch.zeros(60)
     layouts = [
         PagedLayout([torch.as_strided(memory, (4, 6), (12, 1), offset)]) for offset in (0, 8)

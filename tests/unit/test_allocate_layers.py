@@ -14,9 +14,7 @@ SHAPES = [(5, 3), (2, 5, 4, 8), (7, 512), (1,)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layers_are_contiguous_zeros_of_one_storage_at_one_aligned_distance(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_layers_are_slices_of_one_allocation(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layers = kvs.allocate_layers(shape, 4, dtype=dtype, device="cpu")
     assert len(layers) == 4
     assert len({layer.untyped_storage().data_ptr() for layer in layers}) == 1
@@ -33,7 +31,7 @@ def test_layers_are_contiguous_zeros_of_one_storage_at_one_aligned_distance(
     assert layers[0].untyped_storage().nbytes() == 3 * distance + nbytes
 
 
-def test_dtype_and_device_are_those_of_torch_if_left_out() -> None:
+def test_dtype_and_device_default_to_torchs() -> None:
     (layer,) = kvs.allocate_layers([2, 3], 1)
     assert (layer.dtype, layer.device) == (torch.zeros(1).dtype, torch.zeros(1).device)
     with torch.device("meta"):
@@ -84,7 +82,7 @@ def copies(driver: Driver, layers: list[torch.Tensor], block_dim: int) -> int:
     ("shape", "block_dim"), [((5, 1000), 0), ((2, 8, 64), 1)], ids=["padded", "keys and values"]
 )
 @simulated
-def test_a_block_of_all_layers_is_one_strided_copy(
+def test_a_block_is_one_strided_copy(
     driver: Driver, shape: tuple[int, ...], block_dim: int
 ) -> None:
     layers = kvs.allocate_layers(shape, 6, dtype=torch.uint8)
@@ -92,7 +90,7 @@ def test_a_block_of_all_layers_is_one_strided_copy(
 
 
 @pytest.mark.gpu
-def test_a_block_of_all_layers_is_one_strided_copy_on_a_gpu() -> None:
+def test_a_block_is_one_strided_copy_on_gpu() -> None:
     layers = kvs.allocate_layers((40, 8192), 32, dtype=torch.uint8, device="cuda")
     for layer in layers:
         layer.random_(0, 256)

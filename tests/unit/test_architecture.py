@@ -122,7 +122,7 @@ def test_no_modules_import_each_other_in_a_circle():
     order.prepare()
 
 
-def test_tensors_are_made_on_a_device_that_is_named():
+def test_tensors_are_made_on_named_devices():
     """An engine's default device would give others, on meta without an address."""
     makers, found = _device_constructors(), []
     for path in [*MODULES.values(), *sorted((ROOT / "examples").rglob("*.py"))]:
@@ -134,7 +134,7 @@ def test_tensors_are_made_on_a_device_that_is_named():
     assert not found, "\n".join(found)
 
 
-def test_the_block_manager_can_be_used_without_the_handler():
+def test_the_block_manager_needs_no_handler():
     known, new = set(), {"prefix.manager"}
     while new:
         known |= new
@@ -197,7 +197,7 @@ def test_a_native_file_includes_what_its_folder_may(path):
         assert not re.search(r"(?i:cuda)|\bcu[A-Z]\w+\(", path.read_text())
 
 
-def test_no_tracked_file_names_a_folder_of_a_machine_or_a_package_registry():
+def test_no_file_names_folders_or_registries():
     folder = re.compile(r"(?<![\w.$])/(?:home|root|work|Users)/\w")
     registry = re.compile(
         r"\b(?:pypi|pythonhosted|anaconda|download\.pytorch|pypi\.nvidia)\.\w{2,3}\b"

@@ -72,7 +72,7 @@ def test_it_shows_nothing_but_its_module():
     assert symbols(defined=True) == ["PyInit__C"]
 
 
-def test_an_exception_of_an_op_is_no_longer_in_flight_when_python_has_it():
+def test_an_ops_exception_is_no_longer_in_flight():
     # torch catches it. A library with a C++ runtime of its own would count it there and here: -1, -2.
     in_flight = ctypes.CDLL("libstdc++.so.6")._ZSt19uncaught_exceptionsv
     one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
@@ -85,7 +85,7 @@ def test_an_exception_of_an_op_is_no_longer_in_flight_when_python_has_it():
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="the simulated driver needs a PyTorch without CUDA"
 )
-def test_importing_it_and_a_pool_for_the_cpu_do_not_touch_cuda():
+def test_importing_does_not_touch_cuda():
     # With the simulated driver a driver can be found on every machine; the last line, a control, uses it.
     code = """
 import pathlib, torch
@@ -106,7 +106,7 @@ print(drivers() != before, torch.cuda.is_initialized())
 
 
 @pytest.mark.slow
-def test_a_python_without_the_gil_is_refused_with_the_reason_and_the_way_out():
+def test_a_python_without_gil_is_refused():
     code = """
 import sys, torch
 sys._is_gil_enabled = lambda: sys.argv[1] == "1"
@@ -133,7 +133,7 @@ def folder(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_missing_library_is_named_with_the_way_out(folder):
+def test_a_missing_library_names_the_remedy(folder):
     with pytest.raises(ImportError) as error:
         loader.load()
     assert_expected_inline(
@@ -150,7 +150,7 @@ def test_a_library_of_another_python_is_named(folder):
         loader.load()
 
 
-def test_a_library_that_torch_cannot_load_says_which_torch_and_why(folder):
+def test_an_unloadable_library_names_torch_and_reason(folder):
     library = folder / Path(native.__file__).name
     library.write_text("no library")
     with pytest.raises(
@@ -188,5 +188,5 @@ def compile_check(name: str, include: Path, *options: str) -> None:
 
 
 @pytest.mark.parametrize("version", CUDA_HEADERS)
-def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path):
+def test_driver_prototypes_agree_with_cudas_headers(version, tmp_path):
     compile_check("cuda_headers_check.cpp", cuda_headers(version, tmp_path))

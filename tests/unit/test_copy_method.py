@@ -57,12 +57,12 @@ def test_the_method_follows_shape_and_size(
     assert " ".join(found) == methods
 
 
-def test_a_small_store_has_16_strided_copies_at_most() -> None:
+def test_a_small_store_has_16_strided_copies() -> None:
     assert chosen(16, 1, ONE, 16, is_store=True) == "strided"
     assert chosen(16, 1, ONE, 17, is_store=True) == "staged"
 
 
-def test_a_kernel_copies_4_mib_at_most_unless_expedited() -> None:
+def test_a_kernel_copies_4_mib_unless_expedited() -> None:
     assert chosen(4, 256, APART, 4) == "kernel"
     assert chosen(4, 256, APART, 5) == "staged"
     assert chosen(4, 256, APART, 5, is_expedited=True) == "kernel"
@@ -92,8 +92,6 @@ def test_large_transfers_without_staging_memory_use_copy_engines() -> None:
         (APART, 4, "staged"),
     ],
 )
-def test_on_a_crowded_gpu_copy_engines_copy_small_transfers(
-    arrangement: str, blocks: int, method: str
-) -> None:
+def test_crowded_gpus_use_copy_engines(arrangement: str, blocks: int, method: str) -> None:
     assert chosen(160, 8, arrangement, blocks, is_crowded=True) == method
     assert chosen(160, 8, arrangement, blocks) in ("kernel", "staged")

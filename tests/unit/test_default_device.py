@@ -48,7 +48,7 @@ def test_fake_tensors_give_native_code_no_address() -> None:
             call()
 
 
-def test_ops_and_the_plain_handler_copy_under_another_default_device() -> None:
+def test_ops_ignore_the_default_device() -> None:
     source, ids = torch.arange(32.0).view(8, 4), torch.tensor([3, 5])
     target, on_host = torch.zeros(8, 4), torch.zeros(8, 4)
     gpu = kvs.PagedLayout([source])

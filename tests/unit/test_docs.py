@@ -34,7 +34,7 @@ def test_every_native_function_that_is_named_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_source_file_that_is_named_by_its_path_exists(page):
+def test_every_named_source_file_exists(page):
     paths = re.findall(
         r"`((?:csrc|torch_kvswap|tests|tools|benchmarks)/[\w./]+\.\w+)`", page.read_text()
     )
@@ -54,7 +54,7 @@ def blocks_of(page: Path) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name
 )
-def test_the_python_blocks_of_a_page_run_one_after_another_without_a_gpu(page):
+def test_the_python_blocks_of_a_page_run(page):
     # Blank lines make a traceback name the page and its line.
     program = textwrap.dedent(
         f"""

@@ -22,7 +22,7 @@ def outcome(cache: EncodedCache) -> tuple[str, tuple[int, ...]]:
     return result.state, result.rejected
 
 
-def test_raw_and_encoded_groups_are_copied_by_one_job() -> None:
+def test_raw_and_encoded_groups_share_a_job() -> None:
     with EncodedCache(encodings=("raw", "lossless", "lossless"), layers=2) as cache:
         before = [[cache.block(block, group) for block in range(16)] for group in range(3)]
         cache.store([[1, 2], [3], [4, 5, 6]], [[0, 1], [2], [3, 4, 5]])
@@ -36,7 +36,7 @@ def test_raw_and_encoded_groups_are_copied_by_one_job() -> None:
             assert cache.is_same(target, before[group][source], group)
 
 
-def test_a_store_rejects_the_blocks_that_do_not_fit_and_stores_the_others() -> None:
+def test_a_store_rejects_only_unfitting_blocks() -> None:
     with EncodedCache() as cache:
         cache.spoil(2, 9)
         before = [cache.block(block) for block in range(16)]
@@ -53,7 +53,7 @@ def test_a_store_rejects_the_blocks_that_do_not_fit_and_stores_the_others() -> N
         assert cache.is_same(6, before[3])
 
 
-def test_a_load_rejects_what_its_store_has_rejected_and_loads_the_rest() -> None:
+def test_a_load_rejects_what_its_store_rejected() -> None:
     with EncodedCache() as cache:
         cache.spoil(2)
         before = [cache.block(block) for block in range(16)]
@@ -71,7 +71,7 @@ def test_a_load_rejects_what_its_store_has_rejected_and_loads_the_rest() -> None
         assert cache.is_same(7, before[3])
 
 
-def test_a_rejected_store_leaves_nothing_of_what_the_slot_held_before() -> None:
+def test_a_rejected_store_empties_its_slot() -> None:
     with EncodedCache() as cache:
         cache.store([3], [0])
         cache.spoil(3)
@@ -90,7 +90,7 @@ def test_positions_count_through_the_lists_of_all_groups() -> None:
         assert outcome(cache) == ("failed", (1, 5))
 
 
-def test_a_store_of_a_block_that_a_load_has_rejected_fails_until_that_load_is_reported() -> None:
+def test_a_store_of_a_rejected_block_fails() -> None:
     with EncodedCache() as cache:
         cache.load([3], [5])
         cache.store([5], [0])
@@ -102,7 +102,7 @@ def test_a_store_of_a_block_that_a_load_has_rejected_fails_until_that_load_is_re
         assert outcome(cache) == ("done", ())
 
 
-def test_metrics_and_results_count_blocks_and_bytes_on_the_link() -> None:
+def test_metrics_and_results_count_link_bytes() -> None:
     with EncodedCache(encodings=("lossless", "raw"), layers=3) as cache:
         slot, raw = cache.pools[0].slot_bytes, cache.layouts[1].block_bytes
         cache.store([[1, 2], [3]], [[0, 1], [2]])
@@ -135,7 +135,7 @@ use a pool with encoding='raw'""",
         assert outcome(cache) == ("done", ())
 
 
-def test_a_job_has_no_more_encoded_blocks_than_there_are_states() -> None:
+def test_a_jobs_encoded_blocks_are_limited() -> None:
     most = 1 << 20
     tensors = [torch.zeros(2, 512, dtype=torch.bfloat16)]
     layout = PagedLayout(tensors)
@@ -148,7 +148,7 @@ def test_a_job_has_no_more_encoded_blocks_than_there_are_states() -> None:
         assert handler.poll() == []
 
 
-def test_a_view_has_encoded_slots_that_are_smaller_than_the_pools() -> None:
+def test_a_view_may_have_smaller_slots() -> None:
     large = PagedLayout([torch.randn(8, 2048).bfloat16() for _ in range(4)])
     tensors = [torch.randn(8, 2048).bfloat16() for _ in range(3)]
     small = PagedLayout(tensors)
@@ -164,9 +164,7 @@ def test_a_view_has_encoded_slots_that_are_smaller_than_the_pools() -> None:
 
 @pytest.mark.parametrize("layer_groups", [1, 2])
 @pytest.mark.parametrize("tile", range(4))
-def test_a_load_writes_nothing_of_a_slot_with_one_damaged_entry(
-    tile: int, layer_groups: int
-) -> None:
+def test_a_load_writes_nothing_of_a_damaged_slot(tile: int, layer_groups: int) -> None:
     with EncodedCache(layers=4) as cache:
         before = [cache.block(block) for block in range(16)]
         cache.store([0, 1], [0, 1])
@@ -218,7 +216,7 @@ def many_stores(width: float, rejects: int, blocks: int = 1000) -> list[str]:
         (12.5, "encoding='raw'"),
     ],
 )
-def test_many_rejects_are_warned_of_once_with_what_is_better(width: float, remedy: str) -> None:
+def test_many_rejects_are_warned_of_once(width: float, remedy: str) -> None:
     assert many_stores(width, 10) == [
         f"11 of 1000 encoded blocks do not fit into slots of {width} bits a value and were "
         f"rejected; make the host pool with {remedy}"
@@ -229,7 +227,7 @@ def test_few_rejects_are_not_warned_of() -> None:
     assert many_stores(12.125, 8) == []
 
 
-def test_blocks_of_raw_groups_do_not_count_for_the_warning() -> None:
+def test_raw_blocks_do_not_count_as_rejects() -> None:
     with (
         EncodedCache(encodings=("lossless", "raw"), per_page=1000, layers=1) as cache,
         logged() as messages,

@@ -49,7 +49,7 @@ def test_an_example_runs(example: Path, device: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["layerwise_load", "own_engine", "hybrid_model"])
-def test_as_a_control_an_example_fails_without_its_waits(name: str, tmp_path: Path) -> None:
+def test_control_an_example_fails_without_waits(name: str, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / f"{name}.py")
     done = run_late(tmp_path, "-c", WITHOUT_WAITS, example, "--device", "cpu")
     assert done.stderr.splitlines()[-1] == "AssertionError"

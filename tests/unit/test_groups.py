@@ -33,7 +33,7 @@ def test_layers_are_counted_through_all_groups() -> None:
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 6, 5, 4), 1), ((6, 2, 5, 4), 0), ((6, 5, 4), 0)])
-def test_layer_groups_of_one_tensor_say_what_splits_it(shape: tuple[int, ...], dim: int) -> None:
+def test_layer_groups_of_one_tensor_are_refused(shape: tuple[int, ...], dim: int) -> None:
     kv, block_dim = torch.zeros(shape), len(shape) - 2
     gpu = PagedLayout([kv], block_dim)
     with OffloadHandler(gpu, HostPool(gpu, 2)) as handler:
@@ -49,9 +49,7 @@ def test_layer_groups_of_one_tensor_say_what_splits_it(shape: tuple[int, ...], d
         handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=6).synchronize()
 
 
-def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_one_memory() -> (
-    None
-):
+def test_groups_share_pages_and_blocks_as_memory() -> None:
     one, other = layout(6), layout(6)
     pool, second = HostPool(one, 2), HostPool(one, 2)
     groups = Groups([one, other, one], [pool, pool, second])
@@ -137,7 +135,7 @@ ValueError: gpu[0] is on cuda:1, host[0] was made for cpu; make host[0] from gpu
     )
 
 
-def test_a_tensor_that_has_moved_is_named_with_its_group() -> None:
+def test_a_moved_tensor_is_named_with_its_group() -> None:
     one, two = layout(6), layout(6, 6)
     groups = Groups([one, two], [HostPool(one, 1), HostPool(two, 1)])
     two.tensors[1].set_(torch.zeros(4, 6))
@@ -145,7 +143,7 @@ def test_a_tensor_that_has_moved_is_named_with_its_group() -> None:
         groups.guard.check()
 
 
-def test_a_cache_of_another_type_is_no_reason_for_another_pool() -> None:
+def test_another_dtype_may_use_the_pool() -> None:
     halves, bytes_ = of_type(torch.float16), of_type(torch.uint8)
     values = of_type(torch.bfloat16)
     pool = HostPool(values, 1, encoding="lossless")

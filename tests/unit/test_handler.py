@@ -74,7 +74,7 @@ HANDLERS = pytest.mark.parametrize("make", [OffloadHandler, ReferenceHandler])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
 @HANDLERS
-def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
+def test_stored_blocks_come_back_elsewhere(
     make: Any, name: str, blocks_per_page: int, device: str
 ) -> None:
     check_round_trip(name, blocks_per_page, device, make)
@@ -103,7 +103,7 @@ def test_several_handlers_share_a_pool(device: str) -> None:
             handler.store(gpu_block_ids=[0], page_ids=[0])
 
 
-def test_a_job_says_what_it_is_and_a_result_how_it_went(
+def test_jobs_and_results_describe_the_transfer(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device != "cpu":
@@ -130,7 +130,7 @@ def test_a_job_says_what_it_is_and_a_result_how_it_went(
     handler.close()
 
 
-def test_every_job_is_reported_once_also_one_that_was_waited_for(device: str) -> None:
+def test_every_job_is_reported_once(device: str) -> None:
     handler = make_handler(device)
     jobs = [handler.store(gpu_block_ids=[j], page_ids=[j]) for j in range(4)]
     handler.synchronize(jobs[2])
@@ -198,7 +198,7 @@ def test_a_job_of_another_handler_is_refused(device: str) -> None:
     other.close()
 
 
-def test_a_closed_handler_takes_no_jobs_but_still_reports(device: str) -> None:
+def test_a_closed_handler_still_reports(device: str) -> None:
     with make_handler(device) as handler:
         job = handler.store(gpu_block_ids=[0], page_ids=[0])
     handler.close()
@@ -210,7 +210,7 @@ def test_a_closed_handler_takes_no_jobs_but_still_reports(device: str) -> None:
     handler.synchronize(job)
 
 
-def test_a_closed_handler_says_so_before_it_looks_at_anything_else(device: str) -> None:
+def test_a_closed_handler_says_so_first(device: str) -> None:
     handler = make_handler(device)
     handler.close()
     (tensor,) = handler.layouts[0].tensors
@@ -239,7 +239,7 @@ def on_gpu(driver: Driver, mode: str = "immediate") -> OffloadHandler:
 
 
 @simulated
-def test_looking_while_another_thread_captures_loses_no_result_and_spoils_nothing(
+def test_polling_during_anothers_capture_is_safe(
     driver: Driver,
 ) -> None:
     handler = on_gpu(driver, "manual")
@@ -267,7 +267,7 @@ def while_it_waits(driver: Driver, call: Any) -> threading.Thread:
 
 
 @simulated
-def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> None:
+def test_closing_the_pool_waits_for_jobs(driver: Driver) -> None:
     handler = on_gpu(driver, "threaded")
     held = driver.hold(STREAM)
     job = handler.store(gpu_block_ids=[5], page_ids=[3])
@@ -282,9 +282,7 @@ def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 @simulated
-def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
-    driver: Driver, in_a_cycle: bool
-) -> None:
+def test_a_dropped_handler_waits_for_jobs(driver: Driver, in_a_cycle: bool) -> None:
     layout = PagedLayout([torch.ones(4, 6)])
     place(driver, layout)
     driver.set_mode("threaded")
@@ -322,7 +320,7 @@ def test_a_job_keeps_its_handler(driver: Driver) -> None:
 
 
 @simulated_driver.without_cuda
-def test_a_handler_left_open_at_exit_waits_for_its_jobs() -> None:
+def test_an_open_handler_waits_at_exit() -> None:
     def body(driver):  # type: ignore[no-untyped-def]
         import atexit
         import threading
@@ -363,7 +361,7 @@ class Tag:
     """Something that a weak reference can watch."""
 
 
-def test_a_tag_comes_back_with_the_result_and_is_held_until_then(device: str) -> None:
+def test_a_tag_is_held_until_reported(device: str) -> None:
     handler, tag = make_handler(device), Tag()
     watched = weakref.ref(tag)
     tagged = handler.store(gpu_block_ids=[1], page_ids=[0], tag=tag)
@@ -380,7 +378,7 @@ def test_a_tag_comes_back_with_the_result_and_is_held_until_then(device: str) ->
     assert watched() is None
 
 
-def test_a_thread_that_polls_gets_every_tag_of_another_one() -> None:
+def test_a_polling_thread_gets_every_tag() -> None:
     handler, tags, over = make_handler(), [], threading.Event()
 
     def poll() -> None:
@@ -416,7 +414,7 @@ def test_a_poll_within_a_submission_gets_the_tag(
     assert handler._kept == {}
 
 
-def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
+def test_a_forked_child_may_not_use_it() -> None:
     script = """
         import os
         sys.stderr = sys.stdout  # of which nothing is expected
@@ -449,9 +447,7 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
 
 @pytest.mark.parametrize("nth", range(1, 7))
 @simulated
-def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_closes(
-    driver: Driver, nth: int
-) -> None:
+def test_missing_streams_leave_nothing_behind(driver: Driver, nth: int) -> None:
     layout = place(driver, PagedLayout([torch.zeros(4, 6)]))
     driver.fail("cuStreamCreateWithPriority", nth, code=2)
     with (
@@ -465,7 +461,7 @@ def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_c
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
 
-def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
+def test_a_handler_that_cannot_wait_keeps_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
@@ -486,7 +482,7 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
     close()
 
 
-def test_a_page_that_was_never_stored_is_loaded_as_it_is() -> None:
+def test_an_unstored_page_is_loaded_as_is() -> None:
     rows = torch.ones(4, 6)
     layout = PagedLayout([rows])
     with HostPool(layout, 2) as pool, OffloadHandler(layout, pool) as handler:
@@ -497,7 +493,7 @@ def test_a_page_that_was_never_stored_is_loaded_as_it_is() -> None:
         assert rows[:2].eq(1).all()
 
 
-def test_a_poll_that_is_interrupted_hides_no_failure_from_synchronize(
+def test_an_interrupted_poll_hides_no_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = PagedLayout([torch.zeros(4, 8192, dtype=torch.bfloat16)])
@@ -518,7 +514,7 @@ def test_a_poll_that_is_interrupted_hides_no_failure_from_synchronize(
     assert [result.state for result in handler.poll()] == ["failed"]
 
 
-def test_synchronize_still_raises_for_a_failed_job_whose_poll_was_interrupted(
+def test_synchronize_raises_after_an_interrupted_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bits = torch.randint(-(2**15), 2**15, (4, 4096), dtype=torch.int16)
@@ -543,7 +539,7 @@ def test_synchronize_still_raises_for_a_failed_job_whose_poll_was_interrupted(
 
 
 @pytest.mark.parametrize("call", ["handler.poll()", "manager.stats()", "manager.lookup(keys)"])
-def test_a_thread_that_is_in_a_call_when_python_ends_does_not_end_the_process(call: str) -> None:
+def test_a_thread_in_a_call_survives_exit(call: str) -> None:
     script = f"""
     import threading, torch
     from torch_kvswap import HostPool, OffloadHandler, PagedLayout

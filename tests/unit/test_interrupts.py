@@ -37,9 +37,7 @@ def jobs_alive() -> list[Job]:
 
 
 @pytest.mark.parametrize(("direction", "has_tag"), [("store", False), ("load", True)])
-def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
-    direction: str, has_tag: bool
-) -> None:
+def test_an_interrupted_submission_is_reported_or_undone(direction: str, has_tag: bool) -> None:
     before = jobs_alive()
     handler, interrupter, outcomes = make_handler(), Interrupter(), []
     submit = getattr(handler, direction)
@@ -62,7 +60,7 @@ def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
     handler.close()
 
 
-def test_no_exception_comes_before_the_release_of_a_dropped_job() -> None:
+def test_a_dropped_job_is_released_before_exceptions() -> None:
     handler, interrupter = make_handler(), Interrupter()
     jobs = [handler.store(gpu_block_ids=[1], page_ids=[2])]
     assert not interrupter.drop(1, jobs.clear)
@@ -77,7 +75,7 @@ def make_rejecting_handler() -> OffloadHandler:
 
 
 @pytest.mark.parametrize(("make", "jobs"), [(make_handler, 70), (make_rejecting_handler, 3)])
-def test_a_poll_returns_what_an_interrupted_one_did_not(
+def test_a_poll_returns_what_interruptions_held_back(
     make: Callable[[], OffloadHandler], jobs: int
 ) -> None:
     handler, interrupter = make(), Interrupter()
@@ -118,7 +116,7 @@ def test_polls_can_be_interrupted_again_and_again() -> None:
     handler.close()
 
 
-def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names() -> None:
+def test_jobs_after_an_interrupted_rebind_are_consistent() -> None:
     interrupter, outcomes = Interrupter(), []
     for at in count(1):
         handler, new = make_handler(), make_layout(2 * BLOCKS)
@@ -142,7 +140,7 @@ def make_prefix_cache(**options: Any) -> PrefixCache:
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])
-def test_an_interrupted_poll_of_a_prefix_cache_ends_each_reservation_once(
+def test_an_interrupted_poll_ends_each_reservation_once(
     monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     interrupter, interrupts = Interrupter(), 0
@@ -179,7 +177,7 @@ def test_an_interrupted_poll_of_a_prefix_cache_ends_each_reservation_once(
 
 
 @pytest.mark.parametrize("what", ["handler", "prefix cache", "pool"])
-def test_a_cache_can_be_used_whatever_interrupts_the_drop_of_its_last_user(what: str) -> None:
+def test_a_cache_survives_its_last_users_interruption(what: str) -> None:
     layout, interrupter = make_layout(), Interrupter()
     for at in count(1):
         dropped: list[object] = [HostPool(layout, BLOCKS)]
@@ -202,7 +200,7 @@ def test_a_cache_can_be_used_whatever_interrupts_the_drop_of_its_last_user(what:
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_the_memory_of_a_handler_that_was_not_waited_for_at_exit_is_never_freed(
+def test_memory_not_waited_for_is_never_freed(
     is_interrupted: bool,
 ) -> None:
     script = """

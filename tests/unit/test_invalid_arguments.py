@@ -160,14 +160,12 @@ SWITCHES = [
 
 @pytest.mark.parametrize("value", ["no", "yes", 0, 1, 2**40, None, []])
 @pytest.mark.parametrize(("call", "name"), SWITCHES)
-def test_an_option_that_is_neither_true_nor_false_is_refused(
-    call: Callable[..., None], name: str, value: Any
-) -> None:
+def test_a_switch_must_be_true_or_false(call: Callable[..., None], name: str, value: Any) -> None:
     expected = f"TypeError: {name} is {value!r}; it must be True or False"
     assert error_text(call, **{name: value}) == expected
 
 
-def test_an_option_is_true_as_a_bool_of_numpy(handler: OffloadHandler) -> None:
+def test_a_switch_may_be_numpys_bool(handler: OffloadHandler) -> None:
     handler.load(page_ids=[0], gpu_block_ids=[0], expedited=np.True_)  # type: ignore[arg-type]
     handler.load(page_ids=[0], gpu_block_ids=[0], expedited=np.False_)  # type: ignore[arg-type]
     metrics = handler.metrics()
@@ -175,7 +173,7 @@ def test_an_option_is_true_as_a_bool_of_numpy(handler: OffloadHandler) -> None:
 
 
 @pytest.mark.parametrize("call", [store, load])
-def test_a_job_has_the_copy_method_of_its_handler_or_copy_engines(
+def test_a_jobs_copy_methods_are_two(
     call: Callable[..., None],
 ) -> None:
     call(copy_method="copy_engines")
@@ -229,7 +227,7 @@ def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:
     handler.synchronize(iter([job, other]))
 
 
-def test_what_is_no_layout_no_handle_and_no_function_is_refused_by_a_pool() -> None:
+def test_a_pool_refuses_foreign_objects() -> None:
     layout = make_layout()
     for wrong in (None, [torch.zeros(4, 4)], "x"):
         with pytest.raises(TypeError, match=r"PagedLayout"):
@@ -240,7 +238,7 @@ def test_what_is_no_layout_no_handle_and_no_function_is_refused_by_a_pool() -> N
         HostPool.attach(layout, "x")  # type: ignore[arg-type]
 
 
-def test_what_has_no_blocks_is_refused_by_a_layout() -> None:
+def test_a_layout_refuses_what_has_no_blocks() -> None:
     for tensors in (5, None, torch.zeros(4, 4)):
         with pytest.raises(TypeError, match=r"^tensors is .*; pass a list, "):
             PagedLayout(tensors)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def set_late(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["raw", "lossless"])
-def test_a_forgotten_wait_is_visible_in_the_late_mode_only(
+def test_a_forgotten_wait_shows_in_late_mode(
     is_late: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_late(monkeypatch, is_late)
@@ -51,7 +51,7 @@ def test_a_forgotten_wait_is_visible_in_the_late_mode_only(
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["raw", "lossless"])
-def test_a_block_that_is_used_again_too_early_is_visible_in_the_late_mode_only(
+def test_early_reuse_shows_in_late_mode(
     is_late: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_late(monkeypatch, is_late)
@@ -101,7 +101,7 @@ def test_nothing_else_moves_them(late: None) -> None:
         assert [result.state for result in handler.poll()] == ["done", "cancelled"]
 
 
-def test_a_wait_for_some_layers_moves_no_later_ones(late: None) -> None:
+def test_a_layer_wait_moves_no_later_layers(late: None) -> None:
     with make_handler(num_layers=4) as handler:
         handler.store(gpu_block_ids=[2], page_ids=[0]).synchronize()
         load = handler.load(page_ids=[0], gpu_block_ids=[7], layer_groups=4)
@@ -111,7 +111,7 @@ def test_a_wait_for_some_layers_moves_no_later_ones(late: None) -> None:
         assert [values(handler, layer)[7] for layer in range(4)] == [3] * 4
 
 
-def test_any_number_of_jobs_can_be_late_and_keep_their_order(late: None) -> None:
+def test_late_jobs_keep_their_order(late: None) -> None:
     with make_handler() as handler:
         for page in range(1000):  # block 0 goes through all pages and all blocks
             handler.store(gpu_block_ids=[page % NUM_BLOCKS], page_ids=[page % NUM_BLOCKS])

@@ -126,7 +126,7 @@ kvswap_copy_seconds_sum{channel="stores",direction="store",rank="1"} 0.0""",
     )
 
 
-def test_the_queries_of_the_dashboard_and_its_page_name_existing_metrics_and_labels() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     text = scraped(Metrics(BUSY, IDLE, IDLE))
     samples = {line.partition("{")[0] for line in text.splitlines() if line[0] != "#"}
     labels = set(re.findall(r'(\w+)="', text))

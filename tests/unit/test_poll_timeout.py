@@ -39,7 +39,7 @@ def test_it_returns_when_a_job_has_ended(
 
 
 @simulated
-def test_a_job_that_ends_before_an_older_one_is_returned(driver: Driver) -> None:
+def test_a_job_ending_early_is_returned(driver: Driver) -> None:
     driver.set_mode("manual")
     gpu, host = cache(driver)
     with OffloadHandler(gpu, host) as handler:
@@ -52,7 +52,7 @@ def test_a_job_that_ends_before_an_older_one_is_returned(driver: Driver) -> None
         driver.set_mode("immediate")
 
 
-def test_it_does_not_wait_if_there_is_a_result_or_no_job() -> None:
+def test_it_returns_at_once_with_results() -> None:
     layout = PagedLayout([torch.zeros(4, 4)])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler:
         assert handler.poll(None) == []
@@ -63,7 +63,7 @@ def test_it_does_not_wait_if_there_is_a_result_or_no_job() -> None:
     assert handler.poll(None) == []
 
 
-def test_a_wrong_timeout_is_refused_also_if_there_is_a_result() -> None:
+def test_a_wrong_timeout_is_always_refused() -> None:
     prefixes, _ = make()
     with prefixes:
         prefixes.store(["a"], [1])

@@ -23,7 +23,7 @@ def on_the_cpu(code, *changes):
 
 
 @pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
-def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypatch):
+def test_the_preemption_example_runs_without_a_gpu(becomes, monkeypatch):
     preempt, resume = (
         next(code for code in examples_of("prefixes.md") if f"prefixes.{call}(" in code)
         for call in ("preempt", "resume")
@@ -70,7 +70,7 @@ def make_results(scheduler, monkeypatch, **changes):
     )
 
 
-def test_the_scheduler_of_the_docs_moves_a_request_out_and_in(scheduler):
+def test_the_documented_scheduler_moves_a_request(scheduler):
     (request,) = scheduler.running
     assert scheduler.preempt(request)
     assert (scheduler.running, len(scheduler.free_pages), len(scheduler.free_blocks)) == ([], 3, 7)
@@ -90,7 +90,7 @@ def test_the_scheduler_of_the_docs_moves_a_request_out_and_in(scheduler):
     ("state", "rejected", "valid"),
     [("cancelled", (), 0), ("failed", (2, 3), 2)],
 )
-def test_the_scheduler_of_the_docs_recomputes_after_a_failed_load(
+def test_the_documented_scheduler_recomputes_after_failures(
     scheduler, monkeypatch, state, rejected, valid
 ):
     (request,) = scheduler.running

@@ -23,7 +23,7 @@ def make_cache(device: str, value: int, num_blocks: int = 6) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_later_jobs_use_the_new_memory_and_leave_the_old_alone(device: str) -> None:
+def test_later_jobs_use_the_new_memory(device: str) -> None:
     old, new = make_cache(device, 1), make_cache(device, 2)
     pool = HostPool(PagedLayout([old]), num_pages=4)
     with OffloadHandler(PagedLayout([old]), pool) as handler:
@@ -42,7 +42,7 @@ def test_later_jobs_use_the_new_memory_and_leave_the_old_alone(device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_new_cache_may_have_another_number_of_blocks(device: str) -> None:
+def test_the_new_cache_may_differ_in_size(device: str) -> None:
     old, new = make_cache(device, 1), make_cache(device, 2, num_blocks=9)
     with OffloadHandler(PagedLayout([old]), HostPool(PagedLayout([old]), 4)) as handler:
         handler.rebind(PagedLayout([new]))
@@ -69,7 +69,7 @@ def test_jobs_in_flight_end_where_the_cache_was() -> None:
         assert new.unique().tolist() == [2]
 
 
-def test_a_tensor_that_has_moved_is_refused_until_it_is_rebound() -> None:
+def test_a_moved_tensor_is_refused_until_rebound() -> None:
     cache = make_cache("cpu", 1)
     layout = PagedLayout([cache])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler:
@@ -82,7 +82,7 @@ def test_a_tensor_that_has_moved_is_refused_until_it_is_rebound() -> None:
         assert handler.pools[0].pages[0].unique().tolist() == [7]
 
 
-def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
+def test_another_kind_of_cache_is_refused() -> None:
     cache = make_cache("cpu", 1)
     layout = PagedLayout([cache])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler:
@@ -107,7 +107,7 @@ def test_a_cache_with_other_axes_is_refused() -> None:
                 handler.rebind(PagedLayout([other]))
 
 
-def test_another_kind_of_cache_is_refused_without_waiting_for_jobs() -> None:
+def test_another_kind_is_refused_without_waiting() -> None:
     layout = PagedLayout([make_cache("cpu", 1)])
     wider = PagedLayout([torch.zeros(6, 41, dtype=torch.uint8)])
     with OffloadHandler(layout, HostPool(layout, 4)) as handler, pytest.MonkeyPatch.context() as to:
@@ -115,7 +115,7 @@ def test_another_kind_of_cache_is_refused_without_waiting_for_jobs() -> None:
         assert "tensors[0]: uint8 [blocks, 41] in" in error_text(handler.rebind, wider)
 
 
-def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:
+def test_a_hybrid_cache_is_rebound() -> None:
     layouts = [PagedLayout([make_cache("cpu", number)]) for number in (1, 2)]
     with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
         for wrong, error in (
@@ -129,7 +129,7 @@ def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:
 
 
 @simulated
-def test_a_job_of_another_thread_that_came_after_the_wait_keeps_the_cache(driver: Driver) -> None:
+def test_a_job_after_the_wait_keeps_it(driver: Driver) -> None:
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
     old, new = torch.full((6, 40), 1, dtype=torch.uint8), torch.full((6, 40), 2, dtype=torch.uint8)
@@ -153,7 +153,7 @@ FALLIBLE = ("cuPointerGetAttributes", "cuMemAlloc", "cuMemcpyAsync", "cuStreamSy
 @pytest.mark.parametrize("call", FALLIBLE)
 @needs_kernels
 @simulated
-def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, call: str) -> None:
+def test_a_failed_rebind_changes_nothing(driver: Driver, call: str) -> None:
     old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
     new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
     before, layout, moved = old.clone(), on_device(driver, old), on_device(driver, new)
@@ -188,7 +188,7 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
 
 @needs_kernels
 @simulated
-def test_a_rebound_cache_is_copied_by_kernels_where_it_is(driver: Driver) -> None:
+def test_kernels_copy_a_rebound_cache(driver: Driver) -> None:
     old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
     new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
     layout, moved = on_device(driver, old), on_device(driver, new)

@@ -32,7 +32,7 @@ def without_times(results: list[Result]) -> list[Result]:
     return [replace(one, submit_seconds=0, queue_seconds=0, copy_seconds=0) for one in results]
 
 
-def test_jobs_and_results_are_those_of_an_offload_handler() -> None:
+def test_jobs_and_results_equal_an_offload_handlers() -> None:
     seen = []
     for kind in (OffloadHandler, ReferenceHandler):
         with make(kind) as handler:
@@ -87,7 +87,7 @@ def test_it_refuses_what_an_offload_handler_refuses(direction: str, wrong: str) 
     assert (raised[0] is None) == (twice.get(wrong, direction) != direction)
 
 
-def test_an_id_out_of_range_is_named_with_its_position() -> None:
+def test_an_id_out_of_range_is_named() -> None:
     with make() as handler, pytest.raises(IndexError, match=r"gpu_block_ids\[1\] is 8; .* 0 to 7"):
         handler.store(gpu_block_ids=[0, 8], page_ids=[0])
 
@@ -124,7 +124,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(torch_kvswap.reference, "swap_blocks_batch", fail)
 
 
-def test_a_copy_that_fails_is_a_result_and_the_handler_goes_on(
+def test_a_failed_copy_is_a_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handler = make()
@@ -142,7 +142,7 @@ def test_a_copy_that_fails_is_a_result_and_the_handler_goes_on(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
-def test_a_call_that_raises_leaves_no_job_and_nothing_in_flight(
+def test_a_raising_call_leaves_no_job(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler = make()
@@ -154,7 +154,7 @@ def test_a_call_that_raises_leaves_no_job_and_nothing_in_flight(
     job_of(handler).synchronize()
 
 
-def test_a_closed_handler_refuses_jobs_and_reports_those_that_it_had() -> None:
+def test_a_closed_handler_reports_its_jobs() -> None:
     handler = make()
     job = job_of(handler)
     handler.close()

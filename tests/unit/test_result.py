@@ -30,7 +30,7 @@ def failed(error: TransferError, direction: Any = "load") -> Result:
     return replace(DONE, direction=direction, state="failed", error=error)
 
 
-def test_a_result_that_native_code_makes_is_like_one_made_in_python() -> None:
+def test_native_results_equal_pythons() -> None:
     layout, tag = PagedLayout([torch.zeros(4, 6)]), object()
     with OffloadHandler(layout, HostPool(layout, 1)) as handler:
         handler.store(gpu_block_ids=[1], page_ids=[0], tag=tag)
@@ -45,7 +45,7 @@ def test_a_result_that_native_code_makes_is_like_one_made_in_python() -> None:
         result.tag = None  # type: ignore[misc]
 
 
-def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
+def test_errors_of_several_jobs_name_each() -> None:
     results = [
         failed(TransferError("no copy engine"), "store"),
         CANCELLED,
@@ -62,7 +62,7 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
-def test_the_error_of_jobs_can_be_sent_to_another_process(
+def test_errors_can_be_sent_between_processes(
     duplicate: Callable[[TransferError], TransferError],
 ) -> None:
     error = error_of([failed(TransferError("no copy engine"), "store")])
@@ -79,7 +79,7 @@ KINDS = (TransferError, DeviceLostError, SourceFailedError, BlocksRejectedError)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_is_of_the_kind_that_all_of_its_jobs_failed_with(
+def test_an_error_has_its_jobs_common_kind(
     kind: type[TransferError],
 ) -> None:
     one, other = failed(kind("why")), failed(kind("why"))
@@ -96,7 +96,7 @@ def rejecting(*positions: int) -> Result:
     return replace(failed(error, "store"), rejected=positions)
 
 
-def test_a_result_and_its_error_name_the_rejected_blocks() -> None:
+def test_results_and_errors_name_rejected_blocks() -> None:
     one = rejecting(4, 9)
     assert ", rejected=(4, 9), error=BlocksRejectedError(" in repr(one)
     error = error_of([one])
@@ -104,7 +104,7 @@ def test_a_result_and_its_error_name_the_rejected_blocks() -> None:
     assert (str(error), error.rejected) == ("store 7 failed: blocks do not fit", (4, 9))
 
 
-def test_a_tag_is_compared_with_nothing_and_is_not_pickled() -> None:
+def test_a_tag_is_not_compared_or_pickled() -> None:
     tagged = replace(DONE, tag=lambda: "cannot be pickled")
     assert tagged == DONE
     other = pickle.loads(pickle.dumps(tagged))

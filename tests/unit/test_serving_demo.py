@@ -21,7 +21,7 @@ def late_cpu(monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
-def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, capsys):
+def test_every_token_is_right(device, encoding, capsys):
     assert demo.main([*SMALL, "--device", device, "--encoding", encoding]) == 0
     printed = capsys.readouterr().out
     rows = {name: list(map(int, pair)) for name, *pair in re.findall(TABLE, printed, re.MULTILINE)}
@@ -32,7 +32,7 @@ def test_every_token_is_the_one_that_a_request_alone_gets(device, encoding, caps
 
 
 @pytest.mark.slow
-def test_two_demos_on_one_server_reuse_more_than_two_with_caches_of_their_own(tmp_path, capsys):
+def test_demos_on_one_server_reuse_more(tmp_path, capsys):
     def reused(*options):
         assert demo.main([*SMALL, *options]) == 0
         printed = capsys.readouterr().out
@@ -51,6 +51,6 @@ def test_two_demos_on_one_server_reuse_more_than_two_with_caches_of_their_own(tm
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_as_a_control_a_lost_block_changes_the_tokens_of_its_request(device, capsys):
+def test_control_a_lost_block_changes_tokens(device, capsys):
     assert demo.main([*SMALL, "--device", device, "--control"]) == 0
     assert "144 tokens compared, 1 requests differ" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ranges_in_use_never_overlap_and_begin_as_zeros(ring: ctypes.CDLL, seed: int) -> None:
+def test_ranges_in_use_never_overlap(ring: ctypes.CDLL, seed: int) -> None:
     rng = random.Random(seed)
     states = ctypes.cast(ring.start(), ctypes.POINTER(ctypes.c_uint8 * COUNT)).contents
     view = memoryview(states).cast("B")
@@ -88,7 +88,7 @@ def test_ranges_in_use_never_overlap_and_begin_as_zeros(ring: ctypes.CDLL, seed:
     assert bytes(view) == bytes(COUNT)
 
 
-def test_an_empty_ring_has_room_for_as_many_as_there_are(ring: ctypes.CDLL) -> None:
+def test_an_empty_ring_has_all_its_room(ring: ctypes.CDLL) -> None:
     ring.start()
     for count in (7, COUNT, COUNT - 1, COUNT):
         assert ring.has_room(count)

@@ -33,7 +33,7 @@ def bytes_in_use() -> int:
 
 
 @pytest.mark.parametrize("blocks", [1, 64])
-def test_a_job_that_is_done_keeps_its_result_only(blocks: int) -> None:
+def test_a_done_job_keeps_only_its_result(blocks: int) -> None:
     layout = PagedLayout([torch.zeros(64, 8, dtype=torch.uint8)])
     ids = list(range(blocks))
     with OffloadHandler(layout, HostPool(layout, num_pages=64)) as handler:

@@ -22,7 +22,7 @@ def test_an_integer_of_any_library_is_an_int(value):
     assert number == 3
 
 
-def test_what_a_signal_handler_raises_during_a_conversion_arrives_as_it_is():
+def test_signals_during_a_conversion_arrive_unchanged():
     class Interrupted:
         def __index__(self):
             signal.raise_signal(signal.SIGUSR1)
@@ -48,13 +48,13 @@ def test_what_a_signal_handler_raises_during_a_conversion_arrives_as_it_is():
 
 
 @pytest.mark.parametrize("value", [0, 6, -1, 2**64])
-def test_an_integer_out_of_range_is_refused_with_the_range(value):
+def test_an_integer_out_of_range_names_the_range(value):
     with pytest.raises(ValueError, match=rf"^slots is {value}; it must be 1 to 5$"):
         read_int("slots", value, 1, 5)
 
 
 @pytest.mark.parametrize("value", [torch.tensor([1, 2]), NoNumber()])
-def test_a_time_that_cannot_be_converted_is_refused_by_name(value):
+def test_an_inconvertible_time_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"^lease must be a number of seconds: ."):
         read_timeout("lease", value)
 

@@ -10,7 +10,7 @@ import pytest
 from torch_kvswap._native.descriptors import Descriptors
 
 
-def test_one_that_cannot_be_closed_leaves_no_other_open() -> None:
+def test_one_unclosable_descriptor_leaves_no_other_open() -> None:
     gone, other = (os.memfd_create("test") for _ in range(2))
     fds = array("i", [gone, other]).tobytes()
     came = Descriptors(lambda _: (b"", [(0, 0, fds)]), None)

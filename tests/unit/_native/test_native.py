@@ -18,7 +18,7 @@ from torch_kvswap._native.loader import native
 
 
 @simulated
-def test_a_driver_call_that_fails_is_named_with_its_code(driver):
+def test_a_failed_driver_call_is_named(driver):
     memory = torch.zeros(4096, dtype=torch.uint8)
     arguments = 0, memory.data_ptr(), memory.nbytes
     driver.fail("cuMemHostRegister", code=2)
@@ -33,14 +33,14 @@ def test_a_driver_call_that_fails_is_named_with_its_code(driver):
 
 
 @pytest.mark.gpu
-def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
+def test_a_missing_device_is_an_error():
     memory = torch.zeros(4096, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="CUDA device 97: CUDA_ERROR_INVALID_DEVICE"):
         native.register_host(97, memory.data_ptr(), memory.nbytes)
 
 
 @without_cuda
-def test_a_gpu_whose_context_could_not_be_had_is_asked_again():
+def test_a_failed_context_is_asked_for_again():
     def body(driver):
         from torch_kvswap._native.loader import native
 
@@ -62,7 +62,7 @@ no error
 
 
 @without_cuda
-def test_a_driver_that_lacks_a_function_is_refused_by_name():
+def test_a_missing_driver_function_is_named():
     def body(driver):
         from torch_kvswap.cli import doctor
 
@@ -80,7 +80,7 @@ no driver: host memory only
     )
 
 
-def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch, tmp_path):
+def test_the_stub_must_match_the_library(monkeypatch, tmp_path):
     stub = Path(native.__file__).with_name("_C.pyi")
     assert native.stub() == hashlib.sha256(stub.read_bytes()).hexdigest()
     (tmp_path / "_C.pyi").write_bytes(stub.read_bytes() + b"\n")
@@ -90,7 +90,7 @@ def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_source_tree_that_hides_an_installation_says_so(tmp_path: Path) -> None:
+def test_a_source_tree_hiding_an_installation_says_so(tmp_path: Path) -> None:
     tree, installed = tmp_path / "checkout", tmp_path / "site-packages"
     without = shutil.ignore_patterns("_C.*so", "__pycache__")
     shutil.copytree(loader.FOLDER, tree / "torch_kvswap", ignore=without)

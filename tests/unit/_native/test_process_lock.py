@@ -11,7 +11,7 @@ from processes import in_child
 from torch_kvswap._native.process_lock import is_free, open_lock
 
 
-def test_a_process_and_its_forked_child_have_a_lock_each() -> None:
+def test_a_forked_child_has_its_own_lock() -> None:
     here, there = socket.socketpair()
 
     def send() -> int:

@@ -28,7 +28,7 @@ def path_of(store: FileStore) -> Path:
     return Path(store._path)
 
 
-def test_what_was_put_is_there_until_it_is_deleted(store: FileStore) -> None:
+def test_what_was_put_stays_until_deleted(store: FileStore) -> None:
     check_put_get_and_delete(store)
     assert {file.name for file in path_of(store).iterdir() if file.is_file()} == {"b", "key"}
 
@@ -53,7 +53,7 @@ def test_a_read_that_fails_is_not_an_absence(
         store.get(["a"], pages(b"."))
 
 
-def test_a_full_disk_keeps_what_was_there_and_leaves_nothing(
+def test_a_full_disk_keeps_what_was_there(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_pages(store, ["a"])
@@ -127,7 +127,7 @@ def test_a_read_only_folder_is_read(tmp_path: Path) -> None:
     assert in_child(reads_and_does_not_write) == 1
 
 
-def test_without_o_direct_files_go_through_the_page_cache(
+def test_without_o_direct_the_page_cache_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.open
@@ -143,7 +143,7 @@ def test_without_o_direct_files_go_through_the_page_cache(
     assert get_pages(store, ["a"]) == [True]
 
 
-def test_files_of_killed_writers_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     program = """
 import os, sys
 from torch_kvswap.below import files
@@ -219,7 +219,7 @@ def test_only_what_a_writer_has_left_is_removed(tmp_path: Path) -> None:
     assert {file.name for file in unfinished.iterdir()} == left
 
 
-def test_a_link_in_place_of_unfinished_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_as_unfinished_is_not_followed(tmp_path: Path) -> None:
     other, folder = tmp_path / "other", tmp_path / "folder"
     other.mkdir(mode=0o700)
     folder.mkdir(mode=0o700)
@@ -253,7 +253,7 @@ def test_a_folder_of_another_user_is_refused(
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
-def test_a_folder_that_others_may_write_to_is_refused(mode: int, tmp_path: Path) -> None:
+def test_a_folder_writable_by_others_is_refused(mode: int, tmp_path: Path) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(PermissionError, match="others than its user may write"):
         FileStore(str(tmp_path))

@@ -7,7 +7,7 @@ import torch
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 
-def test_digests_move_with_a_page_that_is_partly_empty() -> None:
+def test_digests_move_with_a_partly_empty_page() -> None:
     tensor = torch.randint(256, (8, 20_000), dtype=torch.uint8)
     layout = PagedLayout([tensor])
     pool = HostPool(layout, 3, 2, verify="load")

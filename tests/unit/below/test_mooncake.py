@@ -27,7 +27,7 @@ def store(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
     connected.close()
 
 
-def test_what_was_put_is_there_until_it_is_deleted(store: MooncakeStore) -> None:
+def test_what_was_put_stays_until_deleted(store: MooncakeStore) -> None:
     # A Mooncake store gives a page that was just read a lease.
     check_put_get_and_delete(store)
 
@@ -39,13 +39,13 @@ def test_a_page_of_another_size_is_not_there(store: MooncakeStore, size: int) ->
     assert store.get(["key", "g"], pages(b".", b".")) == [False, True]
 
 
-def test_a_page_that_is_too_long_is_an_error(store: MooncakeStore) -> None:
+def test_a_too_long_page_is_an_error(store: MooncakeStore) -> None:
     store.put(["key"], pages(b"k", nbytes=PAGE + 1))
     with pytest.raises(OSError, match="key: Mooncake's error -600"):
         store.get(["key"], pages(b"."))
 
 
-def test_memory_is_registered_once_as_a_whole_while_it_is_there(store: MooncakeStore) -> None:
+def test_memory_is_registered_once(store: MooncakeStore) -> None:
     pool = pages(*[b"p"] * 8)
     for page in pool:
         store.put(["key"], [page])
@@ -56,7 +56,7 @@ def test_memory_is_registered_once_as_a_whole_while_it_is_there(store: MooncakeS
     assert len(store._registered) == 1
 
 
-def test_pages_of_a_killed_owner_exist_for_a_while_and_cannot_be_read(
+def test_pages_of_a_killed_owner_become_unreadable(
     cluster: MooncakeCluster, store: MooncakeStore
 ) -> None:
     with Engine(cluster.url) as writer:
@@ -74,7 +74,7 @@ def test_pages_of_a_killed_owner_exist_for_a_while_and_cannot_be_read(
         assert get_pages(store, ["c"]) == [True]
 
 
-def test_a_master_that_starts_again_has_nothing_and_takes_pages(
+def test_a_restarted_master_is_empty_and_usable(
     cluster: MooncakeCluster, store: MooncakeStore
 ) -> None:
     put_pages(store, ["a"])
@@ -94,7 +94,7 @@ def test_a_store_without_room_refuses_a_page(store: MooncakeStore) -> None:
     assert get_pages(store, ["b"]) == [True]
 
 
-def test_a_store_is_connected_to_when_it_is_there(cluster: MooncakeCluster) -> None:
+def test_a_store_connects_when_it_is_there(cluster: MooncakeCluster) -> None:
     kill(cluster.master)
     store = MooncakeStore(cluster.url)
     with pytest.raises(ConnectionError, match=r"cannot connect to 127\.0\.0\.1"):

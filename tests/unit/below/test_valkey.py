@@ -26,7 +26,7 @@ def store(server: ValkeyServer) -> Iterator[ValkeyStore]:
     connected.close()
 
 
-def test_what_was_put_is_there_until_it_is_deleted(store: ValkeyStore) -> None:
+def test_what_was_put_stays_until_deleted(store: ValkeyStore) -> None:
     check_put_get_and_delete(store)
 
 
@@ -47,7 +47,7 @@ CALLS: list[Callable[[ValkeyStore], object]] = [
 
 @pytest.mark.parametrize("call", CALLS, ids=["put", "get", "exists", "delete"])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_server_that_is_killed_fails_calls_until_it_is_back(
+def test_a_killed_server_fails_calls_until_back(
     is_new: bool, call: Callable[[ValkeyStore], object], server: ValkeyServer, store: ValkeyStore
 ) -> None:
     put_pages(store, ["a", "b"])
@@ -83,7 +83,7 @@ def test_a_server_that_hangs_is_waited_for_once(
 @pytest.mark.parametrize(
     "answer", [b"+" * (1 << 20), b"$" + b"1" * 1000 + b"\r\n", b"$page\r\n", b"HTTP/1.1 400\r\n"]
 )
-def test_a_server_of_another_kind_is_refused_at_its_first_line(answer: bytes) -> None:
+def test_a_foreign_server_is_refused_at_once(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -101,7 +101,7 @@ def test_a_server_of_another_kind_is_refused_at_its_first_line(answer: bytes) ->
         serving.join()
 
 
-def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
+def test_a_full_server_keeps_what_it_has() -> None:
     running = ValkeyServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     store = ValkeyStore(running.url)
     put_pages(store, ["a"])
@@ -113,7 +113,7 @@ def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
     running.kill()
 
 
-def test_a_password_is_needed_if_the_server_has_one() -> None:
+def test_a_password_is_needed_if_set() -> None:
     running = ValkeyServer("--requirepass", "s@cret")
     address = running.url.removeprefix("valkey://")
     for login, expected in (("", "NOAUTH"), (":wrong@", "WRONGPASS"), ("default:s%40cret@", "")):

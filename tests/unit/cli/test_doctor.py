@@ -28,7 +28,7 @@ def test_it_does_not_initialise_cuda() -> None:
     assert topics > {"library", "PyTorch", "CUDA driver", "CUDA kernels", "host memory", "vLLM"}
 
 
-def test_a_fault_has_a_remedy_and_an_exit_code(
+def test_a_fault_has_remedy_and_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t Imaginary\n")
@@ -50,7 +50,7 @@ def test_a_fault_has_a_remedy_and_an_exit_code(
     assert doctor.main([]) == 0
 
 
-def test_an_engine_that_is_not_supported_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_engine_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.9.0")
     assert doctor.report()["vLLM"].is_fault
     assert doctor.report()["transformers"].is_fault

@@ -4,7 +4,7 @@ from torch_kvswap import __main__ as program
 from torch_kvswap.cli import doctor, serve
 
 
-def test_a_command_gets_its_arguments_and_gives_the_exit_code(
+def test_a_command_gets_arguments_and_gives_its_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module, name in ((doctor, "doctor"), (serve, "serve")):

@@ -70,14 +70,14 @@ def assert_equal(block: Sequence[Values], expected: Sequence[Values]) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_the_library_and_the_model_agree_on_the_format(sizes: list[int], width: float) -> None:
+def test_library_and_model_agree_on_the_format(sizes: list[int], width: float) -> None:
     found, model = native.SlotFormat(sizes, int(8 * width)), SlotModel(sizes, width)
     assert (found.slot_bytes, found.max_escapes) == (model.slot_bytes, model.max_escapes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_every_kind_of_values_comes_back_bit_for_bit(sizes: list[int], kind: str) -> None:
+def test_every_kind_of_values_comes_back(sizes: list[int], kind: str) -> None:
     block, model = make_block(kind, sizes), SlotModel(sizes, 12.5)
     state, slot = encode(block, 12.5)
     assert state == GOOD
@@ -119,7 +119,7 @@ def test_every_value_comes_back_in_every_window() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_a_slot_takes_as_many_escapes_as_it_has_room_for(sizes: list[int], width: float) -> None:
+def test_a_slot_takes_escapes_up_to_its_room(sizes: list[int], width: float) -> None:
     model = SlotModel(sizes, width)
     full = with_escapes(sizes, model.max_escapes)
     state, slot = encode(full, width)
@@ -135,7 +135,7 @@ def test_a_slot_takes_as_many_escapes_as_it_has_room_for(sizes: list[int], width
     assert_equal(read, [np.full_like(part, 0xA5A5) for part in read])
 
 
-def test_a_slot_without_room_for_escapes_holds_a_block_that_has_none() -> None:
+def test_a_slot_without_escapes_holds_plain_blocks() -> None:
     sizes = [512, 512]
     assert SlotModel(sizes, 12.5).max_escapes == 0
     state, slot = encode(with_escapes(sizes, 0), 12.5)
@@ -151,7 +151,7 @@ def test_blocks_of_4_gib_are_the_largest() -> None:
     assert found.slot_bytes == SlotModel(sizes, 15.875).slot_bytes < 1 << 32
 
 
-def test_real_keys_and_values_fit_with_room_to_spare() -> None:
+def test_real_keys_and_values_fit() -> None:
     block, model = real_page(), SlotModel(SMOLLM2_SIZES, 12.125)
     state, slot = encode(block, 12.125)
     assert state == GOOD
@@ -188,7 +188,7 @@ def damaged_slots() -> dict[str, tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("damage", damaged_slots())
-def test_a_slot_that_holds_no_block_is_refused_and_nothing_is_written(damage: str) -> None:
+def test_a_slot_without_a_block_is_refused(damage: str) -> None:
     slot, model = encode(with_escapes([4096], 3), 12.5)[1], SlotModel([4096], 12.5)
     # Behind the escapes there would be valid ones, up to the first tile.
     slot[model.places : model.metadata_bytes] = 0
@@ -210,7 +210,7 @@ def test_damage_to_one_slab_is_refused_by_all(slabs: range) -> None:
 
 
 @pytest.mark.parametrize("change", ["lowest", "first escape", "place"])
-def test_a_slot_that_changes_while_it_is_decoded_writes_nothing_outside_of_its_block(
+def test_a_changing_slot_writes_only_its_block(
     change: str,
 ) -> None:
     # The values of the first slab, which have no escapes, take the place of the slot's metadata
@@ -273,7 +273,7 @@ def test_the_window_has_most_of_the_sampled_values() -> None:
         assert_equal(decode(slot, sizes, 15.875)[1], block)
 
 
-def test_what_was_not_sampled_may_be_a_little_larger() -> None:
+def test_unsampled_values_may_be_a_little_larger() -> None:
     # Three of four values are not looked at. All that are looked at are 1; the window leaves room
     # for twice as large ones above it, and for smaller ones below.
     values = np.full(2048, ONE, np.uint16)

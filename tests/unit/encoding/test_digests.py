@@ -45,7 +45,7 @@ def stored(verify: str = "load", **options: object) -> tuple[PagedLayout, HostPo
 
 
 @pytest.mark.parametrize("sizes", [(1,), (16, 1024, 1025), (8192,), (8193, 24576), (20001, 7)])
-def test_the_table_has_the_digests_that_the_documentation_describes(sizes: tuple[int, ...]) -> None:
+def test_the_table_has_the_documented_digests(sizes: tuple[int, ...]) -> None:
     cache = layout(*sizes)
     pool = HostPool(cache, 3, 2, verify="load")
     with OffloadHandler(cache, pool) as handler:
@@ -77,14 +77,14 @@ def test_no_damage_goes_unnoticed(encoding: str, layer_groups: int, rows: bool) 
     assert seen["noticed"] > 560
 
 
-def test_as_a_control_damage_of_each_kind_goes_unnoticed_without_digests() -> None:
+def test_control_damage_goes_unnoticed_without_digests() -> None:
     for encoding in ("raw", "lossless"):
         with EncodedCache(values=SLAB_VALUES, encodings=[encoding]) as cache:
             damage = Damage(cache, seed=1)
             assert set(damage.run(200)) >= {*damage.kinds} - {"digests"}
 
 
-def test_the_error_names_the_block_its_page_and_both_digests() -> None:
+def test_the_error_names_block_page_and_digests() -> None:
     cache, pool, handler = stored()
     row = rows_of(pool)[1 + 5, HEAD:].view(np.uint64)
     expected = digests_of([bytes(tensor[1].numpy()) for tensor in cache.tensors])
@@ -111,7 +111,7 @@ def test_the_error_names_the_block_its_page_and_both_digests() -> None:
     assert (metrics.rejected_blocks, metrics.corrupted_blocks, metrics.encoded_blocks) == (0, 1, 0)
 
 
-def test_a_page_can_be_loaded_again_once_it_was_stored_again() -> None:
+def test_a_page_stored_again_can_be_loaded() -> None:
     _, pool, handler = stored()
     pool.pages[4] = 0
     with handler, logged():
@@ -123,7 +123,7 @@ def test_a_page_can_be_loaded_again_once_it_was_stored_again() -> None:
         handler.load(page_ids=[4], gpu_block_ids=[2]).synchronize()
 
 
-def test_a_page_that_was_never_stored_is_not_loaded() -> None:
+def test_an_unstored_page_is_not_loaded() -> None:
     _, pool, handler = stored()
     pool.pages[1] = 7  # by the caller, who makes no digests
     with handler:
@@ -139,7 +139,7 @@ BlocksRejectedError: load 1 failed: 2 of 3 blocks are not in their host pages (p
         assert job.result.rejected == (0, 1)
 
 
-def test_an_encoded_block_that_did_not_fit_is_rejected_and_not_corrupted() -> None:
+def test_a_block_that_did_not_fit_is_rejected() -> None:
     with EncodedCache(verify="load") as cache:
         cache.spoil(1)
         store = cache.store([0, 1], [0, 1])
@@ -150,7 +150,7 @@ def test_an_encoded_block_that_did_not_fit_is_rejected_and_not_corrupted() -> No
         assert cache.is_same(2, cache.block(0))
 
 
-def test_a_damaged_slot_that_no_decoder_takes_is_corrupted_and_not_empty() -> None:
+def test_an_undecodable_slot_is_corrupted() -> None:
     with EncodedCache(verify="load") as cache, logged():
         cache.store([0], [0])
         cache.pools[0].pages[0, 0, :4] = 0  # the magic number
@@ -203,7 +203,7 @@ def test_processes_that_share_a_pool_share_its_digests() -> None:
                 each.load(page_ids=[5], gpu_block_ids=[2]).synchronize()
 
 
-def test_a_prefix_with_a_corrupted_page_is_found_up_to_it_and_computed_again() -> None:
+def test_a_corrupted_page_ends_a_prefix() -> None:
     cache = layout(3000, 512)
     pool = HostPool(cache, 8, verify="load")
     keys = PrefixHasher(model="m", dtype="uint8", block_tokens=1).keys([1, 2, 3])
@@ -225,7 +225,7 @@ def test_a_prefix_with_a_corrupted_page_is_found_up_to_it_and_computed_again() -
     assert torch.equal(cache.tensors[1][:3], cache.tensors[1][3:])
 
 
-def test_a_host_that_waits_for_the_digests_gets_the_error() -> None:
+def test_a_host_waiting_for_digests_gets_the_error() -> None:
     _, pool, handler = stored()
     with handler, logged():
         handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
@@ -256,7 +256,7 @@ def test_waits_on_a_stream_leave_failures_to_poll(
             job.synchronize()
 
 
-def test_the_digests_cannot_be_waited_for_where_there_are_none() -> None:
+def test_missing_digests_cannot_be_waited_for() -> None:
     _, _, handler = stored("off")
     with handler:
         job = handler.load(page_ids=[4], gpu_block_ids=[2])
@@ -308,7 +308,7 @@ and copy engines cannot make the digests; leave it out, or use a pool with verif
         )
 
 
-def test_a_device_without_kernels_of_this_library_is_refused() -> None:
+def test_a_device_without_kernels_is_refused() -> None:
     assert_expected_inline(
         error_text(lambda: read_verify("load", torch.device("xpu:1"))),
         """\

@@ -24,7 +24,7 @@ def with_blocks_of(*escapes: int) -> Bf16Cache:
     return cache
 
 
-def test_the_narrowest_slots_that_hold_the_blocks_are_recommended() -> None:
+def test_the_narrowest_sufficient_slots_are_recommended() -> None:
     found = recommend_encoding(with_blocks_of(0, 3, ROOM[12.125]).layout, [0, 1, 2])
     assert (found.encoding, found.bits_per_value) == ("lossless", 12.125)
     assert found.escapes == (0, 3, ROOM[12.125])
@@ -41,7 +41,7 @@ def test_wider_slots_are_recommended_for_one_escape_more() -> None:
     assert found.rejected == {12.125: 0.5, 12.5: 0}
 
 
-def test_raw_pages_are_recommended_if_no_slots_hold_the_blocks() -> None:
+def test_raw_pages_are_recommended_if_nothing_fits() -> None:
     found = recommend_encoding(with_blocks_of(0, ROOM[12.5] + 1).layout, [1, 1, 0])
     assert (found.encoding, found.bits_per_value) == ("raw", None)
     assert found.rejected == {12.125: 2 / 3, 12.5: 2 / 3}
@@ -69,7 +69,7 @@ def test_it_counts_what_a_store_rejects() -> None:
             assert len(job.result.rejected) == round(found.rejected[width] * len(blocks))
 
 
-def test_blocks_are_read_in_the_order_of_their_memory() -> None:
+def test_blocks_are_read_in_memory_order() -> None:
     """A block whose dimensions are permuted has the windows of the codec, not others."""
     values = torch.ones(4, 64, 32, dtype=torch.bfloat16)
     values[1, :2] = 2.0**100  # 64 values in a row
@@ -93,7 +93,7 @@ def test_views_of_bytes_are_read_at_any_address(offset: int) -> None:
     assert recommend_encoding(layout, [0, 1]).escapes == (0, 5)
 
 
-def test_blocks_that_cannot_be_encoded_stay_raw_and_it_says_why() -> None:
+def test_unencodable_blocks_stay_raw_with_a_reason() -> None:
     found = recommend_encoding(PagedLayout([torch.zeros(4, 64, dtype=torch.float16)]), [0])
     assert (found.encoding, found.bits_per_value, found.escapes) == ("raw", None, ())
     assert (found.rejected, found.escapes) == ({}, ())
@@ -103,7 +103,7 @@ def test_blocks_that_cannot_be_encoded_stay_raw_and_it_says_why() -> None:
     )
 
 
-def test_blocks_too_small_for_the_narrow_slots_get_the_wide_ones() -> None:
+def test_small_blocks_get_the_wide_slots() -> None:
     found = recommend_encoding(PagedLayout([torch.ones(4, 512, dtype=torch.bfloat16)]), [0])
     assert (found.bits_per_value, found.rejected) == (12.5, {12.5: 0})
 

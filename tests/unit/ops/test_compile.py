@@ -31,7 +31,7 @@ def addresses(*tensors):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["wrapper", "packet", "default"])
-def test_a_copy_by_address_is_neither_deleted_nor_moved(backend, device, form):
+def test_an_address_copy_is_not_deleted_or_moved(backend, device, form):
     call = {
         "wrapper": ops.swap_blocks_batch,
         "packet": OPS.swap_blocks_batch,
@@ -65,7 +65,7 @@ def test_a_copy_by_address_stays_between_other_writes(backend, device):
 
 
 @pytest.mark.parametrize("form", ["packet", "default"])
-def test_a_copy_by_address_is_refused_where_the_graph_must_be_whole(backend, form):
+def test_an_address_copy_breaks_whole_graphs(backend, form):
     call = OPS.swap_blocks_batch if form == "packet" else OPS.swap_blocks_batch.default
     cache, source = torch.zeros(8), torch.ones(8)
     (src, dst), size = addresses(source, cache), torch.tensor([32])
@@ -118,7 +118,7 @@ def test_swap_blocks_mixes_with_other_in_place_ops(backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_swap_kv_blocks_writes_every_layer_of_the_graph(backend, device):
+def test_swap_kv_blocks_writes_every_layer(backend, device):
     layers = [torch.zeros(4, 8, device=device) for _ in range(3)]
     sources = [torch.full((2, 8), float(i + 1)) for i in range(3)]
 
@@ -136,7 +136,7 @@ def test_swap_kv_blocks_writes_every_layer_of_the_graph(backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_swap_blocks_compiles_once_for_block_sizes_that_vary(backend, device):
+def test_swap_blocks_compiles_once_for_varying_sizes(backend, device):
     from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
 
     frames = CompileCounterWithBackend(backend)
@@ -167,7 +167,7 @@ def test_views_of_one_cache_are_written_through(backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_expand_block_ids_compiles_once_for_counts_that_vary(backend, device):
+def test_expand_block_ids_compiles_once_for_varying_counts(backend, device):
     from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
 
     frames = CompileCounterWithBackend(backend)
@@ -185,7 +185,7 @@ def test_expand_block_ids_compiles_once_for_counts_that_vary(backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_expand_block_ids_writes_an_out_that_the_graph_made(backend, device):
+def test_expand_block_ids_writes_an_out_of_graphs(backend, device):
     def step(ids):
         out = torch.zeros(6, dtype=torch.int64, device=device)
         ops.expand_block_ids(ids, 3, out=out)
@@ -196,7 +196,7 @@ def test_expand_block_ids_writes_an_out_that_the_graph_made(backend, device):
 
 
 @pytest.mark.gpu
-def test_a_large_pinned_destination_is_right_when_the_graph_returns(backend):
+def test_a_large_pinned_destination_is_right_on_return(backend):
     # Compilers copy into a clone of the destination and copy back on the host.
     rows, row_bytes = 64, 4 << 20
     src = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, device="cuda")
@@ -215,7 +215,7 @@ def test_a_large_pinned_destination_is_right_when_the_graph_returns(backend):
 
 
 @pytest.mark.gpu
-def test_a_large_pinned_source_is_right_when_the_graph_goes_on(backend):
+def test_a_large_pinned_source_is_read_in_time(backend):
     rows, row_bytes = 64, 4 << 20
     src = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8).pin_memory()
     dst = torch.zeros(rows, row_bytes, dtype=torch.uint8, device="cuda")

@@ -15,7 +15,7 @@ def reference(ids, factor, skip=0, count=None):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_id_becomes_factor_ids_and_both_ends_can_be_partial(device):
+def test_both_ends_of_an_expansion_can_be_partial(device):
     generator = torch.Generator().manual_seed(1)
     for case in range(200):
         n = int(torch.randint(0, 40, (), generator=generator))
@@ -30,7 +30,7 @@ def test_each_id_becomes_factor_ids_and_both_ends_can_be_partial(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_ids_and_a_strided_out_are_read_and_written_in_place(device):
+def test_strided_ids_and_outs_are_used_in_place(device):
     ids = torch.arange(20, device=device)[::3]
     backing = torch.full((40,), -7, device=device)
     out = ops.expand_block_ids(ids, 2, 1, 12, out=backing[1:25:2])
@@ -124,7 +124,7 @@ def test_every_factor_and_stride_expands_the_same(factor, step, out_step):
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 5, 7, 16, 1000])
 @pytest.mark.parametrize("step", [1, 2])
-def test_the_largest_id_is_the_last_whose_small_blocks_can_be_counted(factor, step):
+def test_the_largest_countable_id_is_the_last(factor, step):
     largest = 2**63 // factor - 1  # largest * factor + factor - 1 is the last int64, or before it
     assert (largest + 1) * factor - 1 <= 2**63 - 1 < (largest + 2) * factor - 1
     ids = torch.zeros(3 * step, dtype=torch.int64)[::step]

@@ -36,7 +36,7 @@ torch_kvswap::expand_block_ids.out(Tensor block_ids, SymInt block_size_factor, S
 
 
 @pytest.mark.parametrize("op", [OPS.swap_blocks.default, OPS.swap_kv_blocks.default])
-def test_compilers_keep_the_strides_of_blocks_and_leave_the_ids_to_each_call(op):
+def test_compilers_keep_block_strides(op):
     assert {torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe} <= set(op.tags)
 
 
@@ -54,7 +54,7 @@ def test_the_tensor_ops_pass_opcheck():
     opcheck(OPS.expand_block_ids.out, (ids, 2, 1), {"out": torch.zeros(5, dtype=torch.int64)})
 
 
-def test_the_op_on_addresses_has_no_fake_that_would_let_it_into_a_graph():
+def test_the_op_on_addresses_has_no_fake():
     with torch._subclasses.FakeTensorMode():
         fake = torch.zeros(1, dtype=torch.int64)
         with pytest.raises(torch._subclasses.fake_tensor.UnsupportedOperatorException):
@@ -99,7 +99,7 @@ def test_autograd_sees_a_write_to_a_tensor_subclass():
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
-def test_a_compiler_refuses_a_backward_that_needs_what_was_overwritten():
+def test_a_backward_needing_overwritten_values_is_refused():
     def step(weight, src, dst, mapping):
         product = (weight * dst).sum()
         torch.ops.torch_kvswap.swap_blocks(src, dst, 8, mapping)
@@ -129,7 +129,7 @@ def torch_says(write):
 
 @pytest.mark.parametrize("op", ["swap_blocks", "swap_kv_blocks", "swap_kv_blocks, second layer"])
 @pytest.mark.parametrize("kind", ["leaf", "view of a leaf"])
-def test_a_leaf_that_requires_grad_is_refused_as_pytorch_does(op, kind):
+def test_a_leaf_requiring_grad_is_refused(op, kind):
     src, mapping = torch.ones(4, 2), torch.tensor([[0, 1]])
     leaf = torch.zeros(4, 2, requires_grad=True)
     dst = leaf if kind == "leaf" else leaf[:]
@@ -163,7 +163,7 @@ def test_gradients_are_those_without_the_write():
         (torch._ops.OpOverload, "redispatch"),
     ],
 )
-def test_a_torch_that_lacks_what_the_ops_need_is_named_at_import(module, name, monkeypatch):
+def test_an_unsuitable_torch_is_named_at_import(module, name, monkeypatch):
     ops._check_torch()
     monkeypatch.delattr(module, name)
     with pytest.raises(ImportError, match=rf"^torch \S+ lacks torch\.\S*\b{name}, which"):
@@ -171,7 +171,7 @@ def test_a_torch_that_lacks_what_the_ops_need_is_named_at_import(module, name, m
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_inference_tensors_are_written_in_inference_mode_only_as_by_pytorch(device):
+def test_inference_tensors_are_written_in_inference_mode(device):
     with torch.inference_mode():
         src, dst = torch.ones(4, 2, device=device), torch.zeros(4, 2, device=device)
         out = torch.zeros(2, dtype=torch.int64)
@@ -223,7 +223,7 @@ def test_a_meta_tensor_among_real_ones_is_refused():
     assert not dst.any()
 
 
-def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeypatch):
+def test_addresses_of_another_device_are_refused(monkeypatch):
     src, dst, size = torch.ones(4), torch.zeros(4), torch.tensor([16])
     addresses = [torch.tensor([tensor.data_ptr()]) for tensor in (src, dst)]
     for accelerator in (None, torch.device("cuda")):
@@ -239,7 +239,7 @@ def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeyp
     assert not dst.any()
 
 
-def test_a_copy_of_no_bytes_may_have_any_addresses():
+def test_empty_copies_may_have_any_addresses():
     src, dst = torch.arange(1.0, 5), torch.zeros(4)
     addresses = [
         torch.tensor([0, *range(t.data_ptr(), t.data_ptr() + 16, 4), -64]) for t in (src, dst)
