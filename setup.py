@@ -28,7 +28,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from setuptools import Extension, __version__, setup
+from setuptools import Distribution, Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -64,6 +64,22 @@ def say(message: str) -> None:
 
 def fail(message: str) -> NoReturn:
     raise SystemExit(f"torch_kvswap: {message}")
+
+
+def repository() -> str | None:
+    """Where the sources are, if a workflow of the repository builds."""
+    if name := os.environ.get("GITHUB_REPOSITORY"):
+        return f"{os.environ['GITHUB_SERVER_URL']}/{name}"
+    return None
+
+
+def long_description() -> str:
+    """README and changelog. Links in it lead to the repository, because an index has no files."""
+    text = "\n".join(Path(name).read_text() for name in ("README.md", "CHANGELOG.md"))
+    if (home := repository()) is None:
+        return text
+    text = re.sub(r"!\[([^]]*)\]\((?!http)", rf"![\1]({home}/raw/main/", text)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!http|#)", rf"[\1]({home}/blob/main/", text)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -305,11 +321,28 @@ class BuildLibrary(build_ext):
             replace(library, built)
 
 
+class Linked(Distribution):
+    """With the links that an index shows; pyproject.toml cannot know them."""
+
+    def parse_config_files(self, *arguments: object, **options: object) -> None:
+        super().parse_config_files(*arguments, **options)
+        if home := repository():
+            self.metadata.project_urls = {
+                "Source": home,
+                "Documentation": f"{home}/tree/main/docs",
+                "Issues": f"{home}/issues",
+                "Changelog": f"{home}/blob/main/CHANGELOG.md",
+            }
+
+
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
     if release(__version__) < OLDEST_SETUPTOOLS:
         fail(f"setuptools {__version__} is too old: pip install 'setuptools>=77'.")
     setup(
+        distclass=Linked,
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
         ext_modules=[Extension("torch_kvswap._C", [], py_limited_api=HAS_STABLE_ABI)],
         cmdclass={"build_ext": BuildLibrary},
         options={"bdist_wheel": {"py_limited_api": "cp312"}} if HAS_STABLE_ABI else {},

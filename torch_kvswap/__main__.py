@@ -17,10 +17,16 @@ def main(arguments: list[str]) -> int:
         module, _ = COMMANDS[name]
         code: int = import_module(module).main(arguments[1:])
         return code
+    if name == "--version":
+        from torch_kvswap import __version__
+
+        print(f"torch_kvswap {__version__}")
+        return 0
     width = max(map(len, COMMANDS))
     usage = "\n".join(
         [
             "usage: python -m torch_kvswap COMMAND ...",
+            "       python -m torch_kvswap --version",
             *(f"  {command:{width}}  {purpose}" for command, (_, purpose) in COMMANDS.items()),
         ]
     )

@@ -6,7 +6,7 @@ back. The tokens must be the same.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,11 +27,25 @@ LONGEST_PROMPT = 96
 Encoding = Literal["raw", "lossless"]
 
 
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def read_device(text: str) -> torch.device:
+    if not (device := torch.device(text)).type.startswith(("cpu", "cuda")):
+        raise ArgumentTypeError(f"the demo runs on cpu and cuda, not on {text}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentTypeError("PyTorch finds no GPU; leave --device out")
+    return device
+
+
 def parser() -> ArgumentParser:
     made = ArgumentParser("python examples/serving_demo", description=__doc__)
-    made.add_argument("--device", default="cpu", help="such as cuda (default cpu)")
-    made.add_argument("--requests", type=int, default=24)
-    made.add_argument("--new-tokens", type=int, default=48, help="of each request")
+    made.add_argument("--device", type=read_device, default="cpu", help="cpu (default) or cuda")
+    made.add_argument("--requests", type=positive, default=24)
+    made.add_argument("--new-tokens", type=positive, default=48, help="of each request")
     made.add_argument("--gpu-blocks", type=int, default=40, help=f"of {BLOCK_SIZE} tokens")
     made.add_argument(
         "--encoding",
@@ -131,13 +145,14 @@ def table(without: Run, using: Run) -> str:
     return "\n".join(f"{name:38}{first:>20}{second:>12}" for name, (first, second) in rows)
 
 
-def plot(without: Run, using: Run, file: str) -> None:
+def plot(without: Run, using: Run, title: str, file: str) -> None:
     """Draws how many requests have waited how long for their first token."""
     figure, axes = import_module("matplotlib.pyplot").subplots()
     shares = [100 * (number + 1) / len(using.waits) for number in range(len(using.waits))]
     for name, each in (("without host cache", without), ("with", using)):
         axes.step([1e3 * wait for wait in each.waits], shares, where="post", label=name)
     axes.set(xlabel="time to first token, ms", ylabel="requests, %", xlim=0, ylim=(0, 100))
+    axes.set_title(title)
     axes.legend()
     figure.savefig(file)
 
@@ -157,25 +172,25 @@ def run(options: Namespace) -> int:
     if options.gpu_blocks <= max_blocks:
         sys.exit(f"--gpu-blocks must be more than {max_blocks}, the blocks of the longest request")
     dtype = torch.float32 if options.encoding == "raw" else torch.bfloat16
-    model = Model(BLOCK_SIZE, max_blocks, options.seed, torch.device(options.device), dtype)
+    device = options.device
+    other = ""
+    if device.type == "cpu" and torch.cuda.is_available():
+        other = "; --device cuda uses the GPU"
+    print(f"running on {device}{other}\ncomputing each request alone ...", flush=True)
+    model = Model(BLOCK_SIZE, max_blocks, options.seed, device, dtype)
     expected = [model.generate(prompt, options.new_tokens) for prompt in prompts]
-    without, using = (
-        serve(
-            model,
-            [Request(prompt, options.new_tokens) for prompt in prompts],
-            options,
-            encoding,
-        )
-        for encoding in (None, options.encoding)
-    )
+    runs = []
+    for name, encoding in (("without", None), ("with", options.encoding)):
+        print(f"serving them together {name} a host cache ...", flush=True)
+        requests = [Request(prompt, options.new_tokens) for prompt in prompts]
+        runs.append(serve(model, requests, options, encoding))
+    without, using = runs
     needed = sum(model.blocks_for(len(prompt) + options.new_tokens) for prompt in prompts)
     stored, loaded = (using.server.bytes_moved[way] / 1e6 for way in ("store", "load"))
-    print(
-        f"{len(prompts)} requests on {options.device}, in {options.gpu_blocks} blocks instead of "
-        f"{needed}; {stored:.1f} MB stored, {loaded:.1f} MB loaded\n{table(without, using)}"
-    )
+    load = f"{len(prompts)} requests in {options.gpu_blocks} blocks instead of {needed}"
+    print(f"{load}; {stored:.1f} MB stored, {loaded:.1f} MB loaded\n{table(without, using)}")
     if options.plot:
-        plot(without, using, options.plot)
+        plot(without, using, f"a small random model on {device}: {load}", options.plot)
     wrong = [
         request
         for request, tokens in zip(using.requests, expected, strict=True)

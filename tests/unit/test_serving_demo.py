@@ -50,6 +50,19 @@ def test_demos_on_one_server_reuse_more(tmp_path, capsys):
     assert second > 2 * alone
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--device", "meta", "the demo runs on cpu and cuda, not on meta"),
+        ("--requests", "0", "invalid positive value: '0'"),
+    ],
+)
+def test_a_wrong_argument_is_named(option, value, why, capsys):
+    with pytest.raises(SystemExit):
+        demo.main([option, value])
+    assert f"argument {option}: {why}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_control_a_lost_block_changes_tokens(device, capsys):
     assert demo.main([*SMALL, "--device", device, "--control"]) == 0

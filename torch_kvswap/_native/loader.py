@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_kvswap._native.log import log
+
 __all__ = ["ForkGuard", "native", "ops"]
 
 FOLDER = Path(__file__).parents[1]
 ops: Any = torch.ops  # its attributes lack type annotations
+WITHOUT_KERNELS = "so the GPU stages and encodes nothing, and expand_block_ids takes CPU ids only"
+_DRIVER = Path("/proc/driver/nvidia/version")
 _BUILD = "(`make build` in a checkout, else `pip install --no-build-isolation .`)"
 
 
@@ -55,6 +59,12 @@ def load() -> ModuleType:
         raise ImportError(
             f"torch_kvswap's native library {native.__file__} and its Python files are of "
             f"different releases. Build it again {_BUILD}."
+        )
+    if not native.kernel_version() and torch.version.cuda and _DRIVER.exists():
+        log.warning(
+            "torch_kvswap was built without CUDA kernels, %s; install nvcc 12.0 or later and build "
+            "it again %s",
+            *(WITHOUT_KERNELS, _BUILD),
         )
     return native
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from torch_kvswap._native.arguments import count_of
-from torch_kvswap._native.loader import native
+from torch_kvswap._native.loader import WITHOUT_KERNELS, native
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
 from torch_kvswap.integrations import transformers
@@ -27,7 +27,6 @@ from torch_kvswap.integrations.vllm import options as vllm
 
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
 _LEAST_SHARE = 0.7  # of the link; 0.86 on an H200, the rest are headers
-_MISSING = "so the GPU stages and encodes nothing, and expand_block_ids takes CPU ids only"
 
 
 class Finding(NamedTuple):
@@ -58,11 +57,11 @@ def _driver() -> Finding:
 def _kernels() -> Finding:
     runtime, driver = native.kernel_version(), native.driver_version()
     if not runtime:
-        return Finding(f"none: built without nvcc, {_MISSING}", is_fault=driver > 0)
+        return Finding(f"none: built without nvcc, {WITHOUT_KERNELS}", is_fault=driver > 0)
     if not driver or driver // 1000 >= runtime // 1000:
         return Finding(f"built with {_release(runtime)}")
     return Finding(
-        f"built with {_release(runtime)}, too new for the driver, {_MISSING}; update the "
+        f"built with {_release(runtime)}, too new for the driver, {WITHOUT_KERNELS}; update the "
         "driver or build with an older nvcc",
         is_fault=True,
     )

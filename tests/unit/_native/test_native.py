@@ -89,6 +89,18 @@ def test_the_stub_must_match_the_library(monkeypatch, tmp_path):
         loader.load()
 
 
+def test_importing_without_kernels_beside_a_gpu_warns(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(native, "kernel_version", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(loader, "_DRIVER", tmp_path)
+    loader.load()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("torch_kvswap was built without CUDA kernels, so the GPU")
+    monkeypatch.setattr(loader, "_DRIVER", tmp_path / "none")
+    loader.load()
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.slow
 def test_a_source_tree_hiding_an_installation_says_so(tmp_path: Path) -> None:
     tree, installed = tmp_path / "checkout", tmp_path / "site-packages"

@@ -1,5 +1,6 @@
 import pytest
 
+import torch_kvswap as kvs
 from torch_kvswap import __main__ as program
 from torch_kvswap.cli import doctor, serve
 
@@ -13,3 +14,6 @@ def test_a_command_gets_arguments_and_gives_its_code(
     assert program.main(["dance"]) == 2
     assert capsys.readouterr().err.startswith("torch_kvswap has no command 'dance'\nusage: ")
     assert program.main([]) == 0
+    capsys.readouterr()
+    assert program.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torch_kvswap {kvs.__version__}\n"
