@@ -22,7 +22,7 @@ def tiny_cache() -> PagedLayout:
 @contextmanager
 def serving(pages: int) -> Iterator[str]:
     """The socket of a server with so many pages of such a cache, whose memory nobody touches."""
-    memory = pages * HostPool.page_bytes_of(tiny_cache(), page_alignment=4096)
+    memory = pages * HostPool.page_bytes_of(tiny_cache())
     with TemporaryDirectory() as folder:
         path = f"{folder}/pages"
         command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]

@@ -32,7 +32,7 @@ def engine() -> str:
 def pool_of(*sizes: int, blocks_per_page: int = 2, **how: Any) -> HostPool:
     tensors = [torch.zeros(4, size, dtype=torch.uint8) for size in sizes or (1000,)]
     layout = PagedLayout(tensors, dtype=torch.bfloat16 if "encoding" in how else None)
-    aligned = {"shared": True, "page_alignment": ROW_ALIGNMENT}
+    aligned = {"shared": True, "part": (0, 1)}
     return HostPool(layout, 5, blocks_per_page, **aligned | how)
 
 
@@ -110,7 +110,7 @@ class Ranks:
         self.cache = (1 + torch.rand(4, 12 << 10)).bfloat16()
         layout = PagedLayout([self.cache])
         self.right = self.cache.clone()
-        shared = {"shared": True, "page_alignment": ROW_ALIGNMENT, "part": (0, 2)}
+        shared = {"shared": True, "part": (0, 2)}
         self.pools = [HostPool(layout, 5, 2, **shared | how)]
         handle = self.pools[0].share()
         self.pools.append(HostPool.attach(layout, handle, rank=1))

@@ -54,7 +54,7 @@ def test_pages_are_pinned_without_registration(
     driver: Driver, machine: str, copy_method: str, verify: str
 ) -> None:
     layout = cache_on(driver, machine)
-    pool = HostPool(layout, 8, verify=verify, page_alignment=4096)
+    pool = HostPool(layout, 8, verify=verify)
     assert (pool.is_pinned, pool.is_ready) == (True, True)
     assert not pool.pages.any()
     assert pool.pages.data_ptr() % 4096 == 0

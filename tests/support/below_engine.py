@@ -58,7 +58,7 @@ class Engine:
     ) -> None:
         self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8, device=device)
         layout = PagedLayout([self.tensor])
-        self.pool = HostPool(layout, pages, page_alignment=4096, verify=verify)
+        self.pool = HostPool(layout, pages, verify=verify)
         options = {"below_model": "m", **options}
         self.prefixes = PrefixCache(layout, self.pool, below=below, below_policy=policy, **options)
 

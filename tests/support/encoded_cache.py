@@ -86,7 +86,7 @@ class EncodedCache:
                 pool = self.pools[views[group]].view_for(layout, **of_pool)
             else:
                 if rows:
-                    of_pool |= {"shared": True, "page_alignment": 4096, "part": (0, 1)}
+                    of_pool |= {"shared": True, "part": (0, 1)}
                 pool = HostPool(layout, pages, per_page, verify=verify, **of_pool)
             self.pools.append(pool)
         if driver is not None:

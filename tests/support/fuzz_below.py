@@ -152,7 +152,7 @@ class BelowServer(Server):
         return group, self.make_pool(group, self.rng.randint(3, 6))
 
     def make_pool(self, group: Group, pages: int) -> HostPool:
-        return self.device.pool(group.layout, pages, self.per_page, page_alignment=4096)
+        return self.device.pool(group.layout, pages, self.per_page, gap=0)
 
     def make_prefixes(self, **_: Any) -> PrefixCache:
         return super().make_prefixes(**self.below)

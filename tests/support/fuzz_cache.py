@@ -348,10 +348,10 @@ def _pool(
     rng: random.Random, device: Device, group: Group, number: int, least: int
 ) -> tuple[HostPool, Memory]:
     per_page = rng.choice([1, 1, 1, 2, 3])
-    alignment = rng.choice([1, 1, 256])
-    pool = device.pool(group.layout, rng.randint(least, least + 7), per_page, alignment)
+    gap = rng.choice([0, 0, 100])
+    pool = device.pool(group.layout, rng.randint(least, least + 7), per_page, gap)
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    raw = pool.pages.view(-1)
+    raw = pool._memory.mapping.tensor  # with what lies between the slots
     raw.copy_(torch.randint(256, raw.shape, dtype=torch.uint8, generator=generator))
     return pool, Memory(raw, f"pool {number}")
 

@@ -67,12 +67,12 @@ class Device:
 
         return PagedLayout(tensors, block_dim)
 
-    def pool(
-        self, layout: PagedLayout, pages: int, per_page: int, page_alignment: int = 1
-    ) -> HostPool:
+    def pool(self, layout: PagedLayout, pages: int, per_page: int, gap: int) -> HostPool:
+        from host_pools import with_gaps
+
         from torch_kvswap import HostPool
 
-        return HostPool(layout, pages, per_page, page_alignment=page_alignment)
+        return with_gaps(layout, pages, per_page, gap) if gap else HostPool(layout, pages, per_page)
 
     # Streams.
 
@@ -185,13 +185,12 @@ class Simulated(Device):
         made.device = torch.device("cuda", 0)
         return made
 
-    def pool(
-        self, layout: PagedLayout, pages: int, per_page: int, page_alignment: int = 1
-    ) -> HostPool:
-        from host_pools import unpinned
+    def pool(self, layout: PagedLayout, pages: int, per_page: int, gap: int) -> HostPool:
+        from host_pools import unpinned, with_gaps
 
-        made = unpinned(layout, pages, per_page, page_alignment=page_alignment)
-        self.driver.adopt(made.pages, HOST)
+        of_gap = {"make": with_gaps, "gap": gap} if gap else {}
+        made = unpinned(layout, pages, per_page, **of_gap)
+        self.driver.adopt(made._memory.mapping.tensor, HOST)
         return made
 
     def streams(self, count: int) -> list[Any]:

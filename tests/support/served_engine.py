@@ -23,9 +23,7 @@ from torch_kvswap.prefix.server import PageServer
 client.DEADLINE = client.JOINING = PATIENCE
 client.FIRST_PAUSE = client.LONGEST_PAUSE = 0.01
 page_server.QUARANTINE = 0.0
-PAGE_BYTES = HostPool.page_bytes_of(
-    PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]), page_alignment=4096
-)
+PAGE_BYTES = HostPool.page_bytes_of(PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]))
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def store_hybrid(**given: Any) -> object:
 
 # By call: its integers. None means something where a name ends with a question mark.
 INTEGERS: list[tuple[Callable[..., object], str]] = [
-    (lambda **given: make_pool(**given), "num_pages blocks_per_page page_alignment"),
+    (lambda **given: make_pool(**given), "num_pages blocks_per_page"),
     (lambda **given: make_shared_pool(**given), "num_pages blocks_per_page"),
     (lambda **given: PagedLayout([torch.zeros(4, 4)], **given), "block_dim?"),
     (lambda **given: make_handler(**given), "staging_bytes"),

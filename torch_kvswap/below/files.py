@@ -14,7 +14,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from torch_kvswap._native.log import log, warn_once
+from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference, page_text
 
@@ -35,9 +38,9 @@ class FileStore(PageStore):
     regular files are read.
 
     Reads and writes of 8 KiB and more go around the page cache (O_DIRECT) where the file system
-    can do that; then the memory must begin at a multiple of 4,096 bytes, and have such a size. A
-    file is written under another name, and gets its own when it is complete. It is not flushed:
-    after a loss of power it may be damaged, which its reader must find out.
+    can do that, and the memory begins at a multiple of 4,096 bytes and has such a size. A file is
+    written under another name, and gets its own when it is complete. It is not flushed: after a
+    loss of power it may be damaged, which its reader must find out.
 
     Args:
         path (str): the folder, which is made if there is none, with mode 0700.
@@ -154,7 +157,7 @@ class FileStore(PageStore):
 
     def _read(self, folder: int, key: str, buffer: memoryview) -> bool:
         try:
-            file = self._open(key, os.O_RDONLY, len(buffer), folder)
+            file = self._open(key, os.O_RDONLY, buffer, folder)
         except FileNotFoundError:
             return False
         try:
@@ -171,7 +174,7 @@ class FileStore(PageStore):
 
     def _write(self, folder: int, unfinished: int, key: str, buffer: memoryview) -> None:
         name = f"{self._names}{next(self._files)}"
-        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, len(buffer), unfinished)
+        file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, buffer, unfinished)
         try:
             # Tells _remove_unfinished() of other processes that this one lives.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -186,10 +189,17 @@ class FileStore(PageStore):
         finally:
             os.close(file)
 
-    def _open(self, name: str, flags: int, nbytes: int, folder: int) -> int:
-        """Opens a file of so many bytes, around the page cache if that is possible and worth it."""
+    def _open(self, name: str, flags: int, buffer: memoryview, folder: int) -> int:
+        """Opens a file for these bytes, around the page cache if that is possible and worth it."""
         flags |= _CAREFULLY
-        if self._direct and nbytes >= _LEAST_DIRECT:
+        is_large = len(buffer) >= _LEAST_DIRECT
+        if self._direct and is_large and not _is_aligned(buffer):
+            warn_once(
+                f"pages of {len(buffer)} bytes go through the page cache, which is slower: "
+                f"O_DIRECT needs pages that begin at multiples of {ALIGNMENT} bytes and have such "
+                "sizes, which another blocks_per_page may give them"
+            )
+        elif self._direct and is_large:
             try:
                 return os.open(name, flags | self._direct, 0o600, dir_fd=folder)
             except OSError as error:
@@ -217,6 +227,11 @@ class FileStore(PageStore):
                             os.close(file)
         except FileNotFoundError:
             pass  # there is none yet
+
+
+def _is_aligned(buffer: memoryview) -> bool:
+    address = np.frombuffer(buffer, np.uint8).ctypes.data
+    return address % ALIGNMENT == 0 and len(buffer) % ALIGNMENT == 0
 
 
 def _is_ours(of_file: os.stat_result) -> bool:

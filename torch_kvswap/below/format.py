@@ -22,7 +22,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.description import FORMAT_VERSION, page_text
 from torch_kvswap.host_pool.pool import HostPool
 
-ALIGNMENT = 4096  # bytes, of pages and trailers
+ALIGNMENT = 4096  # bytes, of trailers, and of memory that O_DIRECT needs
 _MAGIC = b"KVSWPAGE"
 _FIELDS = struct.Struct("<8sI4x32s32sQ16s")  # 104 bytes
 _NAMES = ("magic", "version", "namespace", "key", "length", "digest")

@@ -20,7 +20,7 @@ from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.shape import MAX_ALIGNMENT, SYSTEM_PAGE, PoolShape
+from torch_kvswap.host_pool.shape import SYSTEM_PAGE, PoolShape
 from torch_kvswap.host_pool.system import check_room
 
 _MAX_THREADS = 16  # assumed to saturate memory bandwidth
@@ -193,8 +193,8 @@ class DriverMemory:
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         with _has_room(nbytes, page_bytes):  # the driver touches all of it
             free = partial(_free, ForkGuard(), device.index)
-            owner = _Owner(free, native.allocate_host, device.index, nbytes + MAX_ALIGNMENT)
-        self.address = -(-owner.address // MAX_ALIGNMENT) * MAX_ALIGNMENT
+            owner = _Owner(free, native.allocate_host, device.index, nbytes + SYSTEM_PAGE)
+        self.address = -(-owner.address // SYSTEM_PAGE) * SYSTEM_PAGE
         self.tensor, self.nbytes = owner.tensor(self.address, nbytes).zero_(), nbytes
 
     def release(self) -> None:

@@ -150,8 +150,6 @@ class HostPool(NotCopyable):
         shared (bool): whether other processes of this machine can attach() to the pool. Each of
             them pins and uses all pages; the caller must make sure that no process reads or writes
             a page while another one writes it.
-        page_alignment (int): a power of two; makes page_bytes a multiple of it, with up to so many
-            bytes of padding. 4096 is what `below` of a PrefixCache needs.
         part (tuple[int, int] | None): (rank, number of ranks), for a shared pool. A slot has a
             block of each rank, one behind the other, each followed by its digests, so that a page
             has all that is known of its blocks. This process uses those of `rank`: of `pages`, in
@@ -190,14 +188,13 @@ class HostPool(NotCopyable):
         verify: VerifyName = "off",
         pin_in_background: bool = False,
         shared: bool = False,
-        page_alignment: int = 1,
         part: tuple[int, int] | None = None,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
         part = read_part(part)
-        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, page_alignment, part)
+        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, part)
         shared = read_switch("shared", shared)
         if part is not None and not shared:
             raise ValueError(
@@ -242,8 +239,8 @@ class HostPool(NotCopyable):
 
         Args:
             layout (PagedLayout): this process's cache. Its blocks must have the types, the axes and
-                the order of those in the handle, in the same order of tensors. The encoding,
-                `verify` and `page_alignment` are those of the handle.
+                the order of those in the handle, in the same order of tensors. The encoding
+                and `verify` are those of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pin_in_background (bool): see HostPool.
             rank (int): which part of the slots this process uses: see HostPool's `part`.
@@ -266,7 +263,7 @@ class HostPool(NotCopyable):
         counts = handle.num_pages, handle.blocks_per_page
         rank = read_int("rank", rank, 0, max(handle.parts, 1) - 1)
         part = (rank, handle.parts) if handle.parts else None
-        shape = PoolShape(layout, *counts, kept, verify, handle.page_alignment, part)
+        shape = PoolShape(layout, *counts, kept, verify, part)
         handle._check(shape, layout)
         in_background = read_in_background(pin_in_background, layout.device)
         _warn_of_pageable(layout.device)
@@ -337,14 +334,12 @@ class HostPool(NotCopyable):
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
         verify: VerifyName = "off",
-        page_alignment: int = 1,
         part: tuple[int, int] | None = None,
     ) -> int:
         """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
 
         Args:
-            layout, blocks_per_page, encoding, bits_per_value, verify, page_alignment, part: see
-                HostPool.
+            layout, blocks_per_page, encoding, bits_per_value, verify, part: see HostPool.
 
         Returns:
             int: bytes per page.
@@ -353,7 +348,7 @@ class HostPool(NotCopyable):
             TypeError, ValueError: see HostPool.
         """
         kept, verify = read_encoding(encoding, bits_per_value), read_verify(verify)
-        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, page_alignment, read_part(part))
+        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, read_part(part))
         return shape.page_bytes
 
     def _open(
@@ -421,8 +416,7 @@ class HostPool(NotCopyable):
             raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         kept = self._memory.tensors, self._memory.encoding, self.verify
-        rows = self._shape.page_alignment, self._shape.parts
-        return PoolHandle(fd, *shape, *kept, *rows)
+        return PoolHandle(fd, *shape, *kept, self._shape.parts)
 
     def view_for(
         self,

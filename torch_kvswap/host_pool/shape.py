@@ -15,20 +15,7 @@ from torch_kvswap.encoding.slot import RAW, SLOT_ALIGNMENT, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
-MAX_ALIGNMENT = 1 << 20
 _ROW_ALIGNMENT = 64  # bytes, of a slot's digests
-
-
-def read_page_alignment(page_alignment: object) -> int:
-    """Checks the argument `page_alignment` of a pool.
-
-    Raises:
-        TypeError, ValueError: it is no power of two up to MAX_ALIGNMENT.
-    """
-    number = read_int("page_alignment", page_alignment, 1, MAX_ALIGNMENT)
-    if number & (number - 1):
-        raise ValueError(f"page_alignment is {number}; it must be a power of two")
-    return number
 
 
 def read_part(part: object) -> tuple[int, int] | None:
@@ -111,7 +98,6 @@ class PoolShape:
         blocks_per_page: int,
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
-        page_alignment: int = 1,
         part: tuple[int, int] | None = None,
         page_bytes: int | None = None,
         lead: int = 0,
@@ -122,7 +108,6 @@ class PoolShape:
         check_layout(layout)
         num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
-        self.page_alignment = read_page_alignment(page_alignment)
         self.verify = verify
         rank, self.parts = part or (0, 0)
         self.row_bytes = 0 if verify == "off" else native.digest_row_bytes(layout.sizes)
@@ -130,9 +115,9 @@ class PoolShape:
         self._part = Part.of(nbytes, self.row_bytes) if self.parts else None
         if self._part is not None:
             nbytes = self._part.nbytes
-        self.slot_bytes = padded_slot(
-            nbytes, blocks_per_page, self.page_alignment, max(self.parts, 1)
-        )
+        # Pages of several ranks are rows of vLLM's tiers, whose files need multiples of it.
+        alignment = SYSTEM_PAGE if self.parts else 1
+        self.slot_bytes = padded_slot(nbytes, blocks_per_page, alignment, max(self.parts, 1))
         if page_bytes is not None:
             self.slot_bytes = page_bytes // blocks_per_page
         is_whole = self.parts <= 1 and page_bytes is None

@@ -28,11 +28,11 @@ from torch_kvswap.encoding.slot import (
     read_verify,
 )
 from torch_kvswap.host_pool.description import FORMAT_VERSION, describe_page, difference
-from torch_kvswap.host_pool.shape import PoolShape, read_page_alignment
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
 # The last number counts the bytes of the description of the tensors, which follows.
-_HEAD = struct.Struct("=8s9q")
+_HEAD = struct.Struct("=8s8q")
 _MAGIC = b"KVSWPOOL"
 _READ_BYTES = 1 << 16
 _MAX_BYTES = 1 << 26  # of the description
@@ -57,7 +57,6 @@ class PoolHandle(NotCopyable):
         encoding (str): HostPool.encoding.
         bits_per_value (float | None): HostPool.bits_per_value.
         verify (str): HostPool.verify.
-        page_alignment (int): that of the pool.
         parts (int): number of ranks that have a part of each slot; 0 without HostPool's `part`.
     """
 
@@ -72,7 +71,6 @@ class PoolHandle(NotCopyable):
         tensors: Sequence[str],
         encoding: Encoding = RAW,
         verify: VerifyName = "off",
-        page_alignment: int = 1,
         parts: int = 0,
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
@@ -82,7 +80,6 @@ class PoolHandle(NotCopyable):
         self._encoding = encoding
         self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
         self.verify: VerifyName = read_verify(verify)
-        self.page_alignment = read_page_alignment(page_alignment)
         self.parts = read_int("parts", parts, 0)
         self._file = Descriptors(os.dup, read_int("fd", fd, 0, INT32_MAX))
 
@@ -122,7 +119,7 @@ class PoolHandle(NotCopyable):
         """
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        kept = self._encoding.width_eighths, VERIFY.index(self.verify), self.page_alignment
+        kept = self._encoding.width_eighths, VERIFY.index(self.verify)
         text = json.dumps(self.tensors).encode()
         numbers = FORMAT_VERSION, *shape, *kept, self.parts, len(text)
         message = _HEAD.pack(_MAGIC, *numbers) + text
@@ -151,9 +148,7 @@ class PoolHandle(NotCopyable):
             for fd in came.fds:
                 check_owner("the memory of the host pool", os.fstat(fd).st_uid)
             message = _receive_rest(connection, came.returned[0][0], came.fds, _HEAD.size)
-            magic, version, *numbers, width, verify, page_alignment, parts, nbytes = _HEAD.unpack(
-                message
-            )
+            magic, version, *numbers, width, verify, parts, nbytes = _HEAD.unpack(message)
             try:
                 # Anything else must not make us wait for more bytes.
                 if magic != _MAGIC:
@@ -169,7 +164,7 @@ class PoolHandle(NotCopyable):
                 tensors = json.loads(_receive_rest(connection, b"", came.fds, nbytes))
                 if not isinstance(tensors, list) or not all(isinstance(it, str) for it in tensors):
                     raise ValueError("it describes no tensors")
-                numbers += [tensors, encoding, verified, page_alignment, parts]
+                numbers += [tensors, encoding, verified, parts]
                 return cls(came.fd, *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error

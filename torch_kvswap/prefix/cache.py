@@ -23,7 +23,7 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.log import log
 from torch_kvswap.below.door import open_store
-from torch_kvswap.below.format import ALIGNMENT, PageFormat
+from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
@@ -156,13 +156,6 @@ def _page_formats(
                 "its memory, but a store below needs whole pages; make it over memory where no "
                 "bytes of others lie between the pages"
             )
-        address = pool.pages.data_ptr()
-        if pool.page_bytes % ALIGNMENT or address % ALIGNMENT:
-            raise ValueError(
-                f"the pool has pages of {pool.page_bytes} bytes from the address {address:#x} on, "
-                f"but a store below needs multiples of {ALIGNMENT}; make the pool with "
-                f"page_alignment={ALIGNMENT}"
-            )
         formats.append(PageFormat(pool, of_group))
     return formats
 
@@ -226,7 +219,7 @@ class PrefixCache(NotCopyable):
         below (str | os.PathLike | PageStore | None): a store for pages that leave host memory,
             which may be shared with other processes: "file:PATH" or a path, "valkey://HOST:PORT",
             "mooncake://HOST:PORT", or an object, which close() closes. It needs the package
-            xxhash, and pools with page_alignment=4096. docs/below.md says what holds.
+            xxhash. docs/below.md says what holds.
         below_model (str | None): with `below`, the model and its revision, whatever the keys say,
             and the order of axes of the same size: docs/below.md.
         below_rank, below_world (int): which part of the model this process has, and of how many.
@@ -387,7 +380,7 @@ class PrefixCache(NotCopyable):
             "verify": verify,
         }
         cache = describe(layouts, groups, model, rank, world, **how)
-        served = RemotePools(layouts, {**how, "page_alignment": ALIGNMENT})
+        served = RemotePools(layouts, how)
         manager = RemoteManager(path, of_layers if is_list else 1, cache, served)
         manager.join()
         made = cls.__new__(cls)

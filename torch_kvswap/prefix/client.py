@@ -28,7 +28,6 @@ from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap._native.process_lock import open_lock
-from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
 from torch_kvswap.host_pool.description import describe_page
 from torch_kvswap.host_pool.pool import HostPool
@@ -619,7 +618,7 @@ def describe(
     pages = []
     for layout, of_group in zip(layouts, contents, strict=True):
         verify = read_verify(verify, layout.device)
-        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, ALIGNMENT, part)
+        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, part)
         pages.append(describe_page(layout._describe(), shape, kept, of_group))
     return {
         "pages": pages,

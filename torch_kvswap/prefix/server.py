@@ -28,7 +28,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.door import open_store
-from torch_kvswap.below.format import ALIGNMENT, PageFormat, load_digest
+from torch_kvswap.below.format import PageFormat, load_digest
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
@@ -123,7 +123,7 @@ class _Pages:
         for page, wanted in zip(cache["pages"], cache["num_pages"], strict=True):
             layout = layout_like(page["tensors"])
             kept = {name: page[name] for name in ("encoding", "bits_per_value")}
-            kept |= {"verify": cache["verify"], "page_alignment": ALIGNMENT}
+            kept["verify"] = cache["verify"]
             if page["parts"]:
                 kept["part"] = 0, page["parts"]
             per_page = page["blocks_per_page"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logged import logged
 from processes import in_child
 from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages
 
@@ -141,6 +143,30 @@ def test_without_o_direct_the_page_cache_serves(
     store = FileStore(str(tmp_path))
     put_pages(store, ["a"])
     assert get_pages(store, ["a"]) == [True]
+
+
+@pytest.mark.parametrize(("begin", "nbytes"), [(0, 10_000), (1, 8192)])
+def test_unaligned_memory_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: int, nbytes: int
+) -> None:
+    real, seen = os.open, []
+
+    def watching(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        seen.append(flags & os.O_DIRECT)
+        return real(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(module.os, "open", watching)
+    module.warn_once.cache_clear()
+    with logged() as messages:
+        store = FileStore(str(tmp_path))
+        written, read = (memoryview(mmap.mmap(-1, 12_000))[begin:][:nbytes] for _ in range(2))
+        written[:] = os.urandom(nbytes)
+        store.put(["a"], [written])
+        assert store.get(["a"], [read]) == [True]
+    assert read == written
+    assert not any(seen)
+    assert len(messages) == 1
+    assert f"pages of {nbytes} bytes go through the page cache" in messages[0]
 
 
 def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,19 +30,13 @@ def test_chunks_are_powers_of_two_that_end_between_pages_of_the_system(
     assert is_least or chunk_bytes // 2 < chunk * row_bytes <= chunk_bytes
 
 
-@given(st.integers(1, 3 * SYSTEM_PAGE), st.integers(1, 20), st.integers(0, 13))
-def test_aligned_pages_are_padded_as_little_as_slots_at_equal_distances_allow(
-    row_bytes: int, blocks_per_page: int, power: int
+@given(st.integers(1, 3 * SYSTEM_PAGE // 16).map(lambda rows: 16 * rows), st.integers(1, 20))
+def test_pages_of_several_ranks_are_padded_as_little_as_slots_at_equal_distances_allow(
+    row_bytes: int, blocks_per_page: int
 ) -> None:
     plain = PoolShape(layout(row_bytes), 1, blocks_per_page)
-    shape = PoolShape(layout(row_bytes), 1, blocks_per_page, page_alignment=1 << power)
-    assert shape.page_bytes % (1 << power) == 0
-    assert 0 <= shape.page_bytes - plain.page_bytes < blocks_per_page << power
+    shape = PoolShape(layout(row_bytes), 1, blocks_per_page, part=(0, 1))
+    assert shape.page_bytes % SYSTEM_PAGE == 0
+    assert 0 <= shape.page_bytes - plain.page_bytes < blocks_per_page * SYSTEM_PAGE
     fewer = blocks_per_page * (shape.slot_bytes - 1)
-    assert fewer < plain.page_bytes or fewer % (1 << power)
-
-
-@pytest.mark.parametrize("alignment", [3, 4095, 1 << 21])
-def test_an_alignment_is_a_power_of_two(alignment: int) -> None:
-    with pytest.raises(ValueError, match=f"page_alignment is {alignment}; it must be "):
-        PoolShape(layout(), 1, 1, page_alignment=alignment)
+    assert fewer < plain.page_bytes or fewer % SYSTEM_PAGE

@@ -307,14 +307,6 @@ def test_a_handle_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch)
         assert open_files() == before
 
 
-def test_an_attached_pool_has_the_alignment_of_its_handle() -> None:
-    pool = HostPool(of_slabs(1000), 4, 2, shared=True, page_alignment=4096)
-    attached = HostPool.attach(of_slabs(1000), through_a_socket(pool.share()))
-    assert (attached.slot_bytes, attached.page_bytes) == (2048, 4096)
-    pool.pages[3, 1, 999] = 7
-    assert attached.pages[3, 1, 999] == 7
-
-
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
 @pytest.mark.parametrize("verify", ["off", "load"])
 @pytest.mark.parametrize("blocks_per_page", [1, 3])
@@ -324,8 +316,7 @@ def test_each_rank_has_a_part_of_every_slot(
     """Two groups of layers with blocks of different sizes."""
     caches = [[torch.rand(12, size).bfloat16() + 1 for size in (4096, 2080)] for _ in range(3)]
     layouts = [[PagedLayout([one]) for one in cache] for cache in caches]
-    how: dict[str, Any] = {"encoding": encoding, "verify": verify}
-    how |= {"page_alignment": 4096, "part": (0, 3)}
+    how: dict[str, Any] = {"encoding": encoding, "verify": verify, "part": (0, 3)}
     pools = [HostPool(layouts[0][0], 4, blocks_per_page, shared=True, **how)]
     size = HostPool.page_bytes_of(layouts[0][0], blocks_per_page, **how)
     assert size == pools[0].page_bytes

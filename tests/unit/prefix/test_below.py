@@ -250,8 +250,7 @@ def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path
     def engine() -> tuple[torch.Tensor, PrefixCache]:
         tensor = torch.zeros(16, 2048, dtype=torch.bfloat16)
         layout = PagedLayout([tensor])
-        pool = HostPool(layout, 12, 2, page_alignment=4096, **encoding)
-        assert pool.page_bytes % 4096 == 0
+        pool = HostPool(layout, 12, 2, **encoding)
         return tensor, cache_at(tmp_path, layout, pool)
 
     keys = [key_of(place) for place in range(4)]
@@ -401,7 +400,7 @@ def test_a_page_that_the_store_has_is_not_written_again(store: MemoryStore, read
 
 def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> None:
     store.held = {"put", "get"}
-    with Engine(store, below_bytes=3 * 8192) as engine:
+    with Engine(store, below_bytes=3 * BLOCK_BYTES) as engine:
         engine.compute(PROMPT)
         assert in_time(lambda: len(store.waiting) == 3)
         engine.prefixes.poll()
@@ -409,7 +408,7 @@ def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> N
         engine.until(lambda: engine.stats.written == len(PROMPT))
     other = MemoryStore(store.objects)
     other.held = {"get"}
-    with Engine(other, below_bytes=3 * 8192) as engine:
+    with Engine(other, below_bytes=3 * BLOCK_BYTES) as engine:
         engine.prefixes.lookup(list(map(key_of, PROMPT)))
         assert in_time(lambda: len(other.waiting) == 3)
         assert engine.prefixes.manager.stats().filling_pages == 3
@@ -793,9 +792,9 @@ def test_without_a_store_nothing_is_below() -> None:
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     layout = PagedLayout([torch.zeros(8, 5000, dtype=torch.uint8)])
-    aligned, other = HostPool(layout, 4, page_alignment=4096), HostPool(layout, 4)
+    own = HostPool(layout, 4)
 
-    def refused(pool: HostPool = aligned, **options: Any) -> str:
+    def refused(pool: HostPool = own, **options: Any) -> str:
         given = {"below": f"file:{tmp_path}", "below_model": "m", **options}
         return error_text(PrefixCache, layout, pool, **given)
 
@@ -809,11 +808,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         refused(below_bytes=0),
         refused(below="/a/folder"),
         refused(below=None, below_bytes=1 << 20),
-        refused(pool=other).replace(hex(other.pages.data_ptr()), "0x..."),
-        refused(pool=HostPool(layout, 4, shared=True, page_alignment=4096, part=(0, 2))),
+        refused(pool=HostPool(layout, 4, shared=True, part=(0, 2))),
     ]
     with pytest.raises(FileExistsError):
-        PrefixCache(layout, aligned, below=f"file:{tmp_path}/file", below_model="m")
+        PrefixCache(layout, own, below=f"file:{tmp_path}/file", below_model="m")
     assert_expected_inline(
         "\n\n".join(texts),
         """\
@@ -839,13 +837,10 @@ ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Pat
 ValueError: below_model and below_bytes without below, which is the store: pass
 below='file:PATH' or another one, or leave it out
 
-ValueError: the pool has pages of 5000 bytes from the address 0x... on, but a
-store below needs multiples of 4096; make the pool with page_alignment=4096
-
 ValueError: the pool has a part of each page for 2 ranks, but a store below needs whole
 pages; make the pool without part""",
     )
-    with PrefixCache(layout, aligned, below=tmp_path, below_model="m"):
+    with PrefixCache(layout, own, below=tmp_path, below_model="m"):
         pass  # nothing was left behind
 
 

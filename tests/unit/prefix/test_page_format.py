@@ -67,7 +67,7 @@ OTHERS: dict[str, Callable[[], Cache]] = {
 
 def below(store: Any) -> Door:
     def open_cache(layout: PagedLayout, group: BlockGroup) -> PrefixCache:
-        pool = HostPool(layout, group.num_pages, page_alignment=4096)
+        pool = HostPool(layout, group.num_pages)
         how = {"below_model": "m", "below_policy": "all"}
         return PrefixCache([layout], [pool], [group], below=store(), **how)  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ def test_a_folder_describes_its_pages(tmp_path: Path) -> None:
 
 def test_an_engine_says_why_a_folder_has_nothing(tmp_path: Path) -> None:
     def new(layout: PagedLayout) -> PrefixCache:
-        return cache_at(tmp_path, layout, HostPool(layout, 4, page_alignment=4096))
+        return cache_at(tmp_path, layout, HostPool(layout, 4))
 
     with logged() as messages, new(first_cache()[0]), new(same_cache()[0]):
         assert messages == []

@@ -357,9 +357,9 @@ ValueError: the server has other pages: num_pages[0]: 4 here, 0 at PATH; start a
 of its own for this cache
 ValueError: the server has other pages: pages[0].groups: 2 here, 1 at PATH; start a
 server of its own for this cache
-ValueError: 5 pages of 8192 bytes do not fit into the 32768 bytes that this server has
+ValueError: 5 pages of 5000 bytes do not fit into the 20000 bytes that this server has
 left for them; start it with more --memory
-ValueError: 1 pages of 40960 bytes do not fit into the 32768 bytes that this server has
+ValueError: 1 pages of 25000 bytes do not fit into the 20000 bytes that this server has
 left for them; start it with more --memory
 ConnectionError: no server answers at PATH: [Errno 2] No such file or directory; start
 one with `python -m torch_kvswap serve --socket PATH --memory ...`

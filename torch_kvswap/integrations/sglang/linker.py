@@ -29,7 +29,6 @@ from torch_kvswap.results import TransferError
 
 _log = logging.getLogger(__name__)
 _KEY_BYTES = 32  # SGLang's hashes are SHA-256
-_ALIGNMENT = 4096  # of pages that a second tier reads and writes
 _FEW_TOKENS = 16  # of a page, below which its fragments are small
 _LENGTHS = 64  # of a model with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a lookup waits for a second tier, once for each request
@@ -120,9 +119,7 @@ class KVSwapLinker(UnifiedCacheLinker):
                 f"linker_extra_config: server is {path!r}, but each of {self._world} ranks has "
                 "other bytes and needs a server of its own; write {rank} where the paths differ"
             )
-        has_tier = options.below is not None or path is not None
-        of_pool = {**how, "page_alignment": _ALIGNMENT if has_tier else 1}
-        pages = self._divide(of_pool)
+        pages = self._divide(how)
         blocks = [
             BlockGroup(
                 count,
@@ -142,7 +139,7 @@ class KVSwapLinker(UnifiedCacheLinker):
                 below = {"below": options.below, "below_model": model}
                 below |= {"below_rank": self._rank, "below_world": self._world}
             sized = zip(layouts, pages, strict=True)
-            pools = [HostPool(layout, count, **of_pool) for layout, count in sized]
+            pools = [HostPool(layout, count, **how) for layout, count in sized]
             cache = PrefixCache(layouts, pools, blocks, **below)
         named = zip(self._groups, cache.pools, strict=True)
         _log.info(

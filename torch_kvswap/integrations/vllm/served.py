@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_kvswap.below.format import ALIGNMENT
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.pool import Replicas
 from torch_kvswap.layout import PagedLayout
@@ -63,7 +62,7 @@ class ServedPool(RemotePools):
         rank, parts = of.part or (0, 1)
         bytes_of = {**server.bytes_of, "groups": [layout._describe() for layout in layouts]}
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
-        alone = {**how, "blocks_per_page": blocks_per_page, "page_alignment": ALIGNMENT}
+        alone = {**how, "blocks_per_page": blocks_per_page}
         super().__init__([largest], alone, rank)
         self._session = WorkerSession(server.path, of.engine_id, cache, self, of.rank)
         try:

@@ -17,7 +17,7 @@ from torch_kvswap.integrations.vllm.canonical import check_equal_groups
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
-from torch_kvswap.integrations.vllm.rows import ROW_ALIGNMENT, RowsOffer, RowsServer
+from torch_kvswap.integrations.vllm.rows import RowsOffer, RowsServer
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
@@ -112,7 +112,7 @@ class KVSwapWorker(base.OffloadingWorker):
             self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
         how |= {"pin_in_background": options.pin_in_background}
         if rows is not None:
-            how |= {"page_alignment": ROW_ALIGNMENT, "shared": True, "part": (0, 1)}
+            how |= {"shared": True, "part": (0, 1)}
         shape = largest, num_pages, blocks_per_page
         if self._served is not None:
             self._own_pool = None
