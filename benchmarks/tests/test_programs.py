@@ -61,6 +61,15 @@ def test_a_program_runs_and_leaves_its_figures(name: str, device: str, tmp_path:
         assert len(figures["cells"]) == PROGRAMS[name][1]
 
 
+def test_long_prompts_have_the_same_logits(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "figures.json"
+    sizes = "--layers 4 --heads 4 --kv-heads 2 --head-size 32 --tokens 256 --chunk 128 --turns 1"
+    arguments = [*sizes.split(), "--device", "cpu", "--json", str(file)]
+    assert importlib.import_module("long_prompts").main(arguments) == 0
+    assert len(json.loads(file.read_text())["cells"]) == 3
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_control_a_program_ends_with_1_when_wrong(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,142 @@
+"""Times a prompt and the tokens after it with caches of transformers that hold less on the GPU.
+
+The model has random weights and the shape of --layers, --heads, --kv-heads. Its chunks are computed
+with a DynamicCache (all on the GPU, if it fits), transformers' own offloading, and HostCache, raw
+and lossless, in turns. The logits of all of them are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+from program import device_of, finish, new_parser
+from report import Column, table_of
+
+CACHES = ("resident", "OffloadedCache", "HostCache raw", "HostCache lossless")
+Row = tuple[int, str, dict[str, float]]  # of a prompt's length and a cache
+
+
+def main(arguments: list[str]) -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--new-tokens", type=int, default=4, help="decoded after the prompt")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--buffers", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
+    options = parser.parse_args(arguments)
+    cells, wrong = [], 0
+    model = make_model(options)
+    for tokens in options.tokens:
+        best: dict[str, dict[str, float]] = {}
+        for turn in range(options.turns + 1):
+            logits: dict[str, torch.Tensor] = {}
+            for name in CACHES:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    for cache in new_cache(name, model, tokens + options.new_tokens, options):
+                        times, logits[name] = run(model, cache, tokens, options)
+                        if turn > 0:  # the first one warms up
+                            old = best.setdefault(name, times)
+                            best[name] = {key: min(old[key], times[key]) for key in times}
+            first, *others = logits.values()
+            wrong += sum(not torch.equal(first, each) for each in others)
+        cells += [(tokens, name, times) for name, times in best.items()]
+    print(table_of(_columns(), cells))
+    return finish(options, {"benchmark": "long_prompts", "cells": _json(cells, options)}, wrong)
+
+
+def make_model(options: Namespace) -> Any:
+    import transformers
+
+    hidden = options.heads * options.head_size
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=max(options.tokens) + options.new_tokens,
+    )
+    torch.manual_seed(0)
+    with torch.device(device_of(options)):
+        return transformers.LlamaForCausalLM(config).bfloat16().eval()
+
+
+def new_cache(name: str, model: Any, tokens: int, options: Namespace) -> Iterator[Any]:
+    """Yields the cache, or nothing where it cannot be had."""
+    import transformers
+
+    from torch_kvswap.integrations.transformers import HostCache
+
+    if name == "resident":
+        yield transformers.DynamicCache(config=model.config)
+    elif name == "OffloadedCache":
+        if options.device == "cuda":  # its streams are CUDA's
+            yield transformers.DynamicCache(config=model.config, offloading=True)
+    else:
+        encoding = name.removeprefix("HostCache ")
+        made = HostCache(model.config, tokens, buffers=options.buffers, encoding=encoding)
+        with contextlib.closing(made) as cache:
+            yield cache
+
+
+@torch.inference_mode()
+def run(
+    model: Any, cache: Any, tokens: int, options: Namespace
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Seconds of the prompt and of a token after it, peak bytes beside the weights; last logits."""
+    device = device_of(options)
+    weights = 0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        weights = torch.cuda.memory_allocated()
+    inputs = (torch.arange(tokens, device=device) * 7919 % 1024)[None]
+    began = time.perf_counter()
+    for start in range(0, tokens, options.chunk):
+        chunk = inputs[:, start : start + options.chunk]
+        logits = model(chunk, past_key_values=cache, logits_to_keep=1).logits
+    logits.cpu()
+    prompt = time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(options.new_tokens):
+        token = logits.argmax(-1)
+        logits = model(token, past_key_values=cache, logits_to_keep=1).logits
+    last = logits.cpu()
+    seconds = (time.perf_counter() - began) / max(options.new_tokens, 1)
+    peak = torch.cuda.max_memory_allocated() - weights if device.type == "cuda" else 0
+    return {"prompt_s": prompt, "token_s": seconds, "peak_bytes": peak}, last
+
+
+def _columns() -> list[Column[Row]]:
+    return [
+        Column("tokens", lambda row: row[0]),
+        Column("cache", lambda row: row[1]),
+        Column("prompt, s", lambda row: row[2]["prompt_s"]),
+        Column("a token, s", lambda row: row[2]["token_s"]),
+        Column("peak, GB", lambda row: row[2]["peak_bytes"] / 1e9),
+    ]
+
+
+def _json(cells: list[Row], options: Namespace) -> list[dict[str, Any]]:
+    sizes = ("chunk", "new_tokens", "layers", "heads", "kv_heads", "head_size", "buffers")
+    shape = {name: getattr(options, name) for name in sizes}
+    return [{"tokens": tokens, "cache": name, **shape, **times} for tokens, name, times in cells]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
