@@ -85,6 +85,15 @@ def test_prompts_come_back_from_the_host(kind: str, dtype: torch.dtype, options:
     engine.cache.release_host_resources()
 
 
+@pytest.mark.parametrize(("kind", "parts"), [("mha", ["k", "v"]), ("mla", ["kv"])])
+def test_pages_name_their_tensors(kind: str, parts: list[str]) -> None:
+    engine = Engine(POOLS[kind]())
+    (layout,) = engine.linker.cache.layouts
+    names = [f"layers.{layer}.{part}" for layer in range(LAYERS) for part in parts]
+    assert layout.names == tuple(names)
+    engine.cache.release_host_resources()
+
+
 @pytest.mark.usefixtures("late")
 def test_layers_land_one_by_one(engine: Engine) -> None:
     engine.serve(PROMPT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -90,10 +90,11 @@ def _first_layer(kvcache: Any) -> int:
 def _paged(name: Any, pool: Any, step: int, of_layer: dict[int, int]) -> LayerGroup:
     """The group of a pool with rows of tokens. of_layer: the position in the pool of each layer."""
     if type(pool) is MLATokenToKVPool:
-        buffers = [[buffer] for buffer in pool.kv_buffer]
+        buffers = [{"kv": buffer} for buffer in pool.kv_buffer]
         scales = [pool.kv_scale_buffer]
     elif type(pool) is MHATokenToKVPool:
-        buffers = [[*pair] for pair in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+        pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        buffers = [{"k": k, "v": v} for k, v in pairs]
         scales = [pool.k_scale_buffer, getattr(pool, "native_k_scale_buffer", None)]
         if pool.kv_cache_layout != "nhd":
             raise _refused(f"the KV layout {pool.kv_cache_layout!r}")
@@ -105,7 +106,7 @@ def _paged(name: Any, pool: Any, step: int, of_layer: dict[int, int]) -> LayerGr
         raise _refused("KV caches whose layers are divided among ranks")
     if pool.page_size != step:
         raise _refused(f"a {name.value} pool with pages of {pool.page_size} tokens beside {step}")
-    tensors = [[_pages(buffer, step) for buffer in of_one] for of_one in buffers]
+    tensors = [{part: _pages(of[part], step) for part in of} for of in buffers]
     return _group(name, tensors, step, of_layer, is_mla=type(pool) is MLATokenToKVPool)
 
 
@@ -126,23 +127,26 @@ def _states(server_args: Any, pool: Any, first_layer: int) -> LayerGroup:
     states = pool.mamba_pool.mamba_cache
     if states.replayssm_g is not None:
         raise _refused("--enable-linear-replayssm")
-    parts = [part for part in (states.temporal, *states.conv) if part.numel()]
-    tensors = [list(of_layer) for of_layer in zip(*parts, strict=True)]
+    parts = {"temporal": states.temporal}
+    parts |= {f"conv.{place}": conv for place, conv in enumerate(states.conv)}
+    parts = {name: part for name, part in parts.items() if part.numel()}
+    tensors = [dict(zip(parts, layer, strict=True)) for layer in zip(*parts.values(), strict=True)]
     of_layer = {layer - first_layer: index for layer, index in pool.mamba_map.items()}
     return _group(PoolName.MAMBA, tensors, 1, of_layer)
 
 
 def _group(
     name: Any,
-    tensors: Sequence[Sequence[Tensor]],
+    tensors: Sequence[Mapping[str, Tensor]],
     index_step: int,
     of_layer: dict[int, int],
     is_mla: bool = False,
 ) -> LayerGroup:
     """A group whose layers lie in the layout in the order in which the model computes them."""
-    ordered, last_tensors = list[Tensor](), {}
+    ordered, last_tensors = dict[str, Tensor](), {}
     for layer in sorted(of_layer):
-        ordered += tensors[of_layer[layer]]
+        parts = tensors[of_layer[layer]]
+        ordered |= {f"layers.{layer}.{part}": parts[part] for part in parts}
         last_tensors[layer] = len(ordered) - 1
     return LayerGroup(name, PagedLayout(ordered, 0), index_step, last_tensors, is_mla)
 
