@@ -1,10 +1,10 @@
-"""Runs vLLM's own tests of its offloading manager and tiers on ours, and says what differs.
+"""Runs vLLM's own tests of its offloading manager on ours, and says what differs.
 
     python tools/vllm_suites.py FOLDER
 
 FOLDER is vLLM's source distribution, unpacked, of the version that is installed in this Python.
-Nothing is fetched. Each test runs with vLLM's classes and with ours in their place. Exits with 1 if
-one passes with theirs only, unless it looks for what is not in the interface that vLLM uses, or
+Nothing is fetched. Each test runs with vLLM's class and with ours in its place. Exits with 1 if
+one passes with vLLM's only, unless it looks for what is not in the interface that vLLM uses, or
 EXPLAINED says why. Some tests have time limits: on a busy machine they may fail with either.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITES = ("cpu/test_manager.py", "tiering")
+SUITES = ("cpu/test_manager.py",)
 # Why tests whose names have this in them end otherwise with ours.
 _NUMBERS = "it expects the numbers of free pages in vLLM's order"
 _RESET = "a request that runs through a reset stores nothing until it starts again (docs/vllm.md)"
@@ -32,50 +32,24 @@ EXPLAINED = {
     "reports_cache_usage_gauge": "it makes a cache of 0 chunks, which our spec refuses",
     "test_filter_reused_manager ": "it sets max_tracker_size, which our spec refuses",
     "test_lru_reset_discards_unfinished_request_recency": _RESET,
-    "test_reset_cache_clears_pending_primary_stores": _RESET,
 }
 _INSIDE = "it looks into objects of vLLM"
 
 
 def pytest_configure() -> None:
-    """Puts our classes in the place of vLLM's: this file is also a plugin of pytest."""
+    """Puts our class in the place of vLLM's: this file is also a plugin of pytest."""
     from vllm.v1.kv_offload.cpu import manager as of_cpu
-    from vllm.v1.kv_offload.tiering import manager as of_tiers
 
     from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
-    from torch_kvswap.integrations.vllm.tiering import KVSwapTieringManager, PrimaryTier
-
-    def options(how: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a KVSwapManager."""
-        names = ("cache_policy", "lru"), ("store_threshold", 0), ("enable_events", False)
-        info = how.get("info")
-        labels = info and info.as_config_info()
-        return how["num_chunks"], *(how.get(name, default) for name, default in names), labels
 
     class Manager(KVSwapManager):
-        def __init__(self, **how: Any) -> None:
-            super().__init__(*options(how))
-
-    class Rows:
-        """Of raw blocks."""
-
-        def __init__(self, region: Any, num_pages: int) -> None:
-            self.memory, self.num_pages = region.create_kv_memoryview(), num_pages
-
-        def without_blocks(self, pages: Any) -> list[int]:
-            return []
-
-        def adopt(self, pages: Any) -> None:
-            pass
-
-    class Primary(PrimaryTier):
-        def __init__(self, *, mmap_region: Any, **how: Any) -> None:
-            arguments = options(how)
-            super().__init__(Rows(mmap_region, arguments[0]), *arguments)  # type: ignore[arg-type]
+        def __init__(self, num_chunks: int, **how: Any) -> None:
+            policy, threshold = how.get("cache_policy", "lru"), how.get("store_threshold", 0)
+            info = how.get("info")
+            labels = info and info.as_config_info()
+            super().__init__(num_chunks, policy, threshold, how.get("enable_events", False), labels)
 
     of_cpu.CPUOffloadingManager = Manager
-    of_tiers.CPUPrimaryTierOffloadingManager = Primary
-    of_tiers.TieringOffloadingManager = KVSwapTieringManager
 
 
 def run(folder: Path, *options: str) -> dict[str, tuple[str, str]]:

@@ -77,7 +77,6 @@ void bind_encoding(nb::module_& module) {
           },
           "first_slot"_a, "slots"_a, "digests"_a,
           "Binds what read() has returned for other slots to these ones.")
-      .def("has_block", &DigestTable::has_block, "slot"_a)
       .def("adopt", &DigestTable::adopt, "slot"_a,
            "Binds digests that have come with their block to this slot.");
   module.def(

@@ -95,9 +95,9 @@ def test_a_step_that_decodes_loads_no_more_than_it_hides(tmp_path, runner, is_as
         engine.serve(largest)
         submit, in_step = engine.worker.submit_step_loads, []
 
-        def submit_counted(loads: Any, layer_groups: int) -> Any:
+        def submit_counted(loads: Any) -> Any:
             in_step.extend(loads)
-            return submit(loads, layer_groups)
+            return submit(loads)
 
         engine.worker.submit_step_loads = submit_counted
         for name, more, is_decoding, requests in (
@@ -276,6 +276,28 @@ def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
         assert made._offloading_metric_metadata.keys() >= ours
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({}, "layer by layer in the step that computes the rest"),
+        ({"transfer": RECOMPUTE}, "because kv_load_failure_policy is 'recompute'"),
+        ({"window": 40}, "because the model has several groups of layers, a sliding window or"),
+        ({"states": True}, "vLLM's runner V2 writes to new blocks of this model before stores"),
+        (
+            {"extra": {"sync_load_budget_bytes": 9, "tier_poll_interval_s": 1}},
+            "sync_load_budget_bytes and tier_poll_interval_s of its options are ignored",
+        ),
+    ],
+)
+def test_one_line_of_the_log_says_what_an_engine_gets(tmp_path, caplog, how, said):
+    name = "torch_kvswap.integrations.vllm.connector"
+    caplog.set_level("INFO", name)
+    with serving(tmp_path, **how):
+        (line,) = [one.getMessage() for one in caplog.records if one.name == name]
+    assert line.startswith("KVSwapConnector loads prompts ")
+    assert said in line
+
+
 @pytest.mark.parametrize("how", [{}, {"workers": 2}, {"cache": "mla"}])
 def test_the_host_has_as_many_pages_as_the_bytes_hold(tmp_path, how):
     with serving(tmp_path, pages=8, **how) as engine:
@@ -331,7 +353,7 @@ def test_a_child_of_multiconnector_survives_failed_loads(tmp_path, runner, is_as
         engine.serve(new)
         check(engine, new)
         assert faults.count["load"] == len(PROMPTS)
-    assert "before the step that computes the rest: another connector has made it" in caplog.text
+    assert "before the step that computes the rest, because another connector" in caplog.text
 
 
 @RUNNERS

@@ -85,7 +85,7 @@ def loads() -> tuple[Any, list[torch.Tensor], dict[int, Any]]:
 
     cache = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
     layers = [one.tensor for one in cache.tensors]
-    worker = KVSwapWorker(cache, 3, 1, SpecOptions(1))
+    worker = KVSwapWorker(cache, 3, 1, SpecOptions(1), layers=[["a", "b"]])
     for page in range(3):
         worker._pool.pages[page] = page + 1
     for layer in layers:
@@ -115,28 +115,11 @@ def test_a_layer_of_all_loads_of_a_step_lands_before_the_next_layer_of_any(
 ) -> None:
     worker, layers, jobs = loads()
     steps = [jobs] if how == "joined" else [{page: one} for page, one in jobs.items()]
-    submitted, *_ = [worker.submit_step_loads(one, 2) for one in steps]
+    submitted, *_ = [worker.submit_step_loads(one) for one in steps]
     submitted.wait(layer_group=0)
     assert first_bytes(layers) == [first, [0, 0, 0]]
     worker.wait(set(jobs))
     assert first_bytes(layers) == [[1, 2, 3]] * 2
     ended = [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()]
     assert ended == [(number, True, size) for number, size in enumerate(sizes)]
-    worker.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("heads", "waits_by_layer", "seen"),
-    [(2, False, [1, 1]), (1, True, [0, 0])],  # the second is the control: nobody has waited
-)
-def test_with_several_heads_in_canonical_rows_the_step_waits_for_its_whole_loads(
-    heads: int, waits_by_layer: bool, seen: list[int]
-) -> None:
-    worker, layers, jobs = loads()
-    worker._heads = heads
-    job = worker.submit_step_loads({0: jobs[0]}, 2)
-    assert (job is not None) == waits_by_layer
-    assert [one[0] for one in first_bytes(layers)] == seen
-    worker.wait({0})
-    assert [one.success for one in worker.get_finished()] == [True]
     worker.shutdown()

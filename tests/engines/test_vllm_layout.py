@@ -36,18 +36,18 @@ def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
 
 
 @pytest.mark.parametrize(
-    ("refs", "heads", "names"),
+    ("refs", "names"),
     [
-        ([0, 1], 1, ["a", "b"]),
-        ([1, 0], 2, ["a", "b", "a, head 1", "b, head 1"]),
-        ([0], 1, ["a to b, tensor 0"]),
-        ([0, 1, 2, 3], 1, [f"a to b, tensor {tensor}" for tensor in range(4)]),
-        ([0, 0], 1, ["b"]),
+        ([0, 1], ["a", "b"]),
+        ([1, 0], ["a", "b"]),
+        ([0], ["a to b, tensor 0"]),
+        ([0, 1, 2, 3], [f"a to b, tensor {tensor}" for tensor in range(4)]),
+        ([0, 0], ["b"]),
     ],
 )
-def test_tensors_are_named_after_their_layers(refs, heads, names):
+def test_tensors_are_named_after_their_layers(refs, names):
     cache = caches([[(tensor, 16) for tensor in refs]], [16] * 4, "cpu")
-    (layout,) = group_layouts(cache, heads=heads, layers=[["a", "b"]])
+    (layout,) = group_layouts(cache, layers=[["a", "b"]])
     assert layout.names == tuple(names)
 
 
@@ -57,13 +57,6 @@ def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
         *(Place(0, 1, 7, 2), Place(0, 2, 6, 0)),
         *(Place(2, 3, 8, 1), Place(2, 4, 8, 2), Place(2, 5, 9, 0)),
     ]
-
-
-def test_of_a_store_by_turns_each_worker_has_whole_pages():
-    move = read_move(gpu([*range(10)], [6, 0, 4], [0] * 3), host(9, 4, 3, 7, 2), [True] * 3, 2)
-    assert lists(move.of_turn(0, 2, 2)) == ([[2, 3], [], [8, 9]], [[4], [], [2]], [0] * 3)
-    assert lists(move.of_turn(1, 2, 2)) == ([[0, 1, 4, 5], [], [6, 7]], [[9, 3], [], [7]], [0] * 3)
-    assert lists(move.of_turn(2, 8, 2)) == ([[], [], [8, 9]], [[], [], [2]], [0] * 3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import re
 import pytest
 from processes import run_script
 
-from torch_kvswap.integrations.vllm.options import SpecOptions, read_options, read_tiers
+from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 
 
 def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
@@ -99,10 +99,9 @@ def test_the_bytes_of_host_memory_must_be_given():
 @pytest.mark.parametrize(
     ("option", "value", "instead"),
     [
-        ("canonical_layout", True, "as the GPU has them; or use spec_name KVSwapTieringOffload"),
-        ("cache_policy_module_path", "a.b", "leave it out and set eviction_policy to lru or arc"),
-        ("secondary_tiers", [{"type": "fs"}], "or use spec_name KVSwapTieringOffloadingSpec"),
-        ("max_tracker_size", 64000, "leave it out: KVSwapOffloadingSpec counts the offers"),
+        ("canonical_layout", True, "leave it out: it is for secondary_tiers"),
+        ("cache_policy_module_path", "a.b", "leave it out, and set eviction_policy to lru or arc"),
+        ("max_tracker_size", 64000, "leave it out: the offers of as many chunks are counted"),
     ],
 )
 def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option, value, instead):
@@ -111,44 +110,28 @@ def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option
         read_options({"cpu_bytes_to_use": 1, option: value})
 
 
-FS = {"type": "fs", "root_dir": "/rows"}
-
-
-def test_with_tiers_there_may_be_options_of_tiers():
-    of_tiers = {"secondary_tiers": [FS], "canonical_layout": True}
-    assert read_options({"cpu_bytes_to_use": 10, **of_tiers}, has_tiers=True) == SpecOptions(10)
-
-
-def test_tiers_have_their_own_backpressure_over_the_common_one():
-    common = {"backpressure_cls": "EMABackpressureDetector", "high": 2}
-    given = {"backpressure": common, "tier_poll_interval_s": 0}
-    given["secondary_tiers"] = [FS, {**FS, "backpressure": {"high": 3}}]
-    tiers, interval = read_tiers(given, 0.001)
-    assert tiers == [{**FS, "backpressure": {**common, "high": high}} for high in (2, 3)]
-    assert interval == 0
-    assert given["secondary_tiers"][0] == FS
-    own = {**FS, "backpressure": {}}  # vLLM says what is missing
-    assert read_tiers({"secondary_tiers": [FS, own]}, 0.001) == ([FS, own], 0.001)
+def test_with_tiers_vllm_reads_the_options_of_its_manager():
+    of_vllm = {"canonical_layout": True, "eviction_policy": "mine", "cache_policy_module_path": "a"}
+    of_vllm |= {"secondary_tiers": [{"type": "fs"}], "max_tracker_size": 9, "backpressure": {}}
+    assert read_options({"cpu_bytes_to_use": 10, **of_vllm}) == SpecOptions(10)
+    with pytest.raises(ValueError, match="staging_bytes is -1; it must be a whole number from 0"):
+        read_options({"cpu_bytes_to_use": 10, **of_vllm, "staging_bytes": -1})
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    "wrong",
     [
-        ({"secondary_tiers": FS}, "secondary_tiers is 'dict'; it must be a list of tiers"),
-        ({"secondary_tiers": [FS, "fs"]}, "secondary_tiers[1] is 'str'; it must be a dictionary"),
-        ({"secondary_tiers": [{"root_dir": "/secret"}]}, "is 'a dictionary without a type'; it"),
-        ({"backpressure": 3}, "backpressure is 3; it must be a dictionary"),
-        (
-            {"secondary_tiers": [{**FS, "backpressure": True}]},
-            "secondary_tiers[0]: backpressure is True; it must be a dictionary",
-        ),
-        ({"tier_poll_interval_s": "1"}, "tier_poll_interval_s is '1'; it must be a number of sec"),
+        {"host_server": "unix:/s"},
+        {"encoding": "lossless"},
+        {"verify": "load"},
+        {"pin_in_background": True},
     ],
 )
-def test_a_wrong_option_of_tiers_is_refused_by_name_and_value(wrong, said):
-    with pytest.raises(ValueError, match=re.escape(said)) as raised:
-        read_tiers(wrong, 0.001)
-    assert "secret" not in str(raised.value)
+def test_options_that_tiers_cannot_have_are_refused_with_what_to_use(wrong):
+    said = f"{next(iter(wrong))} is .* which vLLM's secondary_tiers do not have; leave .* out, or"
+    size = {} if "host_server" in wrong else {"cpu_bytes_to_use": 4096}
+    with pytest.raises(ValueError, match=said):
+        read_options({"secondary_tiers": [{"type": "fs"}], **size, **wrong})
 
 
 def test_without_vllm_it_says_what_to_install():

@@ -15,13 +15,18 @@ import pytest
 from patience import in_time
 from processes import free_port
 from vllm_serving import CHUNKS, PROMPTS, Serving, check, serving
-from vllm_tiers import TIERS
+from vllm_tiers import without_gpu
 
 pytest.importorskip("nixl")
 
 
-def extra(verify: str, **tier: Any) -> dict[str, Any]:
-    return {**TIERS, "secondary_tiers": [tier], "verify": verify}
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+
+
+def extra(**tier: Any) -> dict[str, Any]:
+    return {"secondary_tiers": [tier]}
 
 
 @pytest.fixture
@@ -52,29 +57,24 @@ def loaded(engine: Serving) -> int:
     return int(engine.worker._handler.metrics().loads.blocks)
 
 
-DIGESTS = pytest.mark.parametrize("verify", ["off", "load"])
-
-
-@DIGESTS
-def test_objects_are_found_by_the_next_engine(tmp_path: Path, bucket: str, verify: str) -> None:
+def test_objects_are_found_by_the_next_engine(tmp_path: Path, bucket: str) -> None:
     store = {"bucket": "rows", "endpoint_override": bucket, "region": "us-east-1"}
     store |= {"access_key": "any", "secret_key": "any"}
     for found in (0, CHUNKS):
-        tiers = extra(verify, type="obj", store_config=store)
+        tiers = extra(type="obj", store_config=store)
         with serving(tmp_path, extra=tiers) as engine:
             engine.serve(PROMPTS)
             check(engine, PROMPTS)
             assert loaded(engine) == found
 
 
-@DIGESTS
-def test_a_peer_gets_the_rows_of_a_prompt(tmp_path: Path, verify: str) -> None:
+def test_a_peer_gets_the_rows_of_a_prompt(tmp_path: Path) -> None:
     """One engine computes prompts for another one, on another port of this machine."""
     ports = [free_port(), free_port()]
     with contextlib.ExitStack() as running:
         first, second = (
             running.enter_context(
-                serving(tmp_path, extra=extra(verify, type="p2p", host="127.0.0.1", port=port))
+                serving(tmp_path, extra=extra(type="p2p", host="127.0.0.1", port=port))
             )
             for port in ports
         )

@@ -201,12 +201,12 @@ def test_too_little_memory_is_told_in_cpu_bytes_to_use(tmp_path, monkeypatch):
 def test_what_the_library_logs_looks_like_the_log_of_vllm():
     script = """
     import logging
-    from test_vllm_spec import KVSwapOffloadingSpec, config
+    from torch_kvswap.integrations.vllm.log import write_where_vllm_does
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
 
     configure_logging(LoggingConfig())  # as each of vLLM's processes begins
-    KVSwapOffloadingSpec(config(1, 1, cpu_bytes_to_use=8000))
+    write_where_vllm_does()
     logging.getLogger("torch_kvswap.host_pool").info("it moves")
     logging.getLogger("torch_kvswap").warning("it is damaged")
     """

@@ -4,9 +4,7 @@ not be installed."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +14,7 @@ from patience import in_time
 from torch import Tensor
 from vllm_contract import KVSwapWorker, base, caches, common
 
-from torch_kvswap.integrations.vllm.canonical import Share
 from torch_kvswap.integrations.vllm.options import SpecOptions
-from torch_kvswap.integrations.vllm.rows import RowsOffer
 from torch_kvswap.results import TransferError
 
 PAGES = 16
@@ -44,17 +40,13 @@ def chunk(request: pytest.FixtureRequest) -> int:
 
 
 class CheckedWorker:
-    """A worker, and what its caches and pages should have in them. heads: of canonical rows."""
+    """A worker, and what its caches and pages should have in them."""
 
-    def __init__(
-        self, layers: Any, device: str, chunk: int = 1, heads: int = 1, **options: Any
-    ) -> None:
+    def __init__(self, layers: Any, device: str, chunk: int = 1, **options: Any) -> None:
         self.groups, self.rows = layers
         self.caches = caches(self.groups, self.rows, device)
-        self.chunk, self.heads = chunk, heads
-        share = Share(heads, (0, 1), (0, 1))
-        rows = None if heads == 1 else RowsOffer(str(uuid.uuid4()), "HND", share)
-        self.worker = KVSwapWorker(self.caches, PAGES, chunk, SpecOptions(1, **options), rows=rows)
+        self.chunk = chunk
+        self.worker = KVSwapWorker(self.caches, PAGES, chunk, SpecOptions(1, **options))
         self.worker._pool.pages.random_(256)
         self.expected = [one.tensor.cpu().clone() for one in self.caches.tensors]
         self.pages = self.worker._pool.pages.clone()
@@ -82,10 +74,8 @@ class CheckedWorker:
 
     def _move(self, direction: str, layers: Any, block: int, page: int, slot: int) -> None:
         begin = 0
-        for head, (tensor, of_layer) in itertools.product(range(self.heads), layers):
-            size = of_layer // self.heads
-            of_heads = self.expected[tensor][block, :of_layer].view(torch.uint8)
-            on_gpu = of_heads[head * size :][:size]
+        for tensor, size in layers:
+            on_gpu = self.expected[tensor][block, :size].view(torch.uint8)
             on_host = self.pages[page, slot, begin : begin + size]
             if direction == "store":
                 on_host.copy_(on_gpu)
@@ -119,11 +109,9 @@ def checked(device: str) -> Iterator[CheckedWorker]:
     checked.worker.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("name", "heads"), [*((name, 1) for name in GROUPS), ("a tensor for each layer", 4)]
-)
-def test_blocks_of_random_transfers_and_no_others_are_moved(name, heads, device, chunk):
-    checked, random_ = CheckedWorker(GROUPS[name], device, chunk, heads), random.Random(name)
+@pytest.mark.parametrize("name", GROUPS)
+def test_blocks_of_random_transfers_and_no_others_are_moved(name, device, chunk):
+    checked, random_ = CheckedWorker(GROUPS[name], device, chunk), random.Random(name)
     for _ in range(12):
         direction = random_.choice(["store", "load"])
         blocks = random_.sample(range(1, 24), 23)

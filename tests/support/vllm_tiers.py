@@ -1,28 +1,31 @@
-"""Engines with vLLM's file tier below our host memory."""
+"""Engines with vLLM's file tier below its host memory, and vLLM's own worker without a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from patience import in_time
-from vllm_engine import SPEC, Ranks, config
+import torch
+import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu import spec as cpu_spec
 
 from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm.pool import this_host
-from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
-
-TIERS = SPEC
+from torch_kvswap.ops import swap_blocks_batch
 
 
 def tier(folder: Path, **more: Any) -> dict[str, Any]:
-    return {**TIERS, "secondary_tiers": [{"type": "fs", "root_dir": f"{folder}/rows"}], **more}
+    """Of kv_connector_extra_config."""
+    return {"secondary_tiers": [{"type": "fs", "root_dir": f"{folder}/rows"}], **more}
 
 
 def files(folder: Path) -> dict[Path, int]:
-    """The rows in the tier, and when they were written."""
+    """The chunks in the tier, and when they were written."""
     return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
 
 
@@ -32,57 +35,39 @@ def on_one_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(spec_module, "_hosts_of_workers", hosts)
 
 
-class TieredRanks(Ranks):
-    """With the file tier.
+class _OnCpu:
+    """A stream, or an event, of a device that does everything at once."""
 
-    Args:
-        caches: of each rank, as vllm_engine.caches().
-        how: more of vllm_engine.config().
-    """
+    def __init__(self, **_: Any) -> None:
+        pass
 
-    def __init__(self, folder: Path, caches: list[Any], **how: Any) -> None:
-        def spec(rank: int) -> Any:
-            return KVSwapTieringOffloadingSpec(self.config(folder, len(caches), rank, **how))
+    def query(self) -> bool:
+        return True
 
-        with pytest.MonkeyPatch.context() as patch:
-            on_one_host(patch)
-            super().__init__(spec, caches)
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
 
-    @staticmethod
-    def config(folder: Path, world: int, rank: int, **how: Any) -> Any:
-        settings = config(world, rank=rank, **tier(folder, cpu_bytes_to_use=1 << 20) | how)
-        return replace(settings, engine_id=str(folder))
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
 
-    def store(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
-        output = self.manager.prepare_store(named, context)
-        assert output.keys_to_store == named
-        assert self.copy("store", blocks, output.store_spec) == set()
-        self.manager.complete_store(named, context)
-        self.settle()
 
-    def load(self, context: Any, named: list[bytes], blocks: list[int]) -> None:
-        spec = self.manager.prepare_load(named, context)
-        assert self.copy("load", blocks, spec) == set()
-        self.manager.complete_load(named, context)
+class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[misc]
+    def __init__(self, **how: Any) -> None:
+        with mock.patch.object(torch.Tensor, "is_xpu", True, create=True):
+            super().__init__(**how)
 
-    def settle(self) -> None:
-        """Waits until the tier has done everything."""
-        self.step()
-        for tier in self.manager.secondary_tiers:
-            tier.drain_jobs()
-        self.manager._process_finished_jobs()
+    def transfer_async(self, *job: Any) -> bool:
+        with mock.patch.object(torch, "Event", _OnCpu):
+            return bool(super().transfer_async(*job))
 
-    def found(self, context: Any, named: list[bytes]) -> list[str]:
-        """What has become of keys that were looked up until all was known."""
 
-        def known() -> bool:
-            results[:] = [self.manager.lookup(key, context).name for key in named]
-            self.settle()
-            return {"RETRY", "HIT_PENDING"}.isdisjoint(results)
-
-        results: list[str] = []
-        assert in_time(known)
-        return results
-
-    def end(self, context: Any) -> None:
-        self.manager.on_request_finished(context)
+def without_gpu(patch: pytest.MonkeyPatch) -> None:
+    """vLLM's own worker moves blocks of a cache on the CPU."""
+    no, yes = (lambda: False), (lambda: True)
+    platform = SimpleNamespace(is_cuda_alike=yes, is_xpu=no, is_rocm=no, Stream=_OnCpu)
+    platform.current_stream, platform.stream = _OnCpu, contextlib.nullcontext
+    for module in (gpu_worker, cpu_spec):
+        patch.setattr(module, "current_platform", platform)
+    patch.setattr(gpu_worker, "SingleDirectionOffloadingHandler", _Handler)
+    patch.setattr(gpu_worker, "PIN_MEMORY", False)
+    patch.setattr(gpu_worker.ops, "swap_blocks_batch", swap_blocks_batch)

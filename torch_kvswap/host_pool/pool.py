@@ -25,7 +25,6 @@ from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.encoding.slot import (
     RAW,
-    SLOT_ALIGNMENT,
     Encoding,
     EncodingName,
     VerifyName,
@@ -631,13 +630,6 @@ class HostPool(NotCopyable):
             table = self._shape.digests(self._memory.mapping.address, group, rank)
             for slot in range(first, first + self.blocks_per_page):
                 table.adopt(slot)
-
-    def _forget_block(self, page: int, slot: int) -> None:
-        """Marks an encoded slot, or one with digests, as one without a block. No job uses it."""
-        if self._encoding is not RAW:
-            self.pages[page, slot, :SLOT_ALIGNMENT].zero_()
-        if self.verify != "off":
-            self._digests(0).write(page * self.blocks_per_page + slot, 1, bytes(8))
 
     def _digests(self, group: int) -> native.DigestTable:
         return self._shape.digests(self._memory.mapping.address, group)

@@ -16,13 +16,12 @@ class Access:
     A key is reused if another request had stored it when this one found it.
 
     Kept in vLLM's ReqContext, which vLLM passes to every call for the request and drops after the
-    last one. It reports the position of a key. A call names the keys of a group of layers in the
-    order of the prompt.
+    last one, and which tells the position of a key. A call names the keys of a group of layers in
+    the order of the prompt.
 
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         is_reused (dict[bytes, bool]): of the keys that it found or stored, whether it found them.
-        unreadable (set[bytes]): keys that no tier could read for it.
         manager (object): the manager that keeps this in the ReqContext.
         cache (object): identifies the manager's contents; reset_cache() makes a new one.
     """
@@ -31,10 +30,6 @@ class Access:
         self.manager, self.cache = manager, cache
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
-        self.unreadable: set[bytes] = set()
-        # By key. None while each call has named a part of `keys`, or what follows: for a long
-        # prompt a dictionary takes longer than all that is done with it.
-        self._places: dict[bytes, int] | None = None
 
     @classmethod
     def of(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
@@ -57,13 +52,12 @@ class Access:
             self.is_reused.setdefault(key, is_reused)
 
     def sort(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys in the order of the prompt."""
-        keys, places = list(keys), self._places
-        if places is None:
-            if self._has(keys):
-                return keys
-            places = {key: place for place, key in enumerate(self.keys)}
-        return sorted(keys, key=places.__getitem__)
+        """The keys, all of them seen, in the order of the prompt."""
+        keys = list(keys)
+        if self._has(keys):
+            return keys
+        wanted = set(keys)
+        return [key for key in self.keys if key in wanted]
 
     def behind_known(self, keys: Iterable[bytes], known: Container[bytes]) -> list[bytes]:
         """The keys in the order of the prompt, behind the last known one in front of them."""
@@ -73,43 +67,21 @@ class Access:
 
     def see(self, context: Any, keys: Iterable[bytes]) -> None:
         """Records keys of the prompt, stored or not."""
-        keys = list(keys)
-        position_of = getattr(context, "get_offload_key_position", lambda key: None)
-        if not keys or (self._places is None and self._follow(keys, position_of)):
+        keys, position = list(keys), context.get_offload_key_position
+        if self._has(keys) or self._follow(keys, position):
             return
-        if self._places is None:
-            self._places = {}
-            _place(self.keys, self._places, position_of)
-        places = self._places
-        new = [key for key in keys if key not in places]
-        _place(new, places, position_of)
-        new = self.sort(new)
-        is_behind = not new or not self.keys or places[self.keys[-1]] <= places[new[0]]
-        self.keys += new
-        if not is_behind:  # vLLM names the keys of a sliding window later
-            self.keys = self.sort(self.keys)
+        known = set(self.keys)
+        self.keys += [key for key in keys if key not in known]
+        self.keys.sort(key=position)  # vLLM names the keys of a sliding window later
 
-    def _follow(self, keys: list[bytes], position_of: Callable[[bytes], Any]) -> bool:
-        """Records keys that are a part of `keys`, or go on behind it. False if they are others."""
+    def _follow(self, keys: list[bytes], position: Callable[[bytes], int]) -> bool:
+        """Adds keys of one group of layers that are behind all others, as most are."""
         known = self.keys
-        if len({key[_GROUP] for key in (*known[:1], keys[0], keys[-1])}) > 1:
+        is_one_group = len({key[_GROUP] for key in (*known[:1], keys[0], keys[-1])}) == 1
+        if not is_one_group or (known and position(known[-1]) >= position(keys[0])):
             return False
-        if self._has(keys):
-            return True
-        at, end, begin = len(known), position_of(known[-1]) if known else 0, position_of(keys[0])
-        has_positions = None not in (end, begin)
-        if not (has_positions and end < begin) and keys[0] in known:
-            at = known.index(keys[0])
-        more = keys[len(known) - at :]
-        if known[at:] != keys[: len(known) - at]:
-            return False
-        if has_positions:
-            is_new: bool = end < position_of(more[0])
-        else:
-            is_new = not known or set(more).isdisjoint(known)
-        if is_new:
-            known += more
-        return is_new
+        known += keys
+        return True
 
     def _has(self, keys: list[bytes]) -> bool:
         """Whether `keys` has these side by side. Most are the last ones."""
@@ -120,11 +92,3 @@ class Access:
             return False
         at = known.index(keys[0])
         return known[at : at + count] == keys
-
-
-def _place(
-    keys: list[bytes], places: dict[bytes, int], position_of: Callable[[bytes], int | None]
-) -> None:
-    for key in keys:
-        place = position_of(key)
-        places[key] = len(places) if place is None else place

@@ -16,6 +16,7 @@ vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnect
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import sys
 from collections import Counter, deque
@@ -26,6 +27,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -35,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
     get_offloading_group_ids,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     TransferJobStatus,
@@ -54,7 +57,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from torch_kvswap._native.loader import native
+from torch_kvswap.integrations.vllm.log import write_where_vllm_does
+from torch_kvswap.integrations.vllm.options import TESTED_VERSIONS, is_tested
 from torch_kvswap.integrations.vllm.scheduler_side import (
     FAILURES,
     PAGES,
@@ -62,7 +66,8 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     load_source,
 )
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
-from torch_kvswap.integrations.vllm.tiering import KVSwapTieringOffloadingSpec
+from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
+from torch_kvswap.integrations.vllm.worker import Failure, KVSwapWorker
 from torch_kvswap.offload.handler import Job
 
 _log = logging.getLogger(__name__)
@@ -70,7 +75,6 @@ _log = logging.getLogger(__name__)
 # load so many in its step for each token that it has to compute. In any case a step loads no more
 # than so many for each token of vLLM's largest step.
 _LOADED_PER_COMPUTED = 16
-_LAYER_GROUPS = 16  # of an in-step load, at most
 
 
 @dataclass
@@ -101,7 +105,7 @@ class WorkerPart(OffloadingConnectorWorker):
     model's stream wait for in-step loads.
 
     Args:
-        spec (KVSwapOffloadingSpec): makes the worker.
+        spec (KVSwapOffloadingSpec | KVSwapTieringSpec): makes the worker, ours or vLLM's own.
         others: further arguments of vLLM's OffloadingConnectorWorker.
         names_blocks (bool): vLLM can compute single blocks again.
         is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
@@ -111,7 +115,7 @@ class WorkerPart(OffloadingConnectorWorker):
 
     def __init__(
         self,
-        spec: KVSwapOffloadingSpec,
+        spec: KVSwapOffloadingSpec | KVSwapTieringSpec,
         *others: Any,
         names_blocks: bool,
         is_ahead: bool,
@@ -124,31 +128,21 @@ class WorkerPart(OffloadingConnectorWorker):
         self._failure_counts = Counter[tuple[str, str]]()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._layer_groups = 1  # of an in-step load
-        self._group_of: dict[str | None, int] = {}  # by layer, if the hooks can be used
         self._in_step: set[int] = set()  # loads of this step
         self._in_step_job: Job | None = None  # that does them all
         self._waited = -1  # layer group
         self._metadata: Any = None
         self._next_is_spoiled = False
+        self._ours: KVSwapWorker | None = None  # unless vLLM's own worker moves the blocks
+        self._stores: set[int] = set()  # that have not ended
 
-    def _init_worker(self, kv_caches: Any) -> None:
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """As vLLM's. Tells the spec which layers the tensors are of."""
         groups = self.kv_cache_config.kv_cache_groups
         ids = get_offloading_group_ids(self.kv_cache_config)
         self.spec.layers = [groups[group].layer_names for group in ids]
-        super()._init_worker(kv_caches)
-        names = self.kv_cache_config.kv_cache_groups[0].layer_names
-        refs = kv_caches.group_data_refs[0]
-        places = {ref.tensor_idx: None for ref in refs}
-        self._layer_groups = min(_LAYER_GROUPS, len(places))
-        if len(names) == len(refs):
-            groups = {
-                tensor: native.layer_group_of(place, self._layer_groups, len(places))
-                for place, tensor in enumerate(places)
-            }
-            self._group_of = {
-                name: groups[ref.tensor_idx] for name, ref in zip(names, refs, strict=True)
-            }
+        super().register_kv_caches(kv_caches)
+        self._ours = self.worker if isinstance(self.worker, KVSwapWorker) else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's. Comes before everything else of a step, except with `writes_first`: then it is
@@ -165,25 +159,29 @@ class WorkerPart(OffloadingConnectorWorker):
         self._metadata, self._waited, self._in_step_job = metadata, -1, None
         jobs = metadata.load_jobs
         in_step = {number: job for number, job in jobs.items() if job.sync}
-        if in_step:
-            others = {number: job for number, job in jobs.items() if number not in in_step}
-            metadata = replace(metadata, load_jobs=others)
-        super().start_kv_transfers(metadata)
-        if in_step:
-            self._load_jobs |= dict.fromkeys(in_step)  # no request waits for them
-            self._in_step |= in_step.keys()
-            self._in_step_job = self.worker.submit_step_loads(in_step, self._layer_groups)
+        if self._ours is None or not in_step:
+            super().start_kv_transfers(metadata)
+            return
+        others = {number: job for number, job in jobs.items() if number not in in_step}
+        super().start_kv_transfers(replace(metadata, load_jobs=others))
+        self._load_jobs |= dict.fromkeys(in_step)  # no request waits for them
+        self._in_step |= in_step.keys()
+        self._in_step_job = self._ours.submit_step_loads(in_step)
+
+    def prepare_store_kv(self, metadata: Any) -> None:
+        """As vLLM's."""
+        self._stores |= metadata.store_jobs.keys()
+        super().prepare_store_kv(metadata)
 
     def wait_for_layer(self, name: str | None) -> None:
         """Makes the current stream wait until this layer is loaded, or with None until all are. If
         the in-step loads have failed, get_finished() says so."""
-        if self._in_step_job is None:
+        if self._in_step_job is None or self._ours is None:
             return
-        group = self._group_of.get(name)
-        if group is not None and group <= self._waited:
-            return
-        self._waited = _LAYER_GROUPS if group is None else group
-        self._in_step_job.wait(layer_group=group)
+        group = self._ours.layer_groups.get(name)
+        if group is None or group > self._waited:
+            self._waited = self._in_step_job.layer_groups if group is None else group
+            self._in_step_job.wait(layer_group=group)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's. The requests of failed loads are among those received. Blocks the host until
@@ -193,7 +191,7 @@ class WorkerPart(OffloadingConnectorWorker):
         requests, in_step = dict(self._load_jobs), self._in_step
         self._in_step, self._in_step_job = set(), None
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
-        failures = self.worker.take_failures()
+        failures = self._ours.take_failures() if self._ours else dict[int, Failure]()
         for number, failure in failures.items():
             self._failed_pages[number] = failure.pages
             direction = "load" if number in requests else "store"
@@ -207,8 +205,11 @@ class WorkerPart(OffloadingConnectorWorker):
         if not in_step.isdisjoint(failures):
             self._fail_stores(self._metadata)
             self._next_is_spoiled = self._is_ahead
-        if self._writes_first:
-            self.worker.hold_stream()
+        self._stores -= self._connector_worker_meta.completed_jobs.keys()
+        if self._writes_first and self._ours:
+            self._ours.hold_stream()
+        elif self._writes_first:
+            self.worker.wait(self._stores)
         return finished
 
     def _fail_stores(self, metadata: Any, numbers: Collection[int] | None = None) -> None:
@@ -249,7 +250,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
     """Forgets the chunks that were not stored, or could not be loaded. Chooses in-step loads.
 
     Args:
-        spec (KVSwapOffloadingSpec): makes the manager.
+        spec (KVSwapOffloadingSpec | KVSwapTieringSpec): makes the manager, ours or that of vLLM's
+            tiers.
         vllm_config (VllmConfig): vLLM's configuration.
         kv_cache_config (KVCacheConfig): the groups of layers.
         loads_in_step (bool): in-step loads are possible.
@@ -258,7 +260,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def __init__(
         self,
-        spec: KVSwapOffloadingSpec,
+        spec: KVSwapOffloadingSpec | KVSwapTieringSpec,
         vllm_config: Any,
         kv_cache_config: Any,
         loads_in_step: bool,
@@ -266,8 +268,13 @@ class SchedulerPart(OffloadingConnectorScheduler):
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
-        notes_hits = self._events_tracker.self_describing_enabled
+        self._failed_stores: dict[int, Any] = {}  # keys of jobs that some worker has not ended yet
+        if not isinstance(self.manager, HostManager):
+            self._complete_store = self.manager.complete_store
+            self.manager.complete_store = self._end_store
+        notes_hits = spec.kv_events_config.self_describing_kv_events
         self._looks_up_at_once = isinstance(self.manager, HostManager) and not notes_hits
+        self._failures = Counter[tuple[str, str]]()  # since get_stats()
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._running: set[str] = set()  # requests of the last step that have not ended
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -276,7 +283,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
-        self.block_pool: Any = None
+        self.kv_cache_manager: Any = None
         self.config: Any = self.config._replace(sync_load_budget_bytes=0)
 
     def get_num_new_matched_tokens(
@@ -376,30 +383,29 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's."""
-        self._in_step |= {
-            number for number, job in self._current_batch_load_jobs.items() if job.sync
-        }
         meta = super().build_connector_meta(scheduler_output)
+        self._in_step |= {number for number, job in meta.load_jobs.items() if job.sync}
+        taken = {copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ()}
+        for _, groups, _ in yield_req_data(scheduler_output):
+            taken.update(*(groups or ()))
+        self._spoiled.append(taken)
         self._running = set(scheduler_output.num_scheduled_tokens)
         self._can_load = self._most_loaded
         return meta
-
-    def _update_req_states(self, scheduler_output: Any) -> None:
-        super()._update_req_states(scheduler_output)
-        self._spoiled.append(self._current_batch_allocated_block_ids)  # vLLM makes others
 
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's, which takes every job that has ended for a success."""
         meta = connector_output.kv_connector_worker_meta
         failed: Mapping[int, set[int]] = meta.failed_pages if meta is not None else {}
-        for labels, jobs in meta.failures.items() if meta is not None else ():
-            self._connector_stats.increase_counter(FAILURES, jobs, labels)
+        self._failures += meta.failures if meta is not None else Counter()
         for number, pages in failed.items():
             job = self._jobs.get(number)
             if job is None:  # it was running when the cache was reset
                 continue
-            with self._manager_locked():
+            if isinstance(self.manager, HostManager):
                 self.manager.fail_pages(pages)
+            elif job.is_store:
+                self._failed_stores[number] = job.keys
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
                 self._failed_loads[job.req_id] = status.req.num_preemptions
@@ -410,6 +416,22 @@ class SchedulerPart(OffloadingConnectorScheduler):
             self._forget_computed()
         super().update_connector_output(connector_output)
         self._in_step &= self._jobs.keys()
+        for number in self._failed_stores.keys() - self._jobs.keys():
+            del self._failed_stores[number]
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """As vLLM's, with the jobs that have failed."""
+        stats: OffloadingConnectorStats | None = super().get_stats()
+        while self._failures:
+            labels, jobs = self._failures.popitem()
+            stats = stats or OffloadingConnectorStats()
+            stats.increase_counter(FAILURES, jobs, labels)
+        return stats
+
+    def _end_store(self, keys: Any, req_context: Any, success: bool = True) -> None:
+        """complete_store() of vLLM's tiers, which vLLM's code calls with the keys of a job."""
+        has_failed = any(keys is failed for failed in self._failed_stores.values())
+        self._complete_store(keys, req_context, success and not has_failed)
 
     def _forget_computed(self) -> None:
         """Forgets what may have been computed from an in-step load that failed.
@@ -418,7 +440,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         meanwhile have left blocks in the prefix cache of the GPU. All of them were taken in the
         step of the load, or in the one that was scheduled before vLLM heard of the failure.
         """
-        self.block_pool.evict_blocks(set().union(*self._spoiled))
+        self.kv_cache_manager.evict_blocks(set().union(*self._spoiled))
         for status in self._req_status.values():
             for state in status.group_states if status.req.is_finished() else ():
                 state.offload_keys.clear()
@@ -432,7 +454,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
 
 class KVSwapConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector with KVSwapOffloadingSpec and failures that end no engine.
+    """vLLM's OffloadingConnector with our spec, and failures that end no engine.
 
     Args:
         vllm_config (VllmConfig): kv_connector_extra_config has the SpecOptions.
@@ -444,6 +466,7 @@ class KVSwapConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        write_where_vllm_does()
         spec_class = _choose_spec(vllm_config)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         names_blocks = _can_name_blocks(kv_cache_config)
@@ -456,19 +479,7 @@ class KVSwapConnector(OffloadingConnector):
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
             why_before = _why_before_step(vllm_config, names_blocks, sys._getframe(1).f_code)
-            _log.info(
-                "KVSwapConnector loads prompts %s",
-                f"before the step that computes the rest: {why_before}"
-                if why_before
-                else "layer by layer in the step that computes the rest, if enough is left to "
-                "compute",
-            )
-            if writes_first:
-                _log.info(
-                    "vLLM's runner V2 writes to new blocks of this model before stores of their "
-                    "old contents can end. Each step waits for the stores that run beside it, and "
-                    "a store that has not begun when its blocks are given out again is dropped"
-                )
+            _say_how(vllm_config, why_before, writes_first)
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config),
                 loads_in_step=not why_before,
@@ -482,9 +493,10 @@ class KVSwapConnector(OffloadingConnector):
                 writes_first=writes_first,
             )
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keeps the blocks of the GPU for the scheduler part."""
-        self.connector_scheduler.block_pool = gpu_block_pool
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """As vLLM's. Also for the scheduler part."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.connector_scheduler.kv_cache_manager = kv_cache_manager
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         """As vLLM's. Where no Python runs before each layer, the step waits for the whole loads."""
@@ -565,7 +577,7 @@ def _vllms_spec(options: Mapping[str, Any]) -> Any:
     return TieringOffloadingSpec if options.get("secondary_tiers") else CPUOffloadingSpec
 
 
-def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
+def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec | KVSwapTieringSpec]:
     """Also names MetricsSpec in the configuration.
 
     Raises:
@@ -579,7 +591,31 @@ def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec]:
                 f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector "
                 f"makes its spec itself; leave {name} out"
             )
-    return KVSwapTieringOffloadingSpec if options.get("secondary_tiers") else KVSwapOffloadingSpec
+    return KVSwapTieringSpec if options.get("secondary_tiers") else KVSwapOffloadingSpec
+
+
+def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
+    """Says once, in vLLM's log, what this engine gets that its configuration does not say."""
+    options = vllm_config.kv_transfer_config.kv_connector_extra_config
+    how = "layer by layer in the step that computes the rest, if enough is left to compute"
+    if why_before:
+        how = f"before the step that computes the rest, because {why_before}"
+    said = [f"KVSwapConnector loads prompts {how}"]
+    if writes_first:
+        said.append(
+            "vLLM's runner V2 writes to new blocks of this model before stores of their old "
+            "contents can end, so that each step waits for the stores that run beside it, and a "
+            "store that has not begun when its blocks are given out again is dropped"
+        )
+    ignored = [] if options.get("secondary_tiers") else ["tier_poll_interval_s", "backpressure"]
+    ignored = [name for name in ("sync_load_budget_bytes", *ignored) if options.get(name)]
+    if ignored:
+        said.append(f"{' and '.join(ignored)} of its options are ignored")
+    _log.info("%s", "; ".join(said))
+    version = importlib.metadata.version("vllm")
+    if not is_tested(version):
+        tested = " and ".join(TESTED_VERSIONS)
+        _log.warning("KVSwapConnector was tested with vLLM %s, this is %s", tested, version)
 
 
 def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:

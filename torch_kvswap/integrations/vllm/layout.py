@@ -62,16 +62,6 @@ class Move(NamedTuple):
         )
         return cls(blocks, pages, moves[0].first_slots)
 
-    def of_turn(self, turn: int, turns: int, slots: int) -> Move:
-        """What a store of whole pages has in pages with the number `turn` modulo `turns`."""
-        mine = [pages % turns == turn for pages in self.pages]
-        blocks = [
-            of_group.reshape(-1, slots)[one].reshape(-1)
-            for of_group, one in zip(self.blocks, mine, strict=True)
-        ]
-        pages = [of_group[one] for of_group, one in zip(self.pages, mine, strict=True)]
-        return Move(blocks, pages, self.first_slots)
-
     def check_whole_pages(self, slots: int) -> None:
         """Raises ValueError if a page is stored in part.
 
@@ -91,7 +81,6 @@ class Move(NamedTuple):
 def group_layouts(
     kv_caches: Any,
     dtype: torch.dtype | None = None,
-    heads: int = 1,
     layers: Sequence[Sequence[str]] | None = None,
 ) -> list[PagedLayout | None]:
     """Makes a layout for each group of layers; None for a group without layers in this worker.
@@ -103,8 +92,6 @@ def group_layouts(
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
-        heads (int): how many KV heads a block has, one after another. Each becomes a slab of its
-            own: first head 0 of all layers, then head 1.
         layers (Sequence[Sequence[str]] | None): names of the layers of each group.
     """
     layouts: list[PagedLayout | None] = []
@@ -112,17 +99,10 @@ def group_layouts(
         sizes: dict[int, int] = {}
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
-        tensors: Any = [
-            kv_caches.tensors[index].tensor[:, head * size // heads : (head + 1) * size // heads]
-            for head in range(heads)
-            for index, size in sizes.items()
-        ]
+        tensors: Any = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
         if layers is not None:
             names = _tensor_names(refs, layers[group])
-            # Canonical rows name the first head only, whatever the number of workers is.
-            suffixes = ["", *(f", head {head}" for head in range(1, heads))]
-            of_heads = [names[index] + suffix for suffix in suffixes for index in sizes]
-            tensors = dict(zip(of_heads, tensors, strict=True))
+            tensors = dict(zip(map(names.__getitem__, sizes), tensors, strict=True))
         layouts.append(PagedLayout(tensors, 0, dtype=dtype) if tensors else None)
     return layouts
 

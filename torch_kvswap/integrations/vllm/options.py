@@ -1,4 +1,4 @@
-"""The options of KVSwapOffloadingSpec in `kv_connector_extra_config`."""
+"""The options of KVSwapConnector in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ _OF_VLLM = (
     *("block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes"),
 )
-# What only vLLM's own specs do, and what to use instead. Their defaults are no reason to refuse.
-_ONLY_OF_VLLM = {
-    "canonical_layout": "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU has them; or "
-    "use spec_name KVSwapTieringOffloadingSpec",
-    "cache_policy_module_path": "leave it out and set eviction_policy to lru or arc, or use "
-    "spec_name CPUOffloadingSpec",
-    "max_tracker_size": "leave it out: KVSwapOffloadingSpec counts the offers of as many chunks as "
-    "the host memory holds",
-    "secondary_tiers": "leave it out: KVSwapOffloadingSpec keeps blocks in host memory only; or "
-    "use spec_name KVSwapTieringOffloadingSpec",
+# What only vLLM's own manager does, or its tiers. Their defaults are no reason to refuse.
+_OF_VLLMS_MANAGER = {
+    "canonical_layout": "leave it out: it is for secondary_tiers",
+    "cache_policy_module_path": "leave it out, and set eviction_policy to lru or arc",
+    "max_tracker_size": "leave it out: the offers of as many chunks are counted as the host memory "
+    "holds",
+}
+_OF_TIERS = ("secondary_tiers", "tier_poll_interval_s", "backpressure")
+# What vLLM's tiers do not do.
+_NOT_OF_TIERS = {
+    **{"host_server": None, "encoding": "raw", "bits_per_value": None, "verify": "off"},
+    "pin_in_background": False,
 }
 # What users of vLLM's other connectors type, and what to type instead.
 _OF_OTHERS = {
@@ -42,8 +44,6 @@ _OF_OTHERS = {
     "cpu_bytes_to_use_per_rank": "set cpu_bytes_to_use, bytes of all workers together",
     "lazy_offload": "leave it out: a chunk is stored when it has been computed",
 }
-_WITH_TIERS = ("canonical_layout", "secondary_tiers")
-_OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
 _CHOICES = {
     "eviction_policy": POLICIES,
     "copy_method": CHOICES,
@@ -61,7 +61,7 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The options of KVSwapOffloadingSpec.
+    """The options of KVSwapConnector.
 
     Attributes:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
@@ -88,26 +88,27 @@ _OURS = tuple(field.name for field in fields(SpecOptions))
 
 
 def is_tested(version: str) -> bool:
-    """Whether KVSwapOffloadingSpec was tested with this version of vLLM."""
+    """Whether KVSwapConnector was tested with this version of vLLM."""
     return version.partition("+")[0] in TESTED_VERSIONS
 
 
-def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOptions:
-    """Reads the options.
+def read_options(config: Mapping[str, Any]) -> SpecOptions:
+    """Reads the options. With `secondary_tiers` vLLM reads its own, and those of its manager.
 
     Args:
         config (Mapping[str, Any]): kv_connector_extra_config.
-        has_tiers (bool): secondary_tiers and canonical_layout may be there. They are not read here.
 
     Raises:
-        ValueError: an option is unknown or missing, or has an invalid value.
+        ValueError: an option is unknown or missing, has an invalid value, or cannot be there beside
+            the others.
     """
-    for name, instead in _ONLY_OF_VLLM.items():
-        if config.get(name) and not (has_tiers and name in _WITH_TIERS):
+    has_tiers = bool(config.get("secondary_tiers"))
+    for name, instead in () if has_tiers else _OF_VLLMS_MANAGER.items():
+        if config.get(name):
             raise ValueError(
-                f"kv_connector_extra_config: {name} is for vLLM's own specs; {instead}"
+                f"kv_connector_extra_config: {name} is for vLLM's own manager; {instead}"
             )
-    known = {*_OURS, *_OF_CONNECTOR, *_OF_VLLM, *_ONLY_OF_VLLM, *_OF_TIERS}
+    known = {*_OURS, *_OF_CONNECTOR, *_OF_VLLM, *_OF_VLLMS_MANAGER, *_OF_TIERS}
     unknown = sorted(set(config) - known)
     if unknown:
         instead = _OF_OTHERS.get(unknown[0], "")
@@ -132,6 +133,15 @@ def read_options(config: Mapping[str, Any], has_tiers: bool = False) -> SpecOpti
     for name, least in _LEAST.items():
         if name in given:
             given[name] = _whole(name, given[name], least)
+    for name, none in _NOT_OF_TIERS.items() if has_tiers else ():
+        if given.get(name, none) != none:
+            raise ValueError(
+                f"kv_connector_extra_config: {name} is {given[name]!r}, which vLLM's "
+                f"secondary_tiers do not have; leave {name} out, or leave out secondary_tiers and "
+                "use a host_server with a store below it (docs/serve.md)"
+            )
+    if has_tiers:
+        given["eviction_policy"] = "lru"  # vLLM reads it, and may know others
     for name, choices in _CHOICES.items():
         if given.get(name, choices[0]) not in choices:
             raise _wrong(name, given[name], " or ".join(choices))
@@ -156,44 +166,6 @@ def _check_server(given: Mapping[str, Any]) -> None:
                 f"kv_connector_extra_config: {name} is {given[name]!r}, but the server at "
                 f"{server} has the host memory and its index; leave {name} out"
             )
-
-
-def read_tiers(
-    config: Mapping[str, Any], poll_interval: float
-) -> tuple[list[dict[str, Any]], float]:
-    """Reads what vLLM's tiers are made from.
-
-    Args:
-        config (Mapping[str, Any]): kv_connector_extra_config.
-        poll_interval (float): the default in seconds.
-
-    Returns:
-        tuple[list[dict[str, Any]], float]: the configuration of each tier, with the common
-        backpressure, and the seconds between polls.
-
-    Raises:
-        ValueError: one of these has another type.
-    """
-    tiers, common = config.get("secondary_tiers", []), config.get("backpressure") or {}
-    if not isinstance(tiers, list):
-        raise _wrong("secondary_tiers", type(tiers).__name__, "a list of tiers")
-    for at, tier in enumerate(tiers):  # which may hold passwords
-        if not isinstance(tier, dict) or not isinstance(tier.get("type"), str):
-            kind = "a dictionary without a type" if isinstance(tier, dict) else type(tier).__name__
-            raise _wrong(f"secondary_tiers[{at}]", kind, 'a dictionary with a "type" like "fs"')
-    if not isinstance(common, dict):
-        raise _wrong("backpressure", common, "a dictionary")
-    interval = config.get("tier_poll_interval_s", poll_interval)
-    if isinstance(interval, bool) or not isinstance(interval, int | float) or math.isnan(interval):
-        raise _wrong("tier_poll_interval_s", interval, "a number of seconds")
-    made = []
-    for at, tier in enumerate(tiers):
-        own = tier.get("backpressure", {})
-        if not isinstance(own, dict):
-            raise _wrong(f"secondary_tiers[{at}]: backpressure", own, "a dictionary")
-        both = {**common, **own}
-        made.append({**tier, "backpressure": both} if both or "backpressure" in tier else tier)
-    return made, float(interval)
 
 
 def _whole(name: str, value: Any, least: int) -> int:

@@ -183,9 +183,7 @@ class SharedManager(HostManager):
         self._loads.add(req_context, keys, held)
         asked.see(req_context, keys)
         self._session.touch(fold_keys(asked.sort(keys)))
-        spec = CPULoadStoreSpec(pages)
-        spec.written = frozenset(pages)  # by others, since a store of this engine may have failed
-        return spec
+        return CPULoadStoreSpec(pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         """Ends one load of exactly these keys by this request."""

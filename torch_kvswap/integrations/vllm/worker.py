@@ -7,22 +7,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 from vllm.v1.kv_offload import base
 
 from torch_kvswap._native.arguments import Int64Array
+from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.canonical import check_equal_groups
 from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
-from torch_kvswap.integrations.vllm.rows import RowsOffer, RowsServer
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
 
 _log = logging.getLogger(__name__)
+_LAYER_GROUPS = 16  # of an in-step load, at most
 
 
 class Failure(NamedTuple):
@@ -38,6 +38,22 @@ class Failure(NamedTuple):
     blocks: set[int]
     pages: set[int]
     reason: str
+
+
+class HostRegion(NamedTuple):
+    """Host memory of vLLM, which its secondary tiers read and write, too.
+
+    Attributes:
+        memory (Tensor): all of it.
+        page_bytes (int): from page to page.
+        offset (int): of this worker's part of the first page.
+        close (Callable[[], None]): gives the memory back, when nothing uses it any more.
+    """
+
+    memory: Tensor
+    page_bytes: int
+    offset: int
+    close: Callable[[], None]
 
 
 class _Open(NamedTuple):
@@ -67,14 +83,15 @@ class KVSwapWorker(base.OffloadingWorker):
         replicas (Replicas | None): set if the workers share one pool. If their caches are equal,
             vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
             store in rank 0 before any worker loads its pages.
-        rows (RowsOffer | None): set if vLLM's tiers read and write the pages, in the process of the
-            scheduler. Worker 0 offers it the pages.
         server (HostServer | None): has the pages, and decides how many there are.
+        region (HostRegion | None): has the pages.
         layers (Sequence[Sequence[str]] | None): see group_layouts().
 
+    Attributes:
+        layer_groups (dict[str | None, int]): of an in-step load, by layer; empty if not known.
+
     Raises:
-        ValueError: no group has layers in this worker, the groups do not fit into canonical rows,
-            or the server refuses its cache, and why.
+        ValueError: no group has layers in this worker, or the server refuses its cache, and why.
     """
 
     def __init__(
@@ -84,16 +101,14 @@ class KVSwapWorker(base.OffloadingWorker):
         blocks_per_page: int,
         options: SpecOptions,
         replicas: Replicas | None = None,
-        rows: RowsOffer | None = None,
         server: HostServer | None = None,
+        region: HostRegion | None = None,
         layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        share = None if rows is None else rows.share
-        self._heads, self._turn = (share.heads_here, share.turn) if share else (1, (0, 1))
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
-        is_encoded = options.encoding != "raw"
-        dtype = torch.bfloat16 if is_encoded else None
-        of_groups = group_layouts(kv_caches, dtype, self._heads, layers)
+        self.layer_groups = _layer_groups(kv_caches, layers) if layers else {}
+        dtype = torch.bfloat16 if options.encoding != "raw" else None
+        of_groups = group_layouts(kv_caches, dtype, layers)
         self._has_layers = [layout is not None for layout in of_groups]
         layouts = [layout for layout in of_groups if layout is not None]
         if not layouts:
@@ -101,8 +116,6 @@ class KVSwapWorker(base.OffloadingWorker):
                 "no layer of this worker has a KV cache to offload; divide the layers among the "
                 "stages of the pipeline so that each has one, or leave out kv_transfer_config"
             )
-        if share is not None:
-            check_equal_groups(layouts)
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
@@ -111,15 +124,19 @@ class KVSwapWorker(base.OffloadingWorker):
         if server is not None:
             self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
         how |= {"pin_in_background": options.pin_in_background}
-        if rows is not None:
-            how |= {"shared": True, "part": (0, 1)}
         shape = largest, num_pages, blocks_per_page
         if self._served is not None:
             self._own_pool = None
+        elif region is not None:
+            how |= {"page_bytes": region.page_bytes, "offset": region.offset}
+            self._own_pool = HostPool.over(region.memory, largest, blocks_per_page, **how)
         elif replicas is None:
             self._own_pool = HostPool(*shape, **how)
         else:
             self._own_pool = replicated_pool(*shape, replicas, **how)
+        self._close_region = None if region is None else region.close
+        # Others write the pages, too, which vLLM loads only when they are whole.
+        self._has_writers = server is not None or region is not None
         pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
@@ -129,22 +146,15 @@ class KVSwapWorker(base.OffloadingWorker):
         _log.info("torch_kvswap moves the KV-cache blocks of vLLM: %s", self._pool)
         self._open: dict[int, _Open] = {}  # key: vLLM's number
         self._ended: list[base.TransferResult] = []
-        self._server: RowsServer | None = None
-        if rows is not None and (replicas is None or replicas.rank == 0):
-            offered = rows.engine_id, self._pool.share(), rows.namespace(pools)
-            self._server = RowsServer(*offered)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Starts a store. Always returns True; a transfer without blocks ends at once, and so does
-        one for whose pages it is the turn of other workers.
+        """Starts a store. Always returns True; a transfer without blocks ends at once.
 
         Raises:
             ValueError: src_spec and dst_spec do not fit together, or a chunk is not complete.
         """
         move = self._read(src_spec, dst_spec)
         move.check_whole_pages(self._blocks_per_page)
-        if self._turn[1] > 1:
-            move = move.of_turn(*self._turn, self._blocks_per_page)
         self._submit({job_id: move}, self._handler.store)
         return True
 
@@ -156,38 +166,26 @@ class KVSwapWorker(base.OffloadingWorker):
         vLLM sets `expedited` for loads that it waits for.
         """
         move = self._read(dst_spec, src_spec)
-        written = _written(src_spec)
-        self._submit({job_id: move}, self._handler.load, written=written, expedited=expedited)
+        self._submit({job_id: move}, self._handler.load, expedited=expedited)
         return True
 
-    def submit_step_loads(self, loads: Mapping[int, Any], layer_groups: int) -> Job | None:
+    def submit_step_loads(self, loads: Mapping[int, Any]) -> Job | None:
         """Starts the loads of the step that begins, as one job: each layer group lands for all of
         them before the next group of any.
 
         They also end together: if the job fails, all of them have failed, except those without a
         rejected block if only blocks were rejected.
 
-        With several heads in canonical rows the layers of one head land before those of the next:
-        the current stream waits for the whole job, here.
-
         Args:
             loads (Mapping[int, TransferJob]): by vLLM's number; each of whole chunks, of a cache
                 with one group of layers.
-            layer_groups (int): see OffloadHandler.load().
 
         Returns:
-            Job | None: the job, for streams to wait for. None if it could not be started, or if
-            nothing is left to wait for.
+            Job | None: the job, for streams to wait for. None if it could not be started.
         """
         moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
-        written = frozenset().union(*(_written(one.src_spec) for one in loads.values()))
-        how: dict[str, Any] = {"written": written, "expedited": True}
-        if self._heads == 1:
-            return self._submit(moves, self._handler.load, **how, layer_groups=layer_groups)
-        job = self._submit(moves, self._handler.load, **how)
-        if job is not None:
-            job.wait()
-        return None
+        groups = max(self.layer_groups.values(), default=0) + 1
+        return self._submit(moves, self._handler.load, expedited=True, layer_groups=groups)
 
     def hold_stream(self) -> None:
         """Makes the current stream wait for all stores that have begun, so that what comes next may
@@ -222,12 +220,12 @@ class KVSwapWorker(base.OffloadingWorker):
 
     def shutdown(self) -> None:
         """Waits for running transfers, then frees the host memory."""
-        if self._server is not None:
-            self._server.close()
         if self._served is not None:
             self._handler.close()
             self._served.close()
         self._pool.close()
+        if self._close_region is not None:
+            self._close_region()
 
     @property
     def _pool(self) -> HostPool:
@@ -241,16 +239,10 @@ class KVSwapWorker(base.OffloadingWorker):
         return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
     def _submit(
-        self,
-        moves: Mapping[int, Move],
-        submit: Callable[..., Job],
-        written: frozenset[int] = frozenset(),
-        **options: Any,
+        self, moves: Mapping[int, Move], submit: Callable[..., Job], **options: Any
     ) -> Job | None:
         """Starts transfers as one job, when their pages are pinned. Reports their ends if there is
-        nothing to copy, or if they cannot be started.
-
-        What is known of pages that others have `written` since is forgotten."""
+        nothing to copy, or if they cannot be started."""
         numbers = tuple(moves)
         blocks, pages, first = Move.joined(list(moves.values()))
         if not any(map(len, blocks)):
@@ -258,8 +250,8 @@ class KVSwapWorker(base.OffloadingWorker):
             return None
         try:
             self._wait_for(pages)
-            if written:
-                self._forget(pages, written)
+            if self._has_writers and submit == self._handler.load:
+                self._handler.mark_written(pages)  # although a store of this worker may have failed
             ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
             job = submit(**ids, **options, tag=numbers)
         except (MemoryError, RuntimeError) as error:
@@ -274,11 +266,6 @@ class KVSwapWorker(base.OffloadingWorker):
         for number, move in moves.items():
             self._open[number] = _Open(move, job)
         return job
-
-    def _forget(self, pages: Sequence[Int64Array], written: frozenset[int]) -> None:
-        """Forgets that stores into these pages have failed."""
-        numbers = np.fromiter(written, np.int64)
-        self._handler.mark_written([some[np.isin(some, numbers)] for some in pages])
 
     def _wait_for(self, pages: Sequence[Int64Array]) -> None:
         """Waits until the pages are pinned. The scheduler assigns them from the front, as they are
@@ -322,10 +309,17 @@ class KVSwapWorker(base.OffloadingWorker):
         self._ended += map(_result_of, others)
 
 
-def _written(host: Any) -> frozenset[int]:
-    """The pages of a load that a tier has filled: see PrimaryTier.prepare_load()."""
-    written: frozenset[int] = getattr(host, "written", frozenset())
-    return written
+def _layer_groups(kv_caches: Any, layers: Sequence[Sequence[str]]) -> dict[str | None, int]:
+    """The layer groups of the layers of a cache with one group of layers."""
+    names, refs = layers[0], kv_caches.group_data_refs[0]
+    if len(names) != len(refs):
+        return {}
+    tensors = [*dict.fromkeys(ref.tensor_idx for ref in refs)]
+    groups = min(_LAYER_GROUPS, len(tensors))
+    return {
+        name: native.layer_group_of(tensors.index(ref.tensor_idx), groups, len(tensors))
+        for name, ref in zip(names, refs, strict=True)
+    }
 
 
 def _result_of(number: int) -> base.TransferResult:
