@@ -67,7 +67,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serving]:
     [("recompute", 0, 5), ("fail", 0, 1), ("fail", 40, 1)],
     ids=["before the step", "in the step", "in the step with new tokens"],
 )
-def test_prompts_come_back_from_the_host_as_they_were(
+def test_prompts_come_back_from_the_host(
     tmp_path, runner, is_async, drafts, policy, new_tokens, loads
 ):
     new = again("again", PROMPTS, prompt(9, new_tokens))
@@ -84,7 +84,7 @@ def test_prompts_come_back_from_the_host_as_they_were(
 
 @RUNNERS
 @SCHEDULERS
-def test_a_step_that_decodes_loads_no_more_than_it_hides(tmp_path, runner, is_async):
+def test_a_decoding_step_loads_what_it_hides(tmp_path, runner, is_async):
     """One that decodes for nobody loads as much as vLLM's largest step hides, and none loads more."""
     prompts = {f"{n}": prompt(n, 257) for n in range(3)}
     longer = again("longer", prompts, prompt(9, 20))
@@ -141,9 +141,7 @@ def test_other_caches_and_several_ranks(tmp_path, runner, is_async, how, loads):
 
 @pytest.mark.parametrize(("policy", "is_async"), [("recompute", False), ("fail", True)])
 @pytest.mark.parametrize("how", [{}, {"window": 40}, {"extra": {"blocks_per_chunk": 2}}])
-def test_jobs_and_counts_are_those_that_vllm_makes_key_by_key(
-    tmp_path, monkeypatch, policy, is_async, how
-):
+def test_jobs_are_those_that_vllm_makes(tmp_path, monkeypatch, policy, is_async, how):
     """Also through preemptions, aborts and resets."""
 
     def steps_of(is_ours: bool) -> list[Any]:
@@ -204,7 +202,7 @@ def described(jobs: dict[int, Any]) -> list[Any]:
 
 
 @RUNNERS
-def test_loads_that_begin_inside_a_chunk_are_not_joined(tmp_path, runner):
+def test_loads_inside_a_chunk_are_not_joined(tmp_path, runner):
     """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
     old = {f"{n}": prompt(n, 129) for n in range(3)}
     new = again("new", old, prompt(9, 20))
@@ -223,9 +221,7 @@ def test_loads_that_begin_inside_a_chunk_are_not_joined(tmp_path, runner):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [True, "rejected"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_what_one_rank_could_not_copy_is_lost_for_all(
-    tmp_path, runner, is_async, rank, how, policy
-):
+def test_one_ranks_failure_counts_for_all(tmp_path, runner, is_async, rank, how, policy):
     old = {f"{n}": prompt(n, 97 + 16 * n) for n in range(2)}
     new = again("new", old, prompt(9, 40))
     transfer = {"kv_load_failure_policy": policy}
@@ -258,7 +254,7 @@ def test_pages_name_the_layers_that_they_have(tmp_path):
         assert layout.names == tuple(NAMES)
 
 
-def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
+def test_the_front_end_finds_our_metrics(tmp_path):
     from prometheus_client import Counter, Gauge, Histogram
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -289,7 +285,7 @@ def test_the_connector_makes_the_spec_also_in_the_front_end(tmp_path):
         ),
     ],
 )
-def test_one_line_of_the_log_says_what_an_engine_gets(tmp_path, caplog, how, said):
+def test_one_line_says_what_engines_get(tmp_path, caplog, how, said):
     name = "torch_kvswap.integrations.vllm.connector"
     caplog.set_level("INFO", name)
     with serving(tmp_path, **how):
@@ -299,7 +295,7 @@ def test_one_line_of_the_log_says_what_an_engine_gets(tmp_path, caplog, how, sai
 
 
 @pytest.mark.parametrize("how", [{}, {"workers": 2}, {"cache": "mla"}])
-def test_the_host_has_as_many_pages_as_the_bytes_hold(tmp_path, how):
+def test_the_host_holds_its_bytes(tmp_path, how):
     with serving(tmp_path, pages=8, **how) as engine:
         given = engine.config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
         assert engine.manager._blocks.stats().pages == 8
@@ -367,9 +363,7 @@ def test_a_child_of_multiconnector_survives_failed_loads(tmp_path, runner, is_as
     ],
     ids=["asynchronous", "a block in the step", "in the step"],
 )
-def test_with_the_policy_fail_only_the_requests_of_the_load_fail(
-    tmp_path, runner, is_async, new, how, fails
-):
+def test_only_requests_of_the_load_fail(tmp_path, runner, is_async, new, how, fails):
     prompts = {"first": prompt(1, 100), "second": prompt(2, 84)}
     with serving(tmp_path, runner=runner, is_async=is_async) as engine:
         engine.serve(prompts)
@@ -392,7 +386,7 @@ def test_with_the_policy_fail_only_the_requests_of_the_load_fail(
         check(engine, again("third", longer))
 
 
-def test_only_the_rejected_block_of_a_store_is_not_found(engine):
+def test_only_the_rejected_block_is_lost(engine):
     one = prompt(1, 101)  # six full blocks
     faults = Faults(engine, only("store", "rejected"))
     engine.serve({"first": one}, count=1)
@@ -403,7 +397,7 @@ def test_only_the_rejected_block_of_a_store_is_not_found(engine):
     assert engine.manager._blocks.stats().loaded == 5
 
 
-def test_metrics_count_failures_by_reason_and_pages_by_state(engine):
+def test_metrics_count_failures_and_pages(engine):
     part, said = engine.scheduler.connector.connector_scheduler, OffloadingConnectorStats()
     get_stats = part.get_stats
     part.get_stats = lambda: said.aggregate(get_stats())
@@ -455,7 +449,7 @@ def test_a_lost_device_ends_the_engine(engine):
         engine.serve({"first": prompt(1, 100)})
 
 
-def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
+def test_behind_a_window_requests_start_over(tmp_path):
     """The blocks in front of the first one that failed may be gone: vLLM starts over."""
     one, window = prompt(1, 200), 40
     with serving(tmp_path, transfer=RECOMPUTE, window=window) as engine:
@@ -469,7 +463,7 @@ def test_behind_a_window_all_is_computed_again_or_loaded_again(tmp_path):
 
 
 @RUNNERS
-def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(tmp_path, runner):
+def test_an_abort_leaves_no_failed_block(tmp_path, runner):
     with with_old(tmp_path, runner, is_async=True) as engine:
         Faults(engine, only("load"))
         engine.add("aborted", NEW)
@@ -482,7 +476,7 @@ def test_an_aborted_request_leaves_no_block_of_a_failed_load_on_the_gpu(tmp_path
 
 
 @RUNNERS
-def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(tmp_path, runner):
+def test_a_reset_forgets_an_unreported_load(tmp_path, runner):
     with with_old(tmp_path, runner, is_async=True) as engine:
         engine.add("new", NEW)
         engine.step()
@@ -494,7 +488,7 @@ def test_a_reset_forgets_a_load_of_a_step_that_is_not_reported(tmp_path, runner)
 
 
 @RUNNERS
-def test_a_reset_preempts_requests_whose_load_is_not_reported(tmp_path, runner):
+def test_a_reset_preempts_unreported_loads(tmp_path, runner):
     """vLLM refuses such a reset, and has preempted them by then."""
     prompts = {"other": prompt(3, 40), "new": NEW}
     with with_old(tmp_path, runner, is_async=True) as engine:
@@ -530,9 +524,7 @@ def test_requests_that_a_reset_preempts_are_loaded_again(tmp_path, runner, polic
 
 @RUNNERS
 @SCHEDULERS
-def test_requests_that_were_loaded_need_no_block_of_a_larger_one_in_front(
-    tmp_path, runner, is_async
-):
+def test_a_larger_request_blocks_no_loaded_one(tmp_path, runner, is_async):
     """Which has waited for the load of its first chunk, while they were loaded, and needs more
     blocks than they leave."""
     large = prompt(1, 250)
@@ -555,7 +547,7 @@ def end_copies_with_their_step(engine: Serving) -> None:
     worker.get_finished = get_all_finished
 
 
-def test_a_request_that_was_loaded_but_not_scheduled_needs_no_block_of_a_larger_one_in_front(
+def test_a_larger_request_blocks_no_throttled_one(
     tmp_path,
 ):
     """vLLM computes no prompt in some steps of a replica, to begin at the same time as others."""
@@ -578,9 +570,7 @@ def test_a_request_that_was_loaded_but_not_scheduled_needs_no_block_of_a_larger_
 
 
 @pytest.mark.parametrize("tier_hangs", [False, True])
-def test_a_request_whose_load_has_failed_needs_no_block_of_a_larger_one_in_front(
-    tmp_path, tier_hangs
-):
+def test_a_larger_request_blocks_no_failed_one(tmp_path, tier_hangs):
     """vLLM still reserves its blocks. What it would find in a tier is not waited for."""
     begin, large, one = prompt(1, 16), prompt(2, 208), prompt(3, 112)
     old = {"begin": begin, "large": [*begin, *large], "one": one}
@@ -604,7 +594,7 @@ def test_a_request_whose_load_has_failed_needs_no_block_of_a_larger_one_in_front
         assert faults.count["load"] == 1
 
 
-def test_requests_that_are_loaded_leave_each_other_room_for_drafts(tmp_path):
+def test_loaded_requests_leave_room_for_drafts(tmp_path):
     """Of a draft model, which needs blocks for them. The cache has 19 blocks for these prompts."""
     prompts = {"one": prompt(1, 160), "other": prompt(2, 144)}
     with serving(tmp_path, blocks=20, drafts=3, transfer=RECOMPUTE) as engine:
@@ -620,9 +610,7 @@ def test_requests_that_are_loaded_leave_each_other_room_for_drafts(tmp_path):
 @SCHEDULERS
 @pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_an_engine_survives_a_thousand_failures_with_right_tokens(
-    tmp_path, is_async, runner, drafts, policy
-):
+def test_an_engine_survives_random_failures(tmp_path, is_async, runner, drafts, policy):
     """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
     aborted; with the policy "fail" most loads are in-step loads."""
     chosen = random.Random(7)
@@ -650,7 +638,7 @@ def test_an_engine_survives_a_thousand_failures_with_right_tokens(
         assert failed < len(requests.served) / 2
 
 
-def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
+def test_a_request_aborted_while_loading_stores_nothing(engine):
     one = prompt(1, 100)
     engine.serve({"first": one})
     engine.forget_gpu()
@@ -668,7 +656,7 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(engine):
 
 
 @SCHEDULERS
-def test_a_chunk_with_a_token_that_no_step_has_computed_is_not_stored(tmp_path, is_async):
+def test_chunks_with_uncomputed_tokens_are_not_stored(tmp_path, is_async):
     one, two = prompt(1, 33), prompt(2, 140)
     how: dict[str, Any] = {"transfer": RECOMPUTE, "extra": {"offload_prompt_only": False}}
     with serving(tmp_path, is_async=is_async, batched=64, **how) as engine:

@@ -63,9 +63,7 @@ def serve_again(
 
 @RUNNERS
 @pytest.mark.parametrize("graph", WAITS)
-def test_each_layer_waits_for_its_load_or_the_step_for_all(
-    runner: str, graph: str, tmp_path: Path
-) -> None:
+def test_each_layer_or_the_step_waits(runner: str, graph: str, tmp_path: Path) -> None:
     def wait(job: Any, layer_group: int | None) -> None:
         job.wait(layer_group=layer_group)
 
@@ -110,7 +108,7 @@ def first_bytes(layers: list[torch.Tensor]) -> list[list[int]]:
         ("apart", [1, 0, 0], [128] * 3),  # the control
     ],
 )
-def test_a_layer_of_all_loads_of_a_step_lands_before_the_next_layer_of_any(
+def test_joined_loads_land_layer_by_layer(
     how: str, first: list[int], sizes: list[int | None]
 ) -> None:
     worker, layers, jobs = loads()

@@ -30,7 +30,7 @@ def lists(move: Move) -> tuple[list[list[int]], list[list[int]], list[int]]:
     )
 
 
-def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
+def test_layers_sharing_a_tensor_are_one_slab():
     (layout,) = group_layouts(caches([[(0, 16), (0, 48), (0, 32)]], [64], "cpu"))
     assert layout.sizes.tolist() == [48]
 
@@ -51,7 +51,7 @@ def test_tensors_are_named_after_their_layers(refs, names):
     assert layout.names == tuple(names)
 
 
-def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
+def test_places_are_in_the_order_of_blocks():
     move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), [True] * 3, 3)
     assert move.places(3) == [
         *(Place(0, 1, 7, 2), Place(0, 2, 6, 0)),
@@ -62,14 +62,14 @@ def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
 @pytest.mark.parametrize(
     ("blocks", "pages"), [([1, 2, 3], [7]), ([1, 2], [7, 8, 9]), ([1, 2, 3, 4], [7, 8])]
 )
-def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
+def test_pages_that_do_not_fit_are_refused(blocks, pages):
     move = gpu(blocks, [3], [0])
     said = "but its groups of [3] blocks starting at [0] need 3 and 2"
     with pytest.raises(ValueError, match=re.escape(said)):
         read_move(move, host(*pages), [True], 2)
 
 
-def test_a_transfer_of_another_number_of_groups_is_refused():
+def test_another_number_of_groups_is_refused():
     move = gpu([1], [1, 0], [0, 0])
     with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
         read_move(move, host(1), [True], 1)

@@ -140,7 +140,7 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
 
 
 @POLICIES
-def test_a_store_without_room_is_none_and_changes_nothing(policy):
+def test_a_store_without_room_changes_nothing(policy):
     ours = manager(policy=policy, events=True)
     store(ours, request(), 1, 2)
     ours.prepare_store(keys(3), request())
@@ -150,7 +150,7 @@ def test_a_store_without_room_is_none_and_changes_nothing(policy):
     assert list(ours.take_events()) == [event(1, 2)]
 
 
-def test_a_load_of_what_is_not_stored_is_an_error():
+def test_a_load_of_missing_chunks_is_an_error():
     ours = manager()
     ours.prepare_store(keys(1), request())
     for place in (1, 2):
@@ -174,7 +174,7 @@ def test_open_loads_of_the_same_keys_are_counted(policy):
 
 
 @needs_vllm
-def test_with_a_threshold_a_block_is_stored_when_it_was_offered_so_often():
+def test_a_threshold_counts_offers():
     def skipped() -> int:
         return int(ours.get_stats().reduce()["vllm:kv_offload_stores_skipped"])
 
@@ -187,7 +187,7 @@ def test_with_a_threshold_a_block_is_stored_when_it_was_offered_so_often():
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_keys_of_a_request_are_in_the_order_of_its_prompt(seed, groups):
+def test_keys_are_in_the_order_of_prompts(seed, groups):
     """However it names them: ranges of each group that go on, come again, leave some out or come
     back to them, as vLLM does."""
     chosen, context, seen = random.Random(seed), base.ReqContext("request"), list[bytes]()
@@ -224,7 +224,7 @@ def test_a_request_of_another_manager_starts_anew():
 # Events and statistics
 
 
-def test_events_tell_in_order_what_was_stored_and_evicted_each_once():
+def test_events_tell_each_store_and_eviction_once():
     ours = manager(events=True)
     ours.prepare_store(keys(1, 2), request())
     assert list(ours.take_events()) == []
@@ -234,7 +234,7 @@ def test_events_tell_in_order_what_was_stored_and_evicted_each_once():
     assert list(ours.take_events()) == []
 
 
-def test_a_reset_removes_what_was_said_to_be_stored():
+def test_a_reset_tells_what_it_removes():
     ours = manager(events=True)
     store(ours, request(), 1, 2)
     ours.prepare_store(keys(3), request())
@@ -252,7 +252,7 @@ def test_without_events_nothing_is_kept():
 
 
 @pytest.mark.parametrize("whose", ["ours", pytest.param("theirs", marks=needs_vllm)])
-def test_a_failed_store_tells_vllm_to_drop_what_it_kept_for_the_event(whose):
+def test_a_failed_store_drops_its_event(whose):
     """But not of a key that is stored again by then."""
     of = manager(events=True) if whose == "ours" else theirs(enable_events=True)
     store(of, request(), 1)
@@ -268,7 +268,7 @@ def test_a_failed_store_tells_vllm_to_drop_what_it_kept_for_the_event(whose):
 
 @needs_vllm
 @pytest.mark.parametrize("threshold", [0, 2])
-def test_the_histogram_of_allocations_has_stores_that_found_no_room(threshold):
+def test_allocations_count_stores_without_room(threshold):
     said = []
     for of in (manager(threshold=threshold), theirs(store_threshold=threshold)):
         for name, places in enumerate(((1, 2, 3), (1, 2, 3), (4, 5), (4, 5, 6))):
@@ -280,7 +280,7 @@ def test_the_histogram_of_allocations_has_stores_that_found_no_room(threshold):
 
 
 @needs_vllm
-def test_the_stats_say_what_is_in_use_and_how_large_stores_were():
+def test_stats_say_what_is_in_use():
     ours = manager()
     assert ours.get_stats().reduce()[METRIC] == 0
     store(ours, request(), 1)
@@ -299,7 +299,7 @@ def test_the_stats_say_what_is_in_use_and_how_large_stores_were():
 # Resets
 
 
-def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
+def test_a_reset_stops_running_requests_stores():
     ours, running, waiting = manager(), request("running"), request("waiting")
     without_stores = request("without stores")
     for one in (running, waiting, without_stores):
@@ -318,7 +318,7 @@ def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
     assert ours.prepare_store(keys(1, 2), running).keys_to_store == keys(2)
 
 
-def test_a_new_request_stores_after_a_reset_without_a_lookup():
+def test_a_new_request_stores_after_a_reset():
     ours, new = manager(), request("new")
     ours.reset_cache()
     ours.on_new_request(new)
@@ -335,7 +335,7 @@ def test_a_reset_forgets_what_requests_have_had():
     assert evicted_one_by_one(ours, 4) == keys(3, 2)
 
 
-def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them():
+def test_a_reset_frees_pages_when_workers_end():
     ours, one, other = manager(), request(), request("other", 1)
     store(ours, one, 0, 1)
     held = [
@@ -356,7 +356,7 @@ def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them():
 
 @POLICIES
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_the_head_of_a_request_outlives_what_it_stored_later(policy, has_ended):
+def test_a_head_outlives_later_chunks(policy, has_ended):
     ours, one = manager(6, policy), request()
     for first in (0, 2, 4):
         store(ours, one, first, first + 1)
@@ -367,7 +367,7 @@ def test_the_head_of_a_request_outlives_what_it_stored_later(policy, has_ended):
 
 @POLICIES
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_stores_that_end_after_the_request_in_any_order_go_before_its_head(policy, order):
+def test_late_stores_go_before_the_head(policy, order):
     ours, one = manager(6, policy), request()
     store(ours, one, 0, 1)
     open_stores = [ours.prepare_store(keys(*some), one) for some in ((2, 3), (4, 5))]
@@ -382,7 +382,7 @@ MANAGERS = pytest.mark.parametrize("make", [manager, pytest.param(theirs, marks=
 
 @MANAGERS
 @POLICIES
-def test_a_store_that_ends_late_is_no_newer_than_its_request(policy, make):
+def test_a_late_store_is_not_newer(policy, make):
     of, old, new = make(4, policy), request("1"), request("2", 1)
     output = of.prepare_store(keys(0, 1), old)
     of.on_request_finished(old)
@@ -393,7 +393,7 @@ def test_a_store_that_ends_late_is_no_newer_than_its_request(policy, make):
 
 
 @MANAGERS
-def test_a_load_that_ends_late_is_no_newer_than_its_request(make):
+def test_a_late_load_is_not_newer(make):
     of, old, new = make(), request("1"), request("2", 1)
     store(of, request("0"), 0, 1)
     of.prepare_load(keys(0, 1), old)
@@ -403,7 +403,7 @@ def test_a_load_that_ends_late_is_no_newer_than_its_request(make):
     assert evicted_one_by_one(of, 4) == keys(1, 0) + keys(1, 0, prompt=1)
 
 
-def test_a_request_that_has_ended_is_newer_than_one_that_came_later():
+def test_an_ended_request_is_newer():
     ours, first, second = manager(), request("1"), request("2", 1)
     store(ours, first, 0, 1)
     store(ours, second, 0, 1, prompt=1)
@@ -412,7 +412,7 @@ def test_a_request_that_has_ended_is_newer_than_one_that_came_later():
 
 
 @POLICIES
-def test_chunks_that_are_stored_later_than_those_behind_them_keep_their_place(policy):
+def test_chunks_stored_out_of_order_keep_places(policy):
     ours, one = manager(6, policy), request()
     for places in ((4, 5), (0, 1), (2, 3)):
         store(ours, one, *places)
@@ -420,7 +420,7 @@ def test_chunks_that_are_stored_later_than_those_behind_them_keep_their_place(po
     assert evicted_one_by_one(ours, 6) == keys(5, 4, 3, 2, 1, 0)
 
 
-def test_for_arc_what_a_request_has_stored_itself_is_not_used_twice():
+def test_arc_counts_no_own_reuse():
     """Only what another request has found is kept when others come."""
     ours, one, another = manager(policy="arc"), request("1"), request("2", 1)
     store(ours, one, 0, 1)
@@ -530,13 +530,13 @@ class _Unordered(KVSwapManager):  # type: ignore[misc, valid-type]
 
 
 @pytest.mark.parametrize(("policy", "share"), [("lru", 0.3), ("arc", 0.1), ("arc", 0.3)])
-def test_under_chunked_prefill_more_is_found_than_without_an_order(policy, share):
+def test_chunked_prefill_finds_more_with_order(policy, share):
     found = rates(lambda pages: manager(pages, policy), share)
     assert found > rates(lambda pages: _Unordered(pages, policy, 0, False), share)
 
 
 @needs_vllm
-def test_under_chunked_prefill_arc_finds_as_much_as_that_of_vllm():
+def test_arc_finds_as_much_as_vllms():
     """With few pages. With room for 30 % it finds 0.558, that of vLLM, which is not ARC, 0.572."""
     found = rates(lambda pages: manager(pages, "arc"), 0.1)
     assert found >= rates(lambda pages: theirs(pages, "arc"), 0.1)

@@ -11,7 +11,7 @@ from processes import run_script
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 
 
-def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
+def test_our_options_are_read_and_vllms_left():
     ours = {
         "cpu_bytes_to_use": 7.0,  # vLLM makes a float of it for --kv-offloading-size
         "eviction_policy": "arc",
@@ -42,7 +42,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
     assert type(read.cpu_bytes_to_use) is int
 
 
-def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
+def test_a_size_may_be_a_fraction_of_bytes():
     """vLLM multiplies --kv-offloading-size by 2**30."""
     assert read_options({"cpu_bytes_to_use": 10.3 * (1 << 30)}).cpu_bytes_to_use == 11059540787
 
@@ -73,7 +73,7 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
     ],
 )
-def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
+def test_a_wrong_option_is_refused_by_name(wrong, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         read_options({"cpu_bytes_to_use": 1, **wrong})
 
@@ -86,7 +86,7 @@ def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
         ("lazy_offload", "leave it out: a chunk is stored when it has been computed"),
     ],
 )
-def test_an_option_of_elsewhere_is_refused_with_its_place(option, instead):
+def test_an_option_of_elsewhere_names_its_place(option, instead):
     with pytest.raises(ValueError, match=f"kv_connector_extra_config has {option}; {instead}"):
         read_options({"cpu_bytes_to_use": 1, option: 1})
 
@@ -104,13 +104,13 @@ def test_the_bytes_of_host_memory_must_be_given():
         ("max_tracker_size", 64000, "leave it out: the offers of as many chunks are counted"),
     ],
 )
-def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option, value, instead):
+def test_an_option_of_vllms_manager_is_refused(option, value, instead):
     said = rf"kv_connector_extra_config: {option} is for vLLM's .*{re.escape(instead)}"
     with pytest.raises(ValueError, match=said):
         read_options({"cpu_bytes_to_use": 1, option: value})
 
 
-def test_with_tiers_vllm_reads_the_options_of_its_manager():
+def test_with_tiers_vllm_reads_its_managers_options():
     of_vllm = {"canonical_layout": True, "eviction_policy": "mine", "cache_policy_module_path": "a"}
     of_vllm |= {"secondary_tiers": [{"type": "fs"}], "max_tracker_size": 9, "backpressure": {}}
     assert read_options({"cpu_bytes_to_use": 10, **of_vllm}) == SpecOptions(10)
@@ -127,7 +127,7 @@ def test_with_tiers_vllm_reads_the_options_of_its_manager():
         {"pin_in_background": True},
     ],
 )
-def test_options_that_tiers_cannot_have_are_refused_with_what_to_use(wrong):
+def test_options_without_tiers_are_refused_with_them(wrong):
     said = f"{next(iter(wrong))} is .* which vLLM's secondary_tiers do not have; leave .* out, or"
     size = {} if "host_server" in wrong else {"cpu_bytes_to_use": 4096}
     with pytest.raises(ValueError, match=said):

@@ -77,7 +77,7 @@ def zero(driver: Driver, cache: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("expedited", [False, True])
 @simulated
-def test_a_load_lands_behind_the_zeroing_of_its_own_step(driver: Driver, expedited: bool) -> None:
+def test_a_load_lands_behind_its_steps_zeroing(driver: Driver, expedited: bool) -> None:
     with worker_of(driver) as (worker, cache):
         expected = worker._pool.pages[PAGE, 0].clone()
         worker.get_finished()  # the step before ends here

@@ -36,7 +36,7 @@ from torch_kvswap.integrations.vllm.connector import MetricsSpec
     ("world", "chunk", "nbytes", "pages"),
     [(1, 1, 5999, 5), (4, 1, 8000, 2), (2, 3, 18000, 3), (1, 1, 5500.0, 5), (2, 4, 8000, 1)],
 )
-def test_the_number_of_pages_follows_from_the_bytes_of_all_workers(world, chunk, nbytes, pages):
+def test_bytes_of_all_workers_give_pages(world, chunk, nbytes, pages):
     spec = KVSwapOffloadingSpec(config(world, chunk, cpu_bytes_to_use=nbytes))
     assert spec.num_pages == pages
 
@@ -104,7 +104,7 @@ def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
         return list(threads.map(run, range(2)))
 
 
-def test_all_stages_of_a_pipeline_have_the_pages_that_the_scheduler_knows(tmp_path):
+def test_pipeline_stages_have_the_schedulers_pages(tmp_path):
     """vLLM gives the scheduler the configuration of the first worker."""
     said = said_by_two(STAGE, tmp_path)
     too_few = (
@@ -131,7 +131,7 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
     assert (64 << 30) // (-(-MLA_BYTES // 4096) * 4096 * (1 if replicated else 8)) == pages
 
 
-def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
+def test_equal_caches_load_what_rank_0_stored(monkeypatch):
     on_one_host(monkeypatch)
 
     def spec(rank: int) -> Any:
@@ -169,7 +169,7 @@ WORKER = """
 """
 
 
-def test_workers_of_several_hosts_that_would_share_a_pool_are_refused_at_once(tmp_path):
+def test_a_pool_across_hosts_is_refused(tmp_path):
     said = said_by_two(WORKER, tmp_path)
     refused = (
         "the 2 workers share one host pool, but worker 0 runs on here "
@@ -188,7 +188,7 @@ def test_too_few_bytes_for_a_chunk_are_refused():
         of_pipeline.get_manager()
 
 
-def test_too_little_memory_is_told_in_cpu_bytes_to_use(tmp_path, monkeypatch):
+def test_too_little_memory_names_the_option(tmp_path, monkeypatch):
     monkeypatch.setattr(system, "ROOT", tmp_path)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemAvailable: 10 kB\n")
@@ -198,7 +198,7 @@ def test_too_little_memory_is_told_in_cpu_bytes_to_use(tmp_path, monkeypatch):
         spec.get_worker(caches([[(0, 1000)]], [1000], "cpu"))
 
 
-def test_what_the_library_logs_looks_like_the_log_of_vllm():
+def test_our_log_looks_like_vllms():
     script = """
     import logging
     from torch_kvswap.integrations.vllm.log import write_where_vllm_does
@@ -234,7 +234,7 @@ def test_encoded_pages_are_more_in_the_same_memory(width, pages):
 @pytest.mark.parametrize(
     ("dtype", "block"), [("float16", 1 << 20), ("fp8_e4m3", 1 << 20), ("float32", 64)]
 )
-def test_a_cache_that_cannot_be_encoded_is_refused_by_its_type(dtype, block):
+def test_a_type_without_encoding_is_refused(dtype, block):
     settings = config(1, 1, block, encoding="lossless", cpu_bytes_to_use=10 << 20)
     settings = replace(settings, model=replace(settings.model, dtype=dtype))
     with pytest.raises(ValueError, match=f"for bfloat16, but the KV cache is of {dtype}; leave"):
@@ -248,7 +248,7 @@ def test_workers_that_share_pages_cannot_encode_them():
 
 
 @pytest.mark.parametrize("windows", [(None, 1), (4, None), (1, 2)])
-def test_chunks_of_which_vllm_may_store_a_part_are_refused(windows):
+def test_chunks_stored_in_part_are_refused(windows):
     with pytest.raises(ValueError, match="chunks of 2 blocks, but this model has sliding windows"):
         KVSwapOffloadingSpec(config(1, 2, windows=windows, cpu_bytes_to_use=5000))
     assert KVSwapOffloadingSpec(config(1, 1, windows=windows, cpu_bytes_to_use=5000)).num_pages == 5
@@ -278,7 +278,7 @@ def test_every_metric_of_the_manager_is_defined(threshold):
     assert not [name for name in said if not any(name.startswith(each) for each in defined)]
 
 
-def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm():
+def test_sizes_are_reported_as_vllm_does():
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     # Chunks of whole pages of memory, which the spec of vLLM rounds up to.
@@ -291,7 +291,7 @@ def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm():
     assert MetricsSpec.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
 
 
-def test_what_is_sent_to_workers_is_small_and_survives_pickling():
+def test_what_workers_get_is_small():
     spec = KVSwapOffloadingSpec(config(cpu_bytes_to_use=2_000_000))
     output = spec.get_manager().prepare_store(keys(*range(1000)), base.ReqContext("r"))
     sent = pickle.dumps(output.store_spec)

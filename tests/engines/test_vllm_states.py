@@ -20,7 +20,7 @@ OLD = prompt(1, 6 * 16 + 1)
 @RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("steps", [1, 2], ids=["has not begun", "runs"])
-def test_no_store_reads_the_zeros_of_the_next_owner(tmp_path, monkeypatch, runner, is_async, steps):
+def test_no_store_reads_the_next_owners_zeros(tmp_path, monkeypatch, runner, is_async, steps):
     """The next prompt takes the blocks of one that is aborted while its store runs, or before."""
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")  # a copy reads when somebody waits for it
     how = {"blocks": 14, "transfer": RECOMPUTE, "states": True}

@@ -79,9 +79,7 @@ def nothing_is_held(engine: Serving) -> bool:
         ({"workers": 2, "heads": 2, "canonical_layout": True}, False),
     ],
 )
-def test_engines_with_vllms_worker_and_with_ours_read_each_others_chunks(
-    folder, caplog, how, is_ours, is_async
-):
+def test_vllms_worker_and_ours_share_chunks(folder, caplog, how, is_ours, is_async):
     """One stores, the next one finds everything, and a third one that is restarted."""
     caplog.set_level("INFO", "torch_kvswap")
     options = ("eviction_policy", "canonical_layout", "blocks_per_chunk")
@@ -121,7 +119,7 @@ CACHES = {  # groups of layers, as (tensor, bytes used), and bytes of the rows o
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_ours_moves_blocks_where_it_puts_them_to_vllms_place(tmp_path, caplog, name):
+def test_our_worker_or_vllms_own_moves_blocks(tmp_path, caplog, name):
     caplog.set_level("INFO", "torch_kvswap")
     groups, rows, how, why = CACHES[name]
     how |= tier(tmp_path, cpu_bytes_to_use=1 << 20, windows=(None,) * len(groups))
@@ -137,7 +135,7 @@ def test_ours_moves_blocks_where_it_puts_them_to_vllms_place(tmp_path, caplog, n
 @RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_chunk_that_one_rank_could_not_store_is_in_no_tier(folder, runner, is_async, rank):
+def test_a_failed_store_reaches_no_tier(folder, runner, is_async, rank):
     one = {"a": prompt(1, 97)}
     how = {"extra": tier(folder), "transfer": RECOMPUTE, "workers": 2}
     with serving(folder, runner=runner, is_async=is_async, **how) as engine:
@@ -154,7 +152,7 @@ def test_a_chunk_that_one_rank_could_not_store_is_in_no_tier(folder, runner, is_
 
 
 @SCHEDULERS
-def test_a_request_whose_load_failed_is_computed_although_the_tier_has_it(folder, is_async):
+def test_a_failed_load_is_not_tried_again(folder, is_async):
     """vLLM would reserve blocks for a second load beside those of the first one, and wait for more than
     the GPU has, with all requests behind this one."""
     one = prompt(1, 250)
@@ -170,7 +168,7 @@ def test_a_request_whose_load_failed_is_computed_although_the_tier_has_it(folder
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
-def test_a_page_that_a_tier_has_filled_is_read_after_a_failed_store(folder, monkeypatch, is_told):
+def test_a_tier_fills_pages_of_failed_stores(folder, monkeypatch, is_told):
     """The host has one page. What the worker knows of it is older."""
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")  # a copy begins when somebody waits for it
     old, other = {"old": prompt(1, 17)}, {"other": prompt(2, 17)}
@@ -281,7 +279,7 @@ def test_what_vllm_refuses_ends_the_start(folder, wrong, said):
         pass
 
 
-def test_metrics_are_those_of_vllm_and_of_the_tiers(folder):
+def test_metrics_are_those_of_vllms_tiers(folder):
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     theirs = TieringOffloadingSpec.build_metric_definitions(tier(folder))

@@ -48,7 +48,7 @@ def counts(engine: Serving) -> tuple[int, int]:
 
 @RUNNERS
 @SCHEDULERS
-def test_a_damaged_page_is_computed_again_and_stored_again(tmp_path, runner, is_async):
+def test_a_damaged_page_is_computed_and_stored_again(tmp_path, runner, is_async):
     how = {"runner": runner, "is_async": is_async, "transfer": RECOMPUTE}
     with serving(tmp_path, **how, extra={"verify": "load"}) as engine:
         assert engine.worker._pool.verify == "load"
@@ -63,9 +63,7 @@ def test_a_damaged_page_is_computed_again_and_stored_again(tmp_path, runner, is_
 @RUNNERS
 @SCHEDULERS
 @pytest.mark.parametrize("new", [0, 40], ids=["before the step", "in the step"])
-def test_with_the_policy_fail_only_the_request_of_a_damaged_page_fails(
-    tmp_path, runner, is_async, new
-):
+def test_a_damaged_page_fails_only_its_request(tmp_path, runner, is_async, new):
     with serving(tmp_path, runner=runner, is_async=is_async, extra={"verify": "load"}) as engine:
         prompts = serve_damaged(engine, new)
         assert engine.ends["again damaged"] == "error"

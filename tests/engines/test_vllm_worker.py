@@ -110,7 +110,7 @@ def checked(device: str) -> Iterator[CheckedWorker]:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_blocks_of_random_transfers_and_no_others_are_moved(name, device, chunk):
+def test_random_transfers_move_only_their_blocks(name, device, chunk):
     checked, random_ = CheckedWorker(GROUPS[name], device, chunk), random.Random(name)
     for _ in range(12):
         direction = random_.choice(["store", "load"])
@@ -171,7 +171,7 @@ def test_an_expedited_load_is_a_load(checked):
     assert checked.worker._handler.metrics().expedited.done == 1
 
 
-def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(checked):
+def test_an_impossible_transfer_moves_nothing(checked):
     gpu = base.GPULoadStoreSpec([24], group_sizes=[1], block_indices=[0])
     with pytest.raises(IndexError, match="24"):
         checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec([0]))
@@ -188,9 +188,7 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(checked):
         ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1),  # as many as in two chunks
     ],
 )
-def test_a_store_of_a_part_of_a_chunk_is_refused_before_anything_moves(
-    device, blocks, pages, index
-):
+def test_a_partial_chunk_is_refused(device, blocks, pages, index):
     checked = CheckedWorker(GROUPS["padded rows"], device, chunk=4)
     gpu = base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[index])
     said = f"group 0 of a store has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
@@ -236,9 +234,7 @@ def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_a_failed_copy_left_out_is_told_once(
-    device, chunk, direction, waits, monkeypatch, caplog
-):
+def test_a_failed_copy_is_told_once(device, chunk, direction, waits, monkeypatch, caplog):
     checked = CheckedWorker(GROUPS["padded rows"], device, chunk)
     fail_copies(checked, monkeypatch)
     blocks = [3, 9, 4, 8, 1, 2][: 2 * chunk]

@@ -532,7 +532,8 @@ class Faults:
         how = self._failing.pop(result.job_id, False)
         if not how:
             return result
-        blocks = sum(len(*self.worker._open[number].move.blocks) for number in result.tag)
+        moves = [self.worker._open[number].move for number in result.tag]
+        blocks = sum(len(some) for move in moves for some in move.blocks)
         rejected = (blocks - 1,) if how == "rejected" else ()
         error = BlocksRejectedError("too wide") if rejected else TransferError("error 700")
         return dataclasses.replace(result, state="failed", rejected=rejected, error=error)
