@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,10 +34,33 @@ _LENGTHS = 64  # of a model with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a lookup waits for a second tier, once for each request
 
 
+class _Pages(NamedTuple):
+    """The pages that transfers name.
+
+    Attributes:
+        keys (list[PrefixKeys]): of each group.
+        ends (list[int]): for each group, where its part of `indices` ends.
+        indices (torch.Tensor): the first of each page, on the GPU or on the host.
+    """
+
+    keys: list[PrefixKeys]
+    ends: list[int]
+    indices: torch.Tensor
+
+
 @dataclass(eq=False)
 class _Offload:
-    """An offload that SGLang has not consumed. is_stored: None until it has ended."""
+    """An offload that SGLang has not consumed.
 
+    Attributes:
+        pages (_Pages): its pages.
+        after (tuple | None): events that the store waits for, until it is submitted. After the
+            first one the indices are on the host.
+        is_stored (bool | None): None until it has ended.
+    """
+
+    pages: _Pages
+    after: tuple[Any, ...] | None = None
     is_stored: bool | None = None
 
 
@@ -88,6 +111,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self.options = read_options(extra_config or {})
         self.forward_stream = forward_stream
         self._groups = read_groups(server_args, params, components)
+        self._device = self._groups[0].layout.device
         self.pools = {group.name: group.layout for group in self._groups}
         self._page_tokens = params.page_size
         self._rank, self._world, several = _part_of(params, self._groups)
@@ -236,9 +260,9 @@ class KVSwapLinker(UnifiedCacheLinker):
         queued, self._queued = [*itertools.chain(*self._queued.values())], {}
         index, job = next(self._numbers), None
         try:
-            job = self.cache.load(
-                *self._read(queued), after=self._after(), layer_groups=self._parts
-            )
+            pages = self._read(queued)
+            blocks, after = self._blocks(pages), self._after()
+            job = self.cache.load(pages.keys, blocks, after=after, layer_groups=self._parts)
             if job is None:
                 _log.warning("a load found pages that the host has no longer; its requests end")
         except Exception:
@@ -263,29 +287,50 @@ class KVSwapLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Begins to store pages. What becomes of them pop_completed_offload() says: ranks consume
-        equally many, so that none may refuse what another accepts."""
+        equally many, so that none may refuse what another accepts.
+
+        The numbers of the pages are on the GPU, and the scheduler's stream may wait for the forward
+        in flight. So they are copied beside it, and a later step submits the store.
+        """
         if not any(one.keys for one in transfers):
             return False
-        offload = _Offload()
-        try:
-            stored = self.cache.store(*self._read(transfers), after=self._after(), tag=offload)
-            if stored.job is None:
-                offload.is_stored = stored.state == "present"
-                if not offload.is_stored and not self._has_refused:
-                    self._has_refused = True
-                    _log.warning(
-                        "the host has no room for %s pages at once, which are not stored; set more "
-                        "host_bytes (said once)",
-                        sum(len(one.keys) for one in transfers),
-                    )
-        except Exception:
-            _log.exception("pages could not be stored")
-            offload.is_stored = False
+        pages = self._read(transfers)
+        if pages.indices.is_cuda:
+            on_host = torch.empty_like(pages.indices, device="cpu", pin_memory=True)
+            pages = pages._replace(indices=on_host.copy_(pages.indices, non_blocking=True))
+        offload = _Offload(pages)
+        if self._device.type == "cpu":
+            self._store(offload)
+        else:
+            offload.after = tuple(self.record_offload_ready())
         self._offloads.append(offload)
         return True
 
+    def _store(self, offload: _Offload) -> None:
+        """Submits the store of an offload."""
+        after, offload.after = offload.after, None
+        try:
+            keys, blocks = offload.pages.keys, self._blocks(offload.pages)
+            stored = self.cache.store(keys, blocks, after=after, tag=offload)
+        except Exception:
+            _log.exception("pages could not be stored")
+            offload.is_stored = False
+            return
+        if stored.job is None:
+            offload.is_stored = stored.state == "present"
+            if not offload.is_stored and not self._has_refused:
+                self._has_refused = True
+                _log.warning(
+                    "the host has no room for %d pages at once, which are not stored; set more "
+                    "host_bytes (said once)",
+                    sum(map(len, keys)),
+                )
+
     def num_completed_offloads(self) -> int:
         """SGLang asks in each step."""
+        for offload in self._offloads:
+            if offload.after is not None and offload.after[0].query():
+                self._store(offload)
         self._poll()
         ended = itertools.takewhile(lambda one: one.is_stored is not None, self._offloads)
         return sum(1 for _ in ended)
@@ -329,38 +374,41 @@ class KVSwapLinker(UnifiedCacheLinker):
 
     def _keys(self, number: int, hashes: Sequence[str]) -> PrefixKeys:
         """The keys of pages in a group, from SGLang's hashes, which are the same in all groups."""
-        keys = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8).reshape(-1, _KEY_BYTES)
+        keys = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
+        keys = keys.reshape(len(hashes), _KEY_BYTES)
         salted = keys ^ np.frombuffer(self._salt, np.uint8)
         salted[:, 0] ^= number
         return PrefixKeys(salted.tobytes(), self._page_tokens)
 
-    def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[Any]]:
-        """The keys and the GPU blocks that transfers name, for each group.
-
-        The numbers of the blocks are on the GPU. One copy for all groups brings them to the host,
-        behind the work of the scheduler's stream that has chosen them, not behind the forward.
-        """
-        keys, counts, firsts = list[PrefixKeys](), [0], list[torch.Tensor]()
+    def _read(self, transfers: Sequence[Any]) -> _Pages:
+        keys, ends, firsts = list[PrefixKeys](), list[int](), list[torch.Tensor]()
         for number, group in enumerate(self._groups):
             own = [one for one in transfers if one.name == group.name and one.keys]
             keys.append(self._keys(number, [key for one in own for key in one.keys]))
             firsts += (one.device_indices[:: group.index_step].to(torch.int64) for one in own)
-            counts.append(sum(len(one) for one in firsts))
-        on_host = torch.cat(firsts).cpu().numpy()
-        blocks = []
-        for group, own_indices in zip(self._groups, np.split(on_host, counts[1:-1]), strict=True):
-            if (own_indices % group.index_step).any():
+            ends.append(sum(map(len, firsts)))
+        return _Pages(keys, ends, torch.cat(firsts))
+
+    def _blocks(self, pages: _Pages) -> list[Any]:
+        """The GPU blocks of each group. Waits for the stream that has chosen them, if they are not
+        on the host.
+
+        Raises:
+            ValueError: an index is not the first of a page.
+        """
+        blocks, on_host = [], pages.indices.cpu().numpy()
+        for group, firsts in zip(self._groups, np.split(on_host, pages.ends[:-1]), strict=True):
+            if (firsts % group.index_step).any():
                 raise ValueError(f"SGLang's indices of {group.name.value} are no whole pages")
-            blocks.append(own_indices // group.index_step)
-        return keys, blocks
+            blocks.append(firsts // group.index_step)
+        return blocks
 
     def _after(self) -> tuple[Any, ...] | None:
-        """What copies wait for: the scheduler's stream, and the forward that may be running, which
-        writes what is stored and may still use what was freed for a load."""
-        device = self._groups[0].layout.device
-        if device.type == "cpu" or self.forward_stream is None:
+        """What a load waits for: the scheduler's stream, and the forward that may be running, which
+        may still use what was freed for the load."""
+        if self._device.type == "cpu" or self.forward_stream is None:
             return None
-        return torch.cuda.current_stream(device), self.forward_stream
+        return torch.cuda.current_stream(self._device), self.forward_stream
 
 
 def _part_of(params: Any, groups: Sequence[LayerGroup]) -> tuple[int, int, bool]:
