@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.protocol import Op, pack
 
 VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
     "vllm.distributed",
@@ -43,9 +45,14 @@ class OfDigests:
 
     def __init__(self, manager: Any, in_lists: bool = False) -> None:
         self.manager, self.in_lists = manager, in_lists
-        self.touch, self.prepare_load = manager.touch, manager.prepare_load
-        self.prepare_store = manager.prepare_store
-        self.complete_store = self.complete_load = manager.complete
+        self.touch = manager.touch
+        if in_lists:
+            self.prepare_load = partial(manager._prepare_load, prefix=None)
+            self.prepare_store = partial(manager._prepare_store, resets=None)
+            self.complete_store = self.complete_load = self._tell_server
+        else:
+            self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
+            self.complete_store = self.complete_load = manager.complete
 
     def form(self, digests: bytes) -> Any:
         return [digests] if self.in_lists else digests
@@ -61,6 +68,9 @@ class OfDigests:
 
     def to_complete(self, prompt: Any, job: Any) -> Any:
         return job
+
+    def _tell_server(self, job: Any) -> None:
+        self.manager._exchange(pack(Op.END, [job.id, True]), False)
 
 
 class OfVllm:

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/python.h"
+#include "bindings/reservation.h"
 #include "check.h"
 #include "prefix/manager.h"
 
@@ -183,11 +184,6 @@ nb::object as_range(const std::pair<size_t, size_t>& of) {
   return nb::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(of.first, of.second);
 }
 
-// id: 0 if nothing is reserved.
-struct Reservation {
-  int64_t id;
-};
-
 struct LoadReservation : Reservation {
   Ranges key_ranges;
   bool is_list;
@@ -212,6 +208,26 @@ struct StoreReservation : Reservation {
 // Pages that are due to be written below.
 struct WriteReservation : Reservation {
   prefix::Due due;
+};
+
+// The pages of a manager in another process whose copies have ended.
+struct PyEndedPages {
+  std::shared_ptr<prefix::EndedPages> pages = std::make_shared<prefix::EndedPages>();
+
+  // Appends for each its reservation, whether the copy has succeeded, the positions of rejected
+  // pages, and whether these are corrupted.
+  void take(nb::typed<nb::list, nb::any> to) {
+    prefix::ReservedPages* first = pages->take();
+    while (first != nullptr) {
+      const std::unique_ptr<prefix::ReservedPages> of(std::exchange(first, first->next));
+      nb::list rejected;
+      prefix::RejectedPages is_rejected(*of);
+      for (size_t page = 0; page < of->num_pages; ++page) {
+        if (is_rejected.next()) rejected.append(page);
+      }
+      to.append(nb::make_tuple(of->id, of->has_succeeded, rejected, of->is_corrupted));
+    }
+  }
 };
 
 // vLLM's key of a block: its hash, and the number of its group of layers.
@@ -253,17 +269,6 @@ nb::bytes fold_keys(const nb::object& keys) {
     }
   }
   return nb::borrow<nb::bytes>(folded);
-}
-
-// Gets a reservation before the call that makes it returns: Ctrl-C can take what it returns.
-using Held = std::optional<nb::list>;
-
-template <class Made>
-nb::object hand_over(std::optional<Made> made, Held& held) {
-  if (!made) return nb::none();
-  nb::object reservation = nb::cast(std::move(*made));
-  if (held) held->append(reservation);
-  return reservation;
 }
 
 bool read_switch(const char* name, nb::handle value) {
@@ -331,10 +336,11 @@ class PyBlockManager {
     return needed;
   }
 
-  nb::object prepare_load(nb::handle keys, nb::handle prefix, nb::handle is_use, Held held) {
+  // for_job: see Reservation.
+  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix, bool is_use,
+                                              bool for_job) {
     std::optional<int64_t> units;
     if (!prefix.is_none()) units = read_prefix(prefix);
-    const bool counts = read_switch("is_use", is_use);
     Digests digests = read(keys);
     Ranges ranges;
     if (units) {
@@ -345,27 +351,27 @@ class PyBlockManager {
     }
     // All memory is taken before pages are held.
     std::optional<LoadReservation> made{
-        LoadReservation{{0},
+        LoadReservation{{},
                         std::move(ranges),
                         is_list_,
                         split(std::vector<int64_t>(digests.size()), digests.counts())}};
+    auto pages = for_job ? new_pages() : nullptr;
     made->id = busy([&](bool wait) {
-      return manager_.prepare_load(digests.keys(), counts, made->pages.data(), wait);
+      return manager_.prepare_load(digests.keys(), is_use, made->pages.data(), wait);
     });
-    if (made->id == 0) made.reset();
-    return hand_over(std::move(made), held);
+    if (made->id == 0) return std::nullopt;
+    give(*made, std::move(pages), digests.size(), true);
+    return made;
   }
 
   std::optional<LoadReservation> hold(nb::handle keys) {
     const Digests digests = read(keys);
     prefix::Assigned held;
+    std::vector<int64_t> counts = room_for_counts();
     const int64_t id = busy([&](bool wait) { return manager_.hold(digests.keys(), held, wait); });
     if (id == 0) return std::nullopt;
-    return LoadReservation{{id},
-                           {},
-                           is_list_,
-                           split(std::move(held.pages), held.counts.data()),
-                           split(std::move(held.key_indices), held.counts.data())};
+    auto [indices, pages] = split(held, std::move(counts));
+    return LoadReservation{{id, nullptr}, {}, is_list_, std::move(pages), std::move(indices)};
   }
 
   bool is_pending(nb::handle keys) {
@@ -373,21 +379,32 @@ class PyBlockManager {
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
   }
 
-  nb::object prepare_store(nb::handle keys, std::optional<uint64_t> resets, Held held) {
-    return hand_over(reserve(keys, prefix::Purpose::kStored, resets), held);
+  std::optional<StoreReservation> prepare_store(nb::handle keys, std::optional<uint64_t> resets,
+                                                bool for_job) {
+    return reserve(keys, prefix::Purpose::kStored, resets, for_job);
   }
-  nb::object preempt(nb::handle keys, Held held) {
-    return hand_over(reserve(keys, prefix::Purpose::kKept), held);
+  std::optional<StoreReservation> preempt(nb::handle keys, bool for_job) {
+    return reserve(keys, prefix::Purpose::kKept, {}, for_job);
   }
   std::optional<StoreReservation> promote(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kPromoted);
+    return reserve(keys, prefix::Purpose::kPromoted, {}, false);
   }
 
   std::optional<WriteReservation> hold_due(size_t count, size_t group) {
     alive();
     prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
     if (due.reservation == 0) return std::nullopt;
-    return WriteReservation{{due.reservation}, std::move(due)};
+    return WriteReservation{{due.reservation, nullptr}, std::move(due)};
+  }
+
+  nb::typed<nb::list, nb::any> take_corrupted() {
+    alive();
+    nb::list taken;
+    for (const auto& [group, key] : without_gil([&] { return manager_.take_corrupted(); })) {
+      taken.append(
+          nb::make_tuple(group, nb::bytes(reinterpret_cast<const char*>(&key), kDigestBytes)));
+    }
+    return taken;
   }
 
   nb::any lend(size_t count) {
@@ -453,19 +470,36 @@ class PyBlockManager {
 
  private:
   std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
-                                          std::optional<uint64_t> resets = {}) {
+                                          std::optional<uint64_t> resets, bool for_job) {
     const Digests digests = read(keys);
+    // All memory is taken before pages are.
     prefix::Assigned of;
+    std::vector<int64_t> counts = room_for_counts();
+    auto pages_of_job = for_job ? new_pages() : nullptr;
     const auto stored = busy([&](bool wait) {
       return manager_.prepare_store(digests.keys(), purpose, resets, of, wait);
     });
     if (!stored) return std::nullopt;
-    return StoreReservation{{stored->reservation},
-                            split(std::move(of.key_indices), of.counts.data()),
-                            split(std::move(of.pages), of.counts.data()),
-                            std::move(of.evicted),
-                            stored->lease,
-                            stored->skipped};
+    const size_t count = of.pages.size();
+    auto [indices, pages] = split(of, std::move(counts));
+    StoreReservation made{{stored->reservation, nullptr}, std::move(indices), std::move(pages),
+                          std::move(of.evicted),          stored->lease,      stored->skipped};
+    give(made, std::move(pages_of_job), count, false);
+    return made;
+  }
+
+  std::unique_ptr<prefix::ReservedPages> new_pages() const {
+    auto pages = std::make_unique<prefix::ReservedPages>();
+    pages->manager = manager_.ended_pages();
+    return pages;
+  }
+  static void give(Reservation& to, std::unique_ptr<prefix::ReservedPages> pages, size_t count,
+                   bool is_load) {
+    if (pages == nullptr || to.id == 0) return;
+    pages->id = to.id;
+    pages->num_pages = count;
+    pages->has_succeeded = is_load;  // until it is submitted: the pages of a load are still valid
+    to.pages_of_job = std::move(pages);
   }
 
   // rejected: mostly (), which read_ids() would give to Python.
@@ -518,6 +552,18 @@ class PyBlockManager {
     return {std::move(numbers), {counts, counts + num_groups_}, true};
   }
 
+  std::vector<int64_t> room_for_counts() const {
+    std::vector<int64_t> counts;
+    counts.reserve(num_groups_);
+    return counts;
+  }
+  // The indices and the pages. counts: has room, so that no memory is needed.
+  std::pair<Split, Split> split(prefix::Assigned& of, std::vector<int64_t> counts) const {
+    counts.assign(of.counts.begin(), of.counts.end());
+    return {Split(std::move(of.key_indices), std::move(counts), is_list_),
+            Split(std::move(of.pages), std::move(of.counts), is_list_)};
+  }
+
   const ForkGuard process_{"block manager"};
   const bool is_list_;  // what is of all groups is a list in Python, also of a single one
   const size_t num_groups_;
@@ -532,7 +578,24 @@ void bind_block_manager(nb::module_& module) {
   module.attr("DIGEST_BYTES") = kDigestBytes;
   module.def("fold_keys", &fold_keys, "keys"_a);
 
-  nb::class_<Reservation>(module, "Reservation").def_ro("id", &Reservation::id);
+  nb::class_<PyEndedPages>(module, "EndedPages")
+      .def(nb::init<>())
+      .def("take", &PyEndedPages::take, "to"_a);
+  nb::class_<Reservation>(module, "Reservation")
+      .def(
+          "__init__",
+          [](Reservation* self, int64_t id, const PyEndedPages& ended, size_t num_pages,
+             bool is_load) {
+            auto pages = std::make_unique<prefix::ReservedPages>();
+            pages->manager = ended.pages;
+            pages->id = id;
+            pages->num_pages = num_pages;
+            pages->has_succeeded = is_load;
+            new (self) Reservation(id, id == 0 ? nullptr : std::move(pages));
+          },
+          "id"_a, "ended"_a, "num_pages"_a, "is_load"_a)
+      .def_ro("id", &Reservation::id)
+      .def("let_go", &Reservation::let_go);
 
   const auto repr_as = [](const char* text) {
     return [text](nb::handle self) { return nb::str(text).format(self); };
@@ -610,13 +673,15 @@ Args:
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("_needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
            nb::sig("def _needed_blocks(self, prefix: int) -> list[range]"))
-      .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
-           "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
-           "held"_a.none() = nb::none(),
-           nb::sig("def prepare_load(self, keys: " KEYS
-                   ", prefix: int | None = None, *, is_use: bool = True, held: list[object] | None "
-                   "= None) -> LoadReservation | None"),
-           R"(Holds the pages of ready blocks for a load.
+      .def(
+          "prepare_load",
+          [](PyBlockManager& of, nb::handle keys, nb::handle prefix, nb::handle is_use) {
+            return of.prepare_load(keys, prefix, read_switch("is_use", is_use), false);
+          },
+          "keys"_a.none(), "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
+          nb::sig("def prepare_load(self, keys: " KEYS
+                  ", prefix: int | None = None, *, is_use: bool = True) -> LoadReservation | None"),
+          R"(Holds the pages of ready blocks for a load.
 
 Args:
     keys: keys of a prompt's blocks.
@@ -624,20 +689,21 @@ Args:
         as `Lookup.ready`. None is all keys.
     is_use (bool): whether it counts as a use for eviction. If not, the blocks keep their
         positions: for copies that no request has asked for.
-    held (list | None): gets the reservation too. After Ctrl-C, which can take it from the
-        caller although it was made, it is there.
 
 Returns:
     LoadReservation | None: None, with nothing held, if a block is not ready.
 
 Raises:
     ValueError: prefix is longer than the keys.)")
-      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
-           "resets"_a.none() = nb::none(), "held"_a.none() = nb::none(),
-           nb::sig("def prepare_store(self, keys: " KEYS
-                   ", *, resets: int | None = None, held: list[object] | None = None) -> "
-                   "StoreReservation | None"),
-           R"(Assigns pages to the keys that have none, evicting other blocks if needed.
+      .def(
+          "prepare_store",
+          [](PyBlockManager& of, nb::handle keys, std::optional<uint64_t> resets) {
+            return of.prepare_store(keys, resets, false);
+          },
+          "keys"_a.none(), nb::kw_only(), "resets"_a.none() = nb::none(),
+          nb::sig("def prepare_store(self, keys: " KEYS
+                  ", *, resets: int | None = None) -> StoreReservation | None"),
+          R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
 evicted.
@@ -646,7 +712,6 @@ Args:
     keys: keys of a prompt's blocks, in order.
     resets (int | None): `resets` of this manager when the blocks were computed. Blocks from
         before a reset are not stored. None takes them as computed now.
-    held: see prepare_load().
 
 Returns:
     StoreReservation | None: None, with nothing changed, if there is not enough room, or the
@@ -655,23 +720,38 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def("preempt", &PyBlockManager::preempt, "keys"_a.none(), nb::kw_only(),
-           "held"_a.none() = nb::none(),
-           nb::sig("def preempt(self, keys: " KEYS
-                   ", *, held: list[object] | None = None) -> StoreReservation | None"),
-           R"(prepare_store() for a preempted request, whose blocks stay until release().
+      .def(
+          "preempt", [](PyBlockManager& of, nb::handle keys) { return of.preempt(keys, false); },
+          "keys"_a.none(), nb::sig("def preempt(self, keys: " KEYS ") -> StoreReservation | None"),
+          R"(prepare_store() for a preempted request, whose blocks stay until release().
 
 Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
 
 Args:
     keys: keys of all blocks of the request.
-    held: see prepare_load().
 
 Returns:
     StoreReservation | None: None, with nothing changed, if there is not enough room.
 
 Raises:
     ValueError: a key occurs twice.)")
+      // For a job of a prefix cache, which ends the reservation.
+      .def(
+          "_prepare_load",
+          [](PyBlockManager& of, nb::handle keys, nb::handle prefix) {
+            return of.prepare_load(keys, prefix, true, true);
+          },
+          "keys"_a, "prefix"_a.none())
+      .def(
+          "_prepare_store",
+          [](PyBlockManager& of, nb::handle keys, std::optional<uint64_t> resets) {
+            return of.prepare_store(keys, resets, true);
+          },
+          "keys"_a, "resets"_a.none())
+      .def(
+          "_preempt", [](PyBlockManager& of, nb::handle keys) { return of.preempt(keys, true); },
+          "keys"_a)
+      .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
            nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),
            R"(preempt() for blocks that are read from a store below host memory.

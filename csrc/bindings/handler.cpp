@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "bindings/python.h"
+#include "bindings/reservation.h"
 #include "check.h"
 #include "offload/clock.h"
 
@@ -106,14 +107,14 @@ nb::object histogram_of(const Histogram& histogram) {
   return nb::make_tuple(nb::tuple(counts), histogram.sum);
 }
 
-using Kept = nb::typed<nb::dict, int, nb::any>;
+// Tags of the jobs that were not reported, by number. Python has them: a tag may refer to the
+// handler, and the native handler is kept until it is closed.
+using Tags = nb::typed<nb::dict, int, nb::any>;
 
-// Tag and `reserved` of a job, which Python keeps by its token until the job is reported.
-std::pair<nb::object, nb::object> kept_of(const Job& job, const Kept& kept) {
-  PyObject* both = nullptr;  // borrowed
-  if (job.token != 0) both = PyDict_GetItemWithError(kept.ptr(), nb::int_(job.token).ptr());
-  if (both == nullptr) return {nb::none(), nb::none()};
-  return nb::cast<std::pair<nb::object, nb::object>>(nb::handle(both));
+nb::object tag_of(const Job& job, const Tags& tags) {
+  PyObject* tag = nullptr;  // borrowed
+  if (job.tag != 0) tag = PyDict_GetItemWithError(tags.ptr(), nb::int_(job.tag).ptr());
+  return tag == nullptr ? nb::none() : nb::borrow(tag);
 }
 
 // Shares its range with native groups, which must not need the GIL to let go of it.
@@ -177,7 +178,8 @@ class PyHandler {
   }
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
-              nb::handle after, bool without_kernels, int64_t token, nb::handle computed_from) {
+              nb::handle after, bool without_kernels, Tags tags, Reservation* reserved,
+              nb::handle computed_from, nb::handle computed_in) {
     Request request;
     request.began = now();
     process_.check();
@@ -190,7 +192,6 @@ class PyHandler {
         request.after.push_back({is_event, reinterpret_cast<void*>(handle)});
       }
     }
-    request.token = token;
     request.parts.resize(static_cast<size_t>(num_groups_));
     read_lists("gpu_block_ids", gpu_block_ids,
                [&](int g) -> auto& { return request.parts[g].blocks; });
@@ -205,31 +206,40 @@ class PyHandler {
       size_t g = 0;
       for (const nb::handle one : read) request.parts[g++].first_slot = nb::cast<int64_t>(one);
     }
-    if (!computed_from.is_none()) request.computed_from = items_of<int64_t>(computed_from);
-    job.job = in_context([&](Handler& of) {
-      if (after.is_none()) request.after.push_back({false, of.device().current_stream().handle});
-      return of.submit(request);
-    });
+    for (const PyJob* load : items_of<const PyJob*>(computed_from))
+      request.computed_from.push_back(load->job);
+    if (!computed_in.is_none()) request.computed_in = read_lists("gpu_block_ids", computed_in);
+    if (reserved != nullptr && reserved->pages_of_job) request.reserved = &reserved->pages_of_job;
+    if (!job.tag.is_none()) {
+      request.tag = ++last_tag_;
+      tags[nb::int_(request.tag)] = job.tag;
+    }
+    try {
+      job.job = in_context([&](Handler& of) {
+        if (after.is_none()) request.after.push_back({false, of.device().current_stream().handle});
+        return of.submit(request);
+      });
+    } catch (...) {
+      if (request.tag != 0) nb::del(tags[nb::int_(request.tag)]);
+      throw;
+    }
   }
 
   // The jobs that have not ended and use one of these blocks. job_type: torch_kvswap.Job. owner:
   // the handler that the jobs name.
   nb::typed<nb::list, nb::any> jobs_using(nb::handle gpu_block_ids, nb::any job_type, nb::any owner,
-                                          Kept kept) {
+                                          Tags tags) {
     const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
-    nb::list found;
-    for (const JobRef& job : call([&](Handler& of) { return of.jobs_using(blocks); })) {
-      const nb::object tag = kept_of(*job, kept).first;
-      const nb::object made = job_type(job->channel, job->layer_groups, owner, tag);
-      nb::cast<PyJob&>(made).job = job;
-      found.append(made);
-    }
-    return found;
+    return python_jobs(call([&](Handler& of) { return of.jobs_using(blocks); }), job_type, owner,
+                       tags);
   }
 
-  std::vector<int64_t> unreported_loads(nb::handle gpu_block_ids) {
+  // The latest load into each of these blocks, without loads that were reported; without tags.
+  nb::typed<nb::list, nb::any> unreported_loads(nb::handle gpu_block_ids, nb::any job_type,
+                                                nb::any owner) {
     const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
-    return call([&](Handler& of) { return of.unreported_loads(blocks); });
+    return python_jobs(call([&](Handler& of) { return of.unreported_loads(blocks); }), job_type,
+                       owner, Tags(nb::dict()));
   }
 
   void mark_written(nb::handle page_ids) {
@@ -237,40 +247,25 @@ class PyHandler {
     call([&](Handler& of) { of.mark_written(pages, is_list_); });
   }
 
-  // A tuple of result and `reserved` for each of the first jobs that have ended and were not
-  // reported. Changes nothing: until report() the next call returns them again.
-  nb::typed<nb::list, nb::any> ended(Kept kept) {
+  // The results of jobs that have ended since the last call. If it raises, the next call returns
+  // them.
+  nb::typed<nb::list, nb::any> poll(Tags tags) {
     constexpr size_t kAtOnce = 256;  // for less than a millisecond
-    nb::list ended;
-    for (const JobRef& job : call([&](Handler& of) { return of.ended(kAtOnce); })) {
-      const auto [tag, reserved] = kept_of(*job, kept);
-      ended.append(nb::make_tuple(result_of(*job, tag), reserved));
-    }
-    return ended;
-  }
-
-  // Moves all items of `unreturned`, then the results of `ended`, to `results`; from now on these
-  // jobs are reported. All at once: if it raises, nothing has changed. Returns whether more have
-  // ended. ended: what the last call of ended() has returned.
-  bool report(nb::typed<nb::list, nb::any> ended, nb::typed<nb::list, nb::any> unreturned,
-              nb::typed<nb::list, nb::any> results, Kept kept) {
     Handler& handler = alive();
-    const size_t count = ended.size();
-    std::vector<JobRef> jobs;
-    jobs.reserve(count);
-    nb::list reported;
-    for (const nb::handle result : unreturned) reported.append(result);
-    for (const nb::handle both : ended) reported.append(both[0]);
-    const auto end = static_cast<Py_ssize_t>(results.size());
-    if (PyList_SetSlice(results.ptr(), end, end, reported.ptr()) != 0) throw nb::python_error();
-    // From here on nothing fails.
-    PyList_SetSlice(unreturned.ptr(), 0, PY_SSIZE_T_MAX, nullptr);
-    if (count == 0) return false;
-    const bool more = without_gil([&] { return handler.report(count, jobs); });
-    for (const JobRef& job : jobs) {
-      if (job->token != 0) nb::del(kept[nb::int_(job->token)]);
+    EndedJobs jobs = std::move(unreturned_);
+    while (without_gil([&] { return handler.report(kAtOnce, jobs); })) {
     }
-    return more;
+    nb::list results;
+    try {
+      for (Job& job : jobs) results.append(result_of(job, tag_of(job, tags)));
+    } catch (...) {
+      while (!jobs.empty()) unreturned_.push_back(jobs.pop_front());
+      throw;
+    }
+    for (const Job& job : jobs) {
+      if (job.tag != 0) nb::del(tags[nb::int_(job.tag)]);
+    }
+    return results;
   }
 
   bool wait_for_ended(std::optional<double> timeout) {
@@ -296,10 +291,10 @@ class PyHandler {
   }
 
   // The results of jobs that failed or were cancelled and were not polled.
-  nb::typed<nb::list, nb::any> unreported_failures(Kept kept) {
+  nb::typed<nb::list, nb::any> unreported_failures(Tags tags) {
     nb::list results;
     for (const JobRef& job : call([&](Handler& of) { return of.unreported_failures(); })) {
-      results.append(result_of(*job, kept_of(*job, kept).first));
+      results.append(result_of(*job, tag_of(*job, tags)));
     }
     return results;
   }
@@ -378,6 +373,17 @@ class PyHandler {
   }
 
  private:
+  static nb::list python_jobs(const std::vector<JobRef>& jobs, const nb::any& job_type,
+                              const nb::any& owner, const Tags& tags) {
+    nb::list made;
+    for (const JobRef& job : jobs) {
+      const nb::object one = job_type(job->channel, job->layer_groups, owner, tag_of(*job, tags));
+      nb::cast<PyJob&>(one).job = job;
+      made.append(one);
+    }
+    return made;
+  }
+
   static std::vector<Group> read_groups(const std::vector<const GroupLayout*>& groups,
                                         Device& device) {
     std::vector<Group> read;
@@ -437,6 +443,8 @@ class PyHandler {
   std::unique_ptr<Handler> handler_;
   nb::any groups_;
   std::atomic<bool> is_closed_{false};
+  int64_t last_tag_ = 0;
+  EndedJobs unreturned_;  // reported by a poll() that has raised
 };
 
 // The cache may refer to what refers to its handler. Whatever breaks such a cycle, the groups stay
@@ -559,7 +567,6 @@ void bind_handler(nb::module_& module) {
       .def_ro("layer_groups", &PyJob::layer_groups)
       .def_ro("handler", &PyJob::handler)
       .def_ro("tag", &PyJob::tag)
-      .def_prop_ro("is_submitted", [](const PyJob& job) { return static_cast<bool>(job.job); })
       // Two objects may stand for one job: jobs_using() makes new ones.
       .def(
           "__eq__",
@@ -585,16 +592,16 @@ void bind_handler(nb::module_& module) {
       .def_prop_ro("is_current_process", &PyHandler::is_current_process)
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
-           "first_slot"_a.none(), "after"_a.none(), "without_kernels"_a, "token"_a,
-           "computed_from"_a.none())
-      .def("ended", &PyHandler::ended, "kept"_a)
-      .def("report", &PyHandler::report, "ended"_a, "unreturned"_a, "results"_a, "kept"_a)
+           "first_slot"_a.none(), "after"_a.none(), "without_kernels"_a, "tags"_a,
+           "reserved"_a.none(), "computed_from"_a, "computed_in"_a.none())
+      .def("poll", &PyHandler::poll, "tags"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())
       .def("synchronize", &PyHandler::synchronize, "jobs"_a.none(), "timeout"_a.none())
-      .def("unreported_failures", &PyHandler::unreported_failures, "kept"_a)
+      .def("unreported_failures", &PyHandler::unreported_failures, "tags"_a)
       .def("jobs_using", &PyHandler::jobs_using, "gpu_block_ids"_a.none(), "job_type"_a, "owner"_a,
-           "kept"_a)
-      .def("unreported_loads", &PyHandler::unreported_loads, "gpu_block_ids"_a.none())
+           "tags"_a)
+      .def("unreported_loads", &PyHandler::unreported_loads, "gpu_block_ids"_a.none(), "job_type"_a,
+           "owner"_a)
       .def("mark_written", &PyHandler::mark_written, "page_ids"_a.none())
       .def("result", &PyHandler::result, "job"_a)
       .def("state", &PyHandler::state, "job"_a)

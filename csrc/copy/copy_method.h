@@ -6,7 +6,7 @@
 namespace kvswap {
 
 // How blocks are copied.
-enum class CopyMethod : int { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
+enum class CopyMethod : uint8_t { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
 constexpr int kCopyMethods = 5;
 
 inline const char* copy_method_name(CopyMethod method) {

@@ -31,9 +31,21 @@ JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
   refuse_captures(request);
-  JobRef job = reader_.read(request, scheduler_.groups(lock));
+  const std::vector<Group>& groups = scheduler_.groups(lock);
+  JobRef job = reader_.read(request, groups);
+  job->work->computed_from = scheduler_.jobs(lock).unreported_loads(request.computed_in);
+  for (const JobRef& load : request.computed_from) job->work->computed_from.push_back(load);
   Reason failure = scheduler_.prepare(lock, *job);
   if (failure.empty()) failure = scheduler_.start_after(lock, *job, request.after);
+  if (request.reserved != nullptr) {
+    std::vector<prefix::ReservedPages::Part> parts;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const auto per_page = static_cast<size_t>(groups[g].blocks_per_page);
+      parts.push_back({request.parts[g].blocks.size(), per_page});
+    }
+    (*request.reserved)->parts = std::move(parts);
+    job->pages = std::move(*request.reserved);
+  }
   scheduler_.submit(lock, job, failure, request.began);
   return job;
 }
@@ -52,21 +64,12 @@ void Handler::refuse_captures(const Request& request) const {
   }
 }
 
-std::vector<JobRef> Handler::ended(size_t most) {
+bool Handler::report(size_t most, EndedJobs& to) noexcept {
   const Lock lock = scheduler_.lock();
   scheduler_.catch_up(lock);
   const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
-  const size_t count = std::min(most, unreported.size());
-  std::vector<JobRef> ended;
-  ended.reserve(count);
-  for (auto job = unreported.begin(); ended.size() < count; ++job) ended.emplace_back(&*job);
-  return ended;
-}
-
-bool Handler::report(size_t count, std::vector<JobRef>& reported) noexcept {
-  const Lock lock = scheduler_.lock();
-  while (reported.size() < count) reported.push_back(scheduler_.report_first(lock));
-  return !scheduler_.jobs(lock).unreported().empty();
+  for (; most > 0 && !unreported.empty(); --most) to.push_back(scheduler_.report_first(lock));
+  return !unreported.empty();
 }
 
 std::vector<JobRef> Handler::unreported_failures() {
@@ -84,7 +87,7 @@ std::vector<JobRef> Handler::jobs_using(const BlockLists& blocks) {
   return scheduler_.jobs(lock).unended_at(blocks);
 }
 
-std::vector<int64_t> Handler::unreported_loads(const BlockLists& blocks) {
+std::vector<JobRef> Handler::unreported_loads(const BlockLists& blocks) {
   const Lock lock = scheduler_.lock();
   return scheduler_.jobs(lock).unreported_loads(blocks);
 }

@@ -31,18 +31,16 @@ class Handler {
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const Request& request);
 
-  // The first jobs that have ended and were not reported, at most `most`. Asks the device.
-  std::vector<JobRef> ended(size_t most);
-  // The caller has reported the first `count` jobs of ended(). Moves them to `reported`, which is
-  // empty and has memory for them. Returns whether more have ended.
-  bool report(size_t count, std::vector<JobRef>& reported) noexcept;
+  // Appends the first jobs that have ended and were not reported, at most `most`, which are
+  // reported from now on. Asks the device. Returns whether more have ended.
+  bool report(size_t most, EndedJobs& to) noexcept;
   // The jobs that failed or were cancelled and were not reported.
   std::vector<JobRef> unreported_failures();
   // The jobs that have not ended and read or write one of these GPU blocks, in order of submission.
   // Asks the device.
   std::vector<JobRef> jobs_using(const BlockLists& blocks);
-  // The numbers of the latest load into each block, ascending, without loads that were reported.
-  std::vector<int64_t> unreported_loads(const BlockLists& blocks);
+  // See JobTable.
+  std::vector<JobRef> unreported_loads(const BlockLists& blocks);
   // The caller has written these pages: loads of them do not fail for an earlier store. Throws,
   // with nothing changed, if there is no such page, or a store that has not ended writes it.
   void mark_written(const PageLists& pages, bool is_grouped);

@@ -11,6 +11,7 @@
 
 #include "copy/copy_method.h"
 #include "offload/reason.h"
+#include "prefix/reserved_pages.h"
 
 namespace kvswap {
 
@@ -18,7 +19,7 @@ enum ChannelNumber : int { kStores = 0, kLoads = 1, kExpedited = 2, kChannels = 
 
 inline const char* direction_name(int channel) { return channel == kStores ? "store" : "load"; }
 
-enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
+enum class State : uint8_t { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
 
 struct Transfer;
 struct StreamPoint;
@@ -95,9 +96,9 @@ struct Work {
   // The latest jobs that must not overlap with this one, because they share a block or a slot.
   JobNumbers runs_after = kNoJobs;
   std::vector<JobSource> sources;
-  // The blocks of a store were computed from blocks that these loads write. A load that is not
-  // reported yet is a source, too.
-  std::vector<int64_t> computed_from;
+  // The blocks of a store were computed from blocks that these loads write, which are sources too,
+  // also those that were reported.
+  std::vector<JobRef> computed_from;
 
   std::shared_ptr<Transfer> transfer;  // while the state is kRunning
   double submitted_at = 0.0;
@@ -111,25 +112,26 @@ struct Work {
 // everything except the number of references.
 struct Job {
   int64_t id = 0;
-  int64_t token = 0;                    // Request::token
+  int64_t tag = 0;                      // Request::tag
   uint64_t nbytes = 0, link_bytes = 0;  // of the blocks, and between device and host
   // Atomic: the submitting thread sets it last, when the job may have ended and be read without the
   // lock.
   std::atomic<double> submit_seconds{0.0};
   double queue_seconds = 0.0, copy_seconds = 0.0;
   std::atomic<int> references{0};
-  int channel = 0;
   int layer_groups = 1;
+  uint32_t corrupted = 0;  // how many of its rejected blocks are corrupted
+  uint8_t channel = 0;
   State state = State::kQueued;
   CopyMethod copy_method = CopyMethod::kHost;
-  uint32_t corrupted = 0;  // how many of its rejected blocks are corrupted
-  Reason error;            // of a job that has failed
+  Reason error;  // of a job that has failed
   // Of a job that has failed because blocks were rejected: where they are in its list of blocks.
   // Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;
-  std::unique_ptr<Work> work;  // null once it has ended
-  Job* next = nullptr;         // in the queue, or in its transfer
-  Job* next_ended = nullptr;   // in the list of unreported jobs
+  std::unique_ptr<prefix::ReservedPages> pages;  // of a block manager, until it is reported
+  std::unique_ptr<Work> work;                    // null once it has ended
+  Job* next = nullptr;                           // in the queue, or in its transfer
+  Job* next_ended = nullptr;                     // in the list of unreported jobs
 
   bool has_ended() const { return state >= State::kDone; }
   bool has_succeeded() const { return state == State::kDone; }

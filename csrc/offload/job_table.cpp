@@ -102,14 +102,17 @@ std::vector<JobRef> JobTable::unended_at(const BlockLists& blocks) const {
   return found;
 }
 
-std::vector<int64_t> JobTable::unreported_loads(const BlockLists& blocks) const {
-  std::vector<int64_t> loads;
+std::vector<JobRef> JobTable::unreported_loads(const BlockLists& blocks) const {
+  std::vector<int64_t> numbers;
   for_each(blocks, [&](int, int64_t, const JobNumbers& latest) {
     const int64_t load = latest_load(latest);
-    if (find(load) != nullptr && (loads.empty() || loads.back() != load)) loads.push_back(load);
+    if (find(load) != nullptr && (numbers.empty() || numbers.back() != load))
+      numbers.push_back(load);
   });
-  std::sort(loads.begin(), loads.end());
-  loads.erase(std::unique(loads.begin(), loads.end()), loads.end());
+  std::sort(numbers.begin(), numbers.end());
+  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+  std::vector<JobRef> loads;
+  for (const int64_t number : numbers) loads.emplace_back(find(number));
   return loads;
 }
 
@@ -197,10 +200,8 @@ void JobTable::find_overlaps(Work& work, int channel) noexcept {
       if (!both_load) latest[other] = std::max(latest[other], at_slot[other]);
     }
   });
-  for (const int64_t number : work.computed_from) {
-    if (const Job* load = find(number)) {
-      latest[load->channel] = std::max(latest[load->channel], number);
-    }
+  for (const JobRef& load : work.computed_from) {
+    latest[load->channel] = std::max(latest[load->channel], load->id);
   }
   work.runs_after = latest;
 }
@@ -225,10 +226,8 @@ Reason JobTable::find_sources(Job& job) const {
     if (!source->has_ended()) sources.emplace_back(number, i);
     if (is_store && has_ended_without_success(*source)) failure = because_of(*source, job, i);
   }
-  for (const int64_t number : work.computed_from) {
-    const Job* load = find(number);
-    if (load == nullptr) continue;  // it was reported
-    if (!load->has_ended()) sources.emplace_back(number, JobSource::kComputedFrom);
+  for (const JobRef& load : work.computed_from) {
+    if (!load->has_ended()) sources.emplace_back(load->id, JobSource::kComputedFrom);
     if (failure.empty() && has_ended_without_success(*load)) {
       failure = because_of(*load, job, JobSource::kComputedFrom);
     }
@@ -304,6 +303,14 @@ JobRef JobTable::report_first() noexcept {
   JobRef job = unreported_.pop_front();
   unreported_failures_ -= !job->has_succeeded();
   jobs_[job->id - first_id_] = JobRef();
+  if (job->pages != nullptr) {
+    // A cancelled load has written nothing that anybody reads; its pages are as they were.
+    const bool was_cancelled = job->state == State::kCancelled && job->channel != kStores;
+    job->pages->has_succeeded = job->has_succeeded() || was_cancelled || job->was_rejected();
+    job->pages->is_corrupted = job->error.kind() == Reason::Kind::kCorrupted;
+    const auto manager = job->pages->manager;
+    manager->push(std::move(job->pages));
+  }
   while (first_id_ < next_id_ && !jobs_.front()) {
     jobs_.pop_front();
     ++first_id_;

@@ -56,8 +56,8 @@ class JobTable {
 
   // The jobs that have not ended and read or write one of the blocks, in order of their numbers.
   std::vector<JobRef> unended_at(const BlockLists& blocks) const;
-  // The numbers of the latest load into each block, ascending, without loads that were reported.
-  std::vector<int64_t> unreported_loads(const BlockLists& blocks) const;
+  // The latest load into each block, without loads that were reported.
+  std::vector<JobRef> unreported_loads(const BlockLists& blocks) const;
 
   // From now on the slots of these pages, one list for each group, hold what the caller has written
   // there. Throws ValueError, with nothing changed, if a store that has not ended writes one.

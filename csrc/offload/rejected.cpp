@@ -98,6 +98,7 @@ Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
   if (positions.empty()) return {};
   const Reason reason = corrupted.empty() ? reason_for(job, positions, first)
                                           : reason_for(job, corrupted, first_corrupted);
+  if (job.pages != nullptr) job.pages->rejected = positions;
   job.rejected = std::make_unique<const Positions>(std::move(positions));
   job.corrupted = static_cast<uint32_t>(corrupted.size());
   return reason;

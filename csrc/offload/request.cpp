@@ -66,12 +66,11 @@ JobRef RequestReader::read(const Request& request, const std::vector<Group>& gro
   JobRef job(new Job);
   job->work = std::make_unique<Work>();
   Work& work = *job->work;
-  job->token = request.token;
-  job->channel = request.channel;
+  job->tag = request.tag;
+  job->channel = static_cast<uint8_t>(request.channel);
   job->layer_groups = request.layer_groups;
   work.without_kernels = request.without_kernels;
   work.is_grouped = request.is_grouped;
-  work.computed_from = request.computed_from;
   ++requests_;
   size_t total = 0;
   for (const Request::Part& part : request.parts) total += part.blocks.size();

@@ -27,10 +27,14 @@ struct Request {
   bool is_grouped = false;       // errors name the group of an id
   bool without_kernels = false;  // no kernels copy
   std::vector<After> after;      // the job starts after all of these
-  int64_t token = 0;             // of the caller, who finds it in the job
+  int64_t tag = 0;               // of the caller, who finds it in the job
   double began;                  // when the caller called, as now() counts
-  // Loads, by number, whose blocks the job's blocks were computed from; see Work::computed_from.
-  std::vector<int64_t> computed_from;
+  // Loads whose blocks the job's blocks were computed from; see Work::computed_from. And GPU
+  // blocks: the latest load into each of them is such a load, unless it was reported.
+  std::vector<JobRef> computed_from;
+  BlockLists computed_in;
+  // What a job takes from its caller, if it is submitted; null: nothing.
+  std::unique_ptr<prefix::ReservedPages>* reserved = nullptr;
   std::vector<Part> parts;  // one for each group
 };
 

@@ -20,6 +20,10 @@ constexpr size_t kAtOnce = 64;
 
 }  // namespace
 
+BlockManager::~BlockManager() {
+  while (reported_ != nullptr) delete std::exchange(reported_, reported_->next);
+}
+
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
     : policy_(options.policy), below_(options.below), store_threshold_(options.store_threshold) {
   size_t num_pages = 0;
@@ -36,14 +40,43 @@ std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {
 }
 
 std::unique_lock<std::mutex> BlockManager::lock_for(size_t visits, bool wait) {
-  if (wait) return std::unique_lock(mutex_);
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (visits > kFewKeys || !lock) throw Busy{};
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (wait) {
+    lock.lock();
+  } else if (visits + ended_pages_->num_pages() > kFewKeys || !lock.try_lock()) {
+    throw Busy{};
+  }
+  end_reported();
   return lock;
 }
 
+void BlockManager::end_reported() {
+  while (reported_ != nullptr || (reported_ = ended_pages_->take()) != nullptr) {
+    const ReservedPages& first = *reported_;
+    const bool notes = first.is_corrupted && below_ != BelowPolicy::kNothing;
+    // If there is no memory, a later call begins here.
+    if (notes) corrupted_.reserve(corrupted_.size() + first.rejected.size());
+    const auto found = reservations_.find(first.id);
+    if (found != reservations_.end()) {  // else somebody else has ended it
+      RejectedPages rejected(first);
+      end(found, first.has_succeeded, [&](const Pin& pin) {
+        const bool is_rejected = rejected.next();
+        if (is_rejected && notes)
+          corrupted_.emplace_back(pin.group, groups_[pin.group].pages->key(pin.page));
+        return is_rejected;
+      });
+    }
+    delete std::exchange(reported_, first.next);
+  }
+}
+
+std::vector<std::pair<uint32_t, Digest>> BlockManager::take_corrupted() {
+  const auto held = lock();
+  return std::exchange(corrupted_, {});
+}
+
 void BlockManager::grow(const int64_t* ready_pages) {
-  const std::lock_guard lock(mutex_);
+  const auto held = lock();
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
@@ -185,16 +218,26 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* fo
 void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,
                        bool wait) {
   const auto lock = lock_for(0, wait);
-  const Reservation& reservation = reservation_of(id);
-  if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
-  check_positions(reservation, rejected);
+  const auto of = find(id);
+  if (!wait && of->second.pins.size() > kFewKeys) throw Busy{};
+  check_positions(of->second, rejected);
   auto next = rejected.begin();
   int64_t position = 0;
+  end(of, succeeded, [&](const Pin&) {
+    const bool is_rejected = next != rejected.end() && *next == position++;
+    next += is_rejected;
+    return is_rejected;
+  });
+}
+
+template <class IsRejected>
+void BlockManager::end(Reservations::iterator of, bool succeeded,
+                       const IsRejected& is_rejected_next) noexcept {
+  const Reservation& reservation = of->second;
   for (const Pin& pin : reservation.pins) {
     if (!reservation.moves(pin)) continue;  // cached before
     Group& group = groups_[pin.group];
-    const bool is_rejected = next != rejected.end() && *next == position++;
-    next += is_rejected;
+    const bool is_rejected = is_rejected_next(pin);
     if (reservation.kind == Kind::kWrite) {
       group.pages->end_write(pin.page, succeeded && !is_rejected);
     } else if (!succeeded || is_rejected) {
@@ -209,7 +252,7 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
     }
   }
   release_all(reservation.pins);
-  reservations_.erase(id);
+  reservations_.erase(of);
 }
 
 std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
@@ -252,7 +295,7 @@ void BlockManager::check_lent(const std::vector<int64_t>& pages) const {
 
 void BlockManager::abandon(int64_t id, bool wait) {
   const auto lock = lock_for(0, wait);
-  const Reservation& reservation = reservation_of(id);
+  const Reservation& reservation = find(id)->second;
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
   for (const Pin& pin : reservation.pins) {
     if (pin.fills) groups_[pin.group].pages->forget(pin.page);
@@ -286,12 +329,12 @@ Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
   return due;
 }
 
-BlockManager::Reservation& BlockManager::reservation_of(int64_t id) {
+BlockManager::Reservations::iterator BlockManager::find(int64_t id) {
   const auto found = reservations_.find(id);
   if (found == reservations_.end()) {
     fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
   }
-  return found->second;
+  return found;
 }
 
 void BlockManager::check_positions(const Reservation& reservation,
@@ -350,7 +393,7 @@ void BlockManager::reset() {
   std::vector<std::unique_ptr<Pages>> pages;
   for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
   decltype(leases_) leases;
-  const std::lock_guard lock(mutex_);
+  const auto held = lock();
   for (size_t g = 0; g < groups_.size(); ++g) {
     pages[g]->take_over(*groups_[g].pages);
     groups_[g].pages.swap(pages[g]);
@@ -550,7 +593,7 @@ bool BlockManager::has_room(const Keys& keys, bool keep, size_t& skipped) {
 }
 
 std::vector<uint64_t> BlockManager::stats(size_t group) {
-  const std::lock_guard lock(mutex_);
+  const auto held = lock();
   const Counters& of = groups_.at(group).counters;
   const Pages& pages = *groups_[group].pages;
   return {of.asked,

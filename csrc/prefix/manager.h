@@ -11,6 +11,7 @@
 
 #include "prefix/lookup_counter.h"
 #include "prefix/pages.h"
+#include "prefix/reserved_pages.h"
 
 namespace kvswap::prefix {
 
@@ -76,6 +77,9 @@ struct Busy {};
 
 // Knows which prefix block is on which host page. Thread safe.
 //
+// A reservation ends with end(), or by ended_pages(): whatever was pushed there ends when the next
+// call has the lock.
+//
 // wait: false for a caller that holds Python's GIL. Such a call does not wait for another thread,
 // and visits at most kFewKeys keys or held pages. Otherwise it throws Busy, and its caller releases
 // the GIL and calls again. Releasing the GIL costs more than a small call: a thread that computes
@@ -86,6 +90,12 @@ class BlockManager {
   static constexpr size_t kFewKeys = 1024;
 
   BlockManager(const std::vector<GroupOptions>& groups, const Options& options);
+  ~BlockManager();
+
+  const std::shared_ptr<EndedPages>& ended_pages() const { return ended_pages_; }
+  // The group and key of pages that jobs have found to be corrupted since the last call, if there
+  // is a store below, which has the same.
+  std::vector<std::pair<uint32_t, Digest>> take_corrupted();
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
   // new manager has none.
@@ -165,6 +175,7 @@ class BlockManager {
       return pin.fills || kind == Kind::kLoad || kind == Kind::kWrite;
     }
   };
+  using Reservations = std::unordered_map<int64_t, Reservation>;
   struct Group {
     GroupOptions options;
     std::unique_ptr<Pages> pages;
@@ -172,11 +183,17 @@ class BlockManager {
     std::vector<uint32_t> wanted;  // indices of the keys that are to be stored
   };
   std::unique_ptr<Pages> make_pages(size_t group);
-  Reservation& reservation_of(int64_t id);
+  // Throws if there is no such reservation.
+  Reservations::iterator find(int64_t id);
   // Holds pages for a load. is_use: see prepare_load(). Returns the reservation.
   int64_t reserve_load(std::vector<Pin> pins, bool is_use);
-  // Takes the lock, for a call that visits this many keys or pages.
+  // Takes the lock, for a call that visits this many keys or pages, and ends what has ended.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
+  std::unique_lock<std::mutex> lock() { return lock_for(0, true); }
+  void end_reported();
+  // is_rejected: called for each page of the copy in turn.
+  template <class IsRejected>
+  void end(Reservations::iterator of, bool succeeded, const IsRejected& is_rejected) noexcept;
   size_t num_keys(const Keys& keys) const;
   // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
   // without a window, keys after the first miss may be left at kNone.
@@ -203,13 +220,16 @@ class BlockManager {
   void check_lent(const std::vector<int64_t>& pages) const;
   void release_all(const std::vector<Pin>& pins);
 
+  const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();
   std::mutex mutex_;
   const EvictionPolicyKind policy_;
   const BelowPolicy below_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;
-  std::unordered_map<int64_t, Reservation> reservations_;
+  Reservations reservations_;
+  ReservedPages* reported_ = nullptr;  // taken from ended_pages_
+  std::vector<std::pair<uint32_t, Digest>> corrupted_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
   std::atomic<uint64_t> resets_ = 0;
   // Of the call that is running; kept for their memory.

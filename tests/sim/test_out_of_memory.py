@@ -21,8 +21,10 @@ from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream, needs_kernels
 from simulated_driver import DEVICE, Driver, without_cuda
 
 from torch_kvswap._native.loader import native
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.prefix.cache import PrefixCache
 from torch_kvswap.prefix.manager import BlockManager
 from torch_kvswap.results import TransferError
 
@@ -368,6 +370,8 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
     "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
     "promote": lambda manager: manager.promote(["a", "c", "d"]),
     "hold_due": lambda manager: manager.hold_due(2),
+    "_prepare_load": lambda manager: manager._prepare_load(["a", "b"], None),
+    "_prepare_store": lambda manager: manager._prepare_store(["a", "c", "d"], None),
 }
 
 
@@ -398,6 +402,38 @@ def call_a_manager(call: Callable[[BlockManager], Any], allocation: FailingAlloc
 @without_cuda
 def test_a_block_manager_survives_whichever_allocation_fails(name: str) -> None:
     assert number_of_failures(sweep_calls, name) > 0
+
+
+def sweep_prefixes(_: Driver, name: str) -> None:
+    each_fails(use_a_prefix_cache)
+
+
+def use_a_prefix_cache(allocation: FailingAllocation) -> None:
+    layout = PagedLayout([torch.arange(8)[:, None].expand(8, 4).contiguous()])
+    with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
+        prefixes.store(["a"], [1])
+        allocation.begin()
+        for call in (
+            lambda: prefixes.store(["a", "b"], [1, 2]),
+            prefixes.poll,
+            lambda: prefixes.load(["a"], [3]),
+            prefixes.poll,
+        ):
+            with suppress(MemoryError):
+                call()
+        allocation.end()
+        prefixes.poll()
+        stats = prefixes.manager.stats()
+        assert stats.free_pages + stats.idle_pages == stats.pages
+        prefixes.store(["c"], [4])
+        prefixes.poll()
+        assert prefixes.load(["c"], [5]) is not None
+        assert layout.tensors[0][5].tolist() == [4] * 4
+
+
+@without_cuda
+def test_prefix_caches_hold_nothing_after_failed_allocations() -> None:
+    assert number_of_failures(sweep_prefixes) > 10
 
 
 def sweep_touch(_: Driver, name: str) -> None:

@@ -393,7 +393,7 @@ def test_a_polling_thread_gets_every_tag() -> None:
     thread.join()
     tags += [result.tag for result in handler.poll()]
     assert tags == list(range(1, 2001))
-    assert handler._kept == {}
+    assert handler._tags == {}
 
 
 @pytest.mark.parametrize("tag", ["mine", None])
@@ -411,7 +411,7 @@ def test_a_poll_within_a_submission_gets_the_tag(
     monkeypatch.setattr(handler._native, "submit", submit_and_poll)
     job = handler.store(gpu_block_ids=[1], page_ids=[0], tag=tag)
     assert [(result.job_id, result.tag) for result in polled] == [(job.id, tag)]
-    assert handler._kept == {}
+    assert handler._tags == {}
 
 
 def test_a_forked_child_may_not_use_it() -> None:
@@ -493,49 +493,22 @@ def test_an_unstored_page_is_loaded_as_is() -> None:
         assert rows[:2].eq(1).all()
 
 
-def test_an_interrupted_poll_hides_no_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_poll_returns_what_memory_lacked_for() -> None:
     layout = PagedLayout([torch.zeros(4, 8192, dtype=torch.bfloat16)])
     handler = OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
-    handler.load(page_ids=[0], gpu_block_ids=[0])  # rejected: the page was never stored
+    handler.load(page_ids=[0], gpu_block_ids=[0], tag="mine")  # rejected: it was never stored
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def fail(*_: object) -> None:
+        raise MemoryError
 
-    native.set_python(make_error=interrupt)
+    native.set_python(make_error=fail)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(MemoryError):
             handler.poll()
     finally:
         native.set_python(make_error=torch_kvswap.results._make_error)
-    with pytest.raises(TransferError, match="load 0 failed"):
-        handler.synchronize()
-    assert [result.state for result in handler.poll()] == ["failed"]
-
-
-def test_synchronize_raises_after_an_interrupted_poll(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bits = torch.randint(-(2**15), 2**15, (4, 4096), dtype=torch.int16)
-    layout = PagedLayout([bits.view(torch.bfloat16)])
-    handler = OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
-    handler.store(gpu_block_ids=[0], page_ids=[0])
-    report = handler._native.report
-
-    def report_and_interrupt(*arguments: Any) -> bool:
-        report(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(handler._native, "report", report_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        handler.poll()
-    monkeypatch.undo()
-    with pytest.raises(TransferError, match="store 0 failed"):
-        handler.synchronize()
-    assert [result.state for result in handler.poll()] == ["failed"]
-    handler.synchronize()
-    assert handler.poll() == []
+    assert [(result.state, result.tag) for result in handler.poll()] == [("failed", "mine")]
+    assert handler._tags == {}
 
 
 @pytest.mark.parametrize("call", ["handler.poll()", "manager.stats()", "manager.lookup(keys)"])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from interrupts import Interrupted, Interrupter
+from interrupts import Interrupter
 from processes import run_script
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.offload.handler import Job
-from torch_kvswap.offload.native import NativeHandler
+from torch_kvswap.results import Result
 
 BLOCKS = 8
 
@@ -49,7 +48,7 @@ def test_an_interrupted_submission_is_reported_or_undone(direction: str, has_tag
         handler.synchronize()
         results = handler.poll()
         assert [(result.state, result.tag) for result in results] == [("done", tag)] * len(results)
-        assert handler._kept == {}
+        assert handler._tags == {}
         outcomes.append(len(results))
         if not interrupted:
             break
@@ -75,44 +74,24 @@ def make_rejecting_handler() -> OffloadHandler:
 
 
 @pytest.mark.parametrize(("make", "jobs"), [(make_handler, 70), (make_rejecting_handler, 3)])
-def test_a_poll_returns_what_interruptions_held_back(
+def test_an_interrupted_poll_reports_no_job_twice(
     make: Callable[[], OffloadHandler], jobs: int
 ) -> None:
     handler, interrupter = make(), Interrupter()
-    interrupts = 0
     for at in count(1):
-        for number in range(jobs):
-            handler.store(gpu_block_ids=[1], page_ids=[2], tag=number if number % 2 else None)
-        try:
-            results = interrupter.call(at, handler.poll)
-        except Interrupted:
-            interrupts += 1
-            handler.store(gpu_block_ids=[1], page_ids=[2], tag="later")
-            results = handler.poll()
-            assert results.pop().tag == "later"
-        else:
+        tags = [(at, number) for number in range(jobs)]
+        for tag in tags:
+            handler.store(gpu_block_ids=[1], page_ids=[2], tag=tag)
+        results: list[Result] = []
+        is_interrupted = interrupter.stops(at, lambda into=results: into.extend(handler.poll()))
+        handler.store(gpu_block_ids=[1], page_ids=[2], tag="later")
+        results += handler.poll()
+        assert results.pop().tag == "later"
+        assert [result.tag for result in results] in (([], tags) if is_interrupted else (tags,))
+        assert handler._tags == {}
+        if not is_interrupted:
             break
-        numbers = range(jobs)
-        assert [result.job_id % (jobs + 1) for result in results] == [*numbers]
-        assert [result.tag for result in results] == [n if n % 2 else None for n in numbers]
-        assert handler._kept == {}
-        assert handler.poll() == []
-    assert interrupts > (5 if make is make_handler else jobs)
-    handler.close()
-
-
-def test_polls_can_be_interrupted_again_and_again() -> None:
-    handler, interrupter = make_handler(), Interrupter()
-    for number in range(200):
-        handler.store(gpu_block_ids=[1], page_ids=[2], tag=number)
-    tags: list[Any] = []
-    for at in count(1):
-        try:
-            tags += [result.tag for result in interrupter.call(at, handler.poll)]
-        except Interrupted:
-            continue
-        break
-    assert tags == [*range(200)]
+    assert at > (1 if make is make_handler else jobs)
     handler.close()
 
 
@@ -140,40 +119,24 @@ def make_prefix_cache(**options: Any) -> PrefixCache:
 
 
 @pytest.mark.parametrize("state", ["done", "failed"])
-def test_an_interrupted_poll_ends_each_reservation_once(
-    monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
-    interrupter, interrupts = Interrupter(), 0
-    native_ended = NativeHandler.ended
-
-    def ended(handler: NativeHandler, kept: dict[int, Any]) -> list[Any]:
-        pairs = native_ended(handler, kept)
-        return [(replace(result, state=state), reserved) for result, reserved in pairs]
-
-    monkeypatch.setattr(NativeHandler, "ended", ended)
-    keys = [bytes([number]) * 32 for number in range(4)]
+def test_an_interrupted_poll_ends_each_reservation(state: str) -> None:
+    interrupter, keys = Interrupter(), [bytes([number]) * 32 for number in range(4)]
     for at in count(1):
-        prefixes = make_prefix_cache()
+        handler = make_handler() if state == "done" else make_rejecting_handler()
+        handler.close()
+        prefixes = PrefixCache(handler.layouts[0], handler.pools[0])
         for number, key in enumerate(keys):
-            prefixes.store([key], [number], tag=number)
+            prefixes.store([key], [number])
         assert prefixes.manager.stats().filling_pages == len(keys)
-        try:
-            results = interrupter.call(at, prefixes.poll)
-        except Interrupted:
-            interrupts += 1
-            results = prefixes.poll()
-            interrupted = True
-        else:
-            interrupted = False
-        assert [result.tag for result in results] == [0, 1, 2, 3]
+        is_interrupted = interrupter.stops(at, prefixes.poll)
+        prefixes.poll()
         stats = prefixes.manager.stats()
         assert stats.filling_pages == 0
-        ended = (stats.stored, stats.failed)
-        assert ended == ((4, 0) if state == "done" else (0, 4))
+        assert (stats.stored, stats.failed) == ((4, 0) if state == "done" else (0, 4))
         prefixes.close()
-        if not interrupted:
+        if not is_interrupted:
             break
-    assert interrupts > 20
+    assert at > 3
 
 
 @pytest.mark.parametrize("what", ["handler", "prefix cache", "pool"])
@@ -248,7 +211,7 @@ def test_a_prefix_cache_works_after_any_interrupted_call(call: str, when: str, p
             prefixes.rebind(make_layout(2 * BLOCKS))
         interrupted = interrupter.stops(at, partial(CALLS[call], prefixes))
         check_that_it_works(prefixes)
-        if call != "preempt" or interrupted:  # else it is held
+        if call != "preempt":  # nobody may have its lease
             assert_no_page_is_held(prefixes)
         prefixes.close()
         if not interrupted:
@@ -282,4 +245,4 @@ def test_a_rejected_submission_keeps_nothing() -> None:
     before, handler = jobs_alive(), make_handler()
     with pytest.raises(IndexError):
         handler.store(gpu_block_ids=[BLOCKS], page_ids=[0], tag="mine")
-    assert (handler._kept, jobs_alive(), handler.poll()) == ({}, before, [])
+    assert (handler._tags, jobs_alive(), handler.poll()) == ({}, before, [])

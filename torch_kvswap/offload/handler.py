@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -90,6 +88,10 @@ class Job(NotCopyable, native.Job):
     def _is_done(self) -> bool:
         """What `result.ok` says, without making a Result. False as long as `result` is None."""
         return self.handler._native.state(self) == "done"
+
+    def _has_failed(self) -> bool:
+        """Whether it has ended without success, as far as the handler knows."""
+        return self.handler._native.state(self) in ("failed", "cancelled")
 
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
@@ -258,11 +260,7 @@ class OffloadHandler(NotCopyable):
         options = copy_method_options(copy_method, staging_bytes)
         for pool in groups.pools:
             pool._check_new_user(assigns_pages)
-        # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.
-        self._kept: dict[int, tuple[object, Any]] = {}
-        self._tokens = itertools.count(1)
-        self._unreturned: list[Result] = []  # results of poll() calls that an exception has ended
-        self._reporting = threading.Lock()  # held while jobs become reported
+        self._tags: dict[int, object] = {}  # of jobs that poll() has not reported
         self._has_warned = False  # about rejected blocks
         self._native = NativeHandler(groups, submit_thread, options)
         if assigns_pages:
@@ -435,7 +433,7 @@ class OffloadHandler(NotCopyable):
             IndexError: the cache has no such block.
             TypeError, ValueError: see store().
         """
-        jobs: list[Job] = self._native.jobs_using(gpu_block_ids, Job, self, self._kept)
+        jobs: list[Job] = self._native.jobs_using(gpu_block_ids, Job, self, self._tags)
         return jobs
 
     def mark_written(self, page_ids: Ids | Sequence[Ids]) -> None:
@@ -459,7 +457,7 @@ class OffloadHandler(NotCopyable):
         """Returns the jobs that have ended since the last call.
 
         Call it regularly: until it has reported a job, the handler keeps the job's result (144
-        bytes) and its tag. If Ctrl-C interrupts it, the next call returns the results.
+        bytes) and its tag. If Ctrl-C interrupts it, results may be lost.
 
         Args:
             timeout (float | None): if no job has ended, seconds to wait for one; None waits
@@ -474,52 +472,16 @@ class OffloadHandler(NotCopyable):
         Raises:
             TypeError, ValueError: timeout is not None or a number of seconds from 0 on.
         """
-        results: list[Result] = []
-        try:
-            self._read_ended(results, timeout)
-            return results
-        except BaseException:
-            self._unreturned.extend(results)  # the next call returns them
-            raise
-
-    def _read_ended(
-        self,
-        results: list[Result],
-        timeout: float | None,
-        end: Callable[[Result, Any], None] | None = None,
-    ) -> None:
-        """Appends the results of jobs that have ended, from then on reported, to a list.
-
-        A caller that does not return the list to its own caller adds it to `_unreturned`. `end` is
-        called for each job before it is reported, with its result and its `reserved`; again by the
-        next call if an exception comes before the job is reported.
-        """
-        self._native.check_process()  # a fork may have the lock, held forever
-        self._report_ended(results, end)
-        if timeout != 0:
-            seconds = read_timeout("timeout", timeout)
-            if not results:
-                self._native.wait_for_ended(seconds)
-                self._report_ended(results, end)
-
-    def _report_ended(
-        self, results: list[Result], end: Callable[[Result, Any], None] | None
-    ) -> None:
-        """See _read_ended(). Does not wait."""
-        with self._reporting:
-            more = True
-            while more:
-                ended = self._native.ended(self._kept)
-                if not ended and not self._unreturned:
-                    return
-                for result, reserved in ended:
-                    if isinstance(result.error, CorruptedPageError):
-                        log.warning("%s", error_of([result]))
-                    elif result.rejected and result.direction == "store":
-                        self._warn_of_rejected_blocks()
-                    if reserved is not None and end is not None:
-                        end(result, reserved)
-                more = self._native.report(ended, self._unreturned, results, self._kept)
+        results: list[Result] = self._native.poll(self._tags)
+        if not results and timeout != 0:
+            self._native.wait_for_ended(read_timeout("timeout", timeout))
+            results = self._native.poll(self._tags)
+        for result in results:
+            if isinstance(result.error, CorruptedPageError):
+                log.warning("%s", error_of([result]))
+            elif result.rejected and result.direction == "store":
+                self._warn_of_rejected_blocks()
+        return results
 
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
@@ -546,11 +508,10 @@ class OffloadHandler(NotCopyable):
         answer = self._native.synchronize(own, timeout)
         if isinstance(answer, tuple):
             raise TimeoutError(f"after {timeout:g} s {_describe_unended(answer, own)}")
-        if answer and not self._unreturned:
+        if answer:
             return
         if own is None:
-            failed = self._native.unreported_failures(self._kept)
-            failed[:0] = [result for result in self._unreturned if not result.ok]
+            failed = self._native.unreported_failures(self._tags)
         else:
             ended = [job.result for job in own]
             failed = [result for result in ended if result and not result.ok]
@@ -647,8 +608,7 @@ class OffloadHandler(NotCopyable):
             *(stores.rejected_blocks, stores.encoded_blocks, min(encoded), remedy),
         )
 
-    # What a PrefixCache calls: _submit(), _check_options(), _read_ended(), and _native for what the
-    # job table knows. It holds `_reporting` while no load may become reported.
+    # What a PrefixCache calls: _submit(), _check_options(), _unreported_loads(), and _native.
 
     def _submit(
         self,
@@ -659,16 +619,16 @@ class OffloadHandler(NotCopyable):
         copy_method: str | None = None,
         layer_groups: int | None = None,
         expedited: bool = False,
-        reserved: Any = None,
-        computed_from: Sequence[int] = (),
+        reserved: native.Reservation | None = None,
+        computed_from: Sequence[Job] = (),
+        computed_in: Sequence[Ids] | None = None,
     ) -> Job:
         """store() and load(), also those of a PrefixCache.
 
-        `ids` are gpu_block_ids, page_ids and first_slot. `reserved` is what the job uses, for
-        _read_ended(): its `job` is set before the submission, and `job.is_submitted` says whether
-        there is one, also if an exception takes it from the caller. `computed_from` are the loads
-        into blocks that those of a store were computed from: it runs behind those that are not
-        reported yet, and fails if one of them does.
+        `ids` are gpu_block_ids, page_ids and first_slot. The job takes the pages that are
+        `reserved`, if it is submitted, and poll() ends the reservation. A store whose blocks were
+        computed from loads, those of `computed_from` or what is loaded into the GPU blocks
+        `computed_in` and not reported yet, runs behind them, and fails if one of them does.
         """
         # Each Python function that this path calls costs 3 us or more when it is not in the caches.
         submitting, groups = self._native, self._native.groups
@@ -685,25 +645,18 @@ class OffloadHandler(NotCopyable):
                 groups.guard.check()
             resolved = resolve_after(after, groups.device)
             job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
-            token = 0
-            if tag is not None or reserved is not None:
-                token = next(self._tokens)
-                self._kept[token] = tag, reserved
-                if reserved is not None:
-                    reserved.job = job
-            options = copy_method is not None, token, computed_from or None
-            arguments: tuple[Any, ...] = (job, *ids, resolved, *options)
-            try:
-                submitting.submit(*arguments)
-            finally:
-                # Ctrl-C may come right after the submission. It cannot come between these lines:
-                # CPython raises KeyboardInterrupt only at calls and loop ends.
-                if token and not job.is_submitted:
-                    del self._kept[token]
+            has_method = copy_method is not None
+            sources = computed_from, computed_in
+            submitting.submit(job, *ids, resolved, has_method, self._tags, reserved, *sources)
         except Exception:
             submitting.check_open()  # whatever else is wrong, this is said first
             raise
         return job
+
+    def _unreported_loads(self, blocks: Sequence[Ids]) -> list[Job]:
+        """The latest load into each of these GPU blocks, without loads that were reported."""
+        loads: list[Job] = self._native.unreported_loads(blocks, Job, self)
+        return loads
 
     def _check_options(self, after: object, layer_groups: int | None = None) -> None:
         """Raises what _submit() would raise for these options, if there is nothing to submit."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 from torch_kvswap._native.arguments import (
-    Int64Array,
     NotCopyable,
     kind_of,
     read_int,
@@ -36,33 +34,14 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.groups import BlockGroup, describe_contents, read_layer_groups
-from torch_kvswap.prefix.hashing import Keys, PrefixKeys, split_digests
+from torch_kvswap.prefix.hashing import Keys, PrefixKeys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
-from torch_kvswap.results import CorruptedPageError, Result
+from torch_kvswap.results import Result
 
 _BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
-
-
-@dataclass(eq=False, slots=True)
-class _Reserved:
-    """What a job reserves until poll() has reported it.
-
-    Attributes:
-        reservation: the pages, from the manager.
-        blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
-        digests (Sequence[bytes]): of each group, of the keys that the job was submitted for.
-        job (Job | None): while it is being submitted.
-        is_ending (bool): poll() has begun to end the reservation.
-    """
-
-    reservation: Any
-    blocks: list[Int64Array]
-    digests: Sequence[bytes]
-    job: Job | None = None
-    is_ending: bool = False
 
 
 class _Prompt(NamedTuple):
@@ -72,13 +51,13 @@ class _Prompt(NamedTuple):
         digests (list[bytes]): of the keys whose blocks are on the GPU, or are to be there.
         blocks (list[array]): the GPU blocks of these keys.
         named (list[array]): of a store, all blocks that the caller has named; some may be -1.
-        loads (tuple[int, ...]): of a store, further loads that the blocks were computed from.
+        loads (tuple[Job, ...]): of a store, further loads that the blocks were computed from.
     """
 
     digests: list[bytes]
     blocks: list[array[int]]
     named: list[array[int]]
-    loads: tuple[int, ...] = ()
+    loads: tuple[Job, ...] = ()
 
 
 class Stored(NamedTuple):
@@ -171,19 +150,6 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
         handler.close()
         manager.close()
         manager._pools.close()
-
-
-def _keys_of(
-    positions: Sequence[int], digests: Sequence[bytes], key_indices: Sequence[Any]
-) -> list[tuple[int, bytes]]:
-    """The groups and digests of the pages of keys with these indices, by their positions."""
-    of_groups = list(map(split_digests, digests))
-    of_pages = [
-        (group, of_groups[group][index])
-        for group, indices in enumerate(key_indices)
-        for index in indices
-    ]
-    return [of_pages[position] for position in positions]
 
 
 def _are_integers(keys: Any) -> bool:
@@ -312,8 +278,9 @@ class PrefixCache(NotCopyable):
         of_handler.is_list = True  # the reader makes lists
         self._below: Tier | None = None
         lazy = of_handler.pools if store_policy == "lazy" else ()
-        # Empty if eager. Guarded by _reporting, as is what these records hold for: see _records().
+        # Empty if eager. Guarded by _recording, as is what these records hold for: see _records().
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
+        self._recording = threading.Lock()
         self._was_polled = False  # or was warned of it
         self._preempted: set[int] = set()  # leases that neither resume() nor release() has ended
         self._stored_integers: bool | None = None  # whether as keys; None: nothing is stored yet
@@ -503,19 +470,29 @@ class PrefixCache(NotCopyable):
             digests, blocks = self._reader.keys_on_gpu(digests, blocks)
         elif some_left_out:
             self._reader.check_needed(blocks, self._reservations._needed_blocks(prefix))  # type: ignore[arg-type]
-        job = self._submit(
-            LOADS,
-            lambda keys, held: self._reservations.prepare_load(keys, prefix, held=held),
-            [],
-            _Prompt(digests, blocks, blocks),
-            after=after,
-            layer_groups=layer_groups,
-            expedited=expedited,
-            tag=tag,
-        )
-        if job is None:
+        reserved = self._reservations._prepare_load(digests, prefix)
+        if reserved is None:
             self._handler._check_options(after, layer_groups)
-        elif self._below is not None:
+            return None
+        try:
+            if isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
+                self._handler._native.mark_written(reserved.pages)
+            selected = self._reader.select(blocks, reserved.key_indices)
+            if self._lazy:  # in case nobody has called evict()
+                with self._recording:
+                    self._forget(selected)
+            job = self._handler._submit(
+                LOADS,
+                (selected, reserved.pages, 0),
+                after=after,
+                layer_groups=layer_groups,
+                expedited=expedited,
+                tag=tag,
+                reserved=reserved,
+            )
+        finally:
+            reserved.let_go()
+        if self._below is not None:
             self._below.use_leases(digests)
         return job
 
@@ -557,11 +534,7 @@ class PrefixCache(NotCopyable):
                 raise TypeError('with store_policy="lazy", pass after to evict()')
             self._record_computed(keys, gpu_block_ids)
             return Stored("recorded")
-        prompt = self._read(keys, gpu_block_ids)
-        with self._handler._reporting:
-            stored = self._store(prompt, after, tag)
-        # Not returned from within: Ctrl-C right behind the call would leave the lock taken.
-        return stored
+        return self._store(self._read(keys, gpu_block_ids), after, tag)
 
     def evict(self, gpu_block_ids: Ids | Sequence[Ids], *, after: After = None) -> list[Job]:
         """Returns the jobs that must end before these GPU blocks are reused.
@@ -586,7 +559,7 @@ class PrefixCache(NotCopyable):
         leaving, _ = self._reader.read_blocks(gpu_block_ids, self.layouts)
         started: list[Job] = []
         if self._lazy:
-            with self._handler._reporting:
+            with self._recording:
                 records, resets = self._records()
                 for group, lazy in enumerate(records):
                     for keys, ids, loads in lazy.chains_of(leaving[group]):
@@ -621,23 +594,21 @@ class PrefixCache(NotCopyable):
         """
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
-        held: list[Any] = []
+        self._grow()
+        reserved = self._reservations._preempt(prompt.digests)
+        if reserved is None:
+            self._warn_of_missing_poll()
+            return None
         try:
-            with self._handler._reporting:
-                preempt = self._reservations.preempt
-                job = self._submit(STORES, preempt, held, prompt, after=after, tag=tag)
-                if not held:
-                    self._warn_of_missing_poll()
-                    return None
-                self._forget(prompt.named)  # the host has, or is about to have, all of them
-            started = [] if job is None else [job]
-            jobs = self._jobs_using(prompt.named, started)
-            preempted = Preempted(jobs, held[0].lease, keys)
-            self._preempted.add(preempted.lease)
-        except BaseException:  # KeyboardInterrupt too: nobody has the lease
-            if held:
-                self._preempted.discard(held[0].lease)
-                self.manager.release(held[0].lease)
+            started = [self._submit_store(reserved, prompt, after, tag)] if reserved.id else []
+            if self._lazy:
+                with self._recording:
+                    self._forget(prompt.named)  # the host has, or is about to have, all of them
+            preempted = Preempted(self._jobs_using(prompt.named, started), reserved.lease, keys)
+            self._preempted.add(reserved.lease)
+        except BaseException:  # nobody has the lease
+            self._preempted.discard(reserved.lease)
+            self.manager.release(reserved.lease)
             raise
         return preempted
 
@@ -727,21 +698,18 @@ class PrefixCache(NotCopyable):
                 of a store below, if lookup() has asked one.
         """
         self._was_polled = True
-        results: list[Result] = []
         began = time.monotonic() if self._below is not None else 0.0
-        try:
-            self._handler._read_ended(results, timeout, self._end)
-            if self._below is not None:
-                if timeout != 0 and not results:
-                    seconds = read_timeout("timeout", timeout)
-                    if seconds is not None:
-                        seconds = max(seconds - (time.monotonic() - began), 0.0)
-                    self._below.wait(seconds)
-                self._below.poll(some_ended=bool(results))
-            return results
-        except BaseException:
-            self._handler._unreturned.extend(results)  # the next call returns them
-            raise
+        results = self._handler.poll(timeout)
+        if isinstance(self.manager, RemoteManager):
+            self.manager.end_reported()
+        if self._below is not None:
+            if timeout != 0 and not results:
+                seconds = read_timeout("timeout", timeout)
+                if seconds is not None:
+                    seconds = max(seconds - (time.monotonic() - began), 0.0)
+                self._below.wait(seconds)
+            self._below.poll(some_ended=bool(results))
+        return results
 
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
@@ -766,7 +734,7 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_process()  # a fork may have the lock, held forever
         handler, manager = self._handler, self.manager
         rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
-        with handler._reporting:  # evict() stores of the old cache, or forgets it
+        with self._recording:  # evict() stores of the old cache, or forgets it
             rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
     def below_stats(self) -> BelowStats:
@@ -797,42 +765,6 @@ class PrefixCache(NotCopyable):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end(self, result: Result, entry: _Reserved) -> None:
-        """Ends the reservation of a job that has ended. Called again if it was interrupted."""
-        is_load = result.direction == "load"
-        if is_load and not result.ok:
-            for lazy in self._lazy:
-                lazy.forget_computed_from(result.job_id)
-        is_again, entry.is_ending = entry.is_ending, True
-        try:
-            if result.ok or (result.state == "cancelled" and is_load):
-                self.manager.complete(entry.reservation)
-            elif result.rejected:
-                pages = self._pages_with(result.rejected, entry.blocks)
-                tier = self.manager if isinstance(self.manager, RemoteManager) else self._below
-                if tier is not None and isinstance(result.error, CorruptedPageError):
-                    indices = entry.reservation.key_indices
-                    tier.delete(_keys_of(pages, entry.digests, indices))
-                self.manager.complete(entry.reservation, pages)
-            else:
-                self.manager.fail(entry.reservation)
-        except ValueError:  # it had ended when the call before was interrupted
-            if not is_again:
-                raise
-
-    def _pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
-        """The positions of the pages that hold these blocks of a job, which has full pages, except
-        that the last one of a group may have fewer blocks. The blocks of all groups count in a row,
-        and so do the pages.
-        """
-        page_of_block: list[int] = []
-        first_page = 0
-        for pool, of_group in zip(self.pools, blocks, strict=True):
-            places = range(len(of_group))
-            page_of_block += [first_page + place // pool.blocks_per_page for place in places]
-            first_page += -(-len(of_group) // pool.blocks_per_page)
-        return list(dict.fromkeys(page_of_block[position] for position in positions))
-
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
         if not self._are_ready:
@@ -845,32 +777,34 @@ class PrefixCache(NotCopyable):
         self._handler._native.check_open()  # in a fork, too, which may have the lock held forever
         prompt = self._read(keys, gpu_block_ids)
         self._reader.check_distinct_keys(prompt.digests)
-        with self._handler._reporting:
-            loads = tuple(self._handler._native.unreported_loads(prompt.named))
+        with self._recording:
+            loads = tuple(self._handler._unreported_loads(prompt.named))
             records, _ = self._records()
             for lazy, digests, blocks in zip(records, prompt.digests, prompt.blocks, strict=True):
                 lazy.record(digests, blocks, loads)
 
     def _records(self) -> tuple[list[LazyStorePolicy], int]:
         """What evict() stores: the keys of GPU blocks, per pool, and how often the manager had been
-        reset when these were recorded. The caller holds `_reporting`.
+        reset when these were recorded. The caller holds `_recording`.
 
-        This is where all of them are forgotten, whatever has made them wrong: a reset, also by
-        another engine, a rebind(), or another server, which may have missed a reset.
+        This is where they are forgotten, whatever has made them wrong: a reset, also by another
+        engine, a rebind(), or another server, which may have missed a reset; or a load that they
+        were computed from. A store of what is left fails if such a load does.
         """
         recorded_for = self.manager.resets, weakref.ref(self._handler._native.groups)
         if recorded_for != self._recorded_for:
             for lazy in self._lazy:
                 lazy.clear()
             self._recorded_for = recorded_for
+        for lazy in self._lazy:
+            lazy.forget_computed(Job._has_failed)
         return self._lazy, recorded_for[0]
 
     def _forget(self, blocks: Sequence[Iterable[int]]) -> None:
         """Forgets the keys of GPU blocks, per pool, that evict() is not to store any more. The
-        caller holds `_reporting`."""
-        if self._lazy:
-            for lazy, of_pool in zip(self._lazy, blocks, strict=True):
-                lazy.forget(of_pool)
+        caller holds `_recording`."""
+        for lazy, of_pool in zip(self._lazy, blocks, strict=True):
+            lazy.forget(of_pool)
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
@@ -892,22 +826,34 @@ class PrefixCache(NotCopyable):
     ) -> Stored:
         """Stores the blocks that the host does not have. There is no room for those from before a
         reset: `resets` is the manager's number when they were computed."""
-        prepare: Callable[..., Any] = self._reservations.prepare_store
-        if resets is not None:  # in another thread, since _records()
-            prepare = partial(prepare, resets=resets)
-        held: list[Any] = []
-        job = self._submit(STORES, prepare, held, prompt, after=after, tag=tag)
-        if job is not None:
-            return Stored("storing", job)
+        self._grow()
+        reserved = self._reservations._prepare_store(prompt.digests, resets)
+        if reserved is not None and reserved.id:
+            return Stored("storing", self._submit_store(reserved, prompt, after, tag))
         self._handler._check_options(after)
-        if not held:
+        if reserved is None:
             self._warn_of_missing_poll()
             return Stored("full")
-        return Stored("skipped" if held[0].skipped else "present")
+        return Stored("skipped" if reserved.skipped else "present")
+
+    def _submit_store(self, reserved: Any, prompt: _Prompt, after: After, tag: object) -> Job:
+        """Stores the blocks of a prompt into the pages that are reserved for them."""
+        try:
+            return self._handler._submit(
+                STORES,
+                (self._reader.select(prompt.blocks, reserved.key_indices), reserved.pages, 0),
+                after=after,
+                tag=tag,
+                reserved=reserved,
+                computed_from=prompt.loads,
+                computed_in=prompt.named,
+            )
+        finally:
+            reserved.let_go()
 
     def _warn_of_missing_poll(self) -> None:
         """Warns, once, if all pages belong to stores that wait for a first poll(). The caller has
-        found no room, and holds `_reporting`."""
+        found no room."""
         if self._was_polled:
             return
         for group in range(len(self.pools)):
@@ -920,53 +866,3 @@ class PrefixCache(NotCopyable):
                     stats.pages,
                 )
                 return
-
-    def _submit(
-        self,
-        channel: int,
-        prepare: Callable[..., Any],
-        held: list[Any],
-        prompt: _Prompt,
-        **options: Any,
-    ) -> Job | None:
-        """Reserves pages for the keys of a prompt, and submits the job that moves their blocks.
-
-        Ends the reservation if the job cannot be submitted. For a store the caller holds
-        `_reporting`: loads stay unreported meanwhile.
-
-        Args:
-            prepare: reserves the pages of keys, with a list for what it has reserved.
-            held (list): this list, which is empty.
-            options: those of OffloadHandler._submit(), without ids.
-
-        Returns:
-            Job | None: None if nothing is to be copied, or there is no room.
-        """
-        is_load = channel == LOADS
-        entry = None
-        if not is_load:
-            self._grow()
-        try:
-            reservation = prepare(prompt.digests, held=held)
-            if reservation is None or reservation.id == 0:
-                return None
-            if not is_load:
-                unreported = self._handler._native.unreported_loads(prompt.named)
-                options["computed_from"] = [*prompt.loads, *unreported]
-            elif isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
-                self._handler._native.mark_written(reservation.pages)
-            selected = self._reader.select(prompt.blocks, reservation.key_indices)
-            if is_load and self._lazy:  # in case nobody has called evict()
-                with self._handler._reporting:
-                    self._forget(selected)
-            ids = selected, reservation.pages, 0
-            entry = _Reserved(reservation, selected, prompt.digests)
-            return self._handler._submit(channel, ids, reserved=entry, **options)
-        except BaseException:
-            if held and not (entry and entry.job and entry.job.is_submitted):
-                # Nothing was copied, so the pages of a load are still valid.
-                (self.manager.complete if is_load else self.manager.fail)(held[0])
-            raise
-        finally:
-            if entry is not None:
-                entry.job = None  # which holds the handler, and the handler holds the entry

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from torch_kvswap._native.arguments import (
     read_int,
     read_switch,
 )
-from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap._native.process_lock import open_lock
@@ -42,7 +42,7 @@ from torch_kvswap.prefix.groups import (
     read_groups,
     unit_tokens,
 )
-from torch_kvswap.prefix.hashing import Keys, read_keys
+from torch_kvswap.prefix.hashing import Keys, read_keys, split_digests
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     HEAD,
@@ -64,14 +64,19 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
 _NOTHING = Lookup(0, 0, 0)
 
 
-class RemoteReservation(NamedTuple):
-    """What prepare_load(), prepare_store() and preempt() return: see those of a BlockManager."""
+class RemoteReservation(native.Reservation):
+    """The pages of a job, as those of a BlockManager; end_reported() tells the server of its end.
 
-    id: int
+    Attributes:
+        key_indices (list[np.ndarray]), pages (list[np.ndarray]): of each group.
+        lease (int): of _preempt().
+        skipped (int): 0: a server has no store_threshold.
+    """
+
     key_indices: list[Int64Array]
     pages: list[Int64Array]
-    lease: int = 0
-    skipped: int = 0  # a server has no store_threshold
+    lease: int
+    skipped = 0
 
 
 class Session(NotCopyable):
@@ -355,6 +360,10 @@ class RemoteManager(Session):
         # For what depends on the groups only: it never has a block.
         self._of_one_page = BlockManager(of_one_page)
         self._dropped = 0  # stores without a server
+        self._ended = native.EndedPages()
+        self._reported: list[tuple[int, bool, list[int], bool]] = []  # taken from there
+        # Of open reservations: the digests of each group, and the indices of those with a page.
+        self._reserved: dict[int, tuple[list[bytes], list[Int64Array]]] = {}
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
@@ -375,40 +384,18 @@ class RemoteManager(Session):
         """See BlockManager.needed_blocks()."""
         return self._of_one_page._needed_blocks(prefix)
 
-    def prepare_load(
-        self,
-        digests: list[bytes],
-        prefix: int | None = None,
-        *,
-        held: list[object] | None = None,
-    ) -> RemoteReservation | None:
+    def _prepare_load(self, digests: list[bytes], prefix: int | None) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
-        return self._reserve(Op.PREPARE_LOAD, digests, held, [number])
+        return self._reserve(Op.PREPARE_LOAD, digests, [number])
 
-    def prepare_store(
-        self,
-        digests: list[bytes],
-        *,
-        resets: int | None = None,
-        held: list[object] | None = None,
-    ) -> RemoteReservation | None:
+    def _prepare_store(self, digests: list[bytes], resets: int | None) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._reserve(Op.PREPARE_STORE, digests, held, [-1 if resets is None else resets])
+        return self._reserve(Op.PREPARE_STORE, digests, [-1 if resets is None else resets])
 
-    def preempt(
-        self, digests: list[bytes], *, held: list[object] | None = None
-    ) -> RemoteReservation | None:
+    def _preempt(self, digests: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._reserve(Op.PREEMPT, digests, held)
-
-    def complete(self, reservation: RemoteReservation, rejected: Sequence[int] = ()) -> None:
-        """See BlockManager.complete()."""
-        self._end(reservation, True, rejected)
-
-    def fail(self, reservation: RemoteReservation) -> None:
-        """See BlockManager.fail()."""
-        self._end(reservation, False, ())
+        return self._reserve(Op.PREEMPT, digests)
 
     def is_pending(self, digests: list[bytes]) -> bool:
         """See BlockManager.is_pending()."""
@@ -437,11 +424,6 @@ class RemoteManager(Session):
             self._unheard_resets = 1
             self._tell_reset()
 
-    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Loads have found that these pages, by group and key, are damaged: see Tier.delete()."""
-        groups, keys = zip(*pages, strict=True)
-        self._ask(Op.DELETE, groups, keys)
-
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.
 
@@ -458,61 +440,72 @@ class RemoteManager(Session):
 
     # Reservations.
 
-    def _reserve(
-        self,
-        op: Op,
-        digests: list[bytes],
-        held: list[object] | None,
-        numbers: Sequence[int] = (),
-    ) -> RemoteReservation | None:
-        """As _ask(). What the answer reserves is open from then on, and in `held`."""
+    def end_reported(self) -> None:
+        """Tells the server which copies have ended."""
         self._process.check("prefix cache")
-        message = pack_keys(op, numbers, digests)
-        held = [] if held is None else held
-        number, has_answer = 0, False
         with self._lock:
+            self._ended.take(self._reported)
+            while self._reported:  # each goes when it was told: the server may hear it twice
+                number, has_succeeded, rejected, is_corrupted = self._reported[0]
+                if is_corrupted:  # what is below may be as wrong
+                    groups, keys = _keys_of(rejected, *self._reserved[number])
+                    self._exchange(pack_keys(Op.DELETE, groups, keys), False)
+                self._exchange(pack(Op.END, [number, has_succeeded, *rejected]), False)
+                self._open.discard(number)
+                self._reported.pop(0)
+                self._reserved.pop(number, None)
+            self._job_ended()
+
+    def _ask(
+        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
+    ) -> array[int] | None:
+        """See Session. What has ended is told first."""
+        self.end_reported()
+        return super()._ask(op, numbers, keys)
+
+    def _reserve(
+        self, op: Op, digests: list[bytes], numbers: Sequence[int] = ()
+    ) -> RemoteReservation | None:
+        """As _ask(). What the answer reserves is open from then on."""
+        number = 0
+        with self._lock:
+            self.end_reported()
             try:
-                answer = self._exchange(message)
-                has_answer = True
+                answer = self._exchange(pack_keys(op, numbers, digests))
                 if answer is None:
                     self._dropped += op != Op.PREPARE_LOAD
-                    return None
-                if not len(answer):
+                if not answer:
                     return None
                 number, lease, *counts = answer[: 2 + len(self.groups)]
                 ends = list(accumulate(2 * counts, initial=2 + len(counts)))
                 parts = [np.asarray(answer[start:end]) for start, end in pairwise(ends)]
-                indices, pages = parts[: len(counts)], parts[len(counts) :]
-                of = RemoteReservation(number, indices, pages, lease)
+                of = RemoteReservation(number, self._ended, sum(counts), op == Op.PREPARE_LOAD)
+                of.key_indices, of.pages = parts[: len(counts)], parts[len(counts) :]
+                of.lease = lease
                 if number:
+                    self._reserved[number] = digests, of.key_indices
                     self._open.add(number)
-                held.append(of)
-            except BaseException as error:
-                is_refused = isinstance(error, ValueError) and not has_answer
-                if not held and not is_refused:  # nobody would end what the server has reserved
-                    self._open.discard(number)
-                    self._lose("a call was interrupted")
+            except ValueError:  # the server refuses what was asked
+                raise
+            except BaseException:  # nobody would end what the server has reserved
+                self._open.discard(number)
+                self._lose("a call was interrupted")
                 raise
         return of
 
-    def _end(
-        self, reservation: RemoteReservation, has_succeeded: bool, rejected: Sequence[int]
-    ) -> None:
-        self._process.check("prefix cache")
-        number = reservation.id
-        if number == 0:
-            return
-        message = pack(Op.END, [number, has_succeeded, *rejected])
-        with self._lock:
-            if number not in self._open:
-                raise ValueError(f"reservation {number} has ended before")
-            # If Ctrl-C comes in between, poll() calls again: the server takes the first message.
-            self._exchange(message, False)
-            self._open.remove(number)
-            self._job_ended()
-
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
         return read_keys(keys, len(self.groups), self._is_list)
+
+
+def _keys_of(
+    positions: Sequence[int], digests: Sequence[bytes], indices: Sequence[Int64Array]
+) -> tuple[list[int], list[bytes]]:
+    """The groups and keys of the pages with these positions among those of all groups in a row."""
+    several = zip(map(split_digests, digests), indices, strict=True)
+    of_pages = [
+        (group, keys[index]) for group, (keys, of_group) in enumerate(several) for index in of_group
+    ]
+    return [of_pages[at][0] for at in positions], [of_pages[at][1] for at in positions]
 
 
 class RemotePools:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch_kvswap.prefix.hashing import split_digests
 
@@ -25,15 +26,15 @@ class LazyStorePolicy:
         self._parent: dict[bytes, bytes | None] = {}  # previous key, for each key on the GPU
         self._blocks: dict[bytes, list[int]] = {}  # GPU blocks, for each key on the GPU
         self._key: dict[int, bytes] = {}  # the key that a GPU block was last computed for
-        self._loads: dict[bytes, tuple[int, ...]] = {}  # from record(), for keys with loads
+        self._loads: dict[bytes, tuple[Any, ...]] = {}  # from record(), for keys with loads
 
     def record(
-        self, keys: bytes, gpu_block_ids: Sequence[int], loads: tuple[int, ...] = ()
+        self, keys: bytes, gpu_block_ids: Sequence[int], loads: tuple[Any, ...] = ()
     ) -> None:
         """Records that a request's first blocks, one page for each key, were computed.
 
-        The keys are distinct digests, from the first block of the prompt on. `loads` are ids of
-        loads into blocks of the prompt that are not reported yet.
+        The keys are distinct digests, from the first block of the prompt on. `loads` are jobs that
+        load blocks of the prompt, and are not reported yet.
         """
         parent = None
         for place, key in enumerate(split_digests(keys)):
@@ -50,7 +51,7 @@ class LazyStorePolicy:
 
     def chains_of(
         self, gpu_block_ids: Iterable[int]
-    ) -> list[tuple[bytes, list[int], tuple[int, ...]]]:
+    ) -> list[tuple[bytes, list[int], tuple[Any, ...]]]:
         """What to store before these GPU blocks are reused or changed: consecutive pages of
         prompts, with their digests, GPU blocks, and the loads that these were computed from.
         """
@@ -83,9 +84,10 @@ class LazyStorePolicy:
         for block in gpu_block_ids:
             self._forget(block)
 
-    def forget_computed_from(self, load: int) -> None:
+    def forget_computed(self, has_failed: Callable[[Any], bool]) -> None:
         """Forgets the blocks that were computed from a load that has failed."""
-        for key in [key for key, loads in self._loads.items() if load in loads]:
+        failed = {load for loads in self._loads.values() for load in loads if has_failed(load)}
+        for key in [key for key, loads in self._loads.items() if not failed.isdisjoint(loads)]:
             for block in self._blocks[key]:
                 self._forget(block)
 

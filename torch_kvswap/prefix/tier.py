@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import operator
 import threading
@@ -70,7 +71,6 @@ class _Promotion:
         last_key (bytes): of those that are leased: a load of it ends the lease.
         rejected (list[int] | None): positions of pages that did not come; None until the store has
             answered.
-        is_ending (bool): poll() has begun to end the reservation.
     """
 
     reservation: StoreReservation
@@ -79,7 +79,6 @@ class _Promotion:
     pages: list[int]
     last_key: bytes
     rejected: list[int] | None = None
-    is_ending: bool = False
 
 
 class _Ask:
@@ -195,6 +194,8 @@ class Tier:
         Args:
             some_ended (bool): jobs have ended, so that pages may be due to be written.
         """
+        if some_ended:
+            self.delete(self._manager._take_corrupted())
         self._writes.find_late()
         if some_ended or self._must_retry:
             self._wake_writers()
@@ -295,19 +296,15 @@ class Tier:
         return [*self._reads.threads, *self._writes.threads]
 
     def _enter(self, promotion: _Promotion, now: float) -> None:
-        """Pages with the right digests can be loaded from now on. Called again if interrupted."""
-        is_again, promotion.is_ending = promotion.is_ending, True
+        """Pages with the right digests can be loaded from now on."""
         rejected = promotion.rejected or ()
         pages: list[list[int]] = [[] for _ in self._formats]
         pages[promotion.group] = [
             page for place, page in enumerate(promotion.pages) if place not in rejected
         ]
-        try:
-            self._mark_written(pages)
+        self._mark_written(pages)
+        with contextlib.suppress(ValueError):  # it had ended when a call before was interrupted
             self._manager.complete(promotion.reservation, rejected)
-        except ValueError:  # it had ended when the call before was interrupted
-            if not is_again:
-                raise
         self._leases.append((now + LEASE, promotion))
 
     def _give_up(self, ask: _Ask) -> None:

@@ -21,8 +21,8 @@ from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_proce
 
 from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup, client
-from torch_kvswap.prefix.client import RemoteReservation
 from torch_kvswap.prefix.manager import Lookup
+from torch_kvswap.prefix.protocol import Op
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -91,7 +91,7 @@ engine.prefixes.poll()
         assert job is not None
         if is_control:
             (number,) = manager._open
-            manager.complete(RemoteReservation(number, [], []))
+            manager._ask(Op.END, [number, True])
         with engine_process(path, stores):
             job.synchronize()
         right = [torch.equal(engine.tensor[32 + at], bytes_of(keys[at])) for at in range(4)]

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <memory>
+
+#include "prefix/reserved_pages.h"
+
+namespace kvswap::bindings {
+
+// id: 0 if nothing is reserved.
+struct Reservation {
+  int64_t id = 0;
+  // Of a prefix cache: its job takes them. Without a job they end as if nothing was copied.
+  std::unique_ptr<prefix::ReservedPages> pages_of_job = {};
+
+  Reservation() = default;
+  Reservation(int64_t id, std::unique_ptr<prefix::ReservedPages> pages)
+      : id(id), pages_of_job(std::move(pages)) {}
+  Reservation(Reservation&&) = default;
+  Reservation& operator=(Reservation&&) = default;
+  ~Reservation() { let_go(); }
+
+  // Ends it, unless a job has taken it.
+  void let_go() noexcept {
+    if (pages_of_job == nullptr) return;
+    const auto to = pages_of_job->manager;
+    to->push(std::move(pages_of_job));
+  }
+};
+
+}  // namespace kvswap::bindings

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace kvswap::prefix {
+
+class EndedPages;
+
+// The pages that a job copies, from their reservation until the job was reported. The job owns it.
+struct ReservedPages {
+  // The blocks of a job in one group. Each page has `per_page` of them, the last one may have
+  // fewer.
+  struct Part {
+    size_t blocks, per_page;
+  };
+
+  std::shared_ptr<EndedPages> manager;  // where the manager that has reserved them finds its own
+  int64_t id = 0;                       // of the reservation
+  size_t num_pages = 0;
+  std::vector<Part> parts;  // one for each group
+
+  // How the copy has ended. If blocks were rejected, it has succeeded for all pages but theirs.
+  bool has_succeeded = false;
+  bool is_corrupted = false;      // some of the rejected blocks are
+  std::vector<int64_t> rejected;  // positions of blocks, ascending
+  ReservedPages* next = nullptr;  // in a list
+};
+
+// Tells, for one page of a job after another, whether one of its blocks was rejected.
+class RejectedPages {
+ public:
+  explicit RejectedPages(const ReservedPages& of) : of_(of) {}
+  bool next() {
+    while (part_ < of_.parts.size() && of_.parts[part_].blocks == in_part_) ++part_, in_part_ = 0;
+    if (part_ == of_.parts.size()) return false;
+    const size_t left = of_.parts[part_].blocks - in_part_;
+    const size_t count = left < of_.parts[part_].per_page ? left : of_.parts[part_].per_page;
+    in_part_ += count;
+    end_ += static_cast<int64_t>(count);
+    const size_t before = at_;
+    while (at_ < of_.rejected.size() && of_.rejected[at_] < end_) ++at_;
+    return at_ != before;
+  }
+
+ private:
+  const ReservedPages& of_;
+  size_t part_ = 0, in_part_ = 0, at_ = 0;
+  int64_t end_ = 0;
+};
+
+// The pages of a manager whose copies have ended since its last call. Any thread may push, also
+// with the scheduler's lock, and waits for nothing.
+class EndedPages {
+ public:
+  EndedPages() = default;
+  EndedPages(const EndedPages&) = delete;
+  EndedPages& operator=(const EndedPages&) = delete;
+  ~EndedPages() {
+    for (ReservedPages* first = take(); first != nullptr;) delete std::exchange(first, first->next);
+  }
+
+  void push(std::unique_ptr<ReservedPages> of) noexcept {
+    num_pages_ += of->num_pages;
+    ReservedPages* pushed = of.release();
+    pushed->next = last_.load();
+    while (!last_.compare_exchange_weak(pushed->next, pushed)) {
+    }
+  }
+  size_t num_pages() const { return num_pages_; }
+
+  // All of them, the first one first; the caller owns them.
+  ReservedPages* take() noexcept {
+    if (last_.load() == nullptr) return nullptr;
+    ReservedPages *first = nullptr, *left = last_.exchange(nullptr);
+    while (left != nullptr) {
+      num_pages_ -= left->num_pages;
+      ReservedPages* before = std::exchange(left->next, first);
+      first = std::exchange(left, before);
+    }
+    return first;
+  }
+
+ private:
+  std::atomic<ReservedPages*> last_ = nullptr;
+  std::atomic<size_t> num_pages_ = 0;
+};
+
+}  // namespace kvswap::prefix
