@@ -48,7 +48,7 @@ TESTS = {
     ],
     "csrc/device": [
         *("test_handler.py", "test_failures.py", "test_staged*.py", "test_channel.py"),
-        *("test_stream_devices.py", "test_registration.py", "test_pinning.py", "test_lifetime.py"),
+        *("test_stream_devices.py", "test_pinning.py", "test_lifetime.py"),
     ],
     "csrc/encoding": [
         *("test_codec.py", "test_slot_states.py", "test_encoded_*.py", "test_encoding.py"),

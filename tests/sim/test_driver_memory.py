@@ -80,7 +80,7 @@ def test_shared_pages_are_pageable_with_one_warning(driver: Driver, machine: str
 
 @MACHINES
 @simulated
-def test_pages_are_pageable_if_the_driver_has_no_memory(driver: Driver, machine: str) -> None:
+def test_pages_are_pageable_without_memory_of_the_driver(driver: Driver, machine: str) -> None:
     layout = cache_on(driver, machine)
     driver.fail("cuMemHostAlloc", 1, 2)
     with logged() as messages, HostPool(layout, 8) as pool:
@@ -105,7 +105,7 @@ def test_only_the_driver_copies_registered_memory_elsewhere(driver: Driver) -> N
 
 
 @simulated
-def test_as_a_control_a_batch_with_such_memory_is_a_violation(driver: Driver) -> None:
+def test_as_a_control_batching_such_memory_is_forbidden(driver: Driver) -> None:
     driver.set_attribute(91, 0)
     host, device = torch.zeros(BLOCK, dtype=torch.uint8), driver.memory(BLOCK, DEVICE)
     driver.cuda.check("cuMemHostRegister", host.data_ptr(), BLOCK, 1)

@@ -84,7 +84,7 @@ def make_dropped(driver: Driver, what: str) -> list[Any]:
 @simulated
 @pytest.mark.parametrize("what", ["handler", "view"])
 @pytest.mark.parametrize("runs", [True, False])
-def test_memory_stays_pinned_under_a_copy_whatever_interrupts_the_drop_of_its_handler(
+def test_interrupted_drops_of_handlers_keep_memory_pinned(
     driver: Driver, what: str, runs: bool
 ) -> None:
     """The driver reports memory that is unpinned with work on it pending."""
@@ -114,7 +114,7 @@ def test_memory_stays_pinned_under_a_copy_whatever_interrupts_the_drop_of_its_ha
 
 
 @simulated
-def test_pinned_memory_stays_mapped_whatever_interrupts_the_drop_of_its_pool(
+def test_interrupted_drops_of_pools_keep_memory_mapped(
     driver: Driver,
 ) -> None:
     interrupter = Interrupter()
@@ -132,7 +132,7 @@ def test_pinned_memory_stays_mapped_whatever_interrupts_the_drop_of_its_pool(
 
 
 @simulated
-def test_closing_a_pool_waits_for_a_handler_whose_drop_was_interrupted(driver: Driver) -> None:
+def test_closing_waits_for_a_half_dropped_handler(driver: Driver) -> None:
     driver.set_mode("manual")
     held, interrupter = driver.hold(0), Interrupter(in_waits=True)
     dropped = make_dropped(driver, "handler")
@@ -148,7 +148,7 @@ def test_closing_a_pool_waits_for_a_handler_whose_drop_was_interrupted(driver: D
 
 
 @simulated_driver.without_cuda
-def test_at_exit_memory_stays_pinned_under_a_copy_whose_handler_was_not_waited_for() -> None:
+def test_at_exit_memory_stays_pinned_under_a_copy() -> None:
     def body(driver):  # type: ignore[no-untyped-def]
         import sys
         import weakref
@@ -183,7 +183,7 @@ def test_at_exit_memory_stays_pinned_under_a_copy_whose_handler_was_not_waited_f
 
 
 @pytest.mark.gpu
-def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
+def test_a_job_outlives_its_dropped_pool() -> None:
     """Pages that are unpinned under a copy are an illegal access, which the device does not survive."""
     rows = torch.arange(4, dtype=torch.uint8, device="cuda:0").repeat_interleave(MIB).view(4, MIB)
     layout = PagedLayout([rows])
@@ -223,7 +223,7 @@ def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
 
 @simulated
 @pytest.mark.parametrize("which", ["pool", "view", "view that is closed"])
-def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which: str) -> None:
+def test_a_closed_pool_is_refused_at_once(driver: Driver, which: str) -> None:
     layout = place(driver, make_layout())
     pool = HostPool(layout, 8)
     view = pool.view_for(layout)
@@ -262,7 +262,7 @@ def test_what_owns_native_memory_is_not_copied(
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], Any]) -> None:
+def test_a_copied_layout_has_the_copied_tensors(duplicate: Callable[[Any], Any]) -> None:
     layout = PagedLayout([torch.zeros(2, 8, 16)], block_dim=1)
     other = duplicate(layout)
     assert other.tensors[0].data_ptr() != layout.tensors[0].data_ptr()
@@ -271,7 +271,7 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
 
 
 @simulated
-def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driver) -> None:
+def test_the_touching_thread_may_drop_the_pool(driver: Driver) -> None:
     """The garbage collector runs in any thread."""
     steps, kept = PinningSteps(), list[HostPool]()
     touch, unregister, mapped = Mapping.touch, loader.native.unregister_host, list[bool]()

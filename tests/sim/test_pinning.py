@@ -52,7 +52,7 @@ def registered(driver: Driver) -> list[int]:
 
 
 @simulated
-def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver) -> None:
+def test_chunks_are_registered_one_after_another(driver: Driver) -> None:
     steps = PinningSteps()
     pool = in_chunks(5 * BLOCK, gpu_cache(driver), 11)  # of 4 pages: a power of two
     assert registered(driver) == [4 * BLOCK, 4 * BLOCK, 3 * BLOCK]
@@ -64,7 +64,7 @@ def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver
 
 
 @simulated
-def test_the_simulated_driver_refuses_a_copy_across_two_registrations(driver: Driver) -> None:
+def test_as_a_control_copies_across_registrations_are_refused(driver: Driver) -> None:
     memory = map_new(2 * BLOCK, BLOCK, shared=False).tensor
     other = driver.memory(2 * BLOCK, kind=2)
     for half in (0, BLOCK):
@@ -87,7 +87,7 @@ def test_the_simulated_driver_refuses_a_copy_across_two_registrations(driver: Dr
         pytest.param("kernel", marks=needs_kernels),
     ],
 )
-def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: str) -> None:
+def test_no_copy_crosses_the_end_of_a_chunk(driver: Driver, copy_method: str) -> None:
     layout = gpu_cache(driver, layers=1)  # neighbours on both sides
     with in_chunks(4 * BLOCK, layout, 8, blocks_per_page=2) as pool:
         assert registered(driver) == [4 * BLOCK] * 4
@@ -114,7 +114,7 @@ def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
 
 
 @simulated
-def test_an_op_on_pages_keeps_to_the_chunks_too(driver: Driver) -> None:
+def test_an_op_keeps_to_the_chunks_too(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with in_chunks(4 * BLOCK, layout, 16) as pool:
         pages, cache = pool.pages.view(16, BLOCK), driver.memory(16 * BLOCK, DEVICE)
@@ -135,7 +135,7 @@ def megabytes(driver: Driver, num_pages: int = 64, **options: Any) -> HostPool:
 
 
 @simulated
-def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> None:
+def test_a_refused_chunk_is_tried_again_in_halves(driver: Driver) -> None:
     driver.limit_registration(in_one=16 * MIB)
     pool = megabytes(driver)
     assert registered(driver) == [16 * MIB] * 4
@@ -145,7 +145,7 @@ def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> Non
 
 
 @simulated
-def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> None:
+def test_what_was_pinned_goes_with_the_rest(driver: Driver) -> None:
     driver.limit_registration(in_all=40 * MIB)
     with logged() as messages:
         pool = megabytes(driver)
@@ -157,7 +157,7 @@ def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> 
 
 
 @simulated
-def test_pages_are_placed_on_the_node_of_the_gpu_once(driver: Driver) -> None:
+def test_pages_are_placed_on_the_gpus_node_once(driver: Driver) -> None:
     layout, nodes = gpu_cache(driver), []
     bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
     for attribute, value in ((50, 0), (33, 1), (34, 2)):  # PCI domain, bus and device
@@ -236,7 +236,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
 
 
 @simulated
-def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
+def test_a_job_may_use_only_ready_pages(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
@@ -272,7 +272,7 @@ HostPool.wait_ready(pages=96) waits for it""",
 
 
 @simulated
-def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
+def test_closing_ends_pinning_and_waiting(driver: Driver) -> None:
     steps = PinningSteps()
     pool = megabytes(driver, 128, pin_in_background=True)
     assert pool.wait_ready(PATIENCE, pages=64)
@@ -293,7 +293,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
 
 
 @simulated
-def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
+def test_a_pool_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
     pool = megabytes(driver, 128, pin_in_background=True)
     del pool
     gc.collect()
@@ -327,7 +327,7 @@ def test_closing_waits_for_the_thread_that_touches_pages(driver: Driver) -> None
 
 
 @simulated
-def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
+def test_pages_refused_in_the_background_are_never_ready(driver: Driver) -> None:
     steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, logged() as messages:
         patch.setattr(system, "memlock_limit", lambda: None)
@@ -398,7 +398,7 @@ def test_copies_across_seams_are_right_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_swap_blocks_on_pages_keeps_to_the_chunks_on_a_gpu() -> None:
+def test_swap_blocks_keeps_to_chunks_on_a_gpu() -> None:
     cache = torch.zeros(64, MIB, dtype=torch.uint8, device="cuda")
     with in_chunks(4 * MIB, PagedLayout([cache]), 64) as pool:
         pages = pool.pages.view(64, MIB).random_()

@@ -40,14 +40,7 @@ def test_slots_have_the_size_of_the_format(width: float) -> None:
     assert pool.layout.sizes.tolist() == SIZES
 
 
-def test_the_narrower_slots_are_the_default_and_hold_a_third_more_blocks() -> None:
-    layout = Bf16Cache().layout
-    pool = HostPool(layout, 1, encoding="lossless")
-    assert pool.bits_per_value == 12.125
-    assert 1.31 < HostPool.page_bytes_of(layout) / pool.page_bytes < 1.33
-
-
-def test_bytes_of_bf16_values_are_encoded_if_the_layout_says_so() -> None:
+def test_bytes_are_encoded_if_the_layout_says_so() -> None:
     as_bytes = PagedLayout([torch.zeros(4, 4096, dtype=torch.int8)], dtype=torch.bfloat16)
     values = layout_of(torch.bfloat16, 2048)
     sizes = [HostPool.page_bytes_of(one, encoding="lossless") for one in (as_bytes, values)]
@@ -80,24 +73,13 @@ def test_an_encoding_that_there_is_not_is_refused(
     layout = Bf16Cache().layout
     for make in (
         lambda: HostPool(layout, 1, **options),  # type: ignore[arg-type]
-        lambda: HostPool(layout, 1, **options, shared=True),  # type: ignore[arg-type]
         lambda: HostPool.page_bytes_of(layout, **options),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             make()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float32])
-def test_other_types_than_bf16_are_refused_by_name(dtype: torch.dtype) -> None:
-    said = (
-        f"encoding='lossless' is for torch.bfloat16, but the layout is of {dtype}; "
-        "use encoding='raw'"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        HostPool(layout_of(dtype), 1, encoding="lossless")
-
-
-def test_bytes_of_an_unknown_type_are_refused_with_both_remedies() -> None:
+def test_bytes_of_an_unknown_type_are_refused() -> None:
     assert_expected_inline(
         error_text(HostPool, layout_of(torch.uint8), 1, encoding="lossless"),
         """\
@@ -115,7 +97,7 @@ are views of such values""",
     )
 
 
-def test_sizes_that_cannot_be_encoded_are_refused_with_the_slab() -> None:
+def test_sizes_that_cannot_be_encoded_are_refused() -> None:
     tensors = [torch.zeros(4, row, dtype=torch.bfloat16) for row in (2048, 2048, 1000)]
     assert_expected_inline(
         error_text(HostPool, PagedLayout(tensors), 1, encoding="lossless"),
@@ -140,19 +122,11 @@ def test_wider_slots_are_advised_where_they_have_room() -> None:
 ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
 12.125 bits a value has 1552; pass bits_per_value=12.5, or use encoding='raw'""",
     )
-    pool = HostPool(Bf16Cache().layout, 1, encoding="lossless")
-    assert_expected_inline(
-        error_text(pool.view_for, small),
-        """\
-ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
-12.125 bits a value has 1552; pass bits_per_value=12.5, or pass encoding='raw' for this
-view""",
-    )
 
 
 @needs_kernels
 @simulated
-def test_slots_that_the_driver_has_not_pinned_are_refused_by_a_handler(driver: Driver) -> None:
+def test_a_handler_refuses_slots_that_are_not_pinned(driver: Driver) -> None:
     layout = place(driver, Bf16Cache().layout)
     driver.fail("cuMemHostRegister", code=2)
     with logged() as messages:
@@ -166,7 +140,7 @@ write them; pin the pool, or make it with encoding='raw'""",
     )
 
 
-def test_a_view_is_encoded_as_the_pool_is_in_slots_of_the_same_size() -> None:
+def test_a_view_is_encoded_as_its_pool_is() -> None:
     pool = HostPool(Bf16Cache().layout, 4, 2, encoding="lossless", bits_per_value=12.5)
     view = pool.view_for(layout_of(torch.bfloat16, 1024))
     assert (view.encoding, view.bits_per_value) == ("lossless", 12.5)
@@ -182,7 +156,7 @@ def test_a_view_of_encoded_pages_can_be_raw() -> None:
     assert view.layout.strides.tolist() == [pool.slot_bytes]
 
 
-def test_a_pool_of_raw_states_holds_larger_blocks_that_are_encoded() -> None:
+def test_a_raw_pool_holds_larger_encoded_blocks() -> None:
     states = layout_of(torch.float32, BLOCK_BYTES // 4 - 256)
     pool = HostPool(states, 4)
     view = pool.view_for(Bf16Cache().layout, encoding="lossless")
@@ -190,7 +164,7 @@ def test_a_pool_of_raw_states_holds_larger_blocks_that_are_encoded() -> None:
     assert view.slot_bytes == BLOCK_BYTES - 1024
 
 
-def test_a_view_with_larger_slots_is_refused_with_the_sizes() -> None:
+def test_a_view_with_larger_slots_is_refused() -> None:
     pool = HostPool(Bf16Cache().layout, 4, encoding="lossless")
     large = layout_of(torch.bfloat16, BLOCK_BYTES)
     assert_expected_inline(
@@ -222,7 +196,7 @@ def through_a_socket(handle: PoolHandle) -> PoolHandle:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_handle_has_the_encoding_and_what_one_process_stores_another_loads(width: float) -> None:
+def test_another_process_loads_encoded_blocks(width: float) -> None:
     cache, other = Bf16Cache(), Bf16Cache()
     cache.fill(3, "outlier channels")
     options = {"encoding": "lossless", "bits_per_value": width}
@@ -239,13 +213,6 @@ def test_a_handle_has_the_encoding_and_what_one_process_stores_another_loads(wid
 
 def test_a_process_with_another_cache_cannot_attach() -> None:
     handle = HostPool(Bf16Cache().layout, 4, encoding="lossless", shared=True).share()
-    other = layout_of(torch.float16, BLOCK_BYTES // 2)
-    assert_expected_inline(
-        error_text(HostPool.attach, other, handle),
-        """\
-ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float16; attach with a layout of the cache that the pool was made for""",
-    )
     small = layout_of(torch.bfloat16, 1024)
     assert_expected_inline(
         error_text(HostPool.attach, small, handle),
@@ -269,7 +236,7 @@ def test_a_block_is_read_out_of_its_page(encoding: str) -> None:
         assert pool.read_block(2, 1).numpy().tobytes() == cache.bytes_of(5)
 
 
-def test_a_block_that_is_not_there_is_not_read() -> None:
+def test_a_block_that_is_absent_is_not_read() -> None:
     pool = HostPool(Bf16Cache().layout, 4, 3, encoding="lossless")
     assert_expected_inline(
         error_text(pool.read_block, 1, 2),

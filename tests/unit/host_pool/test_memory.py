@@ -47,7 +47,7 @@ KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
 
 
 @KINDS
-def test_touched_memory_is_resident_and_no_more_than_was_asked(kind: str) -> None:
+def test_just_touched_memory_is_resident(kind: str) -> None:
     size = 100 * MIB + 4096  # no multiple of a huge page
     mapping(kind, size).touch(0, MIB)  # what threads, and a look at other processes, need once
     before = resident()
@@ -78,7 +78,7 @@ def test_only_what_was_asked_for_is_touched(kind: str) -> None:
     assert not any(is_resident(mapped, 0, first) + is_resident(mapped, last, 64 * MIB))
 
 
-def test_where_no_thread_can_be_had_the_caller_touches() -> None:
+def test_without_threads_the_caller_touches() -> None:
     mapped = Mapping(64 * MIB)
     before = resident()
     native.touch_host(mapped.address, mapped.nbytes, 0, False, [])
@@ -97,7 +97,7 @@ def test_touching_changes_no_byte(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("hole", [0, MIB])
-def test_memory_that_is_not_there_is_an_error_when_it_is_touched(kind: str, hole: int) -> None:
+def test_touching_missing_memory_is_an_error(kind: str, hole: int) -> None:
     mapped = mapping(kind, 2 * MIB)
     address = ctypes.c_void_p(mapped.address + hole)
     ctypes.CDLL(None).munmap(address, ctypes.c_size_t(mmap.PAGESIZE))
@@ -105,7 +105,7 @@ def test_memory_that_is_not_there_is_an_error_when_it_is_touched(kind: str, hole
         mapped.touch(0, 2 * MIB)
 
 
-def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> None:
+def test_a_private_mapping_lies_on_huge_pages() -> None:
     if not system.offers_huge_pages():
         pytest.skip("this kernel makes none")
     mapped = Mapping(16 * MIB)
@@ -114,7 +114,7 @@ def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> 
     assert mapped.huge_bytes == 16 * MIB
 
 
-def test_a_shared_mapping_lies_on_huge_pages_from_linux_6_1_on() -> None:
+def test_a_shared_mapping_lies_on_huge_pages() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     version = tuple(map(int, os.uname().release.split(".")[:2]))
     if version < (6, 1) or not setting.exists() or "[deny]" in setting.read_text():
@@ -134,7 +134,7 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
     assert in_child(write) == -signal.SIGSEGV
 
 
-def test_a_fork_has_zeros_of_its_own_and_costs_the_parent_nothing() -> None:
+def test_a_fork_has_zeros_of_its_own() -> None:
     mapped = Mapping(64 * MIB)
     mapped.tensor.fill_(7)
     before = resident()
@@ -154,7 +154,7 @@ def faults() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
 
 
-def test_a_fork_may_drop_its_mapping_while_the_parent_goes_on() -> None:
+def test_a_fork_may_drop_its_mapping() -> None:
     mapped = Mapping(MIB)
     mapped.tensor.fill_(7)
 
@@ -167,7 +167,7 @@ def test_a_fork_may_drop_its_mapping_while_the_parent_goes_on() -> None:
     assert mapped.tensor.eq(7).all()
 
 
-def test_a_file_keeps_its_size_and_has_no_name() -> None:
+def test_a_file_keeps_its_size_without_a_name() -> None:
     made = create_file(10_000)
     file = made.fd
     assert os.fstat(file).st_size == 3 * mmap.PAGESIZE
@@ -179,7 +179,7 @@ def test_a_file_keeps_its_size_and_has_no_name() -> None:
     assert not os.get_inheritable(file)
 
 
-def test_a_file_that_cannot_have_its_size_is_closed() -> None:
+def test_a_file_without_room_is_closed() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OverflowError):
         create_file(1 << 63)
@@ -205,7 +205,7 @@ def reserved() -> int:
 
 
 @KINDS
-def test_a_mapping_keeps_no_addresses_but_the_page_behind_it(kind: str) -> None:
+def test_a_mapping_keeps_no_other_addresses(kind: str) -> None:
     gc.collect()
     before = reserved()
     mapped = [mapping(kind, MIB) for _ in range(4)]
@@ -215,7 +215,7 @@ def test_a_mapping_keeps_no_addresses_but_the_page_behind_it(kind: str) -> None:
     assert reserved() == before
 
 
-def test_memory_is_placed_on_a_node_that_there_is() -> None:
+def test_memory_is_placed_on_an_existing_node() -> None:
     mapped = Mapping(4 * MIB)
     assert native.bind_host(mapped.address, mapped.nbytes, 0)
     mapped.touch(0, 4 * MIB)
@@ -228,7 +228,7 @@ def test_memory_is_placed_on_a_node_that_there_is() -> None:
 
 
 @simulated
-def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) -> None:
+def test_the_node_of_the_gpu_is_found(driver: Driver) -> None:
     for attribute, value in ((50, 1), (33, 0xAB), (34, 0x1C)):  # PCI domain, bus and device
         driver.set_attribute(attribute, value)
     nodes = []
@@ -246,7 +246,7 @@ def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) ->
     assert nodes == [(MIB, 3)]
 
 
-def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
+def test_where_binding_is_forbidden_the_nodes_cpus_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpus = sorted(os.sched_getaffinity(0))
@@ -283,7 +283,7 @@ OLD_KERNEL = """
 
 
 @pytest.mark.slow
-def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(tmp_path: Path) -> None:
+def test_an_old_kernel_is_enough(tmp_path: Path) -> None:
     source, library = tmp_path / "old.cpp", tmp_path / "old.so"
     source.write_text(textwrap.dedent(OLD_KERNEL))
     compiler = shlex.split(os.environ.get("CXX", "g++"))

@@ -26,21 +26,6 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_control_group_may_allow_less(tree: Path) -> None:
-    write(tree, "proc/self/cgroup", "0::/box\n")
-    write(tree, "sys/fs/cgroup/box/memory.max", f"{64 * MIB}")
-    write(tree, "sys/fs/cgroup/box/memory.current", f"{16 * MIB}")
-    system.check_room(48 * MIB, MIB)
-    assert_expected_inline(
-        error_text(system.check_room, 48 * MIB + 1, MIB),
-        """\
-NoRoomError: the pages need 50331649 bytes of host memory, and the control group of this
-process has 50331648 bytes left of 67108864 bytes (/sys/fs/cgroup/box/memory.max); ask
-for fewer pages (num_pages=48 fits), or raise the memory limit of the container or
-service""",
-    )
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """It has 100 MiB available, whatever is used, and these processes."""
@@ -77,7 +62,7 @@ def test_pools_of_all_processes_share_the_room(shared: bool, machine: list[str])
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_of_two_that_ask_at_once_not_both_get_room(
+def test_two_that_ask_at_once_never_overcommit(
     shared: bool, machine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promised, second = system.promised_bytes, []
@@ -128,7 +113,7 @@ def test_a_machine_that_says_nothing_is_believed(
     system.check_room(1 << 60, MIB)
 
 
-def test_the_advice_names_the_limit_on_locked_memory_only_if_it_is_too_low(
+def test_the_advice_names_too_low_a_memlock_limit(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system, "memlock_limit", lambda: 65536)

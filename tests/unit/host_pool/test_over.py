@@ -106,7 +106,7 @@ def test_the_reference_handler_uses_the_same_bytes() -> None:
     assert region.bytes().count_nonzero() == BLOCK  # random bytes are not zero
 
 
-def test_processes_share_a_region_in_cells_of_their_own() -> None:
+def test_processes_share_a_region_in_cells() -> None:
     """As vLLM's workers do: a row has a cell of each."""
     region, layout = Region(8 * 2 * BLOCK), cache()
     row = 2 * BLOCK
@@ -187,7 +187,7 @@ def test_encoded_blocks_fit_into_larger_cells() -> None:
     assert torch.equal(memory[4:], before[4:])
 
 
-def test_a_view_keeps_to_the_bytes_of_the_pool() -> None:
+def test_a_view_keeps_to_the_pools_bytes() -> None:
     memory = torch.zeros(4, 2 * BLOCK, dtype=torch.uint8)
     pool = HostPool.over(memory, cache(), page_bytes=2 * BLOCK)
     smaller = cache(layers=1)
@@ -259,7 +259,7 @@ pages are not pinned; leave it out""",
 
 @simulated
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_whole_span_is_registered_in_chunks_between_rows(driver: Driver, rank: int) -> None:
+def test_the_span_is_registered_in_chunks_between_rows(driver: Driver, rank: int) -> None:
     layout = place(driver, cache())
     row, region = 4 * PAGE, Region(20 * PAGE * 4)
     driver.log()
@@ -279,7 +279,7 @@ def test_the_whole_span_is_registered_in_chunks_between_rows(driver: Driver, ran
 
 @needs_kernels
 @simulated
-def test_pages_that_share_pages_of_the_system_are_one_registration(driver: Driver) -> None:
+def test_unaligned_dense_pages_are_one_registration(driver: Driver) -> None:
     layout, region = place(driver, cache()), Region(64 * PAGE)
     driver.log()
     with in_chunks_over(8 * PAGE, region, layout, offset=8, verify="load") as pool:
@@ -290,7 +290,7 @@ def test_pages_that_share_pages_of_the_system_are_one_registration(driver: Drive
 
 
 @simulated
-def test_memory_that_its_owner_has_pinned_is_left_alone(driver: Driver) -> None:
+def test_memory_pinned_by_its_owner_is_left_alone(driver: Driver) -> None:
     layout, region = place(driver, cache()), Region(16 * PAGE)
     driver.adopt(region.bytes(), HOST)
     driver.log()
@@ -355,7 +355,7 @@ def test_refused_memory_is_pageable_with_a_warning(driver: Driver, refusal: str)
 
 
 @simulated
-def test_pinned_pages_whose_digests_are_refused_are_an_error(driver: Driver) -> None:
+def test_refused_digests_of_pinned_pages_are_an_error(driver: Driver) -> None:
     layout, region = place(driver, cache()), Region(16 * PAGE)
     driver.adopt(region.bytes(), HOST)
     driver.refuse_registration()
@@ -375,7 +375,7 @@ def test_memory_is_pinned_in_the_background_too(driver: Driver) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("owner", ["the pool", "its owner"])
-def test_a_gpu_moves_blocks_to_and_from_a_region(owner: str) -> None:
+def test_a_gpu_copies_to_and_from_a_region(owner: str) -> None:
     layout = PagedLayout([torch.randint(256, (8, 1 << 18), device="cuda:0").byte()])
     row, cell = 3 << 18, (1 << 18) + 100
     region = Region(64 * row)

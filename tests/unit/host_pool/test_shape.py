@@ -19,9 +19,7 @@ def layout(row_bytes: int = 64) -> PagedLayout:
 
 
 @given(st.integers(1, 3 * SYSTEM_PAGE), st.integers(1, 1 << 24))
-def test_chunks_are_powers_of_two_that_end_between_pages_of_the_system(
-    row_bytes: int, chunk_bytes: int
-) -> None:
+def test_chunks_end_between_pages_of_the_system(row_bytes: int, chunk_bytes: int) -> None:
     shape = PoolShape(layout(row_bytes), 1, 1)
     chunk = shape.chunk_of(chunk_bytes)
     assert chunk & (chunk - 1) == 0
@@ -31,9 +29,7 @@ def test_chunks_are_powers_of_two_that_end_between_pages_of_the_system(
 
 
 @given(st.integers(1, 3 * SYSTEM_PAGE // 16).map(lambda rows: 16 * rows), st.integers(1, 20))
-def test_pages_of_several_ranks_are_padded_as_little_as_slots_at_equal_distances_allow(
-    row_bytes: int, blocks_per_page: int
-) -> None:
+def test_pages_of_ranks_are_padded_no_further(row_bytes: int, blocks_per_page: int) -> None:
     plain = PoolShape(layout(row_bytes), 1, blocks_per_page)
     shape = PoolShape(layout(row_bytes), 1, blocks_per_page, part=(0, 1))
     assert shape.page_bytes % SYSTEM_PAGE == 0

@@ -40,23 +40,16 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
     assert system.numa_nodes() == []
 
 
-def test_available_memory_is_not_the_installed_memory(tree: Path) -> None:
-    write(tree, "proc/meminfo", "MemTotal:  99 kB\nMemFree:  1 kB\nMemAvailable:  7 kB\n")
-    assert system.available_bytes() == 7 << 10
-
-
 @pytest.mark.parametrize(
     ("text", "offers"),
     [("always [madvise] never", True), ("[always] madvise never", True), ("never [deny]", False)],
 )
-def test_huge_pages_are_offered_unless_the_setting_is_off(
-    tree: Path, text: str, offers: bool
-) -> None:
+def test_huge_pages_are_offered_unless_switched_off(tree: Path, text: str, offers: bool) -> None:
     write(tree, "sys/kernel/mm/transparent_hugepage/enabled", text + "\n")
     assert system.offers_huge_pages() == offers
 
 
-def test_a_limit_of_version_2_counts_files_that_can_go(tree: Path) -> None:
+def test_a_limit_of_version_2_ignores_droppable_files(tree: Path) -> None:
     write(tree, "proc/self/cgroup", "0::/jobs/one\n")
     limit(tree, "sys/fs/cgroup/jobs/one", 10 * GIB, 4 * GIB, GIB)
     assert list(system.control_group_limits()) == [
@@ -79,7 +72,7 @@ def test_in_a_container_the_root_has_the_limit(tree: Path) -> None:
     assert [one.left for one in system.control_group_limits()] == [GIB]
 
 
-def test_a_limit_of_version_1_is_found_beside_other_controllers(tree: Path) -> None:
+def test_a_limit_of_version_1_is_found(tree: Path) -> None:
     write(tree, "proc/self/cgroup", "5:cpu,cpuacct:/\n4:memory:/docker/ab\n0::/\n")
     limit_of_version_1(tree, "sys/fs/cgroup/memory/docker/ab", 6 * GIB, 3 * GIB, 2 * GIB)
     limit_of_version_1(tree, "sys/fs/cgroup/memory", 0x7FFFFFFFFFFFF000, 9 * GIB, 0)  # no limit
@@ -88,7 +81,7 @@ def test_a_limit_of_version_1_is_found_beside_other_controllers(tree: Path) -> N
     ]
 
 
-def test_the_node_of_a_device_and_its_cpus_are_read(tree: Path) -> None:
+def test_the_node_and_its_cpus_are_read(tree: Path) -> None:
     write(tree, "sys/bus/pci/devices/0000:18:00.0/numa_node", "1\n")
     write(tree, "sys/bus/pci/devices/0000:19:00.0/numa_node", "-1\n")
     write(tree, "sys/devices/system/node/node1/cpulist", "4-6,12\n")
@@ -99,7 +92,7 @@ def test_the_node_of_a_device_and_its_cpus_are_read(tree: Path) -> None:
     assert system.numa_nodes() == [0, 1, 4]
 
 
-def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) -> None:
+def test_huge_bytes_lie_between_two_addresses(tree: Path) -> None:
     entries = [
         ("1000-2000", "AnonHugePages", 64),
         ("2000-3000", "AnonHugePages", 1),
