@@ -170,8 +170,13 @@ def _mapped_bytes(process: str, first: int, last: int, of: str) -> int:
 
 
 def first_unwritable(first: int, last: int) -> int | None:
-    """The first of these addresses that this process cannot write; None if there is none."""
-    for line in _read("proc/self/maps").splitlines():  # sorted
+    """The first of these addresses that this process cannot write; None if there is none, or the
+    kernel does not say.
+    """
+    lines = _read("proc/self/maps").splitlines()  # sorted
+    if not lines:
+        return None
+    for line in lines:
         begin, end, access = re.split("[- ]", line, maxsplit=3)[:3]
         if int(begin, 16) <= first < int(end, 16) and access.startswith("rw"):
             first = int(end, 16)

@@ -6,6 +6,7 @@ import gc
 import mmap
 import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from bf16_cache import BLOCK_BYTES, Bf16Cache
 from error_text import error_text
 from expecttest import assert_expected_inline
+from fake_procfs import write
 from host_pools import in_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ from torch_kvswap import (
     PrefixCache,
 )
 from torch_kvswap._native.loader import native
+from torch_kvswap.host_pool import system
 from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -203,6 +206,17 @@ def test_a_store_below_takes_no_bytes_of_others() -> None:
     pool = HostPool.over(memory, cache(), page_bytes=PAGE)
     with pytest.raises(ValueError, match=f"only {BLOCK} of each {PAGE} bytes"):
         PrefixCache(cache(), pool, below="file:/nowhere", below_model="m")
+
+
+def test_memory_must_be_writable_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["1000-2000 r--p", "2000-3000 rw-p", "3000-4000 rw-s", "4000-5000 r--s"]
+    write(tmp_path, "proc/self/maps", "".join(f"{line} 0 00:00 0 /name\n" for line in lines))
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    assert system.first_unwritable(0x2800, 0x4000) is None
+    assert system.first_unwritable(0x2800, 0x4001) == 0x4000
+    assert system.first_unwritable(0x1FFF, 0x3000) == 0x1FFF
 
 
 def test_wrong_memory_is_refused_with_what_to_do() -> None:

@@ -38,6 +38,7 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
     assert system.numa_node_of("0000:18:00.0") is None
     assert system.cpus_of(0) == []
     assert system.numa_nodes() == []
+    assert system.first_unwritable(0, 1) is None
 
 
 @pytest.mark.parametrize(
