@@ -347,6 +347,7 @@ at 0x...3000, in one registration; pin all pages so, or none""",
 def test_two_pools_never_share_a_registration(driver: Driver) -> None:
     layout, region = place(driver, cache()), Region(16 * PAGE)
     first = HostPool.over(region.tensor, layout, page_bytes=PAGE)
+    HostPool.over(Region(16 * PAGE).tensor, layout, page_bytes=PAGE).close()
     with pytest.raises(ValueError, match="another HostPool has pinned memory"):
         HostPool.over(region.tensor, layout, page_bytes=PAGE, offset=BLOCK)
     first.close()
