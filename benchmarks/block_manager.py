@@ -8,10 +8,7 @@ keys; "vLLM by key" gets one key in all calls. All evict by lru. Memory is what 
 the manager is full, less what it held before it was made. With --server, the manager of a server in
 another process takes part too ("server").
 
-vLLM's modules come from its package, of which nothing else is needed:
-    pip download --no-deps --only-binary :all: vllm==0.26.0
-    unzip 'vllm-*.whl' 'vllm/v1/kv_offload/*' -d FOLDER
-Without --vllm FOLDER it is left out.
+With --vllm, the manager of the vLLM that is installed takes part.
 
 --trace FILE only replays the requests of such a file, one after another, and says which share of
 their blocks each policy finds: https://github.com/kvcache-ai/Mooncake has conversation_trace.jsonl.
@@ -150,7 +147,7 @@ def _options(arguments: list[str]) -> Namespace:
     add("--samples", type=int, default=100, help="prompts for which each call is timed")
     add("--server", action="store_true")
     add("--trace", type=Path)
-    add("--vllm", type=Path, help="a folder with the folder vllm of its package")
+    add("--vllm", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -177,14 +174,14 @@ def _blocks_found(policy: str, pages: int, prompts: Iterable[list[int]]) -> int:
     return found
 
 
-def makers(vllm: Path | None) -> dict[str, Maker]:
+def makers(vllm: bool) -> dict[str, Maker]:
     every: dict[str, Maker] = {
         "digests": lambda pages: OfDigests(BlockManager(pages)),
         "by key": lambda pages: OneByOne(OfDigests(BlockManager(pages))),
     }
-    if vllm is not None:
-        every[VLLM] = lambda pages: OfVllm(pages, vllm)
-        every[VLLM_BY_KEY] = lambda pages: OneByOne(OfVllm(pages, vllm))
+    if vllm:
+        every[VLLM] = lambda pages: OfVllm(pages)
+        every[VLLM_BY_KEY] = lambda pages: OneByOne(OfVllm(pages))
     return every
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.protocol import Op, pack
-
-VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
-    "vllm.distributed",
-    "vllm.distributed.kv_transfer",
-    "vllm.distributed.kv_transfer.kv_connector",
-    "vllm.distributed.kv_transfer.kv_connector.v1",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading",
-)
 
 
 class Contestant(Protocol):
@@ -74,13 +63,11 @@ class OfDigests:
 
 
 class OfVllm:
-    """vLLM's, as its scheduler calls it: lookups key by key, all else by prompt, the ends as sets.
+    """vLLM's, as its scheduler calls it: lookups key by key, else by prompt, the ends as sets."""
 
-    folder: has the folder vllm of its package.
-    """
-
-    def __init__(self, pages: int, folder: Path) -> None:
-        manager, base = load_vllm(folder)
+    def __init__(self, pages: int) -> None:
+        manager = import_module("vllm.v1.kv_offload.cpu.manager")
+        base = import_module("vllm.v1.kv_offload.base")
         self._manager = manager.CPUOffloadingManager(pages, "lru")
         self._key = base.make_offload_key
         self._context = base.ReqContext("request")
@@ -159,19 +146,3 @@ class OneByOne:
 
 def split(digests: bytes) -> Sequence[bytes]:
     return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
-
-
-def load_vllm(folder: Path) -> tuple[ModuleType, ModuleType]:
-    """Its CPU manager and the module with what that takes, without what it imports besides."""
-    if "vllm" not in sys.modules:
-        for name in ("vllm", "vllm.v1", *VLLM_PARTS):
-            module = sys.modules[name] = ModuleType(name)
-            module.__path__ = [str(folder.joinpath(*name.split(".")))]
-        logger = sys.modules["vllm.logger"] = ModuleType("vllm.logger")
-        vars(logger)["init_logger"] = lambda name: None
-        events = sys.modules["vllm.distributed.kv_events"] = ModuleType("kv_events")
-        vars(events)["MEDIUM_CPU"] = "CPU"
-        metrics = sys.modules[f"{VLLM_PARTS[-1]}.metrics"] = ModuleType("metrics")
-        vars(metrics)["OffloadingConnectorStats"] = object
-    name = "vllm.v1.kv_offload"
-    return import_module(f"{name}.cpu.manager"), import_module(f"{name}.base")
