@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fake_procfs import write
 
 from torch_kvswap.cli import doctor
@@ -50,6 +51,16 @@ def test_a_fault_has_remedy_and_exit_code(
     assert doctor.main([]) == 0
 
 
+def test_what_limits_host_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    write(tmp_path, "proc/meminfo", "MemAvailable: 8388608 kB\n")
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", f"{5 << 30}\n")
+    write(tmp_path, "sys/fs/cgroup/memory.current", f"{1 << 30}\n")
+    found = doctor.report()["host memory"].text
+    assert found.startswith("4.0 GiB available (/sys/fs/cgroup/memory.max)")
+
+
 def test_an_unsupported_engine_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.9.0")
     assert doctor.report()["vLLM"].is_fault
@@ -66,6 +77,8 @@ def test_a_measured_copy_is_compared_with_the_link(
     link = system.Link(16, 16, 5, 5, 5)
     monkeypatch.setattr(doctor, "_rates", lambda device: ([rate + 1e9, rate], link))
     assert doctor._measure(0).is_fault == is_fault
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.main(["--measure"]) == 2
 
 
 @pytest.mark.gpu
