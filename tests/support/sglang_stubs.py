@@ -29,8 +29,13 @@ _REAL = (
     "sglang.srt.utils.poll_timer",
     "sglang.srt.utils.rank_consensus_checker",
 )
+_KERNELS = (
+    "sglang.kernels.jit",
+    "sglang.kernels.kernel_api_logging",
+    "sglang.kernels.ops.kvcache.hicache",
+)
 _HASH = "sglang.srt.mem_cache.cpp_utils.native_hash"  # SGLang compiles it when it is imported
-_OTHERS = ("psutil", "pydantic", "triton", "zmq")
+_OTHERS = ("psutil", "sgl_kernel", "pydantic", "triton", "zmq")
 _IS_DEVICE = ("is_cpu", "is_cuda", "is_hip", "is_mps", "is_musa", "is_npu", "is_xpu")
 
 
@@ -57,13 +62,16 @@ def _hash_pages(tokens: Any, before: bytes | None, page: int) -> list[str]:
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds placeholders, whose submodules may be real."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, on_gpu: bool) -> None:
+        self._folder, self._on_gpu = folder, on_gpu
+        self._real = (*_REAL, *_KERNELS) if on_gpu else _REAL
+        absent = [name for name in _OTHERS if importlib.util.find_spec(name) is None]
+        self._packages = ("sglang", *absent)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in ("sglang", *_OTHERS):
+        if name.partition(".")[0] not in self._packages:
             return None
-        if name != _HASH and f"{name}.".startswith(tuple(f"{real}." for real in _REAL)):
+        if name != _HASH and f"{name}.".startswith(tuple(f"{real}." for real in self._real)):
             return None
         return ModuleSpec(name, self, is_package=True)
 
@@ -73,10 +81,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         module.__path__ = [str(self._folder.joinpath(*module.__name__.split(".")))]
         for name in _IS_DEVICE:
-            setattr(module, name, lambda: False)
+            setattr(module, name, lambda name=name: self._on_gpu and name == "is_cuda")
         module.ceil_align = lambda number, step: math.ceil(number / step) * step
         module.get_bool_env_var = lambda name: False
-        module.get_device_module = lambda: torch.cpu
+        module.get_device_module = lambda: torch.cuda if self._on_gpu else torch.cpu
+        if self._on_gpu:
+            module.get_cuda_version = lambda: tuple(map(int, torch.version.cuda.split(".")))
         if module.__name__ == _HASH:
             module.get_native_hash = _hash_pages
         elif module.__name__ == "sglang.srt.disaggregation.kv_events":
@@ -90,8 +100,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.get_memory = lambda: types.SimpleNamespace()
 
 
-def install() -> None:
-    """Makes SGLang's memory code importable."""
+def install(on_gpu: bool = False) -> None:
+    """Makes SGLang's memory code importable. on_gpu: also the kernels of its host pools, which need
+    nvcc, apache-tvm-ffi and psutil."""
     spec = importlib.util.find_spec("sglang")
     if spec is not None and spec.origin is not None:
-        sys.meta_path.insert(0, _Finder(Path(spec.origin).parents[1]))
+        sys.meta_path.insert(0, _Finder(Path(spec.origin).parents[1], on_gpu))
