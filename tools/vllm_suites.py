@@ -92,6 +92,8 @@ def explanation(name: str, problem: str, traceback: str) -> str:
         r"(Manager|Primary).* has no attribute", problem
     ):
         return _INSIDE
+    if ".touch(" in traceback:
+        return "it calls touch(), which vLLM's scheduler does not call any more"
     known = [why for part, why in EXPLAINED.items() if part in f"{name} "]
     return known[0] if known else ""
 

@@ -522,21 +522,6 @@ def test_requests_that_a_reset_preempts_are_loaded_again(tmp_path, runner, polic
         check(engine, prompts, 8)
 
 
-@RUNNERS
-@SCHEDULERS
-def test_a_larger_request_blocks_no_loaded_one(tmp_path, runner, is_async):
-    """Which has waited for the load of its first chunk, while they were loaded, and needs more
-    blocks than they leave."""
-    large = prompt(1, 250)
-    prompts = {"begin": large[:16], "large": large, "a": prompt(2, 64), "b": prompt(3, 112)}
-    with serving(tmp_path, runner=runner, is_async=is_async, blocks=20) as engine:
-        for name, one in prompts.items():
-            engine.serve({f"old {name}": one})
-        engine.forget_gpu()
-        engine.serve(prompts)
-        check(engine, prompts)
-
-
 def end_copies_with_their_step(engine: Serving) -> None:
     worker, get_finished = engine.worker, engine.worker.get_finished
 
@@ -545,28 +530,6 @@ def end_copies_with_their_step(engine: Serving) -> None:
         return get_finished()
 
     worker.get_finished = get_all_finished
-
-
-def test_a_larger_request_blocks_no_throttled_one(
-    tmp_path,
-):
-    """vLLM computes no prompt in some steps of a replica, to begin at the same time as others."""
-    begin, one = prompt(1, 16), prompt(2, 112)
-    new = {"begin": begin, "large": [*begin, *prompt(3, 234)], "one": [*one, *prompt(4, 30)]}
-    with serving(tmp_path, blocks=20, transfer=RECOMPUTE) as engine:
-        engine.serve({"old begin": begin, "old one": one})
-        engine.forget_gpu()
-        end_copies_with_their_step(engine)
-        engine.start_decoding()
-        for name, tokens in new.items():
-            engine.add(name, tokens)
-        engine.step()
-        schedule = engine.scheduler.schedule
-        engine.scheduler.schedule = lambda: schedule(throttle_prefills=True)
-        engine.step()
-        engine.scheduler.schedule = schedule
-        engine.run()
-        check(engine, new)
 
 
 @pytest.mark.parametrize("tier_hangs", [False, True])
@@ -592,19 +555,6 @@ def test_a_larger_request_blocks_no_failed_one(tmp_path, tier_hangs):
         engine.serve(new)
         check(engine, new)
         assert faults.count["load"] == 1
-
-
-def test_loaded_requests_leave_room_for_drafts(tmp_path):
-    """Of a draft model, which needs blocks for them. The cache has 19 blocks for these prompts."""
-    prompts = {"one": prompt(1, 160), "other": prompt(2, 144)}
-    with serving(tmp_path, blocks=20, drafts=3, transfer=RECOMPUTE) as engine:
-        engine.scheduler.num_lookahead_tokens = 3
-        engine.scheduler._spec_decode_step_blocks = 1  # so vLLM counts them
-        for name, tokens in prompts.items():
-            engine.serve({name: tokens})
-        engine.forget_gpu()
-        engine.serve(again("new", prompts))
-        check(engine, again("new", prompts))
 
 
 @SCHEDULERS
@@ -636,37 +586,3 @@ def test_an_engine_survives_random_failures(tmp_path, is_async, runner, drafts, 
         assert requests.preempted
         assert bool(failed) == (policy == "fail")
         assert failed < len(requests.served) / 2
-
-
-def test_a_request_aborted_while_loading_stores_nothing(engine):
-    one = prompt(1, 100)
-    engine.serve({"first": one})
-    engine.forget_gpu()
-    handler, poll = engine.worker._handler, engine.worker._handler.poll
-    handler.poll = list
-    engine.add("aborted", one + prompt(2, 50))
-    engine.step()
-    assert engine.worker._open, "it loads"
-    engine.abort("aborted")
-    engine.step()
-    handler.poll = poll
-    engine.run()
-    engine.serve({"again": one + prompt(2, 50)})
-    check(engine, {"again": one + prompt(2, 50)})
-
-
-@SCHEDULERS
-def test_chunks_with_uncomputed_tokens_are_not_stored(tmp_path, is_async):
-    one, two = prompt(1, 33), prompt(2, 140)
-    how: dict[str, Any] = {"transfer": RECOMPUTE, "extra": {"offload_prompt_only": False}}
-    with serving(tmp_path, is_async=is_async, batched=64, **how) as engine:
-        engine.serve({"ends with a chunk": one}, count=15)
-        engine.add("fills the step", prompt(3, 9))
-        engine.add("aborted in a chunk", two)
-        engine.step()
-        engine.abort("aborted in a chunk")
-        engine.run()
-        engine.forget_gpu()
-        longer = {"one": one + expected_tokens(one, 15) + prompt(4, 20), "two": two}
-        engine.serve(longer)
-        check(engine, longer)

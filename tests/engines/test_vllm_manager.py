@@ -525,9 +525,6 @@ class _Unordered(KVSwapManager):  # type: ignore[misc, valid-type]
         super().__init__(*options)
         self._blocks.order = lambda *_, **__: None
 
-    def _renew(self, *_: Any) -> None:
-        pass
-
 
 @pytest.mark.parametrize(("policy", "share"), [("lru", 0.3), ("arc", 0.1), ("arc", 0.3)])
 def test_chunked_prefill_finds_more_with_order(policy, share):

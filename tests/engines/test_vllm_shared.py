@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served_engine
 from patience import PATIENCE, in_time
 from served_engine import server_process
 from served_engine import serving as page_server
@@ -52,6 +53,12 @@ from torch_kvswap.prefix.protocol import Op
 __all__ = ["folder"]
 
 TWO: dict[str, Any] = {"workers": 2, "heads": 2}  # each rank has other bytes
+
+
+@pytest.fixture(autouse=True)
+def _page_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page has a block of two ranks."""
+    monkeypatch.setattr(served_engine, "PAGE_BYTES", 8192)
 
 
 @pytest.fixture

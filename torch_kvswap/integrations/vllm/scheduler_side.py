@@ -108,8 +108,8 @@ class KVSwapManager(HostManager):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
     A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
-    needs. Except for KVSwapConnector it looks up one key at a time, for as long as a request waits,
-    so lookup() reads a Python dict. Only the scheduler's thread calls the methods.
+    needs. Behind sliding windows it looks up one key at a time, for as long as a request waits, so
+    lookup() reads a Python dict. Only the scheduler's thread calls the methods.
 
     A prompt is evicted from its end, although vLLM stores it in several steps: chunks to store are
     ordered directly behind the chunk in front of them, and when the request finishes, all its
@@ -156,7 +156,8 @@ class KVSwapManager(HostManager):
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
         if self._was_reset:  # the request starts, so it may store again
             self._access(req_context)
-        return _HIT if self._states.get(key) is _HIT else self._state_of(key)
+        state = self._states.get(key, _MISS)
+        return _PENDING if isinstance(state, StoreReservation) else state
 
     def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
         if self._was_reset:
@@ -165,10 +166,6 @@ class KVSwapManager(HostManager):
             return 0
         found = self._blocks.lookup(fold_keys(keys), again=True)
         return None if found.pending else found.found
-
-    def _state_of(self, key: Key) -> base.LookupResult:
-        state = self._states.get(key, _MISS)
-        return _PENDING if isinstance(state, StoreReservation) else state
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -201,10 +198,14 @@ class KVSwapManager(HostManager):
             self._record_event(self._end(self._loads.take(req_context, keys)), removed=True)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """Makes the request's chunks the newest, also those whose stores still run."""
+        """Makes the request's chunks the newest, also those whose stores still run. A reuse counts
+        as a use."""
         access = Access.of(req_context, self, self._cache)
-        if access.cache is self._cache:
-            self._renew(access.keys, access)
+        if access.cache is not self._cache:
+            return
+        if self._counts_uses:
+            self._blocks.touch(fold_keys(list(filter(access.is_reused.get, access.keys))))
+        self._blocks.order(fold_keys(access.keys), renew=True)
 
     def _access(self, req_context: base.ReqContext) -> Access:
         """The Access of a request; a new one if the cache was reset since."""
@@ -220,19 +221,14 @@ class KVSwapManager(HostManager):
         if self._counts_uses:
             access.use(keys, is_reused)
 
-    def _renew(self, keys: Collection[Key], access: Access) -> None:
-        """Makes the keys the newest, from the last to the first; a reuse counts as a use."""
-        digests = fold_keys(keys)
-        if self._counts_uses:
-            self._blocks.touch(fold_keys(list(filter(access.is_reused.get, keys))))
-        self._blocks.order(digests, renew=True)
-
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        """Assigns pages to new keys.
+        """Assigns pages to new keys, or None if there is no room.
 
         keys_to_store keeps the order of `keys`, because vLLM lists the GPU blocks in that order.
+        They are placed behind the chunks in front of them. A page is not evicted before its store
+        has ended: until then that can tell its place.
 
         A request that was running at a reset stores nothing until it starts again. vLLM offers its
         chunks from the first one on, but the blocks of some may have other contents by then: those
@@ -244,14 +240,6 @@ class KVSwapManager(HostManager):
         keys = list(keys)
         ready = self._ready(keys)
         self._use(ready, access, req_context, is_reused=True)
-        output = self._reserve(keys)
-        if output is not None and output.keys_to_store:
-            self._place(output.keys_to_store, ready, access, req_context)
-        return output
-
-    def _reserve(self, keys: list[Key]) -> base.PrepareStoreOutput | None:
-        """Assigns pages to those of the keys that have none, or none if there is no room. A page is
-        not evicted before its store has ended: until then _place() can tell its place."""
         digests = fold_keys(keys)
         skipped = 0
         if self._counts_offers:
@@ -276,14 +264,9 @@ class KVSwapManager(HostManager):
         self._stores[store] = new
         self._sizes.append(len(new))
         self._usage = None
-        return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
-
-    def _place(
-        self, new: Sequence[Key], ready: Sequence[Key], access: Access, req_context: base.ReqContext
-    ) -> None:
-        """Orders keys that the request stores, and some that were stored, behind those in front."""
         self._use(new, access, req_context, is_reused=False)
         self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
+        return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
