@@ -150,12 +150,6 @@ class Cuda:
         self.check("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
         return milliseconds.value
 
-    def exchange_capture_mode(self, mode: int) -> int:
-        """Of the calling thread: 0 global, 2 relaxed. Returns the one before."""
-        exchanged = _Int(mode)
-        self.check("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
-        return exchanged.value
-
     def memory_type(self, tensor: torch.Tensor) -> int:
         """1 host, 2 device, 0 unknown to the driver."""
         name, kind = _Int(2), ctypes.c_uint(77)

@@ -46,8 +46,8 @@ def staging_bytes(request, monkeypatch):
     return request.param, allocated
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2, 31, 656, 4096])
-@pytest.mark.parametrize(("padding", "offset"), [(0, 0), (16, 32), (17, 0), (0, 5), (4, 6)])
+@pytest.mark.parametrize("block_bytes", [1, 31, 4096])
+@pytest.mark.parametrize(("padding", "offset"), [(0, 0), (17, 0), (4, 6)])
 def test_just_the_mapped_bytes_move_through_bounded_memory(
     block_bytes, padding, offset, staging_bytes
 ):
