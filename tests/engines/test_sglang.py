@@ -94,6 +94,18 @@ def test_pages_name_their_tensors(kind: str, parts: list[str]) -> None:
     engine.cache.release_host_resources()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", POOLS)
+def test_prompts_come_back_behind_a_busy_forward(kind: str) -> None:
+    engine = Engine(POOLS[kind](torch.bfloat16, "cuda"), verify="load")
+    for expected in (0, 20):
+        with torch.cuda.stream(engine.stream):
+            torch.cuda._sleep(100_000_000)  # of the forward before
+        assert engine.serve(PROMPT) == (expected, True)
+        engine.forget_gpu()
+    engine.cache.release_host_resources()
+
+
 @pytest.mark.usefixtures("late")
 def test_layers_land_one_by_one(engine: Engine) -> None:
     engine.serve(PROMPT)

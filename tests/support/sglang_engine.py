@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sglang_stubs
 import torch
+from patience import in_time
 
 if not os.environ.get("KVSWAP_TEST_SGLANG"):
     pytest.skip("KVSWAP_TEST_SGLANG=1 runs these, where SGLang is", allow_module_level=True)
@@ -51,14 +52,14 @@ def server_args(**more: Any) -> Any:
     return SimpleNamespace(model_path="model", **more)
 
 
-def mha_pool(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> Any:
+def mha_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     size = 8 if dtype == torch.float32 else 128  # encoded slots of small blocks have no room
-    return MHATokenToKVPool(tokens, PAGE, dtype, 2, size, LAYERS, "cpu", False)
+    return MHATokenToKVPool(TOKENS, PAGE, dtype, 2, size, LAYERS, device, False)
 
 
-def mla_pool(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> Any:
+def mla_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     rank = 12 if dtype == torch.float32 else 252
-    return MLATokenToKVPool(tokens, PAGE, dtype, rank, 4, LAYERS, "cpu", False)
+    return MLATokenToKVPool(TOKENS, PAGE, dtype, rank, 4, LAYERS, device, False)
 
 
 def make_linker(params: Any, components: Any, stream: Any = None, **extra: Any) -> Any:
@@ -79,7 +80,7 @@ def make_linker(params: Any, components: Any, stream: Any = None, **extra: Any) 
 
 def make_params(kvcache: Any, **more: Any) -> Any:
     allocator = PagedTokenToKVPoolAllocator(
-        kvcache.size, PAGE, kvcache.dtype, "cpu", kvcache, False
+        *(kvcache.size, PAGE, kvcache.dtype, kvcache.device, kvcache, False)
     )
     given = {"disable": False, "req_to_token_pool": None, "page_size": PAGE}
     given |= {"tree_components": (ComponentType.FULL,), "tree_core_backend": "python"}
@@ -104,7 +105,10 @@ class Engine:
         self.kvcache, params = kvcache, make_params(kvcache, **extra.pop("params", {}))
         self.cache = UnifiedRadixCache(params)
         self.allocator = params.token_to_kv_pool_allocator
-        self.linker = linker or make_linker(params, set(self.cache.components), **extra)
+        new_stream: Any = torch.cuda.Stream
+        self.stream = None if kvcache.device == "cpu" else new_stream()  # of the forward
+        components = set(self.cache.components)
+        self.linker = linker or make_linker(params, components, self.stream, **extra)
         self.cache.init_cache_linker(self.linker)
         self.counter = self.cache.linker.layer_done_counter
         kvcache.register_layer_transfer_counter(self.counter)
@@ -143,6 +147,12 @@ class Engine:
 
     def forward(self, request: Any) -> bool:
         """Runs the model. Returns whether each layer found what the tokens before had."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            return self._compute(request)
+
+    def _compute(self, request: Any) -> bool:
         self.counter.set_consumer(request.index)
         is_right = True
         for layer in range(LAYERS):
@@ -179,11 +189,12 @@ class Engine:
         return request.loaded, is_right
 
     def step(self) -> None:
+        """What the scheduler does in each step."""
         self.cache.check_hicache_events()
 
     def forget_gpu(self) -> None:
         """Evicts everything on the GPU, which then holds other bytes."""
-        self.step()
+        assert in_time(lambda: self.step() or not self.cache.linker.pending_offloads)
         self.cache.evict(EvictParams(num_tokens=TOKENS))
         for layer in range(LAYERS):
             for buffer in self.buffers(layer):

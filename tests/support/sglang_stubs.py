@@ -84,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, lambda name=name: self._on_gpu and name == "is_cuda")
         module.ceil_align = lambda number, step: math.ceil(number / step) * step
         module.get_bool_env_var = lambda name: False
-        module.get_device_module = lambda: torch.cuda if self._on_gpu else torch.cpu
+        module.get_device_module = lambda: torch.cuda if torch.cuda.is_available() else torch.cpu
         if self._on_gpu:
             module.get_cuda_version = lambda: tuple(map(int, torch.version.cuda.split(".")))
         if module.__name__ == _HASH:
