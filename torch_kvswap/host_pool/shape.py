@@ -63,13 +63,6 @@ def _rounded(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def padded_slot(nbytes: int, blocks_per_page: int, page_alignment: int, parts: int = 1) -> int:
-    """The bytes of a slot for a block of `nbytes` of each of `parts` processes, so that pages are
-    aligned. Slots stay at equal distances, so each of them is padded."""
-    nbytes = nbytes if parts == 1 else parts * _rounded(nbytes, SLOT_ALIGNMENT)
-    return _rounded(nbytes, page_alignment // math.gcd(page_alignment, blocks_per_page))
-
-
 class PoolShape:
     """The number and size of a pool's pages, in bytes: see HostPool.
 
@@ -115,9 +108,7 @@ class PoolShape:
         self._part = Part.of(nbytes, self.row_bytes) if self.parts else None
         if self._part is not None:
             nbytes = self._part.nbytes
-        # Pages of several ranks are rows of vLLM's tiers, whose files need multiples of it.
-        alignment = SYSTEM_PAGE if self.parts else 1
-        self.slot_bytes = padded_slot(nbytes, blocks_per_page, alignment, max(self.parts, 1))
+        self.slot_bytes = max(self.parts, 1) * nbytes
         if page_bytes is not None:
             self.slot_bytes = page_bytes // blocks_per_page
         is_whole = self.parts <= 1 and page_bytes is None

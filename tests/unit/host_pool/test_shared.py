@@ -315,7 +315,6 @@ def test_each_rank_has_a_part_of_every_slot(
         handler = OffloadHandler(groups, views)
         handler.store(gpu_block_ids=[blocks, blocks], page_ids=[[0, 1], [2, 3]]).synchronize()
         jobs.append((handler, views))
-    assert pools[0].page_bytes % 4096 == 0
     for cache, (handler, views) in zip(caches, jobs, strict=True):
         for one, view, first in zip(cache, views, (0, 2), strict=True):
             for block in blocks:
