@@ -364,11 +364,12 @@ class PyBlockManager {
     return made;
   }
 
-  std::optional<LoadReservation> hold(nb::handle keys) {
+  std::optional<LoadReservation> hold(nb::handle keys, bool renews) {
     const Digests digests = read(keys);
     prefix::Assigned held;
     std::vector<int64_t> counts = room_for_counts();
-    const int64_t id = busy([&](bool wait) { return manager_.hold(digests.keys(), held, wait); });
+    const int64_t id =
+        busy([&](bool wait) { return manager_.hold(digests.keys(), renews, held, wait); });
     if (id == 0) return std::nullopt;
     auto [indices, pages] = split(held, std::move(counts));
     return LoadReservation{{id, nullptr}, {}, is_list_, std::move(pages), std::move(indices)};
@@ -407,12 +408,12 @@ class PyBlockManager {
     return taken;
   }
 
-  nb::any lend(size_t count) {
+  nb::any lend(size_t count, size_t least, size_t group) {
     alive();
-    return to_numpy(busy([&](bool wait) { return manager_.lend(count, wait); }));
+    return to_numpy(busy([&](bool wait) { return manager_.lend(count, least, group, wait); }));
   }
 
-  void publish(nb::handle pages, nb::handle keys) {
+  void publish(nb::handle pages, nb::handle keys, size_t group) {
     alive();
     const Digests digests{keys, false, 1};
     const std::vector<int64_t> lent = read_pages(pages);
@@ -420,13 +421,13 @@ class PyBlockManager {
       kvswap::fail<ValueError>(count_of(digests.size(), "key"), " for ",
                                count_of(lent.size(), "page"), "; name one for each page");
     }
-    busy([&](bool wait) { manager_.publish(lent, digests.keys().digests, wait); });
+    busy([&](bool wait) { manager_.publish(lent, digests.keys().digests, group, wait); });
   }
 
-  void take_back(nb::handle pages) {
+  void take_back(nb::handle pages, size_t group) {
     alive();
     const std::vector<int64_t> lent = read_pages(pages);
-    busy([&](bool wait) { manager_.take_back(lent, wait); });
+    busy([&](bool wait) { manager_.take_back(lent, group, wait); });
   }
 
   void abandon(nb::handle reservation) {
@@ -767,19 +768,21 @@ Returns:
 Raises:
     ValueError: a key occurs twice.)")
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
-      .def("lend", &PyBlockManager::lend, "count"_a,
-           R"(Lends pages of the first group, for blocks whose keys are not known yet.
+      .def("lend", &PyBlockManager::lend, "count"_a, "least"_a = 0, "group"_a = 0,
+           R"(Lends pages to somebody who will publish blocks on them.
 
 Nothing else uses them until publish() or take_back(), also after a reset().
 
 Args:
     count (int): how many at most; fewer if there are no others that are free or can be evicted.
+    least (int): lends none if there are fewer, and counts a store that was refused.
+    group (int): whose pages.
 
 Returns:
-    np.ndarray: int64, the pages.)")
-      .def("publish", &PyBlockManager::publish, "pages"_a.none(), "keys"_a.none(),
+    np.ndarray: int64, the pages, ascending.)")
+      .def("publish", &PyBlockManager::publish, "pages"_a.none(), "keys"_a.none(), "group"_a = 0,
            nb::sig("def publish(self, pages: collections.abc.Sequence[int], keys: "
-                   "torch_kvswap.prefix.hashing.Keys) -> None"),
+                   "torch_kvswap.prefix.hashing.Keys, group: int = 0) -> None"),
            R"(Lent pages were filled with the blocks of these keys, which are ready then.
 
 A page whose key has another one is free.
@@ -787,15 +790,18 @@ A page whose key has another one is free.
 Args:
     pages (Sequence[int]): from lend().
     keys: the key of each page, in the order of the prompt.
+    group (int): whose pages.
 
 Raises:
     ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
-      .def("take_back", &PyBlockManager::take_back, "pages"_a.none(),
-           nb::sig("def take_back(self, pages: collections.abc.Sequence[int]) -> None"),
+      .def("take_back", &PyBlockManager::take_back, "pages"_a.none(), "group"_a = 0,
+           nb::sig("def take_back(self, pages: collections.abc.Sequence[int], group: int = 0) -> "
+                   "None"),
            R"(Frees lent pages.
 
 Args:
     pages (Sequence[int]): from lend().
+    group (int): whose pages.
 
 Raises:
     ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
@@ -840,12 +846,15 @@ Args:
 
 Raises:
     ValueError: the reservation has already ended.)")
-      .def("hold", &PyBlockManager::hold, "keys"_a.none(),
-           nb::sig("def hold(self, keys: " KEYS ") -> LoadReservation | None"),
+      .def("hold", &PyBlockManager::hold, "keys"_a.none(), nb::kw_only(), "renews"_a = false,
+           nb::sig("def hold(self, keys: " KEYS ", *, renews: bool = False) -> LoadReservation | "
+                   "None"),
            R"(prepare_load() of those keys that are ready. Does not count as a use.
 
 Args:
     keys: any keys, in any order.
+    renews (bool): while the other keys are stored, so that all are evicted together; this is no
+        load. False: the blocks keep their positions in the order of eviction.
 
 Returns:
     LoadReservation | None: its key_indices are arrays. None if no block is ready.)")

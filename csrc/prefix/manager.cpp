@@ -93,10 +93,14 @@ int64_t BlockManager::prepare_load(const Keys& keys, bool is_use, int64_t* pages
       pins.push_back({g, found_pages_[at], false});
     }
   }
-  return reserve_load(std::move(pins), is_use);
+  const int64_t id = reserve(Kind::kLoad, std::move(pins), !is_use);
+  if (is_use) {
+    for (const Pin& pin : find(id)->second.pins) groups_[pin.group].pages->use(pin.page);
+  }
+  return id;
 }
 
-int64_t BlockManager::hold(const Keys& keys, Assigned& held, bool wait) {
+int64_t BlockManager::hold(const Keys& keys, bool renews, Assigned& held, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
   std::vector<Pin> pins;
@@ -112,21 +116,17 @@ int64_t BlockManager::hold(const Keys& keys, Assigned& held, bool wait) {
       ++held.counts[g];
     }
   }
-  return pins.empty() ? 0 : reserve_load(std::move(pins), /*is_use=*/false);
+  if (pins.empty()) return 0;
+  return reserve(renews ? Kind::kStore : Kind::kLoad, std::move(pins), !renews);
 }
 
-int64_t BlockManager::reserve_load(std::vector<Pin> pins, bool is_use) {
+int64_t BlockManager::reserve(Kind kind, std::vector<Pin> pins, bool keeps_places) {
   const int64_t id = next_id();
   const Reservation& kept =
-      reservations_.emplace(id, Reservation{Kind::kLoad, std::move(pins)}).first->second;
+      reservations_.emplace(id, Reservation{kind, std::move(pins)}).first->second;
   for (const Pin& pin : kept.pins) {
     Pages& pages = *groups_[pin.group].pages;
-    if (is_use) {
-      pages.hold(pin.page);
-      pages.use(pin.page);
-    } else {
-      pages.hold_in_place(pin.page);
-    }
+    keeps_places ? pages.hold_in_place(pin.page) : pages.hold(pin.page);
   }
   return id;
 }
@@ -255,32 +255,38 @@ void BlockManager::end(Reservations::iterator of, bool succeeded,
   reservations_.erase(of);
 }
 
-std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
+std::vector<int64_t> BlockManager::lend(size_t count, size_t least, size_t g, bool wait) {
   const auto lock = lock_for(std::min(count, kFewKeys + 1), wait);
-  Pages& pages = *groups_.front().pages;
-  std::vector<int64_t> lent(std::min(count, pages.num_free() + pages.num_idle()));
-  for (int64_t& page : lent) page = pages.lend();
+  Group& group = groups_.at(g);
+  const size_t room = group.pages->num_free() + group.pages->num_idle();
+  if (room < least) {
+    ++group.counters.refused;
+    return {};
+  }
+  std::vector<int64_t> lent(std::min(count, room));
+  for (int64_t& page : lent) page = group.pages->lend();
+  std::sort(lent.begin(), lent.end());  // neighbours are copied together
   return lent;
 }
 
-void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* digests, bool wait) {
+void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* digests, size_t g,
+                           bool wait) {
   const auto lock = lock_for(pages.size(), wait);
-  check_lent(pages);
-  Group& group = groups_.front();
+  Group& group = lent_group(pages, g);
   for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
     const auto page = static_cast<uint32_t>(pages[i]);
     group.counters.stored += group.pages->publish(page, digest_at(digests, i));
   }
 }
 
-void BlockManager::take_back(const std::vector<int64_t>& pages, bool wait) {
+void BlockManager::take_back(const std::vector<int64_t>& pages, size_t g, bool wait) {
   const auto lock = lock_for(pages.size(), wait);
-  check_lent(pages);
-  for (const int64_t page : pages) groups_.front().pages->take_back(static_cast<uint32_t>(page));
+  Group& group = lent_group(pages, g);
+  for (const int64_t page : pages) group.pages->take_back(static_cast<uint32_t>(page));
 }
 
-void BlockManager::check_lent(const std::vector<int64_t>& pages) const {
-  const Group& group = groups_.front();
+BlockManager::Group& BlockManager::lent_group(const std::vector<int64_t>& pages, size_t g) {
+  Group& group = groups_.at(g);
   std::vector<int64_t> sorted = pages;
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
@@ -291,6 +297,7 @@ void BlockManager::check_lent(const std::vector<int64_t>& pages) const {
     if (!exists || group.pages->state(static_cast<uint32_t>(page)) != PageState::kLent)
       fail<ValueError>("page ", page, " is not lent");
   }
+  return group;
 }
 
 void BlockManager::abandon(int64_t id, bool wait) {

@@ -108,9 +108,10 @@ class BlockManager {
   // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
   // their places. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
-  // Holds the pages of the keys that are ready; they keep their places. Returns the reservation; 0
-  // if no key is ready.
-  int64_t hold(const Keys& keys, Assigned& held, bool wait);
+  // Holds the pages of the keys that are ready. renews: not for a load but beside a store of the
+  // others, so that all are evicted together; if not, they keep their places. Returns the
+  // reservation; 0 if no key is ready.
+  int64_t hold(const Keys& keys, bool renews, Assigned& held, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. Gives none and returns nullopt if there is no
@@ -127,14 +128,15 @@ class BlockManager {
   // positions among the pages that the reservation was made for, ascending.
   // Pages of hold_due() stay filled, and are then below or due again.
   void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
-  // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
-  // known yet. A reset does not end that.
-  std::vector<int64_t> lend(size_t count, bool wait);
-  // Lent pages were filled with the blocks of these keys, which are ready. A page whose key has
-  // another one is free.
-  void publish(const std::vector<int64_t>& pages, const uint8_t* digests, bool wait);
-  // Lent pages are free.
-  void take_back(const std::vector<int64_t>& pages, bool wait);
+  // Lends `count` pages of a group, or as many as there are, to somebody who will publish blocks on
+  // them; none if there are fewer than `least`, which counts as refused. They ascend. A reset does
+  // not end that.
+  std::vector<int64_t> lend(size_t count, size_t least, size_t group, bool wait);
+  // Lent pages of a group were filled with the blocks of these keys, which are ready. A page whose
+  // key has another one is free.
+  void publish(const std::vector<int64_t>& pages, const uint8_t* digests, size_t group, bool wait);
+  // Lent pages of a group are free.
+  void take_back(const std::vector<int64_t>& pages, size_t group, bool wait);
   // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
   // end().
   void abandon(int64_t reservation, bool wait);
@@ -185,8 +187,8 @@ class BlockManager {
   std::unique_ptr<Pages> make_pages(size_t group);
   // Throws if there is no such reservation.
   Reservations::iterator find(int64_t id);
-  // Holds pages for a load. is_use: see prepare_load(). Returns the reservation.
-  int64_t reserve_load(std::vector<Pin> pins, bool is_use);
+  // Holds pages that are ready. keeps_places: in the order of eviction. Returns the reservation.
+  int64_t reserve(Kind kind, std::vector<Pin> pins, bool keeps_places);
   // Takes the lock, for a call that visits this many keys or pages, and ends what has ended.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   std::unique_lock<std::mutex> lock() { return lock_for(0, true); }
@@ -216,8 +218,8 @@ class BlockManager {
   // Throws unless these are ascending positions of pages that the reservation was made for.
   static void check_positions(const Reservation& reservation,
                               const std::vector<int64_t>& positions);
-  // Throws unless these are different pages that are lent.
-  void check_lent(const std::vector<int64_t>& pages) const;
+  // The group. Throws unless these are different pages of it that are lent.
+  Group& lent_group(const std::vector<int64_t>& pages, size_t group);
   void release_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();

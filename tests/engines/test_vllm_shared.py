@@ -43,9 +43,7 @@ from vllm_serving import (
     serving,
 )
 
-from torch_kvswap._C import fold_keys
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.shared import _Asked
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
 from torch_kvswap.prefix.protocol import Op
@@ -499,13 +497,13 @@ def test_requests_that_another_engines_reset_overtakes_store_nothing(folder, pat
 def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):
     with page_server(path, 64) as server:
         a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
-        hold, lent = server._handlers[Op.HOLD], []
+        hold, lent = server._handlers[Op.ASK], []
 
         def note_and_hold(session: Any, *message: Any) -> None:
             lent.append(len(session.lent))
             hold(session, *message)
 
-        server._handlers[Op.HOLD] = note_and_hold
+        server._handlers[Op.ASK] = note_and_hold
         assert a.find(keys(1)) == ["MISS"]
         assert lent[0] > 0
         a.shutdown()
@@ -557,41 +555,6 @@ def test_a_damaged_page_is_computed_again_and_forgotten_for_all(folder, path):
             check(a, again(turn))
         assert a.worker._handler.metrics().loads.corrupted_blocks == 0
         assert loaded(a) >= CHUNKS
-
-
-def test_a_request_of_an_earlier_server_ends_nothing_at_the_next(folder, path):
-    """The reservations of both have numbers from 1 on."""
-
-    def until(number: int) -> None:
-        """Holds the key until a reservation has this number."""
-        held: list[Any] = []
-        while not held or held[-1].id < number:
-            count = len(held)
-            session.hold([fold_keys([key])], held.extend)
-            assert in_time(lambda count=count: session.poll() or len(held) > count)
-        assert held[-1].id == number
-        session.end_hold(held[:-1])
-
-    (key,) = keys(1)
-    with server_process(path) as server:
-        a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
-        session = a.manager._session
-        a.store([key])
-        until(40)
-        assert a.find([key]) == ["HIT"]
-        (held,) = _Asked.of(a.context, a.manager, a.manager._cache).held
-        server.kill()
-        with server_process(path):
-            assert in_time(lambda: a.step() or (session.losses == 1 and session.is_joined))
-            a.store([key])
-            until(held.id)
-            idle: list[int] = []
-            session.ask_stats(lambda stats: idle.append(stats.idle_pages))
-            a.manager.on_request_finished(a.context)
-            session.ask_stats(lambda stats: idle.append(stats.idle_pages))
-            assert in_time(lambda: session.poll() or len(idle) == 2)
-            assert idle[0] == idle[1]
-            a.shutdown()
 
 
 @pytest.mark.parametrize("below_policy", ["all", "reused"])

@@ -10,14 +10,15 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import numpy as np
 
 from torch_kvswap._native.arguments import (
-    INT64_MAX,
     Int64Array,
     NotCopyable,
     kind_of,
@@ -42,14 +43,22 @@ from torch_kvswap.prefix.groups import (
     read_groups,
     unit_tokens,
 )
-from torch_kvswap.prefix.hashing import Keys, read_keys, split_digests
+from torch_kvswap.prefix.hashing import (
+    DIGEST_BYTES,
+    Keys,
+    check_distinct_keys,
+    read_keys,
+    split_digests,
+)
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     HEAD,
     MAGIC,
     READ_BYTES,
     VERSION,
+    Ask,
     Op,
+    Outcome,
     Status,
     next_message,
     pack,
@@ -82,8 +91,9 @@ class RemoteReservation(native.Reservation):
 class Session(NotCopyable):
     """A connection to a server, of an engine, or of its scheduler or one of its workers.
 
-    A server that does not answer for DEADLINE, or has closed the connection, is given up. A thread
-    then tries to join it again, once no job uses its pages.
+    Requests are sent, and their answers come later, in the same order. A server that does not
+    answer for DEADLINE, or has closed the connection, is given up. A thread then tries to join it
+    again, once no job uses its pages.
 
     Args:
         path (str): the server's socket.
@@ -108,13 +118,15 @@ class Session(NotCopyable):
         self._names = {"engine": engine, "worker": worker, "workers": workers}
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
-        self.resets = 0
+        self._resets = 0  # of the index, as far as the server has said it
+        self._numbers = count(1)  # of what is held
         # Guarded by _lock; _changed is notified when the thread may have something to do.
         self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
         self._changed = threading.Condition(self._lock)
         self._connection: socket.socket | None = None
         self._meeting: socket.socket | None = None  # on which the thread waits for the others
-        self._open: set[int] = set()  # reservations; jobs use their pages
+        self._awaited: deque[Callable[[array[int]], object]] = deque()  # get the answers
+        self._inbox = bytearray()
         self._unheard_resets = 0  # that the server of this generation has not answered
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
@@ -144,7 +156,7 @@ class Session(NotCopyable):
                 sent = socket.send_fds(connection, [message], lock.fds)
             if sent < len(message):  # sending nothing fails if the server has closed already
                 connection.sendall(message[sent:])
-            session, resets = receive(connection, HEAD.size + 16)[0]
+            session, resets, _ = receive(connection, HEAD.size + 24)[0]
             with contextlib.ExitStack() as received:
                 handles = []
                 for _ in self._pools.layouts:
@@ -160,17 +172,7 @@ class Session(NotCopyable):
         except BaseException:
             self._hang_up(connection)
             raise
-        with self._lock:  # no call comes in between
-            self.resets = resets
-            self._use(connection, session, generation)
-            if self._unheard_resets:
-                self._tell_reset()
-
-    def _tell_reset(self) -> None:
-        """The caller holds the lock."""
-        answer = self._ask(Op.RESET)
-        if answer is not None:
-            self._unheard_resets, self.resets = 0, answer[0]
+        self._use(connection, session, generation, resets)
 
     def start(self) -> None:
         """Lets a thread join the server again when it is lost."""
@@ -223,15 +225,17 @@ class Session(NotCopyable):
                 connection.sendall(pack(Op.LEAVE))
         connection.close()
 
-    def _use(self, connection: socket.socket, session: int, generation: int) -> None:
-        with self._lock:
+    def _use(self, connection: socket.socket, session: int, generation: int, resets: int) -> None:
+        with self._lock:  # no call comes in between
             if generation != self._generation:
                 self._unheard_resets = 0
-            self._session, self._generation = session, generation
+            self._session, self._generation, self._resets = session, generation, resets
             if self._is_closing:
-                self._hang_up(connection)
-            else:
-                self._connection = connection
+                return self._hang_up(connection)
+            self._connection = connection
+            if self._unheard_resets:
+                self._unheard_resets = 0
+                self.reset()
 
     def _meet(self, connection: socket.socket, session: int) -> array[int]:
         """The answer when the other processes of the engine have come, for which it waits."""
@@ -254,7 +258,7 @@ class Session(NotCopyable):
 
     def _has_jobs(self) -> bool:
         """Whether a job uses a page."""
-        return bool(self._open)
+        return False
 
     def _until_lost(self) -> None:
         """Waits until the server is lost, and may be joined again."""
@@ -283,33 +287,49 @@ class Session(NotCopyable):
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _ask(
-        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
-    ) -> array[int] | None:
-        """The numbers of the server's answer; None if there is no server."""
-        self._process.check("prefix cache")
-        message = pack_keys(op, numbers, keys)
-        with self._lock:
-            return self._exchange(message, op < Op.END)
+    # Messages. The caller holds the lock.
 
-    def _exchange(self, message: bytes, has_answer: bool = True) -> array[int] | None:
-        """See _ask(). The caller holds the lock."""
-        if self._connection is None:
-            return None
-        try:
-            self._connection.sendall(message)
-            return receive(self._connection)[0] if has_answer else None
-        except ValueError:  # the server refuses what was asked
-            raise
-        except BlockingIOError:
-            self._lose(f"it did not answer within {DEADLINE:g} s")
-            return None
-        except OSError as error:
-            self._lose(str(error))
-            return None
-        except BaseException:  # what comes next might be half an answer
-            self._lose("a call was interrupted")
-            raise
+    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """Sends a message if there is a server. `then` get the answers."""
+        raise NotImplementedError
+
+    def _receive(self) -> None:
+        """Takes what has come. Raises OSError if that is nothing, or the server refuses."""
+        assert self._connection is not None
+        data = self._connection.recv(READ_BYTES)
+        if not data:
+            raise ConnectionError("it has closed the connection")
+        self._inbox += data
+        while (message := next_message(self._inbox)) is not None:
+            status, numbers, text = message
+            if status == Status.DONE:
+                self._awaited.popleft()(numbers)
+            elif status == Status.RESET:
+                self._note_reset()
+            else:
+                raise ConnectionError(text.decode())
+
+    def reset(self) -> None:
+        """Forgets all blocks, also those of other engines.
+
+        If the server does not answer, it forgets them when it is joined again.
+        """
+        with self._lock:
+            self._unheard_resets += 1
+            if self._connection is not None:
+                self._note_reset()
+                self._send(pack(Op.RESET), self._heard_reset)
+
+    def _note_reset(self) -> None:
+        self._resets += 1
+
+    def _heard_reset(self, _: array[int]) -> None:
+        self._unheard_resets -= 1
+
+    def _forget(self) -> None:
+        """Forgets what belongs to a server that is gone, but not the jobs."""
+        self._inbox.clear()
+        self._awaited.clear()
 
     def _lose(self, why: str) -> None:
         """The caller holds the lock."""
@@ -318,6 +338,7 @@ class Session(NotCopyable):
         log.warning("the server at %s is lost, and its pages: %s", self._path, why)
         self._connection.close()
         self._connection = None
+        self._forget()
         self._changed.notify_all()
 
     def _job_ended(self) -> None:
@@ -326,11 +347,31 @@ class Session(NotCopyable):
             self._changed.notify_all()
 
 
+@dataclass(eq=False)
+class _Store:
+    """A store that has not ended.
+
+    Attributes:
+        resets (int): of the index, when it began.
+        pages (list[list[int]]): borrowed, of each group.
+        digests (list[bytes]), keys (list[dict]): of their blocks; the dicts have this store for
+            each key.
+        leases (set[int]): preempted requests that hold these keys too, once they are there.
+    """
+
+    resets: int
+    pages: list[list[int]] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    keys: list[dict[bytes, _Store]] = field(default_factory=list)
+    leases: set[int] = field(default_factory=set)
+
+
 class RemoteManager(Session):
     """The BlockManager of a server, with the same calls; other engines change it too.
 
-    A call asks the server, and waits DEADLINE for it at most. Without a server lookups find
-    nothing, and loads and stores get no pages. Reservations end here when the server is lost.
+    A call that needs an answer waits for it, for DEADLINE at most. Without a server lookups find
+    nothing, and loads and stores get no pages. What is being stored only this engine knows, until
+    complete() publishes it: two engines may store one block, and the server keeps one page.
 
     Any thread may call any method. In a forked child every call raises RuntimeError.
 
@@ -359,19 +400,27 @@ class RemoteManager(Session):
         of_one_page = [dataclasses.replace(group, num_pages=1) for group in self.groups]
         # For what depends on the groups only: it never has a block.
         self._of_one_page = BlockManager(of_one_page)
+        self.resets = 0
+        # By the numbers of what they hold; None is a load. Guarded by _lock, as are the others.
+        self._open: dict[int, _Store | None] = {}
+        self._storing: list[dict[bytes, _Store]] = [{} for _ in self.groups]
+        self._leases: set[int] = set()
+        self._lost_leases: set[int] = set()  # at a reset, of which the server has not heard
         self._dropped = 0  # stores without a server
         self._ended = native.EndedPages()
         self._reported: list[tuple[int, bool, list[int], bool]] = []  # taken from there
-        # Of open reservations: the digests of each group, and the indices of those with a page.
-        self._reserved: dict[int, tuple[list[bytes], list[Int64Array]]] = {}
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
-        answer = self._ask(Op.LOOKUP, [read_switch("again", again)], self._read(keys))
-        if answer is None:
-            return _NOTHING
-        *found, self.resets = answer
-        return Lookup(*found)
+        how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
+        of_groups = self._read(keys)
+        with self._lock:
+            answer = self._ask(Op.ASK, [how, 0], of_groups)
+            if answer is None:
+                return _NOTHING
+            self.resets = self._resets
+            found = Lookup(*answer[:4])
+            return self._with_own(found, of_groups) if any(self._storing) else found
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
@@ -386,43 +435,56 @@ class RemoteManager(Session):
 
     def _prepare_load(self, digests: list[bytes], prefix: int | None) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
-        number = -1 if prefix is None else read_int("prefix", prefix, 0, INT64_MAX)
-        return self._reserve(Op.PREPARE_LOAD, digests, [number])
+        ranges = [range(len(of_group) // DIGEST_BYTES) for of_group in digests]
+        if prefix is not None:
+            self._of_one_page._prepare_load(digests, prefix)  # raises if the keys are too few
+            ranges = self._needed_blocks(prefix)
+            digests = [
+                of_group[of.start * DIGEST_BYTES : of.stop * DIGEST_BYTES]
+                for of_group, of in zip(digests, ranges, strict=True)
+            ]
+        with self._lock, self._reserving() as number:
+            answer = self._ask(Op.ASK, [Ask.LOAD, number], digests)
+            pages, _ = _split_numbers(answer[4:], len(ranges)) if answer else ([], [])
+            if not answer or sum(map(len, pages)) < sum(map(len, ranges)):
+                return None
+            self._open[number] = None
+            indices = [np.arange(of.start, of.stop) for of in ranges]
+            return self._made(number, indices, pages, is_load=True)
 
     def _prepare_store(self, digests: list[bytes], resets: int | None) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._reserve(Op.PREPARE_STORE, digests, [-1 if resets is None else resets])
+        return self._borrow(digests, resets)
 
     def _preempt(self, digests: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._reserve(Op.PREEMPT, digests)
+        return self._borrow(digests, is_kept=True)
 
     def is_pending(self, digests: list[bytes]) -> bool:
-        """See BlockManager.is_pending()."""
-        return self._ask(Op.IS_PENDING, keys=digests) == array("q", [True])
+        """Whether this engine is storing some of these blocks."""
+        with self._lock:
+            self.end_reported()
+            return any(map(any, self._own(digests)))
 
     # What anybody may call.
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""
-        self._ask(Op.TOUCH, keys=self._read(keys))
+        self._tell(Op.TOUCH, (), self._read(keys))
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """See BlockManager.order()."""
-        self._ask(Op.ORDER, [read_switch("renew", renew)], self._read(keys))
+        self._tell(Op.ORDER, [read_switch("renew", renew)], self._read(keys))
 
     def release(self, lease: int) -> bool:
         """See BlockManager.release()."""
-        return self._ask(Op.RELEASE, [read_int("lease", lease)]) == array("q", [True])
-
-    def reset(self) -> None:
-        """Forgets all blocks and leases, also those of other engines: see BlockManager.reset().
-
-        If the server does not answer, it forgets them when it is joined again.
-        """
+        lease = read_int("lease", lease)
         with self._lock:
-            self._unheard_resets = 1
-            self._tell_reset()
+            is_held = lease in self._leases
+            if is_held:
+                self._tell(Op.END, [lease, Outcome.DONE])
+                self._leases.discard(lease)
+        return is_held
 
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.
@@ -438,74 +500,252 @@ class RemoteManager(Session):
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
         """Does nothing: all pages are ready before the server is joined."""
 
+    # Messages.
+
+    def _ask(
+        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
+    ) -> array[int] | None:
+        """The server's answer; None if there is no server. What has ended is told first."""
+        answers: list[array[int]] = []
+        message = pack_keys(op, numbers, keys)
+        with self._lock:
+            self.end_reported()
+            self._send(message, answers.append)
+        return answers[0] if answers else None
+
+    def _tell(self, op: Op, numbers: Sequence[int], keys: Sequence[bytes] = ()) -> None:
+        """Sends what gets no answer."""
+        message = pack_keys(op, numbers, keys)
+        with self._lock:
+            self.end_reported()
+            self._send(message)
+
+    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """See Session. Waits for the answers."""
+        if self._connection is None:
+            return
+        try:
+            self._awaited.extend(then)
+            self._connection.sendall(message)
+            while self._awaited:
+                self._receive()
+            while self._lost_leases:
+                self._connection.sendall(pack(Op.END, [self._lost_leases.pop(), Outcome.DONE]))
+        except BlockingIOError:
+            self._lose(f"it did not answer within {DEADLINE:g} s")
+        except OSError as error:
+            self._lose(str(error))
+        except BaseException:  # an answer, or what it reserves, would be nobody's
+            self._lose("a call was interrupted")
+            raise
+
+    def _has_jobs(self) -> bool:
+        return bool(self._open)
+
+    def _use(self, connection: socket.socket, session: int, generation: int, resets: int) -> None:
+        self.resets = resets
+        super()._use(connection, session, generation, resets)
+
+    def _note_reset(self) -> None:
+        """What is being stored is from before it, and nobody finds what the leases hold."""
+        super()._note_reset()
+        for storing in self._storing:
+            storing.clear()
+        self._lost_leases |= self._leases
+        self._leases.clear()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._leases.clear()
+        self._lost_leases.clear()
+
     # Reservations.
+
+    @contextlib.contextmanager
+    def _reserving(self) -> Iterator[int]:
+        """The number of a reservation. Gives the server up if the caller raises: nobody would end
+        what it has reserved."""
+        number = next(self._numbers)
+        try:
+            yield number
+        except BaseException:
+            self._lose("a call was interrupted")
+            self._drop(number)
+            raise
+
+    def _made(
+        self,
+        number: int,
+        indices: list[Int64Array],
+        pages: list[Int64Array],
+        lease: int = 0,
+        *,
+        is_load: bool = False,
+    ) -> RemoteReservation:
+        made = RemoteReservation(number, self._ended, sum(map(len, pages)), is_load)
+        made.key_indices, made.pages, made.lease = indices, pages, lease
+        return made
+
+    def _borrow(
+        self, of_groups: list[bytes], resets: int | None = None, is_kept: bool = False
+    ) -> RemoteReservation | None:
+        """Holds the pages of the keys that are ready, and borrows one for each other key that this
+        engine is not storing already. is_kept: it holds all of them until release()."""
+        store = _Store(self._resets)
+        store.keys = [dict.fromkeys(split_digests(digests), store) for digests in of_groups]
+        for group, (keys, digests) in enumerate(zip(store.keys, of_groups, strict=True)):
+            if len(keys) * DIGEST_BYTES < len(digests):
+                check_distinct_keys("keys" if len(of_groups) == 1 else f"keys[{group}]", digests)
+        with self._lock, self._reserving() as number:
+            self.end_reported()
+            asked, earlier = None, set[_Store]()
+            if any(self._storing):
+                own = self._own(of_groups)
+                asked = [np.flatnonzero([one is None for one in of_group]) for of_group in own]
+                earlier = {one for of_group in own for one in of_group if one is not None}
+                of_groups = list(map(_select_keys, of_groups, asked))
+            answer = self._ask(Op.BORROW, [number, 0], of_groups)
+            if self._connection is None:
+                self._dropped += 1
+            if not answer:
+                return None
+            pages, missing = _split_numbers(answer, len(of_groups))
+            store.pages, store.resets = [of.tolist() for of in pages], self._resets
+            store.digests = list(map(_select_keys, of_groups, missing))
+            for group, digests in enumerate(store.digests):
+                if len(digests) < len(store.keys[group]) * DIGEST_BYTES:
+                    store.keys[group] = dict.fromkeys(split_digests(digests), store)
+            self._open[number] = store
+            if resets not in (None, self._resets):
+                self._end(number, Outcome.FAILED, ())
+                return None
+            if is_kept:
+                self._leases.add(number)
+                for one in (*earlier, store):
+                    one.leases.add(number)
+            for storing, keys in zip(self._storing, store.keys, strict=True):
+                storing.update(keys)
+            if asked is not None:
+                missing = [of[places] for of, places in zip(asked, missing, strict=True)]
+            is_empty, lease = not any(store.pages), number if is_kept else 0
+            if is_empty:
+                self._end(number, Outcome.DONE, ())
+            return self._made(0 if is_empty else number, missing, pages, lease)
 
     def end_reported(self) -> None:
         """Tells the server which copies have ended."""
         self._process.check("prefix cache")
         with self._lock:
             self._ended.take(self._reported)
-            while self._reported:  # each goes when it was told: the server may hear it twice
+            while self._reported:
                 number, has_succeeded, rejected, is_corrupted = self._reported[0]
-                if is_corrupted:  # what is below may be as wrong
-                    groups, keys = _keys_of(rejected, *self._reserved[number])
-                    self._exchange(pack_keys(Op.DELETE, groups, keys), False)
-                self._exchange(pack(Op.END, [number, has_succeeded, *rejected]), False)
-                self._open.discard(number)
+                outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
+                self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
                 self._reported.pop(0)
-                self._reserved.pop(number, None)
-            self._job_ended()
 
-    def _ask(
-        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
-    ) -> array[int] | None:
-        """See Session. What has ended is told first."""
-        self.end_reported()
-        return super()._ask(op, numbers, keys)
+    def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
+        """The copy of a reservation has ended. The caller holds the lock."""
+        if number not in self._open:  # a call before was interrupted
+            return
+        store = self._open[number]
+        try:
+            if store is None:
+                self._send(pack(Op.END, [number, outcome, *rejected]))
+            else:
+                self._end_store(number, store, outcome, rejected)
+            self._drop(number)
+        except BaseException:  # it must not be said twice
+            self._lose("a call was interrupted")
+            raise
 
-    def _reserve(
-        self, op: Op, digests: list[bytes], numbers: Sequence[int] = ()
-    ) -> RemoteReservation | None:
-        """As _ask(). What the answer reserves is open from then on."""
-        number = 0
-        with self._lock:
-            self.end_reported()
-            try:
-                answer = self._exchange(pack_keys(op, numbers, digests))
-                if answer is None:
-                    self._dropped += op != Op.PREPARE_LOAD
-                if not answer:
-                    return None
-                number, lease, *counts = answer[: 2 + len(self.groups)]
-                ends = list(accumulate(2 * counts, initial=2 + len(counts)))
-                parts = [np.asarray(answer[start:end]) for start, end in pairwise(ends)]
-                of = RemoteReservation(number, self._ended, sum(counts), op == Op.PREPARE_LOAD)
-                of.key_indices, of.pages = parts[: len(counts)], parts[len(counts) :]
-                of.lease = lease
-                if number:
-                    self._reserved[number] = digests, of.key_indices
-                    self._open.add(number)
-            except ValueError:  # the server refuses what was asked
-                raise
-            except BaseException:  # nobody would end what the server has reserved
-                self._open.discard(number)
-                self._lose("a call was interrupted")
-                raise
-        return of
+    def _drop(self, number: int) -> None:
+        """Forgets a reservation. The caller holds the lock."""
+        store = self._open.get(number)
+        if store is not None and store.resets == self._resets:  # else a reset has cleared them
+            for storing, keys in zip(self._storing, store.keys, strict=True):
+                if len(storing) == len(keys):
+                    storing.clear()
+                for key in keys if storing else ():
+                    storing.pop(key, None)
+        self._open.pop(number, None)
+        self._job_ended()
+
+    def _end_store(
+        self, number: int, store: _Store, outcome: Outcome, rejected: Sequence[int]
+    ) -> None:
+        """Publishes the blocks that were stored, and gives the other pages back."""
+        messages, stored, first = [], [], 0
+        for group, (pages, digests) in enumerate(zip(store.pages, store.digests, strict=True)):
+            refused = {at - first for at in rejected if 0 <= at - first < len(pages)}
+            first += len(pages)
+            if outcome == Outcome.FAILED:
+                refused.update(range(len(pages)))
+            if refused:
+                places = [at for at in range(len(pages)) if at not in refused]
+                messages.append(pack(Op.GIVE_BACK, [group, *(pages[at] for at in refused)]))
+                pages, digests = [pages[at] for at in places], _select_keys(digests, places)
+            stored.append(digests)
+            if pages:
+                messages.append(pack(Op.PUBLISH, [group, store.resets, *pages], digests))
+        leases = store.leases & self._leases if any(stored) else ()
+        messages += (pack_keys(Op.ASK, [Ask.HOLD, lease], stored) for lease in leases)
+        if number not in store.leases:
+            messages.append(pack(Op.END, [number, Outcome.DONE]))
+        self._send(b"".join(messages), *(len(leases) * [lambda _: None]))
+
+    def _own(self, of_groups: Sequence[bytes]) -> list[list[_Store | None]]:
+        """The store of this engine that has not ended, of each key. The caller holds the lock."""
+        return [
+            list(map(storing.get, split_digests(digests)))
+            for storing, digests in zip(self._storing, of_groups, strict=True)
+        ]
+
+    def _with_own(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
+        """What is found, with the blocks that this engine is storing. The caller holds the lock."""
+        own = self._own(of_groups)
+        if not any(map(any, own)):
+            return found
+        number = next(self._numbers)
+        answer = self._ask(Op.ASK, [Ask.HOLD, number], of_groups)
+        if answer is None:
+            return _NOTHING
+        self._tell(Op.END, [number, Outcome.DONE])
+        pages, indices = _split_numbers(answer[4:], len(own))
+        if sum(map(len, pages)) == sum(map(len, own)):  # another engine has stored them meanwhile
+            return found
+        all_there, pending = [], found.pending
+        for group, stores, there_at in zip(self.groups, own, indices, strict=True):
+            ready, storing = np.zeros(len(stores), bool), np.array(list(map(bool, stores)), bool)
+            ready[there_at] = True
+            first = found.found * (self.unit_tokens // group.block_tokens)
+            there = (ready | storing)[first:]
+            all_there.append(there.tobytes())
+            if group.window == 0 and not there.all():  # what is behind does not count
+                storing[first + np.argmin(there) :] = False
+            pending += int((storing & ~ready).sum())
+        longest = self._of_one_page._longest_prefix(found.found, all_there)
+        return Lookup(longest, found.ready, pending, found.asking)
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
         return read_keys(keys, len(self.groups), self._is_list)
 
 
-def _keys_of(
-    positions: Sequence[int], digests: Sequence[bytes], indices: Sequence[Int64Array]
-) -> tuple[list[int], list[bytes]]:
-    """The groups and keys of the pages with these positions among those of all groups in a row."""
-    several = zip(map(split_digests, digests), indices, strict=True)
-    of_pages = [
-        (group, keys[index]) for group, (keys, of_group) in enumerate(several) for index in of_group
-    ]
-    return [of_pages[at][0] for at in positions], [of_pages[at][1] for at in positions]
+def _select_keys(digests: bytes, indices: Any) -> bytes:
+    """The keys with these indices."""
+    if len(indices) * DIGEST_BYTES == len(digests):
+        return digests
+    rows = np.frombuffer(digests, f"V{DIGEST_BYTES}")
+    selected: bytes = rows[np.asarray(indices, np.int64)].tobytes()
+    return selected
+
+
+def _split_numbers(numbers: array[int], groups: int) -> tuple[list[Any], list[Any]]:
+    """The pages of each group, whose counts come first, and then the indices of their keys, if
+    these are said."""
+    every, counts = np.asarray(numbers), numbers[:groups]
+    ends = list(accumulate([*counts, *counts], initial=groups))
+    of_groups = [every[start:end] for start, end in pairwise(ends)]
+    return of_groups[:groups], of_groups[groups:]
 
 
 class RemotePools:

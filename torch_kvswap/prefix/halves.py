@@ -9,15 +9,16 @@ from __future__ import annotations
 import socket
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.client import RemotePools, Session, connect_to
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import READ_BYTES, Op, Status, next_message, pack, pack_keys
+from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
 
 _LEAST_PAGES = 64  # that an engine with requests borrows, if its largest recent step took fewer
 
@@ -32,7 +33,9 @@ class WorkerSession(Session):
     def join(self) -> None:
         """See Session."""
         super().join()
-        self._ask(Op.READY)
+        with self._lock:
+            if self._connection is not None:
+                self._connection.sendall(pack(Op.READY))
 
     def _await_jobs(self, connection: socket.socket) -> None:
         self._meet(connection, 0)
@@ -58,7 +61,7 @@ class Held(NamedTuple):
     """What a server holds of a list of keys.
 
     Attributes:
-        id (int): the reservation; 0 for none.
+        id (int): its number; 0 for nothing.
         pages (list[int]): of the keys that are held.
         indices (Sequence[int]): of these keys.
         in_front (int): so many keys in front are there, arrive, or are being asked for below; -1 if
@@ -86,25 +89,31 @@ class SchedulerSession(Session):
     Attributes:
         num_pages (int): of the server.
         losses (int): how many servers were lost.
-        resets (int): how often this server was reset, by any engine, as far as poll() knows.
     """
 
     def __init__(self, path: str, engine: str, workers: int = 1) -> None:
         # It maps no memory, and the server compares nothing.
         super().__init__(path, engine, {}, RemotePools([], {}), workers=workers)
-        self.num_pages = self.losses = self.resets = 0
+        self.num_pages = self.losses = 0
+        self._loading: set[int] = set()  # numbers of what jobs load
         self._storing: dict[int, int] = {}  # pages of open stores: resets when the store began
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets what belongs to a server that is gone, but not the jobs."""
-        self._inbox, self._outbox = bytearray(), bytearray()
+        """See Session."""
+        super()._forget()
+        self._outbox = bytearray()
         # _moved: when the server has last answered, or taken what it had not taken.
         self._failure, self._moved = "", 0.0
-        self._awaited: deque[Callable[[array[int]], None]] = deque()
         self._free: list[int] = []  # borrowed pages that no store uses
         self._is_borrowing = self._is_short = False  # is_short: it got fewer than it asked for
         self._demand = self._taken = 0  # pages of one step, and of this one
+
+    @property
+    def resets(self) -> int:
+        """Another number after each reset by any engine, and for each server, as far as poll()
+        knows."""
+        return self._resets
 
     @property
     def is_joined(self) -> bool:
@@ -126,51 +135,33 @@ class SchedulerSession(Session):
         connection, generation = connect_to(self._path)
         try:
             known = self._session if generation == self._generation else 0
-            session, self.num_pages, self.resets = self._meet(connection, known)
+            session, resets, self.num_pages = self._meet(connection, known)
             connection.setblocking(False)
         except BaseException:
             self._hang_up(connection)
             raise
-        with self._lock:  # no call comes in between
-            self._use(connection, session, generation)
-            if self._unheard_resets:
-                self._unheard_resets = 0
-                self.reset()
+        self._use(connection, session, generation, resets)
 
     def poll(self) -> None:
         """Takes the answers that have come."""
         with self._lock:
             if self._connection is None:
                 return
-            self._receive()
+            try:
+                while not self._failure:
+                    self._receive()
+                    self._moved = time.monotonic()
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._failure = str(error)
             self._flush()
             is_waiting = self._awaited or self._outbox
             if is_waiting and time.monotonic() - self._moved > client.DEADLINE:
                 self._failure = self._failure or f"it did not answer within {client.DEADLINE:g} s"
             if self._failure:
                 self._lose(self._failure)
-                self._forget()
                 self.losses += 1
-
-    def _receive(self) -> None:
-        assert self._connection is not None
-        try:
-            while data := self._connection.recv(READ_BYTES):
-                self._inbox += data
-                self._moved = time.monotonic()
-            self._failure = self._failure or "it has closed the connection"
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._failure = str(error)
-        while not self._failure and (message := next_message(self._inbox)) is not None:
-            status, numbers, data = message
-            if status == Status.RESET:
-                self.resets += 1
-            elif status == Status.DONE:
-                self._awaited.popleft()(numbers)
-            else:
-                self._failure = data.decode()
 
     def _flush(self, message: bytes = b"") -> None:
         """Sends what the server takes."""
@@ -187,15 +178,14 @@ class SchedulerSession(Session):
         except OSError as error:  # poll() says so: the step goes on with the pages that it has
             self._failure = str(error)
 
-    def _send(self, message: bytes, then: Callable[[array[int]], None] | None = None) -> None:
-        """Sends a message, and calls `then` with its answer, in poll()."""
+    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """See Session. poll() takes the answers."""
         with self._lock:
             if self._connection is None:
                 return
             if not self._awaited and not self._outbox:
                 self._moved = time.monotonic()
-            if then is not None:
-                self._awaited.append(then)
+            self._awaited.extend(then)
             self._flush(message)
 
     def _say_leave(self) -> bool:
@@ -203,7 +193,7 @@ class SchedulerSession(Session):
         return self.is_joined and not (self._outbox or self._failure)
 
     def _has_jobs(self) -> bool:
-        return bool(self._open or self._storing)
+        return bool(self._loading or self._storing)
 
     # Requests.
 
@@ -214,24 +204,28 @@ class SchedulerSession(Session):
             keys (Sequence[bytes]): lists of digests.
             then: gets what is held of each list. What is not loaded must be given to end_hold().
         """
-        self._send(pack_keys(Op.HOLD, (), keys), lambda numbers: then(_read_held(numbers)))
+        first = next(self._numbers)
+        self._numbers = count(first + len(keys))
+        asked = [len(digests) // DIGEST_BYTES for digests in keys]
+        message = pack_keys(Op.ASK, [Ask.HOLD, first], keys)
+        self._send(message, lambda answer: then(_read_held(first, asked, answer)))
 
     def end_hold(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
         """Ends what hold() has reserved. Nobody finds the blocks on failed pages any more."""
         for one in held:
             rejected = [at for at, page in enumerate(one.pages) if page in failed] if failed else ()
             if one.id:
-                self._send(pack(Op.END, [one.id, True, *rejected]))
+                self._send(pack(Op.END, [one.id, Outcome.DONE, *rejected]))
 
     def begin_load(self, held: Sequence[Held]) -> None:
         """A load reads what is held, until end_load()."""
-        self._open.update(one.id for one in held)
+        self._loading.update(one.id for one in held)
 
     def end_load(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
         """The copy has ended. See end_hold()."""
         self.end_hold(held, failed)
         with self._lock:
-            self._open.difference_update(one.id for one in held)
+            self._loading.difference_update(one.id for one in held)
             self._job_ended()
 
     def begin_store(self, count: int) -> list[int] | None:
@@ -261,7 +255,7 @@ class SchedulerSession(Session):
             if began != {self.resets}:
                 stored = ()
             if stored:
-                self._send(pack(Op.PUBLISH, [self.resets, *stored], digests))
+                self._send(pack(Op.PUBLISH, [0, self.resets, *stored], digests))
             if self._connection is not None:
                 self._free += set(pages).difference(stored)
             self._job_ended()
@@ -277,14 +271,15 @@ class SchedulerSession(Session):
         wanted = 0 if is_idle else max(self._demand, _LEAST_PAGES)
         missing = wanted - len(self._free)
         if -missing > wanted:
-            self._send(pack(Op.GIVE_BACK, self._free[wanted:]))
+            self._send(pack(Op.GIVE_BACK, [0, *self._free[wanted:]]))
             del self._free[wanted:]
         is_asking = missing >= wanted // 4 or len(self._free) < self._demand
         if is_asking and self.is_joined and not self._is_borrowing and not is_idle:
             self._is_borrowing = True
-            self._send(pack(Op.BORROW, [missing]), partial(self._borrowed, missing))
+            self._send(pack(Op.BORROW, [0, missing]), partial(self._borrowed, missing))
 
-    def _borrowed(self, asked: int, pages: array[int]) -> None:
+    def _borrowed(self, asked: int, answer: array[int]) -> None:
+        pages = answer[1:]
         self._free += pages
         self._is_borrowing, self._is_short = False, len(pages) < asked
 
@@ -296,29 +291,20 @@ class SchedulerSession(Session):
         """See BlockManager.order()."""
         self._send(pack_keys(Op.ORDER, [renew], [digests]))
 
-    def reset(self) -> None:
-        """See RemoteManager.reset(). Also forgets the blocks of stores that have not ended."""
-        with self._lock:
-            self._unheard_resets += 1
-            if self.is_joined:
-                self.resets += 1
-                self._send(pack(Op.RESET), self._heard_reset)
-
-    def _heard_reset(self, _: array[int]) -> None:
-        self._unheard_resets -= 1
-
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""
         self._send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))
 
 
-def _read_held(numbers: array[int]) -> list[Held]:
+def _read_held(first: int, asked: Sequence[int], answer: array[int]) -> list[Held]:
     held, at = [], 0
-    while at < len(numbers):
-        number, count, in_front = numbers[at : at + 3]
-        pages, at = numbers[at + 3 : at + 3 + count], at + 3 + count
-        indices: Sequence[int] = range(count)
-        if in_front >= 0:
-            indices, at = numbers[at : at + count].tolist(), at + count
-        held.append(Held(number, pages.tolist(), indices, in_front))
+    for number, keys in enumerate(asked, first):
+        found, _, _, asking, count = answer[at : at + 5]
+        pages, at = answer[at + 5 : at + 5 + count].tolist(), at + 5 + count
+        if count == keys:
+            held.append(Held(number, pages, range(count), -1))
+            continue
+        indices = answer[at : at + count].tolist()
+        at += count
+        held.append(Held(number if count else 0, pages, indices, found + asking))
     return held

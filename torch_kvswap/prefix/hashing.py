@@ -291,6 +291,19 @@ def _token_bytes(
 Keys = PrefixKeys | bytes | Sequence[Hashable]
 
 
+def check_distinct_keys(name: str, digests: bytes) -> None:
+    """Raises ValueError if a key occurs twice, as BlockManager.prepare_store() does."""
+    keys = split_digests(digests)
+    if len(set(keys)) == len(keys):
+        return
+    first = dict[bytes, int]()
+    for index, key in enumerate(keys):
+        if (before := first.setdefault(key, index)) != index:
+            raise ValueError(
+                f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
+            )
+
+
 def split_digests(digests: bytes) -> list[bytes]:
     """Each of some digests that lie one after another."""
     places = range(0, len(digests), DIGEST_BYTES)

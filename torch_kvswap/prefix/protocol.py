@@ -1,17 +1,18 @@
-"""The messages between the prefix cache of an engine and a server (docs/serve.md).
+"""The messages between the engines and a server of host pages (docs/serve.md).
 
 A message is HEAD, then numbers, int64, and then bytes, which are digests, JSON or text. What a
 request is its Op says, and what an answer is its Status. All numbers are in the byte order of the
 machine. Keys are the counts of the groups, the last numbers of a message, and all digests in a row.
 
-A PrefixCache says HELLO, and is one session. An engine whose scheduler and workers are processes of
-their own has a session for each: a worker says HELLO, and READY when it has pinned the memory; the
-scheduler says MEET, which is answered when all workers are ready, and has all reservations. After a
-server was lost the workers say MEET too, before they free the old memory: the scheduler comes when
-no job uses it any more.
+Answers come in the order of the requests, and an engine may send more before it has read them. A
+PrefixCache waits for each. It says HELLO, and is one session. An engine whose scheduler and workers
+are processes of their own has a session for each: a worker says HELLO, and READY when it has pinned
+the memory; the scheduler says MEET, which is answered when all workers are ready, and has all
+pages. After a server was lost the workers say MEET too, before they free the old memory: the
+scheduler comes when no job uses it any more.
 
-A scheduler borrows pages for the blocks that it will store, publishes those that have their blocks,
-and gives back the others.
+An engine holds pages that it reads, under a number that it chooses, until END. It borrows pages
+that it writes, publishes those that have their blocks, and gives back the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
-VERSION = 7
+VERSION = 8
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -31,36 +32,49 @@ MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
 
 
 class Op(IntEnum):
-    """Requests, with their numbers. Those that are marked so get no answer."""
+    """Requests, with their numbers."""
 
-    # JSON, and open_lock(). The answer: session, `resets` of the index; then come the PoolHandles
-    HELLO = 1
-    LOOKUP = 2  # whether it is asked again, keys. The answer: a Lookup, `resets` of the index
-    # The answers of these three: reservation, lease, of each group the number of pages, then of
-    # each the indices of the keys, then of each the pages; nothing if nothing is reserved.
-    PREPARE_LOAD = 3  # prefix, or -1 for all keys; keys
-    PREPARE_STORE = 4  # `resets` when the blocks were computed, or -1 for now; keys
-    PREEMPT = 5  # keys
-    IS_PENDING = 6  # keys. The answer: 0 or 1
-    RELEASE = 7  # lease. The answer: 0 or 1
-    STATS = 8  # group. The answer: BlockStats
-    RESET = 9  # the answer: `resets` of the index
-    MEET = 10  # JSON. The answer, when the others have come: session, pages, resets so far
-    # Several lists of keys. The answer for each: reservation or 0; pages; how many keys in front
-    # are there, arrive, or are being asked for below, or -1: all are held; then the pages, and if
-    # not all are held the indices of their keys.
-    HOLD = 11
-    BORROW = 12  # how many pages at most. The answer: pages
-    END = 13  # no answer: reservation, whether it has succeeded, rejected positions
-    TOUCH = 14  # no answer: keys
-    ORDER = 15  # no answer: whether it is renewed, keys
-    DELETE = 16  # no answer: groups of pages that loads have found damaged, their keys one by one
-    PUBLISH = 17  # no answer: resets before the store began, borrowed pages; digests of each
-    GIVE_BACK = 18  # no answer: borrowed pages
-    READY = 19  # no answer: the memory is pinned
-    # No answer: no job is in flight. On a new connection: a session of this process, and the
-    # generation of its server.
-    LEAVE = 20
+    # The answer of both: session, `resets` of the index, pages of the first group.
+    HELLO = 1  # JSON, and open_lock(). Behind the answer come the PoolHandles
+    MEET = 2  # JSON. The answer comes when the others have come
+    # Ask, number, keys of one list or of several: what is held of them has this number and those
+    # that follow. The answer for each list: a Lookup, of each group the number of pages held, the
+    # pages, and unless all keys are held the indices of theirs.
+    ASK = 3
+    # Number, pages, and keys or none. With keys: holds those that are ready with this number, and
+    # lends a page for each of the others. Without: so many pages of the first group at most. The
+    # answer: of each group the number of pages lent, the pages, the indices of their keys; nothing
+    # if there is not enough room.
+    BORROW = 4
+    STATS = 5  # group. The answer: BlockStats
+    RESET = 6  # the answer: no number
+    # These get no answer.
+    END = 7  # number, Outcome, positions of rejected pages: they are not held any more
+    PUBLISH = 8  # group, `resets` when the store began, borrowed pages; the digest of each
+    GIVE_BACK = 9  # group, borrowed pages
+    TOUCH = 10  # keys
+    ORDER = 11  # whether it is renewed, keys
+    READY = 12  # the memory is pinned
+    # No job is in flight. On a new connection: a session of this process, and the generation of its
+    # server.
+    LEAVE = 13
+
+
+class Ask(IntEnum):
+    """What ASK does."""
+
+    LOOK = 0  # holds nothing
+    AGAIN = 1  # the same, for a lookup that was counted before
+    HOLD = 2  # holds the keys that are ready. If they are not all, the others are looked up
+    LOAD = 3  # holds all keys, or none; this is a use
+
+
+class Outcome(IntEnum):
+    """How a load has ended."""
+
+    FAILED = 0  # nobody finds its blocks any more
+    DONE = 1  # the same holds for rejected ones only
+    DAMAGED = 2  # the rejected ones were not what was stored: they are deleted below, too
 
 
 class Status(IntEnum):
@@ -68,7 +82,7 @@ class Status(IntEnum):
 
     DONE = 0
     REFUSED = 1  # the text of a ValueError
-    RESET = 2  # no answer: to schedulers, another engine has reset the server
+    RESET = 2  # no answer: another engine has reset the server
 
 
 class ProtocolError(ConnectionError):

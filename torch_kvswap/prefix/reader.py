@@ -15,7 +15,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, read_keys, split_digests
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, check_distinct_keys, read_keys
 
 
 class ArgumentReader:
@@ -147,12 +147,7 @@ class ArgumentReader:
     def check_distinct_keys(self, digests: list[bytes]) -> None:
         """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
         for group, of_group in enumerate(digests):
-            name, first = self._name("keys", group), dict[bytes, int]()
-            for index, key in enumerate(split_digests(of_group)):
-                if (before := first.setdefault(key, index)) != index:
-                    raise ValueError(
-                        f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
-                    )
+            check_distinct_keys(self._name("keys", group), of_group)
 
     def _name(self, argument: str, group: int) -> str:
         return f"{argument}[{group}]" if self._is_list else argument

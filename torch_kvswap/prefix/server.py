@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,13 +34,15 @@ from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
-from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, split_digests
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.protocol import (
     MAGIC,
     READ_BYTES,
     VERSION,
+    Ask,
     Op,
+    Outcome,
     ProtocolError,
     Status,
     next_message,
@@ -58,6 +60,13 @@ _BELOW_BYTES = 64 << 20  # in flight to the store below, and from there
 _LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
+
+
+class _Held(NamedTuple):
+    """Pages that an engine reads, and the keys, of each group, of which they are."""
+
+    reservation: LoadReservation
+    of_groups: list[bytes]
 
 
 @dataclass(eq=False)
@@ -83,17 +92,20 @@ class _Session:
     deadline: float = 0.0  # by which it must have said HELLO or MEET
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
-    reservations: dict[int, Reservation] = field(default_factory=dict)  # those that are open
-    leases: set[int] = field(default_factory=set)  # of preempt()
-    lent: set[int] = field(default_factory=set)  # pages that it has borrowed
+    held: dict[int, list[_Held]] = field(default_factory=dict)  # by the numbers of the engine
+    lent: dict[int, set[int]] = field(default_factory=dict)  # pages that it has borrowed, by group
 
     @property
     def is_scheduler(self) -> bool:
         return self.workers > 0
 
     @property
+    def is_worker(self) -> bool:
+        return bool(self.engine) and not self.is_scheduler
+
+    @property
     def has_pages(self) -> bool:
-        return bool(self.reservations or self.leases or self.lent)
+        return bool(self.held) or any(self.lent.values())
 
 
 class _Pages:
@@ -199,7 +211,7 @@ class PageServer:
         self._clock = time.monotonic
         self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap, see _later()
         self._timer_numbers = itertools.count()
-        self._handlers: dict[int, Callable[[_Session, Any, bytes], None]] = {
+        self._handlers: dict[int, Callable[[_Session, array[int], bytes], None]] = {
             op: getattr(self, f"_on_{op.name.lower()}") for op in Op
         }
         with contextlib.ExitStack() as undo:
@@ -405,10 +417,9 @@ class PageServer:
         try:
             self._handlers[op](session, numbers, data)
         except ValueError as error:
-            if op < Op.END:
+            if not session.is_member:
                 self._send(session, pack(Status.REFUSED, data=str(error).encode()))
-            if op >= Op.END or op == Op.HELLO:
-                raise
+            raise
 
     def _answer(self, session: _Session, numbers: Iterable[int] = ()) -> None:
         self._send(session, pack(Status.DONE, numbers))
@@ -437,8 +448,7 @@ class PageServer:
             session.connection = None
             session.received.clear()
             session.waits = False
-        is_worker = session.is_member and session.engine and not session.is_scheduler
-        if not session.has_pages and not is_worker:
+        if not session.has_pages and not (session.is_member and session.is_worker):
             self._end_session(session)
 
     def _process_ended(self, session: _Session) -> None:
@@ -499,26 +509,19 @@ class PageServer:
         os.close(session.process)
         if session.lock is not None:
             os.close(session.lock)
-        reserved = list(session.reservations.values())
-        leases, lent = list(session.leases), list(session.lent)
-        for held in (session.reservations, session.leases, session.lent):
-            held.clear()
+        held, lent = list(session.held.values()), dict(session.lent)
+        session.held.clear()
+        session.lent.clear()
         self._disconnect(session)
 
         def free() -> None:
-            for reservation in reserved:
-                if isinstance(reservation, LoadReservation):
-                    self._manager.complete(reservation)
-                else:
-                    self._manager.fail(reservation)
-            for lease in leases:
-                self._manager.release(lease)
-            if lent:
-                self._manager.take_back(lent)
+            for of_number in held:
+                self._end(of_number)
+            for group, pages in lent.items():
+                self._manager.take_back(list(pages), group)
             self._some_ended = True
 
-        is_written = lent or any(not isinstance(one, LoadReservation) for one in reserved)
-        if is_written and (session.is_dead or session.is_over):
+        if any(lent.values()) and (session.is_dead or session.is_over):
             self._later(QUARANTINE, free)
         else:
             free()
@@ -540,7 +543,7 @@ class PageServer:
         return self._generation + self._resets
 
     def _keys(self, counts: Sequence[int], digests: bytes) -> list[bytes]:
-        """The keys of each group."""
+        """The digests of each group."""
         if len(counts) != len(self._pages.pools):
             raise ProtocolError(f"keys of {len(counts)} groups")
         return split_keys(counts, digests)
@@ -565,7 +568,7 @@ class PageServer:
             )
         assert session.connection is not None
         session.is_member = True
-        self._answer(session, [session.number, self._index])
+        self._answer(session, [session.number, self._index, self._pages.pools[0].num_pages])
         for pool in self._pages.pools:
             handle = pool.share()
             handle.send(session.connection)
@@ -615,98 +618,137 @@ class PageServer:
             if one.waits and (ready == one.workers if one.is_scheduler else others):
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
                 one.waits, one.is_member = False, one.is_scheduler
-                self._answer(one, [one.number, pages, self._resets])
+                self._answer(one, [one.number, self._index, pages])
                 if not one.is_member:
                     self._expect_hello(one)
 
-    def _on_hold(self, session: _Session, counts: array[int], data: bytes) -> None:
-        answer = array("q")
-        for digests in split_keys(counts.tolist(), data):
-            held, in_front = self._manager.hold([digests]), -1
-            if held is None or len(held.pages[0]) * DIGEST_BYTES < len(digests):
-                found = self._pages.ask(self._manager.lookup([digests], again=True), [digests])
-                in_front = found.found + found.asking
-            if held is None:
-                answer.extend((0, 0, in_front))
-                continue
-            session.reservations[held.id] = held
-            self._pages.use_leases([digests])
-            (pages,), (indices,) = held.pages, held.key_indices
-            answer.extend((held.id, len(pages), in_front))
-            answer.frombytes(pages.tobytes())
-            if in_front >= 0:
-                answer.frombytes(indices.tobytes())
+    def _on_ask(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        how, number, *counts = numbers.tolist()
+        lists, groups, answer = split_keys(counts, data), len(self._pages.pools), array("q")
+        if not lists or len(lists) % groups:
+            raise ProtocolError(f"keys of {len(lists)} groups")
+        for at in range(0, len(lists), groups):
+            of_groups = lists[at : at + groups]
+            answer += self._ask(session, Ask(how), number + at // groups, of_groups)
         self._answer(session, answer)
 
-    def _on_borrow(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session) + 1
-        share = max(self._pages.pools[0].num_pages // (_LENT_PART * lent_to), 1)
-        most = min(numbers[0], share - len(session.lent))
-        pages = self._manager.lend(max(most, 0)).tolist()
-        session.lent.update(pages)
-        self._answer(session, pages)
+    def _ask(self, session: _Session, how: Ask, number: int, of_groups: list[bytes]) -> array[int]:
+        """What is answered for a list of keys."""
+        held, found = None, Lookup(0, 0, 0)
+        if how == Ask.HOLD:
+            held = self._manager.hold(of_groups)
+        elif how == Ask.LOAD:
+            held = self._manager.prepare_load(of_groups)
+        pages: Sequence[Any] = [()] * len(of_groups)
+        if held is not None:
+            self._hold(session, number, held, of_groups)
+            self._pages.use_leases(of_groups)
+            pages = held.pages
+        counts = list(map(len, pages))
+        is_part = sum(counts) * DIGEST_BYTES < sum(map(len, of_groups))
+        if is_part and how != Ask.LOAD:
+            found = self._manager.lookup(of_groups, again=how != Ask.LOOK)
+            found = self._pages.ask(found, of_groups)
+        answer = array("q", (*found, *counts))
+        if held is not None:
+            for numbers in (*pages, *(held.key_indices if is_part else ())):
+                answer.frombytes(numbers.tobytes())
+        return answer
 
-    def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        is_known = numbers[0] == self._resets
-        self._end_loan(session, numbers[1:], data if is_known else None)
+    def _hold(
+        self, session: _Session, number: int, held: LoadReservation, of_groups: list[bytes]
+    ) -> None:
+        session.held.setdefault(number, []).append(_Held(held, of_groups))
 
-    def _on_give_back(self, session: _Session, pages: array[int], _: bytes) -> None:
-        self._end_loan(session, pages, None)
-
-    def _end_loan(self, session: _Session, pages: array[int], digests: bytes | None) -> None:
-        """Takes pages from an engine, with the blocks of these keys or without."""
-        if not session.lent.issuperset(pages):
-            raise ProtocolError("it names a page that it has not borrowed")
-        if digests is None:
-            self._manager.take_back(pages)
-        else:
-            self._manager.publish(pages, digests)
-        session.lent.difference_update(pages)
+    def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        number, outcome, *rejected = numbers.tolist()
+        several = session.held.get(number, [])  # it may have held nothing
+        if rejected and len(several) != 1:
+            raise ProtocolError("it rejects pages that are not of one load")
+        self._end(several, Outcome(outcome), rejected)
+        session.held.pop(number, None)
         self._some_ended = True
 
-    def _on_lookup(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        again, *counts = numbers.tolist()
-        keys = self._keys(counts, data)
-        found = self._manager.lookup(keys, again=bool(again))
-        found = self._pages.ask(found, keys)
-        self._answer(session, [*found, self._index])
+    def _end(
+        self,
+        several: Iterable[_Held],
+        outcome: Outcome = Outcome.DONE,
+        rejected: Sequence[int] = (),
+    ) -> None:
+        for held in several:
+            if outcome == Outcome.FAILED:
+                self._manager.fail(held.reservation)
+                continue
+            self._manager.complete(held.reservation, rejected)
+            if outcome == Outcome.DAMAGED and self._pages.tier is not None:
+                keys = list(map(split_digests, held.of_groups))
+                indices = held.reservation.key_indices
+                of_pages = [
+                    (group, keys[group][index])
+                    for group, of_group in enumerate(indices)
+                    for index in of_group
+                ]
+                self._pages.tier.delete([of_pages[position] for position in rejected])
 
-    def _on_prepare_load(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        prefix, *counts = numbers.tolist()
-        keys = self._keys(counts, data)
-        load = self._manager.prepare_load(keys, None if prefix < 0 else prefix)
-        self._reserve(session, load)
-        if load is not None:
-            self._pages.use_leases(keys)
+    def _on_borrow(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        number, most, *counts = numbers.tolist()
+        if counts:
+            return self._borrow_for(session, number, self._keys(counts, data))
+        lent_to = sum(
+            any(one.lent.values()) for one in self._sessions.values() if one is not session
+        )
+        share = max(self._pages.pools[0].num_pages // (_LENT_PART * (lent_to + 1)), 1)
+        pages = self._lend(session, max(min(most, share - len(session.lent.get(0, ()))), 0))
+        self._answer(session, [len(pages), *pages.tolist()])
 
-    def _on_prepare_store(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        resets, *counts = numbers.tolist()
-        keys = self._keys(counts, data)
-        is_valid = resets in (-1, self._index)
-        self._reserve(session, self._manager.prepare_store(keys) if is_valid else None)
+    def _lend(self, session: _Session, count: int, least: int = 0, group: int = 0) -> Any:
+        pages = self._manager.lend(count, least, group)
+        session.lent.setdefault(group, set()).update(pages.tolist())
+        return pages
 
-    def _on_preempt(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        self._reserve(session, self._manager.preempt(self._keys(numbers.tolist(), data)))
-
-    def _reserve(self, session: _Session, reservation: Reservation | None) -> None:
-        """Answers with what a load or store reserves."""
-        if reservation is None:
-            return self._answer(session)
-        if reservation.id:
-            session.reservations[reservation.id] = reservation
-        lease = 0 if isinstance(reservation, LoadReservation) else reservation.lease
-        if lease:
-            session.leases.add(lease)
-            # An engine may still release() leases of an earlier server: none has the same number.
-            lease += self._generation
-        indices, pages = reservation.key_indices, reservation.pages
-        answer = array("q", [reservation.id, lease, *map(len, pages)])
-        for numbers in (*indices, *pages):
-            answer.frombytes(np.asarray(numbers, np.int64).tobytes())
+    def _borrow_for(self, session: _Session, number: int, of_groups: list[bytes]) -> None:
+        """Lends a page for each of these keys that is not ready, or none."""
+        held = self._manager.hold(of_groups, renews=True)
+        if held is not None:
+            self._hold(session, number, held, of_groups)
+        missing = [np.arange(len(digests) // DIGEST_BYTES) for digests in of_groups]
+        if held is not None:
+            there = held.key_indices
+            missing = [np.delete(*both) for both in zip(missing, there, strict=True)]
+        lent = []
+        for group, count in enumerate(map(len, missing)):
+            lent.append(self._lend(session, count, count, group))
+            if len(lent[-1]) < count:
+                for before, pages in enumerate(lent):
+                    self._end_loan(session, before, pages.tolist())
+                self._end(session.held.pop(number, ()))
+                return self._answer(session)
+        answer = array("q", map(len, lent))
+        for numbers in (*lent, *missing):
+            answer.frombytes(numbers.tobytes())
         self._answer(session, answer)
 
-    def _on_is_pending(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        self._answer(session, [self._manager.is_pending(self._keys(numbers.tolist(), data))])
+    def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
+        group, resets, *pages = numbers.tolist()
+        self._end_loan(session, group, pages, data if resets == self._index else None)
+
+    def _on_give_back(self, session: _Session, numbers: array[int], _: bytes) -> None:
+        group, *pages = numbers.tolist()
+        self._end_loan(session, group, pages)
+
+    def _end_loan(
+        self, session: _Session, group: int, pages: Sequence[int], digests: bytes | None = None
+    ) -> None:
+        """Takes pages from an engine, with the blocks of these keys or without."""
+        lent = session.lent.get(group, set())
+        if not lent.issuperset(pages):
+            raise ProtocolError("it names a page that it has not borrowed")
+        if digests is None:
+            self._manager.take_back(pages, group)
+        else:
+            self._manager.publish(pages, digests, group)
+        lent.difference_update(pages)
+        self._some_ended = True
 
     def _on_touch(self, _: _Session, numbers: array[int], data: bytes) -> None:
         self._manager.touch(self._keys(numbers.tolist(), data))
@@ -715,43 +757,17 @@ class PageServer:
         renew, *counts = numbers.tolist()
         self._manager.order(self._keys(counts, data), renew=bool(renew))
 
-    def _on_release(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        lease = numbers[0] - self._generation
-        is_own = lease in session.leases
-        session.leases.discard(lease)
-        self._answer(session, [is_own and self._manager.release(lease)])
-
     def _on_stats(self, session: _Session, numbers: array[int], _: bytes) -> None:
         self._answer(session, self._manager._stats(numbers[0]))
 
     def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
         self._resets += 1
-        self._answer(session, [self._index])
+        self._answer(session)
         for other in self._sessions.values():
-            is_told = other.is_scheduler and other.is_member and other.connection is not None
+            is_told = other.is_member and not other.is_worker and other.connection is not None
             if is_told and other is not session:
                 self._send(other, pack(Status.RESET))
-
-    def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        number, has_succeeded, *rejected = numbers.tolist()
-        reservation = session.reservations.get(number)
-        if reservation is None:  # an engine that was interrupted says it again
-            return
-        if has_succeeded:
-            self._manager.complete(reservation, rejected)
-        else:
-            self._manager.fail(reservation)
-        del session.reservations[number]
-        self._some_ended = True
-
-    def _on_delete(self, _: _Session, numbers: array[int], data: bytes) -> None:
-        groups = numbers[: len(numbers) // 2].tolist()
-        keys = split_keys([1] * len(groups), data)
-        if not set(groups).issubset(range(len(self._pages.pools))):
-            raise ProtocolError("there is no such group")
-        if self._pages.tier is not None:
-            self._pages.tier.delete(list(zip(groups, keys, strict=True)))
 
     def _on_leave(self, session: _Session, numbers: array[int], _: bytes) -> None:
         """Ends a session, or one of the same process that has lost its connection."""

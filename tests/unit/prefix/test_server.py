@@ -22,7 +22,7 @@ from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_proce
 from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup, client
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import Op
+from torch_kvswap.prefix.protocol import Op, Outcome
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -38,20 +38,58 @@ def test_an_engine_loads_what_another_process_has_computed(path: str) -> None:
         assert (engine.pages.stored, engine.pages.loaded) == (8, 8)
 
 
-def test_what_one_engine_is_storing_is_pending_for_the_others_and_not_stored_again(
-    path: str,
-) -> None:
-    with serving(path), ServedEngine(path) as first, ServedEngine(path) as second:
+def test_what_an_engine_is_storing_only_it_finds(path: str) -> None:
+    with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
         keys = list(map(key_of, PROMPT))
-        assert first.hold(PROMPT) is not None
-        assert second.prefixes.lookup(keys) == Lookup(8, 0, 8)
-        assert second.hold(PROMPT) is None
-        assert second.prefixes.load(keys, list(range(32, 40))) is None
-        assert second.prefixes.manager.is_pending([b"".join(keys)])
+        engine.compute("abxy")
+        assert engine.hold(PROMPT) is not None
+        assert engine.prefixes.lookup(keys) == Lookup(8, 2, 6)
+        assert engine.prefixes.lookup([*keys[:5], key_of("z"), *keys[5:]]) == Lookup(5, 2, 3)
+        assert engine.prefixes.store(keys, range(8)).state == "present"
+        assert engine.prefixes.load(keys, list(range(32, 40))) is None
+        assert engine.prefixes.manager.is_pending([b"".join(keys)])
+        assert other.prefixes.lookup(keys) == Lookup(2, 2, 0)
+        engine.prefixes.poll()
+        assert engine.prefixes.lookup(keys) == other.prefixes.lookup(keys) == Lookup(8, 8, 0)
+
+
+def test_of_a_block_that_two_engines_store_one_page_stays(path: str) -> None:
+    with serving(path), ServedEngine(path) as first, ServedEngine(path) as second:
+        assert first.hold("abcd") is not None
+        assert second.hold("cdef") is not None
+        assert first.pages.filling_pages == 8
         first.prefixes.poll()
-        assert second.load(PROMPT) == 8
-        assert second.hold(PROMPT) is None
-        assert (first.pages.stored, first.pages.refused) == (8, 0)
+        second.prefixes.poll()
+        assert (first.pages.stored, first.pages.idle_pages, first.pages.free_pages) == (6, 6, 26)
+        assert second.load("abcdef") == first.load("abcdef") == 6
+
+
+def test_a_preempted_request_keeps_what_an_earlier_store_brings(path: str) -> None:
+    with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
+        keys = list(map(key_of, "abcd"))
+        engine.hold("ab")
+        for block, key in enumerate(keys):
+            engine.tensor[block] = bytes_of(key)
+        held = engine.prefixes.preempt(keys, range(4))
+        assert held is not None
+        assert engine.prefixes.resume(held, range(32, 36)).state == "pending"
+        engine.prefixes.poll()
+        assert other.hold("e") is None
+        assert engine.prefixes.resume(held, range(32, 36)).state == "loaded"
+        engine.prefixes.poll()
+        assert torch.equal(engine.tensor[32:36], torch.stack(list(map(bytes_of, keys))))
+        assert other.hold("e") is not None
+
+
+def test_a_reset_ends_what_preempted_requests_hold(path: str) -> None:
+    with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
+        held = engine.prefixes.preempt(list(map(key_of, "abcd")), range(4))
+        assert held is not None
+        engine.prefixes.poll()
+        other.prefixes.manager.reset()
+        assert engine.find("abcd") == Lookup(0, 0, 0)
+        assert other.pages.free_pages == 4
+        assert not engine.prefixes.release(held)
 
 
 def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
@@ -91,7 +129,7 @@ engine.prefixes.poll()
         assert job is not None
         if is_control:
             (number,) = manager._open
-            manager._ask(Op.END, [number, True])
+            manager._tell(Op.END, [number, Outcome.DONE])
         with engine_process(path, stores):
             job.synchronize()
         right = [torch.equal(engine.tensor[32 + at], bytes_of(keys[at])) for at in range(4)]

@@ -39,7 +39,7 @@ from torch_kvswap.cli import serve
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import HEAD, Op, pack, pack_keys
+from torch_kvswap.prefix.protocol import HEAD, Ask, Op, Outcome, pack, pack_keys
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -57,7 +57,7 @@ DYING = {
     "inside a message": "engine.prefixes.manager._connection.sendall(b'1234567')",
     "with an answer unread": """
 from torch_kvswap.prefix.protocol import Op, pack_keys
-engine.prefixes.manager._connection.sendall(pack_keys(Op.PREPARE_STORE, [-1], [key_of("z")]))
+engine.prefixes.manager._connection.sendall(pack_keys(Op.BORROW, [99, 0], [key_of("z")]))
 """,
     "after it has lost the connection": "engine.prefixes.manager._connection.close()",
 }
@@ -79,7 +79,7 @@ def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: 
                 engine.until(lambda: its.connection is None)
             filling = 5 if dies == "with an answer unread" else 4
             engine.until(lambda: counts(engine) == (28 - filling, 1, filling, 3))
-            assert engine.hold("abcdefgh") is None
+            assert engine.hold(range(30)) is None  # there are not as many pages
             other.send(signal.SIGKILL)
             engine.until(lambda: counts(engine) == (28, 4, 0, 0))
         assert engine.load("abcd") == 4
@@ -303,7 +303,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again_un
             assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
-@pytest.mark.parametrize("within", ["receive", "RemoteReservation"])
+@pytest.mark.parametrize("within", ["next_message", "RemoteReservation"])
 def test_an_interrupted_call_reserves_nothing_and_the_next_gets_its_own_answer(
     within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,8 +342,8 @@ def test_no_interrupted_call_keeps_a_page_of_the_server(call: str, path: str) ->
             engine.until(lambda: engine.is_served)  # an answer that was lost takes the server along
             if call != "preempt":  # nobody may have its lease
                 assert counts(engine)[2:] == (0, 0), at
-            (session,) = server._sessions.values()
-            assert not session.reservations
+                (session,) = server._sessions.values()
+                assert not session.has_pages
             engine.prefixes.manager.reset()
             if not is_interrupted:
                 break
@@ -373,22 +373,24 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Any) -> None:
 
 NONSENSE = {
     "bytes": b"GET / HTTP/1.1\r\n\r\n" * 100,
-    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.LOOKUP, 0),
-    "more numbers than bytes": HEAD.pack(8, Op.LOOKUP, 2) + bytes(8),
+    "a length of 4 GiB": HEAD.pack((1 << 32) - 1, Op.ASK, 0),
+    "more numbers than bytes": HEAD.pack(8, Op.ASK, 2) + bytes(8),
     "an unknown request": pack(99),
     "no request": pack(0),
     "a second hello": pack(Op.HELLO, data=b"{}"),
     "keys without a number": pack(Op.TOUCH, (), b"1"),
-    "more keys than there are": pack(Op.PREPARE_STORE, [-1, 1 << 40]),
+    "more keys than there are": pack(Op.BORROW, [1, 0, 1 << 40]),
     "a negative number of keys": pack(Op.TOUCH, [-1]),
-    "half a key": pack(Op.PREPARE_STORE, [-1, 1], b"1234"),
-    "keys of two groups": pack_keys(Op.IS_PENDING, (), [KEYS[0], KEYS[1]]),
+    "half a key": pack(Op.ASK, [Ask.HOLD, 1, 1], b"1234"),
+    "no keys": pack(Op.ASK, [Ask.HOLD, 1]),
+    "keys of two groups": pack_keys(Op.BORROW, [1, 0], [KEYS[0], KEYS[1]]),
+    "an unknown question": pack_keys(Op.ASK, [7, 1], [KEYS[0]]),
     "no reservation": pack(Op.END),
-    "no lease": pack(Op.RELEASE),
+    "rejected pages of nothing": pack(Op.END, [99, Outcome.DONE, 0]),
     "a group that is not there": pack(Op.STATS, [7]),
-    "a page of no group": pack_keys(Op.DELETE, [1], [KEYS[0]]),
-    "a page that was not borrowed": pack(Op.PUBLISH, [0, 3], KEYS[0]),
-    "no page to give back": pack(Op.GIVE_BACK, [1 << 40]),
+    "a page that was not borrowed": pack(Op.PUBLISH, [0, 0, 3], KEYS[0]),
+    "a page of no group": pack(Op.GIVE_BACK, [7, 1]),
+    "no page to give back": pack(Op.GIVE_BACK, [0, 1 << 40]),
 }
 
 
@@ -459,16 +461,17 @@ def test_an_engine_that_has_gone_before_it_is_accepted_harms_nobody(
     thread.join(PATIENCE)
 
 
-def test_an_engine_cannot_end_what_another_has_reserved(path: str) -> None:
-    with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
+def test_an_engine_cannot_end_what_another_has_borrowed(path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
-        (number,) = engine.prefixes.manager._open  # type: ignore[union-attr]
-        for number_of in (number - 1, number, number + 1):
-            message = pack(Op.END, [number_of, True])
-            other.prefixes.manager._connection.sendall(message)  # type: ignore[union-attr]
-        assert other.prefixes.lookup(KEYS[:4]) == Lookup(4, 0, 4)
+        (pages,) = (of.lent[0] for of in server._sessions.values() if of.lent)
+        connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
+        for number in range(4):
+            connection.sendall(pack(Op.END, [number, Outcome.DONE]))
+        connection.sendall(pack(Op.GIVE_BACK, [0, min(pages)]))
+        assert other.prefixes.lookup(KEYS[:4]) == NOTHING  # it has lost the server
         engine.prefixes.poll()
-        assert other.load("abcd") == 4
+        assert engine.load("abcd") == 4
 
 
 def test_an_interrupted_poll_ends_each_reservation_once(
@@ -477,18 +480,18 @@ def test_an_interrupted_poll_ends_each_reservation_once(
     with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
         manager: Any = engine.prefixes.manager
-        exchange = manager._exchange
+        send = manager._send
 
-        def exchange_and_interrupt(*arguments: Any) -> None:
-            exchange(*arguments)
+        def send_and_interrupt(*arguments: Any) -> None:
+            send(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(manager, "_exchange", exchange_and_interrupt)
+            patched.setattr(manager, "_send", send_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.poll()
         engine.prefixes.poll()
-        assert manager._open == set()
+        assert not manager._open
         assert other.load("abcd") == 4
 
 
@@ -550,7 +553,7 @@ def test_a_server_without_descriptors_says_so_and_waits(
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
-    message = pack_keys(Op.LOOKUP, [False], [b"".join(KEYS)])
+    message = pack_keys(Op.ASK, [Ask.LOOK, 0], [b"".join(KEYS)])
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as slow:
         (its,) = (of for of in server._sessions.values() if of.number == 2)
         connection: Any = slow.prefixes.manager._connection  # type: ignore[union-attr]

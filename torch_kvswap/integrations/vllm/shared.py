@@ -97,7 +97,7 @@ class SharedManager(HostManager):
         self._storing: dict[Key, int] = {}  # their pages
         self._loads: OpenLoads[list[Held]] = OpenLoads()
         self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
-        self._losses = self._resets = 0
+        self._losses, self._resets = session.losses, session.resets
         self._step, self._is_new_step = 1, True
         self._usage: Usage = {}
         self._usage_asked = -_STATS_SECONDS
