@@ -14,6 +14,7 @@ class MemoryStore(PageStore):
 
     objects: what it keeps; several stores may share it. held, failing: methods that do not return
     yet, or raise. broken: names that get() cannot read. lying: names that exists() says are there.
+    deleted: what delete() has deleted, or has not found.
     """
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
@@ -23,6 +24,7 @@ class MemoryStore(PageStore):
         self.broken: set[str] = set()
         self.lying: set[str] = set()
         self.calls: list[str] = []
+        self.deleted: list[str] = []
         self.waiting: deque[Callable[[], None]] = deque()
         self.is_closed = False
         self._lock = threading.Lock()
@@ -45,6 +47,7 @@ class MemoryStore(PageStore):
         self._begin("delete")
         for key in keys:
             self.objects.pop(key, None)
+            self.deleted.append(key)
 
     def close(self) -> None:
         assert not self.is_closed

@@ -448,7 +448,7 @@ def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(
         assert reader.stats.damaged == 1
     assert [message for message in messages if problem in message], messages
     assert len(messages) == 1
-    assert in_time(lambda: not [name for name in store.objects if key_of("d").hex() in name])
+    assert in_time(lambda: len(store.deleted) == 2)
     reader.compute(PROMPT)
     reader.until(lambda: len(store.objects) == 2 * len(PROMPT))
     assert reader.load(PROMPT) == len(PROMPT)
@@ -473,8 +473,8 @@ def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
         store.lying = {trailer_of(store, "d")}
         del store.objects[trailer_of(store, "d")], store.objects[name]
     assert reader.load(PROMPT) == 3
-    in_between = reader.find("x")  # through the same thread, which has deleted the page by then
-    assert (in_between.found, reader.stats.damaged) == (0, damage != "lying")
+    assert reader.stats.damaged == (damage != "lying")
+    assert in_time(lambda: len(store.deleted) == 2)
     store.lying.clear()
     reader.compute(PROMPT)
     assert reader.load(PROMPT) == len(PROMPT)
@@ -483,8 +483,11 @@ def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
         assert third.load(PROMPT) == len(PROMPT)
 
 
-def test_a_read_that_fails_deletes_no_page(store: MemoryStore, reader: Engine) -> None:
+def test_a_read_that_fails_deletes_no_page(
+    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one object: the process has no file descriptor left, say."""
+    monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)  # else a read that begins later fails, too
     before = dict(store.objects)
     store.broken = {data_of(store, "d")}
     assert reader.load(PROMPT) == 2, "they are read in pairs"
@@ -575,7 +578,8 @@ def test_a_page_that_could_not_be_written_is_written_later(
         engine.until(lambda: engine.stats.failed > 0)
         store.failing.clear()
         engine.until(lambda: engine.stats.written == len(PROMPT))
-    assert messages == [f"writing to MemoryStore pauses for 0.01 s: no {operation} today"]
+    # A thread that fails last may tell it again after the first success.
+    assert set(messages) == {f"writing to MemoryStore pauses for 0.01 s: no {operation} today"}
 
 
 def test_pauses_grow_are_told_once_and_end_when_the_store_works(

@@ -252,8 +252,8 @@ def test_an_engine_that_is_closed_without_its_connections_keeps_no_page(
         assert in_time(lambda: sum(of.connection is None for of in [*sessions()]) == len(lost))
         scheduler.close()
         worker.close()
+        assert in_time(lambda: (stats(server).idle_pages, stats(server).free_pages) == (2, 30))
         assert in_time(lambda: not server._sessions)
-        assert (stats(server).idle_pages, stats(server).free_pages) == (2, 30)
 
 
 def test_a_worker_keeps_the_old_memory_until_its_scheduler_has_come(path: str) -> None:
@@ -342,6 +342,7 @@ def test_pages_that_steps_do_not_need_any_more_come_back(path: str) -> None:
 def test_the_pages_of_an_idle_engine_serve_another(path: str) -> None:
     with serving(path, 64) as server, split(path, "a") as a, split(path, "b") as b:
         a.end(a.take(40), range(16))
+        a.until(lambda: stats(server).stored == 16)
         pages = a.take(16)
         assert len(b.take(40)) == 8
         a.end(pages, [None] * 16)

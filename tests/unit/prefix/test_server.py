@@ -298,8 +298,8 @@ def test_an_engine_that_leaves_gives_its_pages_back_and_lets_others_go_on(path: 
         dropped = ServedEngine(path)
         dropped.hold("e")
         del dropped
-        engine.until(lambda: engine.pages.filling_pages == 0)
-        assert len(server._sessions) == 1
+        engine.until(lambda: len(server._sessions) == 1)
+        assert engine.pages.filling_pages == 0
 
 
 def test_an_engine_that_is_closed_keeps_no_memory_of_the_server(path: str) -> None:
