@@ -67,7 +67,11 @@ class Access:
 
     def see(self, context: Any, keys: Iterable[bytes]) -> None:
         """Records keys of the prompt, stored or not."""
-        keys, position = list(keys), context.get_offload_key_position
+        keys = list(keys)
+
+        def position(key: bytes) -> int:  # 0 if vLLM does not tell: then in the order of arrival
+            return context.get_offload_key_position(key) or 0
+
         if self._has(keys) or self._follow(keys, position):
             return
         known = set(self.keys)
