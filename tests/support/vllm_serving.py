@@ -346,13 +346,14 @@ class Serving:
                 self.runners.append(Runner(self.config, kv_cache_config, runner, mine))
         patch.setattr(self.config.parallel_config, "rank", 0)
         kind = AsyncScheduler if is_async else Scheduler
-        self.scheduler = kind(
-            self.config,
-            kv_cache_config,
-            StructuredOutputManager(self.config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
+        manager = StructuredOutputManager(self.config)
+        how: dict[str, Any] = {"block_size": BLOCK, "log_stats": True}
+        try:
+            self.scheduler = kind(self.config, kv_cache_config, manager, **how)
+        except BaseException:  # vLLM's region has a name in the file system
+            for one in self.runners:
+                one.shutdown()
+            raise
         self.runner = self.runners[0]
         self._aggregator = KVOutputAggregator(workers)
         self.agree = True  # the ranks have had the same tokens in each step
