@@ -33,6 +33,7 @@ from torch_kvswap import (
 )
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.pinning import ONE_CHUNK
 from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -310,6 +311,7 @@ def test_memory_pinned_by_its_owner_is_left_alone(driver: Driver) -> None:
     driver.log()
     with HostPool.over(region.tensor, layout, page_bytes=PAGE) as pool:
         assert (pool.is_pinned, pool.is_ready) == (True, True)
+        assert pool._ready_range.chunk_blocks == ONE_CHUNK  # no seam splits a copy
         round_trip(layout, pool)
     assert "register " not in driver.log()
 
