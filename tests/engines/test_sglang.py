@@ -24,7 +24,6 @@ from sglang_engine import (
     HybridLinearKVPool,
     PoolName,
     PoolTransfer,
-    SWAKVPool,
     UnifiedCacheLinker,
     hashes_of,
     make_linker,
@@ -32,12 +31,13 @@ from sglang_engine import (
     mha_pool,
     mla_pool,
     server_args,
+    swa_pool,
 )
 
 from torch_kvswap.integrations.sglang import KVSwapLinker
 
 PROMPT = list(range(100, 122))  # five pages can be loaded
-POOLS = {"mha": mha_pool, "mla": mla_pool}
+POOLS = {"mha": mha_pool, "mla": mla_pool, "swa": swa_pool}
 
 
 @pytest.fixture
@@ -327,11 +327,6 @@ def test_engines_find_the_pages_of_a_second_tier(tmp_path: Path) -> None:
 # Groups of layers.
 
 
-def swa_pool() -> Any:
-    """Layers 0 and 2 have a window of six tokens."""
-    return SWAKVPool(TOKENS, 40, PAGE, torch.float32, 2, 8, [0, 2], [1, 3], "cpu")
-
-
 def hybrid_pool(**more: Any) -> tuple[Any, Any]:
     """Layers 0 and 2 have a state in the pool of requests."""
     states = SimpleNamespace(
@@ -370,7 +365,7 @@ def test_a_window_loads_its_last_pages_only() -> None:
     kvcache = swa_pool()
     for buffer in (*kvcache.full_kv_pool.k_buffer, *kvcache.swa_kv_pool.v_buffer):
         buffer.copy_(torch.rand_like(buffer))
-    linker = linker_of(kvcache, {FULL, SWA}, params={"sliding_window_size": 6})
+    linker = linker_of(kvcache, {FULL, SWA})
     hashes = hashes_of(PROMPT[:20])
     stored = [
         PoolTransfer(name=PoolName.KV, keys=hashes, device_indices=slots_of(1, 2, 3, 4, 5)),
@@ -393,7 +388,7 @@ def test_a_window_loads_its_last_pages_only() -> None:
     linker.layer_done_counter.wait_until(0)
     assert torch.equal(of_window[0][slots_of(8, 9)], of_window[0][slots_of(3, 4)])
     assert not torch.equal(of_window[1][slots_of(8, 9)], of_window[1][slots_of(3, 4)])
-    linker.layer_done_counter.wait_until(3)
+    linker.layer_done_counter.wait_until(1)
     for buffer in of_full:
         assert torch.equal(buffer[slots_of(9, 10, 11, 12)], buffer[slots_of(1, 2, 3, 4)])
     assert linker.finish_layer_wise_loading(index)

@@ -22,6 +22,7 @@ sglang_stubs.install()
 with warnings.catch_warnings():  # SGLang's own are not ours to mend
     warnings.simplefilter("ignore")
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import (
         EvictParams,
         InitLoadBackParams,
@@ -43,9 +44,9 @@ with warnings.catch_warnings():  # SGLang's own are not ours to mend
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-__all__ = ["HybridLinearKVPool", "PoolName", "PoolTransfer", "SWAKVPool", "UnifiedCacheLinker"]
+__all__ = ["HybridLinearKVPool", "PoolName", "PoolTransfer", "UnifiedCacheLinker"]
 
-PAGE, LAYERS, TOKENS = 4, 3, 64
+PAGE, LAYERS, TOKENS, WINDOW = 4, 3, 64, 6
 
 
 def server_args(**more: Any) -> Any:
@@ -60,6 +61,12 @@ def mha_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
 def mla_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     rank = 12 if dtype == torch.float32 else 252
     return MLATokenToKVPool(TOKENS, PAGE, dtype, rank, 4, LAYERS, device, False)
+
+
+def swa_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """Layers 0 and 2 have a window of six tokens."""
+    size = 8 if dtype == torch.float32 else 128
+    return SWAKVPool(TOKENS, TOKENS, PAGE, dtype, 2, size, [0, 2], [1], device)
 
 
 def make_linker(params: Any, components: Any, stream: Any = None, **extra: Any) -> Any:
@@ -79,11 +86,16 @@ def make_linker(params: Any, components: Any, stream: Any = None, **extra: Any) 
 
 
 def make_params(kvcache: Any, **more: Any) -> Any:
-    allocator = PagedTokenToKVPoolAllocator(
-        *(kvcache.size, PAGE, kvcache.dtype, kvcache.device, kvcache, False)
-    )
+    components: tuple[Any, ...] = (ComponentType.FULL,)
+    of_pool = PAGE, kvcache.dtype, kvcache.device, kvcache, False
+    if isinstance(kvcache, SWAKVPool):
+        components = ComponentType.FULL, ComponentType.SWA
+        allocator = SWATokenToKVPoolAllocator(kvcache.size, kvcache.size_swa, *of_pool)
+        more = {"sliding_window_size": WINDOW, **more}
+    else:
+        allocator = PagedTokenToKVPoolAllocator(kvcache.size, *of_pool)
     given = {"disable": False, "req_to_token_pool": None, "page_size": PAGE}
-    given |= {"tree_components": (ComponentType.FULL,), "tree_core_backend": "python"}
+    given |= {"tree_components": components, "tree_core_backend": "python"}
     return CacheInitParams(token_to_kv_pool_allocator=allocator, **given, **more)
 
 
@@ -116,14 +128,18 @@ class Engine:
 
     def buffers(self, layer: int) -> list[torch.Tensor]:
         """Asks the pool for a layer, as attention does: that waits for its load."""
-        if isinstance(self.kvcache, MHATokenToKVPool):
+        if not isinstance(self.kvcache, MLATokenToKVPool):
             return list(self.kvcache.get_kv_buffer(layer))
         return [self.kvcache.get_key_buffer(layer)]
 
     def start(self, tokens: Sequence[int]) -> Any:
         """Begins a request: matches its prompt, takes slots, and starts its load."""
         self.served += 1
-        request = SimpleNamespace(rid=f"{self.served}", kv=None, session=None)
+        request = SimpleNamespace(rid=f"{self.served}", session=None, evicted=dict[Any, int]())
+        request.kv = SimpleNamespace(
+            get_evicted_seqlen=lambda component: request.evicted.get(component, 0),
+            set_evicted_seqlen=request.evicted.__setitem__,
+        )
         request.swa_branching_seqlen = None
         request.tokens = list(tokens)
         key = RadixKey(array("q", tokens[:-1]))
@@ -141,9 +157,19 @@ class Engine:
                 request.slots = torch.cat([request.slots, tail])
         new = -(-(len(tokens) - len(request.slots)) // PAGE) * PAGE
         request.cached = len(request.slots)
-        request.slots = torch.cat([request.slots, self.allocator.alloc(new)])
+        request.slots = torch.cat([request.slots, self._take(new)])
         request.index = self.cache.ready_to_load_host_cache()
         return request
+
+    def _take(self, count: int) -> torch.Tensor:
+        """Slots of new tokens, in whole pages."""
+        allocator = self.allocator
+        if not isinstance(self.kvcache, SWAKVPool):
+            slots: torch.Tensor = allocator.alloc(count)
+            return slots
+        slots = allocator.full_attn_allocator.alloc(count)
+        allocator.set_full_to_swa_mapping(slots, allocator.swa_attn_allocator.alloc(count))
+        return slots
 
     def forward(self, request: Any) -> bool:
         """Runs the model. Returns whether each layer found what the tokens before had."""
@@ -156,13 +182,17 @@ class Engine:
         self.counter.set_consumer(request.index)
         is_right = True
         for layer in range(LAYERS):
+            slots, first = request.slots, 0
+            if isinstance(self.kvcache, SWAKVPool) and self.kvcache.layers_mapping[layer][1]:
+                slots = self.allocator.translate_loc_from_full_to_swa(slots)
+                first = max(request.cached - WINDOW, 0)  # of what the new tokens see
             for part, buffer in enumerate(self.buffers(layer)):
-                for at, slot in enumerate(request.slots[: len(request.tokens)].tolist()):
+                for at in range(first, len(request.tokens)):
                     value = value_of(request.tokens[: at + 1], layer, part)
                     if at < request.cached:
-                        is_right &= bool((buffer[slot] == value).all())
+                        is_right &= bool((buffer[slots[at]] == value).all())
                     else:
-                        buffer[slot] = value
+                        buffer[slots[at]] = value
         return is_right
 
     def finish(self, request: Any) -> list[Any]:
@@ -170,13 +200,15 @@ class Engine:
         failed: list[Any] = self.cache.finish_external_linker_loads([request])
         kept = request.matched
         if not failed:
-            whole = len(request.tokens) // PAGE * PAGE
-            key = RadixKey(array("q", request.tokens[:whole]))
-            value = request.slots[:whole].clone()
-            kept = self.cache.insert(InsertParams(key=key, value=value)).prefix_len
-            self.allocator.free(request.slots[whole:])
-        # What the tree has had already, or does not take.
-        self.allocator.free(request.slots[request.matched : None if failed else kept])
+            kept = len(request.tokens) // PAGE * PAGE
+            new = InsertParams(
+                key=RadixKey(array("q", request.tokens[:kept])),
+                value=request.slots[:kept].clone(),
+                prev_prefix_len=request.matched,
+                component_evicted_seqlens=request.evicted,
+            )
+            self.cache.insert(new)  # frees what the tree has already
+        self.allocator.free(request.slots[kept:])
         self.cache.dec_lock_ref(request.last_node, request.lock)
         return failed
 

@@ -26,6 +26,7 @@ _REAL = (
     "sglang.srt.environ",
     "sglang.srt.observability.metrics_collector",
     "sglang.srt.session.streaming_session",
+    "sglang.srt.utils.invariants",
     "sglang.srt.utils.poll_timer",
     "sglang.srt.utils.rank_consensus_checker",
 )
@@ -35,6 +36,10 @@ _KERNELS = (
     "sglang.kernels.ops.kvcache.hicache",
 )
 _HASH = "sglang.srt.mem_cache.cpp_utils.native_hash"  # SGLang compiles it when it is imported
+_NOT_REAL = (  # of another model, and no test needs them
+    "sglang.srt.mem_cache.allocator.hisparse",
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool",
+)
 _OTHERS = ("psutil", "sgl_kernel", "pydantic", "triton", "zmq")
 _IS_DEVICE = ("is_cpu", "is_cuda", "is_hip", "is_mps", "is_musa", "is_npu", "is_xpu")
 
@@ -71,7 +76,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in self._packages:
             return None
-        if name != _HASH and f"{name}.".startswith(tuple(f"{real}." for real in self._real)):
+        if name not in (_HASH, *_NOT_REAL) and f"{name}.".startswith(
+            tuple(f"{real}." for real in self._real)
+        ):
             return None
         return ModuleSpec(name, self, is_package=True)
 
@@ -87,7 +94,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.get_device_module = lambda: torch.cuda if torch.cuda.is_available() else torch.cpu
         if self._on_gpu:
             module.get_cuda_version = lambda: tuple(map(int, torch.version.cuda.split(".")))
-        if module.__name__ == _HASH:
+        module.async_h2d = lambda values, dtype, device: torch.tensor(values, dtype=dtype)
+        if module.__name__ == "sglang.srt.platforms":
+            module.current_platform.get_paged_allocator_cls = lambda: None
+        elif module.__name__ == _HASH:
             module.get_native_hash = _hash_pages
         elif module.__name__ == "sglang.srt.disaggregation.kv_events":
             module.StorageMedium = MagicMock()
