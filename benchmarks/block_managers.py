@@ -36,12 +36,12 @@ class OfDigests:
         self.manager, self.in_lists = manager, in_lists
         self.touch = manager.touch
         if in_lists:
-            self.prepare_load = partial(manager._prepare_load, prefix=None)
-            self.prepare_store = partial(manager._prepare_store, resets=None)
+            self.prepare_load = partial(manager.prepare_load, prefix=None)
             self.complete_store = self.complete_load = self._tell_server
         else:
-            self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
+            self.prepare_load = manager.prepare_load
             self.complete_store = self.complete_load = manager.complete
+        self.prepare_store = manager.prepare_store
 
     def form(self, digests: bytes) -> Any:
         return [digests] if self.in_lists else digests

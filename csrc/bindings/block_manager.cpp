@@ -214,18 +214,13 @@ struct WriteReservation : Reservation {
 struct PyEndedPages {
   std::shared_ptr<prefix::EndedPages> pages = std::make_shared<prefix::EndedPages>();
 
-  // Appends for each its reservation, whether the copy has succeeded, the positions of rejected
-  // pages, and whether these are corrupted.
+  // Appends for each its reservation, whether the copy has succeeded, the rejected pages with their
+  // groups, and whether these are corrupted.
   void take(nb::typed<nb::list, nb::any> to) {
     prefix::ReservedPages* first = pages->take();
     while (first != nullptr) {
       const std::unique_ptr<prefix::ReservedPages> of(std::exchange(first, first->next));
-      nb::list rejected;
-      prefix::RejectedPages is_rejected(*of);
-      for (size_t page = 0; page < of->num_pages; ++page) {
-        if (is_rejected.next()) rejected.append(page);
-      }
-      to.append(nb::make_tuple(of->id, of->has_succeeded, rejected, of->is_corrupted));
+      to.append(nb::make_tuple(of->id, of->has_succeeded, of->rejected, of->is_corrupted));
     }
   }
 };
@@ -288,9 +283,10 @@ class PyBlockManager {
             prefix::Options{static_cast<prefix::EvictionPolicyKind>(policy), store_threshold,
                             static_cast<prefix::BelowPolicy>(below)})),
         manager_(*shared_) {}
-  // The same manager with lists.
+  // The same manager for a prefix cache: with lists, and what it reserves is for jobs.
   explicit PyBlockManager(const PyBlockManager& of)
       : is_list_(true),
+        for_jobs_(true),
         num_groups_(of.num_groups_),
         max_units_(of.max_units_),
         shared_(of.shared_),
@@ -336,11 +332,11 @@ class PyBlockManager {
     return needed;
   }
 
-  // for_job: see Reservation.
-  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix, bool is_use,
-                                              bool for_job) {
+  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix,
+                                              nb::handle is_use) {
     std::optional<int64_t> units;
     if (!prefix.is_none()) units = read_prefix(prefix);
+    const bool counts = read_switch("is_use", is_use);
     Digests digests = read(keys);
     Ranges ranges;
     if (units) {
@@ -355,9 +351,9 @@ class PyBlockManager {
                         std::move(ranges),
                         is_list_,
                         split(std::vector<int64_t>(digests.size()), digests.counts())}};
-    auto pages = for_job ? new_pages() : nullptr;
+    auto pages = new_pages();
     made->id = busy([&](bool wait) {
-      return manager_.prepare_load(digests.keys(), is_use, made->pages.data(), wait);
+      return manager_.prepare_load(digests.keys(), counts, made->pages.data(), wait);
     });
     if (made->id == 0) return std::nullopt;
     give(*made, std::move(pages), digests.size(), true);
@@ -380,15 +376,16 @@ class PyBlockManager {
     return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
   }
 
-  std::optional<StoreReservation> prepare_store(nb::handle keys, std::optional<uint64_t> resets,
-                                                bool for_job) {
-    return reserve(keys, prefix::Purpose::kStored, resets, for_job);
+  std::optional<StoreReservation> prepare_store(nb::handle keys, std::optional<uint64_t> resets) {
+    return reserve(keys, prefix::Purpose::kStored, resets);
   }
-  std::optional<StoreReservation> preempt(nb::handle keys, bool for_job) {
-    return reserve(keys, prefix::Purpose::kKept, {}, for_job);
+  std::optional<StoreReservation> preempt(nb::handle keys) {
+    return reserve(keys, prefix::Purpose::kKept);
   }
   std::optional<StoreReservation> promote(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kPromoted, {}, false);
+    auto promoted = reserve(keys, prefix::Purpose::kPromoted);
+    if (promoted) promoted->pages_of_job.reset();
+    return promoted;
   }
 
   std::optional<WriteReservation> hold_due(size_t count, size_t group) {
@@ -471,12 +468,12 @@ class PyBlockManager {
 
  private:
   std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
-                                          std::optional<uint64_t> resets, bool for_job) {
+                                          std::optional<uint64_t> resets = {}) {
     const Digests digests = read(keys);
     // All memory is taken before pages are.
     prefix::Assigned of;
     std::vector<int64_t> counts = room_for_counts();
-    auto pages_of_job = for_job ? new_pages() : nullptr;
+    auto pages_of_job = new_pages();
     const auto stored = busy([&](bool wait) {
       return manager_.prepare_store(digests.keys(), purpose, resets, of, wait);
     });
@@ -489,7 +486,9 @@ class PyBlockManager {
     return made;
   }
 
+  // Null unless it is for jobs.
   std::unique_ptr<prefix::ReservedPages> new_pages() const {
+    if (!for_jobs_) return nullptr;
     auto pages = std::make_unique<prefix::ReservedPages>();
     pages->manager = manager_.ended_pages();
     return pages;
@@ -566,7 +565,8 @@ class PyBlockManager {
   }
 
   const ForkGuard process_{"block manager"};
-  const bool is_list_;  // what is of all groups is a list in Python, also of a single one
+  const bool is_list_;           // what is of all groups is a list in Python, also of a single one
+  const bool for_jobs_ = false;  // see Reservation
   const size_t num_groups_;
   const int64_t max_units_;  // of a prefix
   const std::shared_ptr<prefix::BlockManager> shared_;
@@ -675,11 +675,8 @@ Args:
       .def("_needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
            nb::sig("def _needed_blocks(self, prefix: int) -> list[range]"))
       .def(
-          "prepare_load",
-          [](PyBlockManager& of, nb::handle keys, nb::handle prefix, nb::handle is_use) {
-            return of.prepare_load(keys, prefix, read_switch("is_use", is_use), false);
-          },
-          "keys"_a.none(), "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
+          "prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
+          "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
           nb::sig("def prepare_load(self, keys: " KEYS
                   ", prefix: int | None = None, *, is_use: bool = True) -> LoadReservation | None"),
           R"(Holds the pages of ready blocks for a load.
@@ -696,15 +693,11 @@ Returns:
 
 Raises:
     ValueError: prefix is longer than the keys.)")
-      .def(
-          "prepare_store",
-          [](PyBlockManager& of, nb::handle keys, std::optional<uint64_t> resets) {
-            return of.prepare_store(keys, resets, false);
-          },
-          "keys"_a.none(), nb::kw_only(), "resets"_a.none() = nb::none(),
-          nb::sig("def prepare_store(self, keys: " KEYS
-                  ", *, resets: int | None = None) -> StoreReservation | None"),
-          R"(Assigns pages to the keys that have none, evicting other blocks if needed.
+      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
+           "resets"_a.none() = nb::none(),
+           nb::sig("def prepare_store(self, keys: " KEYS
+                   ", *, resets: int | None = None) -> StoreReservation | None"),
+           R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
 evicted.
@@ -721,10 +714,9 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def(
-          "preempt", [](PyBlockManager& of, nb::handle keys) { return of.preempt(keys, false); },
-          "keys"_a.none(), nb::sig("def preempt(self, keys: " KEYS ") -> StoreReservation | None"),
-          R"(prepare_store() for a preempted request, whose blocks stay until release().
+      .def("preempt", &PyBlockManager::preempt, "keys"_a.none(),
+           nb::sig("def preempt(self, keys: " KEYS ") -> StoreReservation | None"),
+           R"(prepare_store() for a preempted request, whose blocks stay until release().
 
 Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
 
@@ -736,22 +728,6 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      // For a job of a prefix cache, which ends the reservation.
-      .def(
-          "_prepare_load",
-          [](PyBlockManager& of, nb::handle keys, nb::handle prefix) {
-            return of.prepare_load(keys, prefix, true, true);
-          },
-          "keys"_a, "prefix"_a.none())
-      .def(
-          "_prepare_store",
-          [](PyBlockManager& of, nb::handle keys, std::optional<uint64_t> resets) {
-            return of.prepare_store(keys, resets, true);
-          },
-          "keys"_a, "resets"_a.none())
-      .def(
-          "_preempt", [](PyBlockManager& of, nb::handle keys) { return of.preempt(keys, true); },
-          "keys"_a)
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
            nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),

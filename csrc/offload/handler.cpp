@@ -31,21 +31,12 @@ JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
   refuse_captures(request);
-  const std::vector<Group>& groups = scheduler_.groups(lock);
-  JobRef job = reader_.read(request, groups);
+  JobRef job = reader_.read(request, scheduler_.groups(lock));
   job->work->computed_from = scheduler_.jobs(lock).unreported_loads(request.computed_in);
   for (const JobRef& load : request.computed_from) job->work->computed_from.push_back(load);
   Reason failure = scheduler_.prepare(lock, *job);
   if (failure.empty()) failure = scheduler_.start_after(lock, *job, request.after);
-  if (request.reserved != nullptr) {
-    std::vector<prefix::ReservedPages::Part> parts;
-    for (size_t g = 0; g < groups.size(); ++g) {
-      const auto per_page = static_cast<size_t>(groups[g].blocks_per_page);
-      parts.push_back({request.parts[g].blocks.size(), per_page});
-    }
-    (*request.reserved)->parts = std::move(parts);
-    job->pages = std::move(*request.reserved);
-  }
+  if (request.reserved != nullptr) job->pages = std::move(*request.reserved);
   scheduler_.submit(lock, job, failure, request.began);
   return job;
 }

@@ -77,6 +77,7 @@ Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
                      const std::vector<Group>& groups) noexcept try {
   if (rejected.empty()) return {};
   Positions positions, corrupted;
+  std::vector<std::pair<uint32_t, int64_t>> pages;
   First first, first_corrupted;
   const Work& work = *job.work;
   const int64_t* const destinations = job.channel == kStores ? work.slots() : work.blocks();
@@ -93,12 +94,16 @@ Reason reject_blocks(Job& job, const std::vector<RejectedBlock>& rejected,
       }
       if (positions.empty()) first = block;
       positions.push_back(static_cast<int64_t>(i));
+      pages.emplace_back(part.group, work.slots()[i] / groups[part.group].blocks_per_page);
     }
   }
   if (positions.empty()) return {};
   const Reason reason = corrupted.empty() ? reason_for(job, positions, first)
                                           : reason_for(job, corrupted, first_corrupted);
-  if (job.pages != nullptr) job.pages->rejected = positions;
+  if (job.pages != nullptr) {
+    std::sort(pages.begin(), pages.end());
+    job.pages->rejected = std::move(pages);
+  }
   job.rejected = std::make_unique<const Positions>(std::move(positions));
   job.corrupted = static_cast<uint32_t>(corrupted.size());
   return reason;

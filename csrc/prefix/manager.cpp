@@ -58,9 +58,10 @@ void BlockManager::end_reported() {
     if (notes) corrupted_.reserve(corrupted_.size() + first.rejected.size());
     const auto found = reservations_.find(first.id);
     if (found != reservations_.end()) {  // else somebody else has ended it
-      RejectedPages rejected(first);
+      const auto& rejected = first.rejected;
       end(found, first.has_succeeded, [&](const Pin& pin) {
-        const bool is_rejected = rejected.next();
+        const std::pair<uint32_t, int64_t> page{pin.group, pin.page};
+        const bool is_rejected = std::binary_search(rejected.begin(), rejected.end(), page);
         if (is_rejected && notes)
           corrupted_.emplace_back(pin.group, groups_[pin.group].pages->key(pin.page));
         return is_rejected;

@@ -14,44 +14,15 @@ class EndedPages;
 
 // The pages that a job copies, from their reservation until the job was reported. The job owns it.
 struct ReservedPages {
-  // The blocks of a job in one group. Each page has `per_page` of them, the last one may have
-  // fewer.
-  struct Part {
-    size_t blocks, per_page;
-  };
-
   std::shared_ptr<EndedPages> manager;  // where the manager that has reserved them finds its own
   int64_t id = 0;                       // of the reservation
   size_t num_pages = 0;
-  std::vector<Part> parts;  // one for each group
 
   // How the copy has ended. If blocks were rejected, it has succeeded for all pages but theirs.
   bool has_succeeded = false;
-  bool is_corrupted = false;      // some of the rejected blocks are
-  std::vector<int64_t> rejected;  // positions of blocks, ascending
-  ReservedPages* next = nullptr;  // in a list
-};
-
-// Tells, for one page of a job after another, whether one of its blocks was rejected.
-class RejectedPages {
- public:
-  explicit RejectedPages(const ReservedPages& of) : of_(of) {}
-  bool next() {
-    while (part_ < of_.parts.size() && of_.parts[part_].blocks == in_part_) ++part_, in_part_ = 0;
-    if (part_ == of_.parts.size()) return false;
-    const size_t left = of_.parts[part_].blocks - in_part_;
-    const size_t count = left < of_.parts[part_].per_page ? left : of_.parts[part_].per_page;
-    in_part_ += count;
-    end_ += static_cast<int64_t>(count);
-    const size_t before = at_;
-    while (at_ < of_.rejected.size() && of_.rejected[at_] < end_) ++at_;
-    return at_ != before;
-  }
-
- private:
-  const ReservedPages& of_;
-  size_t part_ = 0, in_part_ = 0, at_ = 0;
-  int64_t end_ = 0;
+  bool is_corrupted = false;                           // some of the rejected blocks are
+  std::vector<std::pair<uint32_t, int64_t>> rejected;  // group and page, ascending
+  ReservedPages* next = nullptr;                       // in a list
 };
 
 // The pages of a manager whose copies have ended since its last call. Any thread may push, also

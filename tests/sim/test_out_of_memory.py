@@ -370,8 +370,6 @@ CALLS: dict[str, Callable[[BlockManager], Any]] = {
     "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
     "promote": lambda manager: manager.promote(["a", "c", "d"]),
     "hold_due": lambda manager: manager.hold_due(2),
-    "_prepare_load": lambda manager: manager._prepare_load(["a", "b"], None),
-    "_prepare_store": lambda manager: manager._prepare_store(["a", "c", "d"], None),
 }
 
 

@@ -207,7 +207,7 @@ class PrefixCache(NotCopyable):
     """
 
     manager: BlockManager | RemoteManager
-    _reservations: BlockManager | RemoteManager  # takes and returns lists
+    _reservations: BlockManager | RemoteManager  # see _for_jobs()
 
     def __init__(
         self,
@@ -258,11 +258,11 @@ class PrefixCache(NotCopyable):
             below_policy=None if below is None else below_policy,
         )
         self.manager = manager
-        self._reservations = in_lists = manager._in_lists()
+        self._reservations = for_jobs = manager._for_jobs()
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes)
         if below is not None:
-            self._open_below(below, formats, in_lists, below_bytes)
+            self._open_below(below, formats, for_jobs, below_bytes)
 
     def _open(
         self,
@@ -470,7 +470,7 @@ class PrefixCache(NotCopyable):
             digests, blocks = self._reader.keys_on_gpu(digests, blocks)
         elif some_left_out:
             self._reader.check_needed(blocks, self._reservations._needed_blocks(prefix))  # type: ignore[arg-type]
-        reserved = self._reservations._prepare_load(digests, prefix)
+        reserved = self._reservations.prepare_load(digests, prefix)
         if reserved is None:
             self._handler._check_options(after, layer_groups)
             return None
@@ -595,7 +595,7 @@ class PrefixCache(NotCopyable):
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
         self._grow()
-        reserved = self._reservations._preempt(prompt.digests)
+        reserved = self._reservations.preempt(prompt.digests)
         if reserved is None:
             self._warn_of_missing_poll()
             return None
@@ -827,7 +827,7 @@ class PrefixCache(NotCopyable):
         """Stores the blocks that the host does not have. There is no room for those from before a
         reset: `resets` is the manager's number when they were computed."""
         self._grow()
-        reserved = self._reservations._prepare_store(prompt.digests, resets)
+        reserved = self._reservations.prepare_store(prompt.digests, resets=resets)
         if reserved is not None and reserved.id:
             return Stored("storing", self._submit_store(reserved, prompt, after, tag))
         self._handler._check_options(after)

@@ -78,7 +78,7 @@ class RemoteReservation(native.Reservation):
 
     Attributes:
         key_indices (list[np.ndarray]), pages (list[np.ndarray]): of each group.
-        lease (int): of _preempt().
+        lease (int): of preempt().
         skipped (int): 0: a server has no store_threshold.
     """
 
@@ -399,7 +399,7 @@ class RemoteManager(Session):
         self._is_list = not isinstance(groups, int)
         of_one_page = [dataclasses.replace(group, num_pages=1) for group in self.groups]
         # For what depends on the groups only: it never has a block.
-        self._of_one_page = BlockManager(of_one_page)
+        self._of_one_page = BlockManager(of_one_page)._for_jobs()
         self.resets = 0
         # By the numbers of what they hold; None is a load. Guarded by _lock, as are the others.
         self._open: dict[int, _Store | None] = {}
@@ -408,7 +408,10 @@ class RemoteManager(Session):
         self._lost_leases: set[int] = set()  # at a reset, of which the server has not heard
         self._dropped = 0  # stores without a server
         self._ended = native.EndedPages()
-        self._reported: list[tuple[int, bool, list[int], bool]] = []  # taken from there
+        # Taken from there: the reservation, whether it has succeeded, which pages were rejected,
+        # and whether these are corrupted.
+        self._reported: list[tuple[int, bool, list[tuple[int, int]], bool]] = []
+        self._pages_of: dict[int, list[Int64Array]] = {}  # of reservations, by group
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
@@ -433,11 +436,11 @@ class RemoteManager(Session):
         """See BlockManager.needed_blocks()."""
         return self._of_one_page._needed_blocks(prefix)
 
-    def _prepare_load(self, digests: list[bytes], prefix: int | None) -> RemoteReservation | None:
+    def prepare_load(self, digests: list[bytes], prefix: int | None) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         ranges = [range(len(of_group) // DIGEST_BYTES) for of_group in digests]
         if prefix is not None:
-            self._of_one_page._prepare_load(digests, prefix)  # raises if the keys are too few
+            self._of_one_page.prepare_load(digests, prefix)  # raises if the keys are too few
             ranges = self._needed_blocks(prefix)
             digests = [
                 of_group[of.start * DIGEST_BYTES : of.stop * DIGEST_BYTES]
@@ -452,11 +455,13 @@ class RemoteManager(Session):
             indices = [np.arange(of.start, of.stop) for of in ranges]
             return self._made(number, indices, pages, is_load=True)
 
-    def _prepare_store(self, digests: list[bytes], resets: int | None) -> RemoteReservation | None:
+    def prepare_store(
+        self, digests: list[bytes], *, resets: int | None = None
+    ) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
         return self._borrow(digests, resets)
 
-    def _preempt(self, digests: list[bytes]) -> RemoteReservation | None:
+    def preempt(self, digests: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
         return self._borrow(digests, is_kept=True)
 
@@ -584,6 +589,7 @@ class RemoteManager(Session):
     ) -> RemoteReservation:
         made = RemoteReservation(number, self._ended, sum(map(len, pages)), is_load)
         made.key_indices, made.pages, made.lease = indices, pages, lease
+        self._pages_of[number] = pages
         return made
 
     def _borrow(
@@ -638,10 +644,14 @@ class RemoteManager(Session):
         with self._lock:
             self._ended.take(self._reported)
             while self._reported:
-                number, has_succeeded, rejected, is_corrupted = self._reported[0]
+                number, has_succeeded, pages, is_corrupted = self._reported[0]
+                of_groups = enumerate(self._pages_of.get(number, ()))
+                every = [(group, page) for group, of in of_groups for page in of.tolist()]
+                rejected = [at for at, page in enumerate(every) if page in pages]
                 outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
                 self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
                 self._reported.pop(0)
+                self._pages_of.pop(number, None)
 
     def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
         """The copy of a reservation has ended. The caller holds the lock."""

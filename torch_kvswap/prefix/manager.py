@@ -178,8 +178,10 @@ class BlockManager(NotCopyable, native.BlockManager):
         )
         self._grow(ready)
 
-    def _in_lists(self) -> BlockManager:
-        """This manager, with keys, key_indices and pages in lists even if it has a single group."""
+    def _for_jobs(self) -> BlockManager:
+        """This manager for a PrefixCache. Keys, key_indices and pages are lists even if it has a
+        single group, and a job that takes what is reserved also ends it.
+        """
         same = BlockManager.__new__(BlockManager)
         same.groups, same.unit_tokens, same._is_list = self.groups, self.unit_tokens, True
         native.BlockManager.__init__(same, self)
