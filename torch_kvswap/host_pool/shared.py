@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import (
     INT32_MAX,
     NotCopyable,
@@ -18,7 +19,6 @@ from torch_kvswap._native.arguments import (
     read_int,
 )
 from torch_kvswap._native.descriptors import Descriptors
-from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap.encoding.slot import (
     RAW,
     VERIFY,
@@ -123,9 +123,7 @@ class PoolHandle(NotCopyable):
         text = json.dumps(self.tensors).encode()
         numbers = FORMAT_VERSION, *shape, *kept, self.parts, len(text)
         message = _HEAD.pack(_MAGIC, *numbers) + text
-        sent = socket.send_fds(connection, [message], [self.fd])
-        if sent < len(message):  # sending nothing fails if the other end has closed already
-            connection.sendall(message[sent:])
+        rendezvous.send(connection, message, [self.fd])
 
     @classmethod
     def receive(cls, connection: socket.socket) -> PoolHandle:
@@ -142,12 +140,11 @@ class PoolHandle(NotCopyable):
                 else was sent, or the memory belongs to another user.
         """
         _check_connection(connection)
-        room_for_one = socket.CMSG_LEN(4)
-        came = Descriptors(connection.recvmsg, _HEAD.size, room_for_one, socket.MSG_CMSG_CLOEXEC)
+        data, came = rendezvous.receive(connection, _HEAD.size)
         with contextlib.closing(came):
             for fd in came.fds:
-                check_owner("the memory of the host pool", os.fstat(fd).st_uid)
-            message = _receive_rest(connection, came.returned[0][0], came.fds, _HEAD.size)
+                rendezvous.check_owner("the memory of the host pool", os.fstat(fd).st_uid)
+            message = _receive_rest(connection, data, came.fds, _HEAD.size)
             magic, version, *numbers, width, verify, parts, nbytes = _HEAD.unpack(message)
             try:
                 # Anything else must not make us wait for more bytes.
@@ -235,5 +232,4 @@ def _check_connection(connection: object) -> None:
         raise ConnectionError(
             "connection is not connected; connect it to the other process first"
         ) from error
-    pid, uid = peer_of(connection)
-    check_owner(f"process {pid} at the other end of the socket", uid)
+    rendezvous.check_peer(connection, "process {pid} at the other end of the socket")

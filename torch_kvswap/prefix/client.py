@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import (
     Int64Array,
     NotCopyable,
@@ -27,7 +28,6 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
-from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap._native.process_lock import open_lock
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
 from torch_kvswap.host_pool.description import describe_page
@@ -153,9 +153,7 @@ class Session(NotCopyable):
             hello = {**self._cache, **self._names, "session": self._session}
             message = pack(Op.HELLO, data=json.dumps(hello).encode())
             with contextlib.closing(open_lock()) as lock:
-                sent = socket.send_fds(connection, [message], lock.fds)
-            if sent < len(message):  # sending nothing fails if the server has closed already
-                connection.sendall(message[sent:])
+                rendezvous.send(connection, message, lock.fds)
             session, resets, _ = receive(connection, HEAD.size + 24)[0]
             with contextlib.ExitStack() as received:
                 handles = []
@@ -215,7 +213,7 @@ class Session(NotCopyable):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(DEADLINE)
             connection.connect(self._path)
-            _check_server(connection, self._path)
+            rendezvous.check_peer(connection, f"the server at {self._path}")
             connection.sendall(pack(Op.LEAVE, [self._session, self._generation]))
 
     def _hang_up(self, connection: socket.socket) -> None:
@@ -880,7 +878,7 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
         connection.settimeout(JOINING)
         with _needs_server(path):
             connection.connect(path)
-        _check_server(connection, path)
+        rendezvous.check_peer(connection, f"the server at {path}")
         with _needs_server(path):
             numbers, magic = receive(connection)
         if magic != MAGIC or len(numbers) != 2:
@@ -906,10 +904,6 @@ def _needs_server(path: str) -> Iterator[None]:
             f"no server answers at {path}: {error}; start one with "
             f"`python -m torch_kvswap serve --socket {path} --memory ...`"
         ) from error
-
-
-def _check_server(connection: socket.socket, path: str) -> None:
-    check_owner(f"the server at {path}", peer_of(connection)[1])
 
 
 def receive(connection: socket.socket, at_once: int = READ_BYTES) -> tuple[array[int], bytes]:

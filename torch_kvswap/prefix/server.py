@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_kvswap._C import LoadReservation
+from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import bytes_text, read_int
+from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.log import log
-from torch_kvswap._native.owner import check_owner, peer_of
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import PageFormat, load_digest
@@ -80,7 +81,7 @@ class _Session:
     connection: socket.socket | None  # None when it is lost
     process: int  # a file descriptor, readable when the process has ended
     pid: int
-    lock: int | None = None  # a file descriptor, see process_lock.is_free(); a scheduler has none
+    lock: Descriptors | None = None  # see process_lock.is_free(); a scheduler has none
     is_dead: bool = False  # its process has ended
     received: bytearray = field(default_factory=bytearray)  # of a message that is not complete
     unsent: bytes = b""  # what it has not taken; until then nothing is received from it
@@ -223,7 +224,7 @@ class PageServer:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_file = os.open(f"{path}.lock", flags, 0o600)
             undo.callback(os.close, self._lock_file)
-            check_owner(f"{path}.lock", os.fstat(self._lock_file).st_uid)
+            rendezvous.check_owner(f"{path}.lock", os.fstat(self._lock_file).st_uid)
             self._listener = self._listen()
             undo.callback(self._listener.close)
             self._spare: int | None = os.dup(self._lock_file)  # see _refuse_next()
@@ -245,7 +246,7 @@ class PageServer:
             status = os.lstat(self._path)
             if not stat.S_ISSOCK(status.st_mode):
                 raise FileExistsError(f"{self._path} is there, and is no socket")
-            check_owner(self._path, status.st_uid)
+            rendezvous.check_owner(self._path, status.st_uid)
             os.unlink(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -315,10 +316,10 @@ class PageServer:
             if error.errno in _NO_DESCRIPTORS:
                 self._refuse_next()
             return  # else it has gone already
-        pid, uid = peer_of(connection)
+        pid, uid = rendezvous.credentials_of(connection)
         connection.setblocking(False)
         try:
-            check_owner(f"process {pid}", uid)
+            rendezvous.check_owner(f"process {pid}", uid)
             process = _process_of(connection, pid)
         except OSError as error:
             if error.errno in _NO_DESCRIPTORS:
@@ -402,11 +403,11 @@ class PageServer:
     def _receive(self, session: _Session, connection: socket.socket) -> bytes:
         if session.is_member:
             return connection.recv(READ_BYTES)
-        data, fds, _, _ = socket.recv_fds(connection, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        for lock in fds:
+        data, came = rendezvous.receive(connection, READ_BYTES)
+        if came.fds:
             if session.lock is not None:
-                os.close(session.lock)
-            session.lock = lock
+                session.lock.close()
+            session.lock = came
         return data
 
     def _handle(self, session: _Session, op: int, numbers: array[int], data: bytes) -> None:
@@ -466,7 +467,7 @@ class PageServer:
         """
         if session.number not in self._sessions:
             return
-        if session.lock is None or is_free(session.lock):
+        if session.lock is None or is_free(session.lock.fd):
             self._end_session(session)
         else:
             self._later(_LOCK_SECONDS, lambda: self._await_forks(session))
@@ -508,7 +509,7 @@ class PageServer:
         self._unwatch(session)
         os.close(session.process)
         if session.lock is not None:
-            os.close(session.lock)
+            session.lock.close()
         held, lent = list(session.held.values()), dict(session.lent)
         session.held.clear()
         session.lent.clear()
@@ -550,7 +551,7 @@ class PageServer:
 
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
-        if session.lock is None or is_free(session.lock):
+        if session.lock is None or is_free(session.lock.fd):
             raise ValueError("this engine has sent no lock that its process holds")
         cache = json.loads(data)
         self._enter(session, cache)

@@ -26,6 +26,7 @@ from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
+from torch_kvswap._native import rendezvous
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import PoolHandle, shared
 from torch_kvswap.host_pool.pool import HostPool
@@ -71,7 +72,7 @@ def test_another_users_memory_is_neither_sent_nor_received(
             with pytest.raises(PermissionError, match=f"socket belongs to user {own}, and this"):
                 pass_on()
         before = open_files()
-        monkeypatch.setattr(shared, "peer_of", lambda _: (0, own + 1))
+        monkeypatch.setattr(rendezvous, "credentials_of", lambda _: (0, own + 1))
         with pytest.raises(PermissionError, match=f"memory of the host pool belongs to user {own}"):
             PoolHandle.receive(there)
         assert open_files() == before

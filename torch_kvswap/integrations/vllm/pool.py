@@ -171,23 +171,17 @@ def _serve(
     return pool
 
 
-def send_to_next(
-    listener: socket.socket, handle: PoolHandle, more: bytes = b"", deadline: float | None = None
-) -> None:
-    """Sends the handle, and then `more`, to the next process of this user that connects.
+def send_to_next(listener: socket.socket, handle: PoolHandle, deadline: float) -> None:
+    """Sends the handle to the next process of this user that connects.
 
-    One that hangs up is not counted: it was no worker or scheduler, or its engine ends. Raises
-    TimeoutError after the deadline, as time.monotonic() says it, and OSError if the listener is
-    shut down.
+    One that hangs up is not counted: it was no worker, or its engine ends. Raises TimeoutError
+    after the deadline, as time.monotonic() says it.
     """
     while True:
-        if deadline is not None:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
         connection, _ = listener.accept()
         with connection, contextlib.suppress(ConnectionError, PermissionError):
             handle.send(connection)
-            if more:  # sending nothing fails if the other end has closed already
-                connection.sendall(more)
             return
 
 
