@@ -482,7 +482,7 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
 @simulated
 def test_memory_stays_when_copies_may_still_run(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
-    pool = HostPool(layout, num_pages=6)  # which the load reads in the end
+    pool = HostPool(layout, num_pages=6, verify="load")  # which the load reads in the end
     with OffloadHandler(layout, pool, copy_method="staged") as handler:
         driver.set_mode("manual")
         job = handler.load(page_ids=[1], gpu_block_ids=[1])
