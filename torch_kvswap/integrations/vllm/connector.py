@@ -179,8 +179,9 @@ class WorkerPart(OffloadingConnectorWorker):
         if self._in_step_job is None or self._ours is None:
             return
         group = self._ours.layer_groups.get(name)
-        if group is None or group > self._waited:
-            self._waited = self._in_step_job.layer_groups if group is None else group
+        until = self._in_step_job.layer_groups if group is None else group
+        if until > self._waited:
+            self._waited = until
             self._in_step_job.wait(layer_group=group)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
