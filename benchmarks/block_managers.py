@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from torch_kvswap.prefix.hashing import DIGEST_BYTES
-from torch_kvswap.prefix.protocol import Op, pack
+from torch_kvswap.prefix.protocol import Outcome
 
 
 class Contestant(Protocol):
@@ -37,11 +37,11 @@ class OfDigests:
         self.touch = manager.touch
         if in_lists:
             self.prepare_load = partial(manager.prepare_load, prefix=None)
+            self.prepare_store = partial(manager.prepare_store, resets=None)
             self.complete_store = self.complete_load = self._tell_server
         else:
-            self.prepare_load = manager.prepare_load
+            self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
             self.complete_store = self.complete_load = manager.complete
-        self.prepare_store = manager.prepare_store
 
     def form(self, digests: bytes) -> Any:
         return [digests] if self.in_lists else digests
@@ -59,7 +59,7 @@ class OfDigests:
         return job
 
     def _tell_server(self, job: Any) -> None:
-        self.manager._exchange(pack(Op.END, [job.id, True]), False)
+        self.manager._end(job.id, Outcome.DONE, ())
 
 
 class OfVllm:

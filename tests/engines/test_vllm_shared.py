@@ -743,7 +743,7 @@ def test_what_engines_cannot_share_is_refused(folder):
         ),
         ({"verify": "load"}, "pages[0].verify: load here, off"),
         ({"chunk": 2}, "pages[0].blocks_per_page: 2 here, 1"),
-        ({"world": 2}, "pages[0].parts: 2 here, 0"),
+        ({"world": 2}, "pages[0].slot_bytes: 2016 here, 1000"),
         ({"seed": "1"}, "pages[0].bytes_of.PYTHONHASHSEED: 1 here, 0"),
     ],
 )
