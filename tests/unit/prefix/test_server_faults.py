@@ -591,7 +591,7 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
 def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> None:
     """A prompt of 100,000 keys."""
     tensor = torch.zeros(100_000, 1, dtype=torch.uint8)
-    with serving(path, 50_000):
+    with serving(path, 400):
         prefixes = PrefixCache.connect(path, PagedLayout([tensor]), model="m")
         keys = b"".join(number.to_bytes(32, "little") for number in range(90_000))
         tensor[:90_000] = torch.arange(90_000, dtype=torch.uint8)[:, None]
