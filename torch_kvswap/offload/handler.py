@@ -472,9 +472,10 @@ class OffloadHandler(NotCopyable):
         Raises:
             TypeError, ValueError: timeout is not None or a number of seconds from 0 on.
         """
+        seconds = read_timeout("timeout", timeout) if timeout != 0 else 0.0
         results: list[Result] = self._native.poll(self._tags)
         if not results and timeout != 0:
-            self._native.wait_for_ended(read_timeout("timeout", timeout))
+            self._native.wait_for_ended(seconds)
             results = self._native.poll(self._tags)
         for result in results:
             if isinstance(result.error, CorruptedPageError):
