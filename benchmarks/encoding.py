@@ -1,5 +1,5 @@
-"""Compares pools with lossless encoding to raw pools, and pools with digests to those without, with
-the keys and values of a real model.
+"""Compares pools with lossless encoding to raw pools, and pools with checksums to those without,
+with the keys and values of a real model.
 
 Four handlers move scattered blocks of caches of their own: with encoding="raw" and "lossless", each
 with verify="off" and "load". Each round moves once with each, and beside them one big copy of the
@@ -127,7 +127,7 @@ class Cell(comparison.Cell):
         return median(mine - other for mine, other in pairs)
 
     def verified(self, encoding: str) -> float:
-        """Time with digests over that without; the median over the rounds."""
+        """Time with checksums over that without; the median over the rounds."""
         return self.states[WARM].ratio(VERIFIED[encoding], encoding)
 
 

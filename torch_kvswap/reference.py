@@ -71,8 +71,8 @@ class ReferenceHandler(NotCopyable):
         host (HostPool): the host pages, made for such blocks.
 
     Raises:
-        ValueError: gpu and host do not match, the pages are encoded or have digests, or PyTorch has
-            no streams or events for the device.
+        ValueError: gpu and host do not match, the pages are encoded or have checksums, or PyTorch
+            has no streams or events for the device.
         RuntimeError: the pool is closed.
     """
 
@@ -82,7 +82,7 @@ class ReferenceHandler(NotCopyable):
             raise ValueError(f"the pages are {host.encoding}; make the pool with encoding='raw'")
         if host.verify != "off":
             raise ValueError(
-                f"the pool has verify={host.verify!r}, and no op makes digests; make it with "
+                f"the pool has verify={host.verify!r}, and no op makes checksums; make it with "
                 "verify='off'"
             )
         host._check_blocks(gpu, "make the pool from this layout")

@@ -65,9 +65,9 @@ class BlocksRejectedError(TransferError):
 
 
 class CorruptedPageError(BlocksRejectedError):
-    """Blocks that were loaded are not those that were stored, as the digests of their pool say.
+    """Blocks that were loaded are not those that were stored, as the checksums of their pool say.
 
-    The message names the first such GPU block, its page, and both digests. These blocks must be
+    The message names the first such GPU block, its page, and both checksums. These blocks must be
     computed again, and the pages stored again. All blocks that are not in `rejected` are valid.
     """
 
@@ -108,7 +108,8 @@ class Result:
             blocks (the lists of all groups one after another), ascending. A store rejects blocks
             that do not fit into encoded slots, and a load pages without a valid encoded block. The
             job has failed with a BlocksRejectedError then, but all other blocks are valid. Blocks
-            that digests have found to be corrupted are among them; then it is a CorruptedPageError.
+            that checksums have found to be corrupted are among them; then it is a
+            CorruptedPageError.
         error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError, a
             BlocksRejectedError, a CorruptedPageError or a plain TransferError. Ignored in
             comparisons.

@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "bindings/python.h"
+#include "encoding/checksum.h"
 #include "encoding/codec.h"
-#include "encoding/digest.h"
 #include "encoding/slot_format.h"
 
 // How slots keep blocks, and lossless encoding of bf16 values by the CPU, see docs/encoding.md.
@@ -45,51 +45,52 @@ void bind_encoding(nb::module_& module) {
         return PyEncoding{make_lossless_encoding(read_numbers<uint64_t>(sizes), width_eighths)};
       },
       "sizes"_a, "width_eighths"_a);
-  nb::class_<DigestTable>(module, "DigestTable",
-                          "The digests of the slots of a pool; sizes: of their blocks.")
+  nb::class_<ChecksumTable>(module, "ChecksumTable",
+                            "The checksums of the slots of a pool; sizes: of their blocks.")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>(), "counter"_a, "rows"_a,
            "row_stride"_a, "row_bytes"_a, "group"_a)
       .def(
           "read",
-          [](const DigestTable& self, nb::handle sizes, int64_t first_slot, int64_t slots) {
-            std::vector<uint64_t> digests(first_digest_tiles(read_numbers<uint64_t>(sizes)).back());
+          [](const ChecksumTable& self, nb::handle sizes, int64_t first_slot, int64_t slots) {
+            std::vector<uint64_t> checksums(
+                first_checksum_tiles(read_numbers<uint64_t>(sizes)).back());
             std::vector<uint64_t> all;
             for (int64_t slot = first_slot; slot < first_slot + slots; ++slot) {
-              all.push_back(self.read(slot, digests));
-              all.insert(all.end(), digests.begin(), digests.end());
+              all.push_back(self.read(slot, checksums));
+              all.insert(all.end(), checksums.begin(), checksums.end());
             }
             return nb::bytes(all.data(), all.size() * sizeof(uint64_t));
           },
           "sizes"_a, "first_slot"_a, "slots"_a,
-          "For each slot 1, or 0 if it has no block of the group, and the digests of the block's "
+          "For each slot 1, or 0 if it has no block of the group, and the checksums of the block's "
           "tiles.")
       .def(
           "write",
-          [](const DigestTable& self, int64_t first_slot, int64_t slots, nb::bytes read) {
+          [](const ChecksumTable& self, int64_t first_slot, int64_t slots, nb::bytes read) {
             std::vector<uint64_t> all(read.size() / sizeof(uint64_t));
             std::memcpy(all.data(), read.c_str(), all.size() * sizeof(uint64_t));
             const auto count = static_cast<int64_t>(all.size()) / slots;  // of a slot
             for (int64_t i = 0; i < slots; ++i) {
               const auto of_slot = all.begin() + i * count;
-              const int64_t digests = *of_slot == 1 ? count - 1 : 0;
-              self.write(first_slot + i, {of_slot + 1, of_slot + 1 + digests});
+              const int64_t checksums = *of_slot == 1 ? count - 1 : 0;
+              self.write(first_slot + i, {of_slot + 1, of_slot + 1 + checksums});
             }
           },
-          "first_slot"_a, "slots"_a, "digests"_a,
+          "first_slot"_a, "slots"_a, "checksums"_a,
           "Binds what read() has returned for other slots to these ones.")
-      .def("adopt", &DigestTable::adopt, "slot"_a,
-           "Binds digests that have come with their block to this slot.");
+      .def("adopt", &ChecksumTable::adopt, "slot"_a,
+           "Binds checksums that have come with their block to this slot.");
   module.def(
       "verified_encoding",
-      [](const PyEncoding& slots, nb::handle sizes, const DigestTable& table) {
+      [](const PyEncoding& slots, nb::handle sizes, const ChecksumTable& table) {
         return PyEncoding{
             make_verified_encoding(slots.encoding, read_numbers<uint64_t>(sizes), table)};
       },
       "slots"_a, "sizes"_a, "table"_a);
   module.def(
-      "digest_row_bytes",
-      [](nb::handle sizes) { return digest_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,
-      "Bytes of a row of a DigestTable.");
+      "checksum_row_bytes",
+      [](nb::handle sizes) { return checksum_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,
+      "Bytes of a row of a ChecksumTable.");
 
   nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
       .def(

@@ -41,8 +41,8 @@ class PackTable {
                     void* stream) const = 0;
   // Copies all blocks between the slabs and pinned host pages.
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
-  // Whether these two also do what copy.digests asks for.
-  virtual bool makes_digests() const { return false; }
+  // Whether these two also do what copy.checksums asks for.
+  virtual bool makes_checksums() const { return false; }
   // What has to come in `stream` behind a copy without these two.
   virtual void end_copy(const PagedCopy& /*copy*/, void* /*stream*/) const {}
 

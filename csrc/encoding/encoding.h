@@ -13,7 +13,7 @@
 
 namespace kvswap {
 
-class DigestTable;
+class ChecksumTable;
 
 // What a launch that copies over the link has on its way at once. The link needs 128 to 192 KiB
 // (PCIe 5). More would queue up there, and small compute kernels would wait behind them. With 512
@@ -95,10 +95,10 @@ std::shared_ptr<const Encoding> make_raw_encoding(const std::vector<uint64_t>& s
 std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes,
                                                        int width_eighths);
 
-// The same slots, with digests of their blocks, that stores write and loads compare.
-// Throws ValueError if a row of the table has no room for the digests of such a block.
+// The same slots, with checksums of their blocks, that stores write and loads compare.
+// Throws ValueError if a row of the table has no room for the checksums of such a block.
 std::shared_ptr<const Encoding> make_verified_encoding(std::shared_ptr<const Encoding> slots,
                                                        const std::vector<uint64_t>& sizes,
-                                                       const DigestTable& table);
+                                                       const ChecksumTable& table);
 
 }  // namespace kvswap

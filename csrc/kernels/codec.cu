@@ -1,5 +1,5 @@
 #include "kernels/bulk_copy.h"
-#include "kernels/digest_device.h"
+#include "kernels/checksum_device.h"
 
 // The kernels that encode blocks into slots and decode them, found by their names in the module
 // that setup.py makes of this file. codec.cpp does the same on the CPU, and says more about the
@@ -58,7 +58,7 @@ struct Runs {
 
 // What a team works on: tile `tile` of blocks[index].
 struct Work {
-  uint32_t index, tile, bytes, digest;
+  uint32_t index, tile, bytes, checksum;
   unsigned char *values, *encoded, *slot;
 
   __device__ Work(const CodecArguments& a, const Runs& runs, Runs::Position at) {
@@ -66,7 +66,7 @@ struct Work {
     tile = a.first_tile + at.run % runs.per_block * runs.tiles + at.tile;
     const SlotTile found = reinterpret_cast<const SlotTile*>(a.tiles)[tile];
     bytes = found.bytes;
-    digest = found.digest;
+    checksum = found.checksum;
     const uint64_t place = a.by_slot != 0 ? static_cast<uint64_t>(a.slots[index]) : index;
     slot = reinterpret_cast<unsigned char*>(a.packed + place * a.packed_stride);
     encoded = slot + (found.offset - a.skipped);
@@ -85,64 +85,64 @@ struct Work {
   __device__ void set_state(const CodecArguments& a, SlotState state) const {
     reinterpret_cast<volatile uint8_t*>(a.states)[index] = static_cast<uint8_t>(state);
   }
-  __device__ uint32_t digests() const { return digest_tiles(bytes); }
+  __device__ uint32_t checksums() const { return checksum_tiles(bytes); }
 };
 
-// The digests of the tiles of a run, each made by one warp or two: a warp has kCodecWarpBytes.
+// The checksums of the tiles of a run, each made by one warp or two: a warp has kCodecWarpBytes.
 template <int kWarps>
-class TileDigests {
+class TileChecksums {
  public:
-  // Tiles of a run, whose digests are fetched at once.
-  static constexpr uint32_t kLongestRun = StoredDigests::kMost / (kWarps < 2 ? 1 : kWarps / 2);
+  // Tiles of a run, whose checksums are fetched at once.
+  static constexpr uint32_t kLongestRun = StoredChecksums::kMost / (kWarps < 2 ? 1 : kWarps / 2);
 
-  __device__ explicit TileDigests(const Team<kWarps>& team) : team_(team) {
-    __shared__ DigestSums sums[kCodecMaxWarps];
+  __device__ explicit TileChecksums(const Team<kWarps>& team) : team_(team) {
+    __shared__ ChecksumSums sums[kCodecMaxWarps];
     sums_ = sums + kWarps * team.number;
   }
   // By all threads. The team meets after this.
   __device__ void add(const unsigned char* stage, uint32_t bytes) {
     const unsigned warp = team_.rank / 32;
-    const uint32_t begin = warp / kPerDigest * kDigestTileBytes;
-    const uint32_t of_tile = bytes > begin ? min(bytes - begin, kDigestTileBytes) : 0;
-    const uint32_t first = warp % kPerDigest * kUnits;
-    const uint32_t last = min(first + kUnits, digest_units(of_tile));
-    const DigestSums mine = sums_of(first, last, team_.lane, SharedTile{stage + begin, of_tile});
+    const uint32_t begin = warp / kPerChecksum * kChecksumTileBytes;
+    const uint32_t of_tile = bytes > begin ? min(bytes - begin, kChecksumTileBytes) : 0;
+    const uint32_t first = warp % kPerChecksum * kUnits;
+    const uint32_t last = min(first + kUnits, checksum_units(of_tile));
+    const ChecksumSums mine = sums_of(first, last, team_.lane, SharedTile{stage + begin, of_tile});
     if (team_.lane == 0) sums_[warp] = mine;
   }
-  // By the first warp, once the team has met. Thread t of it keeps digest number t of the run.
+  // By the first warp, once the team has met. Thread t of it keeps checksum number t of the run.
   __device__ void keep(const Work& work, bool is_first, bool is_valid) {
     if (is_first) {
-      first_ = work.digest;
+      first_ = work.checksum;
       has_tile_ = false;
     }
-    const uint32_t number = first_ + team_.lane, index = number - work.digest;
-    if (number < work.digest || index >= work.digests() || !is_valid) return;
-    DigestSums sums;
+    const uint32_t number = first_ + team_.lane, index = number - work.checksum;
+    if (number < work.checksum || index >= work.checksums() || !is_valid) return;
+    ChecksumSums sums;
 #pragma unroll
-    for (uint32_t i = 0; i < kPerDigest; ++i) {
-      sums.first += sums_[kPerDigest * index + i].first;
-      sums.second += sums_[kPerDigest * index + i].second;
+    for (uint32_t i = 0; i < kPerChecksum; ++i) {
+      sums.first += sums_[kPerChecksum * index + i].first;
+      sums.second += sums_[kPerChecksum * index + i].second;
     }
     has_tile_ = true;
-    digest_ = digest_of(sums, number);
+    checksum_ = checksum_of(sums, number);
   }
   // Of the run, by the first warp.
-  __device__ void write(const DigestRow& row) const {
-    row.write(has_tile_, first_ + team_.lane, digest_);
+  __device__ void write(const ChecksumRow& row) const {
+    row.write(has_tile_, first_ + team_.lane, checksum_);
   }
-  __device__ void compare(const DigestRow& row, StoredDigests& stored) const {
-    row.compare(has_tile_, first_ + team_.lane, digest_, stored.get(row, first_, has_tile_));
+  __device__ void compare(const ChecksumRow& row, StoredChecksums& stored) const {
+    row.compare(has_tile_, first_ + team_.lane, checksum_, stored.get(row, first_, has_tile_));
   }
 
  private:
-  static constexpr uint32_t kUnits = kCodecWarpBytes / kDigestUnitBytes;  // of a warp
-  static constexpr uint32_t kPerDigest = kWarps == 1 ? 1 : kDigestTileBytes / kCodecWarpBytes;
+  static constexpr uint32_t kUnits = kCodecWarpBytes / kChecksumUnitBytes;  // of a warp
+  static constexpr uint32_t kPerChecksum = kWarps == 1 ? 1 : kChecksumTileBytes / kCodecWarpBytes;
 
   const Team<kWarps>& team_;
-  DigestSums* sums_;
+  ChecksumSums* sums_;
   uint32_t first_ = 0;
   bool has_tile_ = false;
-  uint64_t digest_ = 0;
+  uint64_t checksum_ = 0;
 };
 
 // The stages of a team. In each turn of its loop the team loads the tile of the next turn, waits
@@ -388,7 +388,7 @@ class EscapeCounter {
 };
 
 // After one thread has counted each finished tile: the last one of a slot writes the header.
-template <bool kDigests>
+template <bool kChecksums>
 __device__ void finish_tile(const CodecArguments& a, const Work& work, SlotCounter* counter) {
   const SlotCounter before = atomicAdd(counter, kFinishedTile);
   if (before / kFinishedTile != a.all_tiles - 1) return;
@@ -397,11 +397,11 @@ __device__ void finish_tile(const CodecArguments& a, const Work& work, SlotCount
   const SlotHeader header{kSlotMagic, escapes | (fits ? 0 : kSlotOverflow), 0};
   *reinterpret_cast<SlotHeader*>(work.slot) = header;
   if (!fits) work.set_state(a, SlotState::kOverflow);
-  if (kDigests) DigestRow(a, work.index).end_store(!fits);
+  if (kChecksums) ChecksumRow(a, work.index).end_store(!fits);
   *counter = 0;  // for the next launch
 }
 
-template <int kWarps, bool kDigests>
+template <int kWarps, bool kChecksums>
 __device__ void encode_tiles(const CodecArguments& a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint32_t counts[kCodecMaxWarps], starts[kCodecMaxWarps];
@@ -409,7 +409,7 @@ __device__ void encode_tiles(const CodecArguments& a) {
   constexpr unsigned kThreads = Team<kWarps>::kThreads, kStageBytes = kWarps * kCodecWarpBytes;
   Stages<kWarps> stages(team, memory + team.number * kStages * kStageBytes);
   EscapeCounter<kWarps> counter(team, counts, starts);
-  TileDigests<kWarps> digests(team);
+  TileChecksums<kWarps> checksums(team);
   auto* const bins = reinterpret_cast<uint32_t*>(memory + team.per_cta * kStages * kStageBytes) +
                      kCodecBins * team.number;
   const auto clear_bins = [&] {
@@ -418,7 +418,7 @@ __device__ void encode_tiles(const CodecArguments& a) {
   clear_bins();
   __syncthreads();
 
-  const Runs runs(a, gridDim.x * team.per_cta, kDigests ? digests.kLongestRun : 1u);
+  const Runs runs(a, gridDim.x * team.per_cta, kChecksums ? checksums.kLongestRun : 1u);
   Runs::Position here{blockIdx.x * team.per_cta + team.number, 0};
   if (here.run >= runs.total) return;
   Work work(a, runs, here);
@@ -442,11 +442,11 @@ __device__ void encode_tiles(const CodecArguments& a) {
         atomicAdd(&bins[pair >> 23 & 255], 1);
       }
     }
-    if (kDigests) digests.add(stage, work.bytes);
+    if (kChecksums) checksums.add(stage, work.bytes);
     team.sync();
-    if (kDigests && team.rank < 32) {
-      digests.keep(work, /*is_first=*/here.tile == 0, /*is_valid=*/true);
-      if (following.tile == 0) digests.write(DigestRow(a, work.index));
+    if (kChecksums && team.rank < 32) {
+      checksums.keep(work, /*is_first=*/here.tile == 0, /*is_valid=*/true);
+      if (following.tile == 0) checksums.write(ChecksumRow(a, work.index));
     }
     const uint32_t lowest = choose_lowest(bins, team.lane);
 
@@ -497,7 +497,7 @@ __device__ void encode_tiles(const CodecArguments& a) {
     stages.store(work.encoded, encoded_bytes(work.bytes));
     if (team.rank == 0) {
       *work.entry() = {static_cast<uint8_t>(lowest), 0, static_cast<uint16_t>(of_tile), first};
-      finish_tile<kDigests>(a, work, slot_counter);
+      finish_tile<kChecksums>(a, work, slot_counter);
     }
     work = next;
     here = following;
@@ -523,11 +523,11 @@ struct Metadata {
   }
 };
 
-template <int kWarps, bool kDigests>
+template <int kWarps, bool kChecksums>
 __device__ void decode_tiles(const CodecArguments& a) {
-  if (kDigests && blockIdx.x == 0) {
+  if (kChecksums && blockIdx.x == 0) {
     for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) {
-      DigestRow(a, i).compare_tag(/*is_rejected=*/false);
+      ChecksumRow(a, i).compare_tag(/*is_rejected=*/false);
     }
     return;
   }
@@ -536,33 +536,33 @@ __device__ void decode_tiles(const CodecArguments& a) {
   const Team<kWarps> team;
   constexpr unsigned kThreads = Team<kWarps>::kThreads;
   Stages<kWarps> stages(team, memory + team.number * kStages * kWarps * kCodecWarpBytes);
-  TileDigests<kWarps> digests(team);
+  TileChecksums<kWarps> checksums(team);
   // Where an encoder has its bins.
-  static_assert(sizeof(StoredDigests::Buffers) <= kCodecBins * sizeof(uint32_t));
-  auto* const buffers = reinterpret_cast<StoredDigests::Buffers*>(
+  static_assert(sizeof(StoredChecksums::Buffers) <= kCodecBins * sizeof(uint32_t));
+  auto* const buffers = reinterpret_cast<StoredChecksums::Buffers*>(
       memory + team.per_cta * kStages * kWarps * kCodecWarpBytes +
       team.number * kCodecBins * sizeof(uint32_t));
-  StoredDigests stored(buffers, kDigests ? team.rank : 1);
+  StoredChecksums stored(buffers, kChecksums ? team.rank : 1);
   __syncthreads();
 
-  constexpr unsigned kOthers = kDigests ? 1 : 0;
+  constexpr unsigned kOthers = kChecksums ? 1 : 0;
   const uint32_t teams = (gridDim.x - kOthers) * team.per_cta;
-  const Runs runs(a, teams, kDigests ? digests.kLongestRun : 1u);
+  const Runs runs(a, teams, kChecksums ? checksums.kLongestRun : 1u);
   Runs::Position here{(blockIdx.x - kOthers) * team.per_cta + team.number, 0};
   if (here.run >= runs.total) return;
   Work work(a, runs, here);
   stages.load_first(work.encoded, encoded_bytes(work.bytes));
   Metadata metadata(work);
   const auto fetch = [&](uint32_t run) {
-    if (!kDigests || team.rank >= 32 || run >= runs.total) return;
+    if (!kChecksums || team.rank >= 32 || run >= runs.total) return;
     const Work last(a, runs, {run, runs.count(a, run) - 1});
-    const uint32_t first = Work(a, runs, {run, 0}).digest;
-    const uint32_t count = last.digest + last.digests() - first;
-    stored.fetch(DigestRow(a, run / runs.per_block), first, count);
+    const uint32_t first = Work(a, runs, {run, 0}).checksum;
+    const uint32_t count = last.checksum + last.checksums() - first;
+    stored.fetch(ChecksumRow(a, run / runs.per_block), first, count);
   };
   fetch(here.run);
   while (here.run < runs.total) {
-    // The escapes of this tile, and the metadata and digests of the next one, are on their way
+    // The escapes of this tile, and the metadata and checksums of the next one, are on their way
     // meanwhile.
     const bool is_valid = metadata.is_valid(a);
     const uint32_t escapes = is_valid ? metadata.escapes() : 0, lowest = metadata.lowest();
@@ -618,14 +618,14 @@ __device__ void decode_tiles(const CodecArguments& a) {
       }
     }
     stages.store(work.values, is_valid ? work.bytes : 0);
-    if (kDigests) {
+    if (kChecksums) {
       // The stage is not loaded again before the team has met in the next turn.
-      digests.add(stage, work.bytes);
+      checksums.add(stage, work.bytes);
       team.sync();
-      const DigestRow row(a, work.index);
+      const ChecksumRow row(a, work.index);
       if (team.rank < 32) {
-        digests.keep(work, /*is_first=*/here.tile == 0, is_valid);
-        if (following.tile == 0) digests.compare(row, stored);
+        checksums.keep(work, /*is_first=*/here.tile == 0, is_valid);
+        if (following.tile == 0) checksums.compare(row, stored);
       }
       if (is_refused) row.compare_tag(/*is_rejected=*/true);
     } else if (is_refused) {
@@ -641,11 +641,11 @@ __device__ void decode_tiles(const CodecArguments& a) {
 #else
 namespace {
 
-template <int kWarps, bool kDigests>
+template <int kWarps, bool kChecksums>
 __device__ void encode_tiles(const CodecArguments&) {
   __trap();
 }
-template <int kWarps, bool kDigests>
+template <int kWarps, bool kChecksums>
 __device__ void decode_tiles(const CodecArguments&) {
   __trap();
 }
@@ -653,50 +653,50 @@ __device__ void decode_tiles(const CodecArguments&) {
 }  // namespace
 #endif
 
-template <bool kDigests>
+template <bool kChecksums>
 __device__ void encode_all(const CodecArguments& a) {
   switch (a.team_warps) {
     case 1:
-      return encode_tiles<1, kDigests>(a);
+      return encode_tiles<1, kChecksums>(a);
     case 2:
-      return encode_tiles<2, kDigests>(a);
+      return encode_tiles<2, kChecksums>(a);
     case 4:
-      return encode_tiles<4, kDigests>(a);
+      return encode_tiles<4, kChecksums>(a);
     case 8:
-      return encode_tiles<8, kDigests>(a);
+      return encode_tiles<8, kChecksums>(a);
   }
 }
-template <bool kDigests>
+template <bool kChecksums>
 __device__ void decode_all(const CodecArguments& a) {
   switch (a.team_warps) {
     case 1:
-      return decode_tiles<1, kDigests>(a);
+      return decode_tiles<1, kChecksums>(a);
     case 2:
-      return decode_tiles<2, kDigests>(a);
+      return decode_tiles<2, kChecksums>(a);
     case 4:
-      return decode_tiles<4, kDigests>(a);
+      return decode_tiles<4, kChecksums>(a);
     case 8:
-      return decode_tiles<8, kDigests>(a);
+      return decode_tiles<8, kChecksums>(a);
   }
 }
 
-// Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team. With digests
+// Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team. With checksums
 // these need 50 more registers, so they are kernels of their own.
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
     kvswap_encode(const __grid_constant__ CodecArguments a) {
   encode_all<false>(a);
 }
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
-    kvswap_encode_digest(const __grid_constant__ CodecArguments a) {
+    kvswap_encode_checksum(const __grid_constant__ CodecArguments a) {
   encode_all<true>(a);
 }
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
     kvswap_decode(const __grid_constant__ CodecArguments a) {
   decode_all<false>(a);
 }
-// The first CTA compares the tags: see digest.cu.
+// The first CTA compares the tags: see checksum.cu.
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
-    kvswap_decode_digest(const __grid_constant__ CodecArguments a) {
+    kvswap_decode_checksum(const __grid_constant__ CodecArguments a) {
   decode_all<true>(a);
 }
 

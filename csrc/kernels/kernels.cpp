@@ -5,14 +5,14 @@
 #include <utility>
 
 #include "cuda/context.h"
-#include "kernels/digest.h"
+#include "kernels/checksum.h"
 #include "kernels/expand_block_ids.h"
 #include "kernels/pack_arguments.h"
 #include "kernels/slot.h"
 
 #ifdef KVSWAP_WITH_KERNELS
 // That setup.py has made of the files NAME.cu here.
-extern "C" const unsigned char kvswap_pack_image[], kvswap_codec_image[], kvswap_digest_image[],
+extern "C" const unsigned char kvswap_pack_image[], kvswap_codec_image[], kvswap_checksum_image[],
     kvswap_expand_block_ids_image[];
 #endif
 
@@ -26,7 +26,8 @@ constexpr int kAmpere = 8, kHopper = 9;
 // The most that a launch asks for. Every GPU has them that has the kernel.
 constexpr int kPackSharedBytes = 64 << 10;
 constexpr int kCodecSharedBytes = codec_shared_bytes(kCodecMaxWarps, kCodecMaxWarps);
-constexpr int kDigestCopySharedBytes = kDigestCopyWarps * kDigestCopyStages * kDigestTileBytes;
+constexpr int kChecksumCopySharedBytes =
+    kChecksumCopyWarps * kChecksumCopyStages * kChecksumTileBytes;
 
 Module load_module(const void* image) {
   Module module = nullptr;
@@ -71,17 +72,17 @@ Kernels load(int device) {
     const Module codec = load_module(kvswap_codec_image);
     for (const auto& [kernel, name] :
          {std::pair{&kernels.encode, "kvswap_encode"}, std::pair{&kernels.decode, "kvswap_decode"},
-          std::pair{&kernels.encode_digest, "kvswap_encode_digest"},
-          std::pair{&kernels.decode_digest, "kvswap_decode_digest"}}) {
+          std::pair{&kernels.encode_checksum, "kvswap_encode_checksum"},
+          std::pair{&kernels.decode_checksum, "kvswap_decode_checksum"}}) {
       *kernel = find(codec, name);
       allow_shared_bytes(*kernel, kCodecSharedBytes);
     }
   }
-  const Module digest = load_module(kvswap_digest_image);
-  kernels.digest = find(digest, "kvswap_digest");
+  const Module checksum = load_module(kvswap_checksum_image);
+  kernels.checksum = find(checksum, "kvswap_checksum");
   if (capability >= kHopper) {
-    kernels.digest_copy = find(digest, "kvswap_digest_copy");
-    allow_shared_bytes(kernels.digest_copy, kDigestCopySharedBytes);
+    kernels.checksum_copy = find(checksum, "kvswap_checksum_copy");
+    allow_shared_bytes(kernels.checksum_copy, kChecksumCopySharedBytes);
   }
   kernels.expand_block_ids =
       find(load_module(kvswap_expand_block_ids_image), "kvswap_expand_block_ids");
@@ -89,11 +90,11 @@ Kernels load(int device) {
   if (kernels.pack_bulk != nullptr) warm_up(kernels.pack_bulk, PackArguments{}, stream);
   warm_up(kernels.pack_words, PackArguments{}, stream);
   for (const Function codec :
-       {kernels.encode, kernels.decode, kernels.encode_digest, kernels.decode_digest}) {
+       {kernels.encode, kernels.decode, kernels.encode_checksum, kernels.decode_checksum}) {
     if (codec != nullptr) warm_up(codec, CodecArguments{}, stream);
   }
-  warm_up(kernels.digest, DigestArguments{}, stream);
-  if (kernels.digest_copy != nullptr) warm_up(kernels.digest_copy, DigestArguments{}, stream);
+  warm_up(kernels.checksum, ChecksumArguments{}, stream);
+  if (kernels.checksum_copy != nullptr) warm_up(kernels.checksum_copy, ChecksumArguments{}, stream);
   warm_up(kernels.expand_block_ids, Expansion{}, stream);
   const Result loaded = driver().synchronize_stream(stream);
   driver().destroy_stream(stream);

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "kernels/digest.h"
+#include "kernels/checksum.h"
 #include "kernels/host_device.h"
 
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the
@@ -65,20 +65,20 @@ KVSWAP_HOST_DEVICE constexpr uint32_t sampled_word(uint32_t vector) {
   return ((vector >> 3) + (vector >> 5)) % 4;
 }
 
-// A tile of block b is `bytes` bytes at base + b * stride; in a slot it is at `offset`. Its digests
-// begin with number `digest` of the block.
+// A tile of block b is `bytes` bytes at base + b * stride; in a slot it is at `offset`. Its
+// checksums begin with number `checksum` of the block.
 struct SlotTile {
   uint64_t base, stride;
-  uint32_t bytes, offset, digest;
+  uint32_t bytes, offset, checksum;
 };
-static_assert(kTileBytes % kDigestTileBytes == 0);
+static_assert(kTileBytes % kChecksumTileBytes == 0);
 
 // What became of a slot.
 enum class SlotState : uint8_t {
   kGood = 0,
   kOverflow = 1,  // of an encoder: the block has more escapes than fit
   kRefused = 2,   // of a load: this is no slot, or one that has overflowed
-  // Of digests:
+  // Of checksums:
   kCorrupted = 3,  // the block that was loaded is not the one that was stored
 };
 
@@ -98,10 +98,10 @@ struct CodecArguments {
   uint32_t block_count;
   uint32_t team_warps;  // that work on one tile: 1, 2, 4 or 8
   uint32_t by_slot;
-  uint64_t rows, row_stride;  // of the digests of the slots; rows: 0 for none
+  uint64_t rows, row_stride;  // of the checksums of the slots; rows: 0 for none
   int32_t blocks[kCodecBlocks];
   int32_t slots[kCodecBlocks];
-  uint64_t stores[kCodecBlocks];  // for digests: the numbers of the stores
+  uint64_t stores[kCodecBlocks];  // for checksums: the numbers of the stores
 };
 static_assert(sizeof(CodecArguments) <= 4096);
 

@@ -27,7 +27,7 @@ struct First {
   int64_t block = 0, slot = 0;
 };
 
-// What is known of a corrupted block: which one it is, and its digests.
+// What is known of a corrupted block: which one it is, and its checksums.
 void describe(std::ostream& text, const First& first) {
   const int64_t per_page = first.group->blocks_per_page;
   text << ": GPU block " << first.block << ", page " << first.slot / per_page;

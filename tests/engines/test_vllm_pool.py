@@ -45,7 +45,7 @@ def make(rank: int, world: int, engine: str, timeout: float = PATIENCE) -> HostP
     return replicated_pool(layout(), 6, 2, Replicas(rank, world, engine), timeout)
 
 
-def test_a_worker_loads_what_another_one_has_stored_with_digests_and_notices_damage(engine):
+def test_a_worker_loads_what_another_one_has_stored_with_checksums_and_notices_damage(engine):
     gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([one]) for one in gpu]
 

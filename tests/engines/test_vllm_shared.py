@@ -682,7 +682,7 @@ def test_pages_of_two_ranks_come_back_from_the_store_below(folder, path, verify)
     with page_server(path, 24, **below) as server:
         a = ServedRanks("a", path, bf16_cache(0, 40), bf16_cache(1, 40), **how)
         tier, (pool,) = server._pages.tier, server._pages.pools
-        assert pool.nbytes <= server._memory, "digests are in the pages"
+        assert pool.nbytes <= server._memory, "checksums are in the pages"
         for number in range(20):
             a.store(keys(number), [number])
             assert in_time(lambda number=number: tier.stats().written == number + 1)

@@ -76,7 +76,7 @@ def test_a_damaged_page_fails_only_its_request(tmp_path, runner, is_async, new):
 
 
 @pytest.mark.parametrize("new", [0, 40], ids=["before the step", "in the step"])
-def test_without_digests_the_answer_is_wrong(tmp_path, new):
+def test_without_checksums_the_answer_is_wrong(tmp_path, new):
     """The control of the tests above."""
     with serving(tmp_path) as engine:
         prompts = serve_damaged(engine, new)

@@ -1,4 +1,4 @@
-"""On a GPU: digests of blocks, what they find, and when a stream knows."""
+"""On a GPU: checksums of blocks, what they find, and when a stream knows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checksum_model import checksums_of, tag_of
 from damage import HEAD, Damage, rows_of
-from digest_model import digests_of, tag_of
 from encoded_cache import METHODS, EncodedCache
 from encoded_fuzz import Fuzz
 from logged import logged
@@ -34,7 +34,7 @@ SIZES = {
 
 @pytest.mark.parametrize("method", [*METHODS, "strided"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_table_has_the_digests_of_the_model(sizes: str, method: str) -> None:
+def test_the_table_has_the_checksums_of_the_model(sizes: str, method: str) -> None:
     blocks = 300  # more than a launch has
     if max(SIZES[sizes]) > 1 << 20:
         blocks = 12
@@ -53,7 +53,7 @@ def test_the_table_has_the_digests_of_the_model(sizes: str, method: str) -> None
             row = rows[1 + slot]
             tag, store, *_ = (int(word) for word in row[:HEAD].view(np.uint64))
             assert tag == tag_of(slot, store)
-            expected = digests_of([bytes(tensor[order[slot]]) for tensor in stored])
+            expected = checksums_of([bytes(tensor[order[slot]]) for tensor in stored])
             found = row[HEAD:].view(np.uint64)[: len(expected)]
             assert [int(word) ^ tag for word in found] == expected
         for tensor in tensors:
@@ -76,7 +76,7 @@ def test_no_damage_goes_unnoticed(
     assert seen["noticed"] > 1400
 
 
-def test_as_a_control_damage_goes_unnoticed_without_digests() -> None:
+def test_as_a_control_damage_goes_unnoticed_without_checksums() -> None:
     with EncodedCache(device="cuda:0", values=6144, encodings=["raw"]) as cache:
         damage = Damage(cache, seed=5)
         assert set(damage.run(100)) >= {*damage.kinds}

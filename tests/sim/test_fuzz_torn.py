@@ -1,4 +1,4 @@
-"""Two handlers store and load the same pages at the same time: digests find what is of two stores.
+"""Two handlers store and load the same pages at the same time: checksums find what is of two stores.
 
 KVSWAP_FUZZ_SEED and KVSWAP_FUZZ_SECONDS: see tests/support/fuzz.py.
 """
@@ -35,7 +35,7 @@ def test_torn_pages_are_found_on_the_simulated_driver(driver: Driver, encoding: 
 
 
 @ENCODINGS
-def test_as_a_control_torn_pages_without_digests_are_loaded(encoding: str) -> None:
+def test_as_a_control_torn_pages_without_checksums_are_loaded(encoding: str) -> None:
     with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: Torn(None, seed, "off", encoding), 3)
 

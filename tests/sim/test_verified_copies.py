@@ -1,4 +1,4 @@
-"""Copies of host pages with digests, by kernels on the simulated driver: what they find, when, and
+"""Copies of host pages with checksums, by kernels on the simulated driver: what they find, when, and
 what a failure leaves behind.
 """
 
@@ -111,7 +111,7 @@ def test_a_block_of_two_stores_is_corrupted(driver: Driver) -> None:
 
 @needs_kernels
 @simulated
-def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
+def test_slabs_of_any_size_have_checksums(driver: Driver) -> None:
     sizes = {"values": 4099, "layers": 2, "encodings": ["raw"], "verify": "load"}
     with EncodedCache(driver, copy_method="kernel", **sizes) as cache:
         seen = Damage(cache, seed=4).run(50)
@@ -121,7 +121,7 @@ def test_slabs_of_any_size_have_digests(driver: Driver) -> None:
 @pytest.mark.parametrize("is_aligned", [True, False])
 @needs_kernels
 @simulated
-def test_cut_tiles_are_digested_either_way(driver: Driver, is_aligned: bool) -> None:
+def test_cut_tiles_are_checksummed_either_way(driver: Driver, is_aligned: bool) -> None:
     # A piece has 256 KiB at most, a block 640 KiB, and a slab of it 16 tiles and some bytes.
     sizes = {
         "values": (1 << 16) + (8 if is_aligned else 1),
@@ -133,22 +133,22 @@ def test_cut_tiles_are_digested_either_way(driver: Driver, is_aligned: bool) -> 
     with EncodedCache(driver, verify="load", copy_method="staged", **sizes) as cache:
         before = cache.block(0)
         finish(cache, cache.store([0], [2]))
-        stored = re.findall("(pack|pack and digest|digest) 1 blocks", steps(driver))
+        stored = re.findall("(pack|pack and checksum|checksum) 1 blocks", steps(driver))
         (result,) = finish(cache, cache.load([2], [3]))
-        loaded = re.findall("(unpack|unpack and digest|digest) 1 blocks", steps(driver))
+        loaded = re.findall("(unpack|unpack and checksum|checksum) 1 blocks", steps(driver))
         assert result.ok
         assert cache.is_same(3, before)
-    assert stored == (["pack and digest"] * 3 if is_aligned else [*["pack"] * 3, "digest"])
-    assert loaded == (["unpack and digest"] * 3 if is_aligned else [*["unpack"] * 3, "digest"])
+    assert stored == (["pack and checksum"] * 3 if is_aligned else [*["pack"] * 3, "checksum"])
+    assert loaded == (["unpack and checksum"] * 3 if is_aligned else [*["unpack"] * 3, "checksum"])
 
 
 @needs_kernels
 @simulated
-def test_many_blocks_are_digested_by_several_launches(driver: Driver) -> None:
+def test_many_blocks_are_checksummed_by_several_launches(driver: Driver) -> None:
     sizes = {"blocks": 300, "pages": 300, "layers": 1, "values": 64, "encodings": ["raw"]}
     with EncodedCache(driver, verify="load", copy_method="kernel", **sizes) as cache, logged():
         (store,) = finish(cache, cache.store(range(300), range(300)))
-        assert steps(driver).count("digest") == 2
+        assert steps(driver).count("checksum") == 2
         assert store.ok
         cache.pools[0].pages[[0, 250, 299], 0, 5] ^= 1
         (load,) = finish(cache, cache.load(range(300), range(300)))
@@ -186,7 +186,7 @@ def test_a_stream_passes_a_corrupted_load(driver: Driver, method: str) -> None:
 def test_a_store_is_packed_after_its_slots_stores(
     driver: Driver,
 ) -> None:
-    """Or its digests would be in the table before theirs."""
+    """Or its checksums would be in the table before theirs."""
     sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192, "encodings": ["raw"]}
     with EncodedCache(driver, verify="load", **sizes) as cache:
         before = cache.block(0), cache.block(1)
@@ -205,7 +205,7 @@ def test_a_store_is_packed_after_its_slots_stores(
 
 @needs_kernels
 @simulated
-def test_blocks_copied_beside_pieces_have_digests(driver: Driver) -> None:
+def test_blocks_copied_beside_pieces_have_checksums(driver: Driver) -> None:
     """The head of a store and the tail of a load, of layers at one distance."""
     cache = torch.randn(80, 4, 8192)
     layout = PagedLayout(list(cache.unbind(1)))
@@ -232,11 +232,11 @@ def test_blocks_copied_beside_pieces_have_digests(driver: Driver) -> None:
 
 @pytest.mark.parametrize(
     ("method", "kernel"),
-    [("staged", "digest_copy"), ("kernel", "digest_copy"), ("strided", "digest")],
+    [("staged", "checksum_copy"), ("kernel", "checksum_copy"), ("strided", "checksum")],
 )
 @needs_kernels
 @simulated
-def test_a_job_whose_digest_cannot_be_launched_fails(
+def test_a_job_whose_checksum_cannot_be_launched_fails(
     driver: Driver, method: str, kernel: str
 ) -> None:
     with EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache:
@@ -258,7 +258,7 @@ def test_a_refused_handler_leaves_nothing(
     with EncodedCache(driver, encodings=["raw"], verify="load"):
         pass
     live = [driver.live(kind) for kind in ("allocations", "streams", "events")]
-    for nth in (1, 2):  # the table of slabs, that of digests
+    for nth in (1, 2):  # the table of slabs, that of checksums
         driver.set_mode("immediate")
         driver.fail("cuMemAlloc", nth)
         with pytest.raises(ValueError, match=r"^verify='load' cannot be had: cuMemAlloc"):
@@ -305,11 +305,11 @@ them; pin the pool, or make it with verify='off'""",
 @pytest.mark.parametrize("method", ["copy_engines", "batch"])
 @needs_kernels
 @simulated
-def test_a_method_that_makes_no_digests_is_refused(driver: Driver, method: str) -> None:
+def test_a_method_that_makes_no_checksums_is_refused(driver: Driver, method: str) -> None:
     with pytest.raises(ValueError, match="verify") as refusal:
         EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method)
     assert str(refusal.value) == (
-        f"copy_method='{method}' cannot make the digests of host pages with verify='load'; "
+        f"copy_method='{method}' cannot make the checksums of host pages with verify='load'; "
         "pass one of auto, strided, staged, kernel, or make the pool with verify='off'"
     )
 
@@ -317,7 +317,7 @@ def test_a_method_that_makes_no_digests_is_refused(driver: Driver, method: str) 
 @pytest.mark.parametrize("in_background", [False, True])
 @needs_kernels
 @simulated
-def test_digests_are_pinned_before_the_first_page(driver: Driver, in_background: bool) -> None:
+def test_checksums_are_pinned_before_the_first_page(driver: Driver, in_background: bool) -> None:
     layout = raw_layout(driver)
     driver.log()
     pool = in_chunks(2 * 4096, layout, 6, verify="load", pin_in_background=in_background)

@@ -1,4 +1,4 @@
-"""Damage to host pages and to their digests, at random, and who notices it."""
+"""Damage to host pages and to their checksums, at random, and who notices it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from torch_kvswap.host_pool.pool import HostPool
 
 Bytes = NDArray[np.uint8]
-HEAD = 32  # bytes of a row before its digests
+HEAD = 32  # bytes of a row before its checksums
 HOST_ONLY = range(8, 16)  # of a row: the number of the latest store
 
 
 def rows_of(pool: HostPool) -> Bytes:
-    """The digests of a pool: uint8 [1 + slots, bytes of a row]."""
+    """The checksums of a pool: uint8 [1 + slots, bytes of a row]."""
     shape, memory = pool._shape, pool._memory.mapping.tensor.numpy()
     rows: Bytes = memory[shape.table_begin :].reshape(-1, shape.row_bytes)
     return rows
 
 
 def row_of(pool: HostPool, slot: int) -> Bytes:
-    """The digests of a slot, beside the pages or in the slot."""
+    """The checksums of a slot, beside the pages or in the slot."""
     shape = pool._shape
     if shape._part is None:
         return rows_of(pool)[1 + slot]
-    begin = slot * shape.slot_bytes + shape.part_begin + shape._part.digests_begin
+    begin = slot * shape.slot_bytes + shape.part_begin + shape._part.checksums_begin
     row: Bytes = pool._memory.mapping.tensor.numpy()[begin : begin + shape.row_bytes]
     return row
 
@@ -51,15 +51,15 @@ class Damage:
         nbytes = pool._encoding.for_native(sizes).slot_bytes  # without padding
         slots = pool.pages.flatten(0, 1).numpy()[:, :nbytes]
         self.slot: Bytes = slots[0]
-        self.has_digests = pool.verify != "off"
-        self.row: Bytes = row_of(pool, 0) if self.has_digests else np.zeros(0, np.uint8)
+        self.has_checksums = pool.verify != "off"
+        self.row: Bytes = row_of(pool, 0) if self.has_checksums else np.zeros(0, np.uint8)
         if cache.driver is not None:
             cache.driver.set_mode("immediate")
         self._store([2, 3], [0, 1])
         self.old = self.slot.copy(), self.row.copy()
         self._store([0, 1], [0, 1])
         self.good = self.slot.copy(), self.row.copy()
-        other_row = row_of(pool, 1) if self.has_digests else self.row
+        other_row = row_of(pool, 1) if self.has_checksums else self.row
         self.other = slots[1].copy(), other_row.copy()
         self.right = [cache.block(0), cache.block(1)]
         whole = int(sizes.sum())
@@ -77,8 +77,8 @@ class Damage:
             "never arrived": lambda: self._set(*self.old),
             "layers": self._swap_slabs,
         }
-        if self.has_digests:
-            self.kinds["digests"] = self._flip_digest
+        if self.has_checksums:
+            self.kinds["checksums"] = self._flip_checksum
 
     def _store(self, blocks: list[int], pages: list[int]) -> None:
         self._run(lambda: self.cache.store(blocks, pages, after=None))
@@ -116,7 +116,7 @@ class Damage:
         self.slot[first] = self.slot[second]
         self.slot[second] = swapped
 
-    def _flip_digest(self) -> None:
+    def _flip_checksum(self) -> None:
         nbytes = HEAD + 8 * sum(-(-int(size) // 8192) for size in self.cache.layouts[0].sizes)
         places = [at for at in range(nbytes) if not 16 <= at < HEAD]
         self.row[self.rng.choice(places)] ^= 1 << self.rng.randrange(8)

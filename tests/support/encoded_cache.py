@@ -35,7 +35,7 @@ class EncodedCache:
             of their own.
         bits: bits_per_value of encoded groups, or a list with one per group.
         verify: of the pools.
-        rows: whether the digests are in the slots, as in pages for vLLM's tiers.
+        rows: whether the checksums are in the slots, as in pages for vLLM's tiers.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.
 

@@ -121,7 +121,7 @@ class Fuzz:
         if driver is not None:
             driver.reset()
         self.pool_of = [0, 0 if shares else 1, 2]  # by group
-        self.has_digests = verify != "off"
+        self.has_checksums = verify != "off"
         self.rounds = rounds
         self.driver = driver
         self.cache = EncodedCache(
@@ -156,7 +156,7 @@ class Fuzz:
 
     def _knows_its_slots(self, group: int) -> bool:
         """Whether loads reject slots without a block of this group."""
-        return ENCODINGS[group] == "lossless" or self.has_digests
+        return ENCODINGS[group] == "lossless" or self.has_checksums
 
     def run(self) -> Counter[str]:
         with logged() as warnings, self.cache:
@@ -318,7 +318,7 @@ class Fuzz:
         ):
             is_known = self._knows_its_slots(group)
             is_of_another = slot.group != group and (
-                self.has_digests or ENCODINGS[slot.group] == "raw"
+                self.has_checksums or ENCODINGS[slot.group] == "raw"
             )
             if source_failed and not submitted.is_cancelled:
                 state.blocks[group, block] = None  # it may have copied something
@@ -326,8 +326,8 @@ class Fuzz:
                 pass
             elif is_known and (slot.is_empty or is_of_another):
                 rejected.append(position)
-                # Digests are compared with what was copied.
-                if self.has_digests and (is_of_another or ENCODINGS[group] == "raw"):
+                # Checksums are compared with what was copied.
+                if self.has_checksums and (is_of_another or ENCODINGS[group] == "raw"):
                     state.blocks[group, block] = None
             else:
                 state.blocks[group, block] = slot.content if slot.group == group else None

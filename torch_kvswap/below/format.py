@@ -1,9 +1,10 @@
 """The format of a page below: its bytes, and a trailer that says what they are.
 
 A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer:
-magic, version, namespace, key, length, digest, the digests of the blocks if the pool has them
-(`HostPool.verify`), then zeros up to a multiple of 4,096. The digest is of the bytes and of the
-digests of the blocks. The trailer is written second. Whoever reads a page makes the trailer of what
+magic, version, namespace, key, length, checksum, the checksums of the blocks if the pool has them
+(`HostPool.verify`), then zeros up to a multiple of 4,096. The checksum is of the bytes and of the
+checksums of the blocks. The trailer is written second. Whoever reads a page makes the trailer of
+what
 came, and compares: that checks all fields.
 
 NAMESPACE is the SHA-256 of the page_text() of what describes the pages. Another version of the
@@ -25,10 +26,10 @@ from torch_kvswap.host_pool.pool import HostPool
 ALIGNMENT = 4096  # bytes, of trailers, and of memory that O_DIRECT needs
 _MAGIC = b"KVSWPAGE"
 _FIELDS = struct.Struct("<8sI4x32s32sQ16s")  # 104 bytes
-_NAMES = ("magic", "version", "namespace", "key", "length", "digest")
+_NAMES = ("magic", "version", "namespace", "key", "length", "checksum")
 
 
-def load_digest() -> Callable[[memoryview, bytes], bytes]:
+def load_checksum() -> Callable[[memoryview, bytes], bytes]:
     """XXH3-128 of both, 16 bytes; releases the GIL.
 
     Raises:
@@ -38,16 +39,16 @@ def load_digest() -> Callable[[memoryview, bytes], bytes]:
         from xxhash import xxh3_128
     except ImportError as error:
         raise ImportError(
-            "a PrefixCache with `below` needs the package xxhash for the digests of pages: "
+            "a PrefixCache with `below` needs the package xxhash for the checksums of pages: "
             "pip install 'torch_kvswap[below]'"
         ) from error
 
-    def digest(page: memoryview, digests: bytes) -> bytes:
+    def checksum(page: memoryview, checksums: bytes) -> bytes:
         sum_of_both = xxh3_128(page)
-        sum_of_both.update(digests)
+        sum_of_both.update(checksums)
         return bytes(sum_of_both.digest())
 
-    return digest
+    return checksum
 
 
 class PageFormat:
@@ -65,15 +66,15 @@ class PageFormat:
         trailer_bytes (int): bytes of a trailer.
 
     Raises:
-        ImportError: see load_digest().
+        ImportError: see load_checksum().
     """
 
     def __init__(self, pool: HostPool, contents: dict[str, Any]) -> None:
         self.description = pool._describe(contents)
         self.namespace = sha256(page_text(self.description).encode()).digest()
         self.name = f"{self.namespace.hex()}@{contents['rank']:x}"
-        self._pool, self._group, self._digest = pool, contents["group"], load_digest()
-        self._end = _FIELDS.size + len(pool._read_digests(0, self._group))
+        self._pool, self._group, self._checksum = pool, contents["group"], load_checksum()
+        self._end = _FIELDS.size + len(pool._read_checksums(0, self._group))
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
         log.info("pages below are named %s@...: %s", self.name, self.description)
 
@@ -89,12 +90,12 @@ class PageFormat:
         self, trailer: memoryview, key: bytes, page: int, of_page: memoryview
     ) -> None:
         """Writes the trailer of a page of the pool, with these bytes, over zeros."""
-        self._write(trailer, key, of_page, self._pool._read_digests(page, self._group))
+        self._write(trailer, key, of_page, self._pool._read_checksums(page, self._group))
 
     def problem(self, trailer: memoryview, key: bytes, of_page: memoryview) -> str | None:
         """Why these bytes are not the page of the key, or None."""
         expected = bytearray(self.trailer_bytes)
-        self._write(memoryview(expected), key, of_page, self._digests_in(trailer))
+        self._write(memoryview(expected), key, of_page, self._checksums_in(trailer))
         if trailer == expected:
             return None
         several = zip(
@@ -105,18 +106,20 @@ class PageFormat:
                 return f"its {name} is {_text(found)}, not {_text(wanted)}"
         return "its trailer is damaged"
 
-    def enter_digests(self, trailer: memoryview, page: int) -> None:
-        """The bytes are in this page of the pool: so are the digests of its blocks from now on."""
-        self._pool._write_digests(page, self._group, self._digests_in(trailer))
+    def enter_checksums(self, trailer: memoryview, page: int) -> None:
+        """The bytes are in this page: so are the checksums of its blocks from now on."""
+        self._pool._write_checksums(page, self._group, self._checksums_in(trailer))
 
-    def _write(self, trailer: memoryview, key: bytes, of_page: memoryview, digests: bytes) -> None:
-        digest = self._digest(of_page, digests)
+    def _write(
+        self, trailer: memoryview, key: bytes, of_page: memoryview, checksums: bytes
+    ) -> None:
+        checksum = self._checksum(of_page, checksums)
         _FIELDS.pack_into(
-            trailer, 0, _MAGIC, FORMAT_VERSION, self.namespace, key, len(of_page), digest
+            trailer, 0, _MAGIC, FORMAT_VERSION, self.namespace, key, len(of_page), checksum
         )
-        trailer[_FIELDS.size : self._end] = digests
+        trailer[_FIELDS.size : self._end] = checksums
 
-    def _digests_in(self, trailer: memoryview) -> bytes:
+    def _checksums_in(self, trailer: memoryview) -> bytes:
         return bytes(trailer[_FIELDS.size : self._end])
 
 

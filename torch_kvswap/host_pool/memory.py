@@ -133,7 +133,7 @@ class ForeignMemory(Mapping):
 
     Args:
         tensor (Tensor): uint8, from the first to the last byte of the pages.
-        table_bytes (int): of digests, which get memory of their own: `table`.
+        table_bytes (int): of checksums, which get memory of their own: `table`.
         pinned_pieces (int): in which its owner has pinned it; 0 if the pool pins it.
     """
 

@@ -56,7 +56,7 @@ class Pinning:
         Raises:
             NotImplementedError: the driver registers no memory, and this one is not shared, so that
                 memory of the driver can take its place.
-            RuntimeError: the driver refuses the digests of pages that their owner has pinned.
+            RuntimeError: the driver refuses the checksums of pages that their owner has pinned.
         """
         shape, mapping = self._shape, self._mapping
         is_foreign = isinstance(mapping, ForeignMemory)
@@ -81,7 +81,7 @@ class Pinning:
                 raise
             if isinstance(mapping, ForeignMemory) and mapping.pinned_pieces:
                 raise RuntimeError(
-                    f"the pages are pinned, but the driver did not pin their digests: {error}; "
+                    f"the pages are pinned, but the driver did not pin their checksums: {error}; "
                     "use verify='off'"
                 ) from None
             self._degrade(error)
@@ -196,7 +196,7 @@ class Pinning:
             end = self._end_of(begin)
 
     def _register_table(self) -> None:
-        """Touches and registers the digests, which jobs of all pages need."""
+        """Touches and registers the checksums, which jobs of all pages need."""
         first = self._shape.table_begin
         last = first + self._shape.table_bytes
         if first < last:

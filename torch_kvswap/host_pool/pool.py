@@ -139,10 +139,10 @@ class HostPool(NotCopyable):
             fit is rejected by its store. docs/encoding.md says what is gained.
         bits_per_value (float | None): size of the slots of "lossless": 12.125 (the default) or 12.5
             bits for each value of a block. recommend_encoding() finds out which one is enough.
-        verify (str): "load" keeps digests of the blocks beside the pages. A load of a block that is
-            not what was stored fails with a CorruptedPageError, and one of a page that was never
+        verify (str): "load" keeps checksums of the blocks beside the pages. A load of a block that
+            is not what was stored fails with a CorruptedPageError, and one of a page that was never
             stored with a BlocksRejectedError: blocks that the caller has written to `pages` have no
-            digests. docs/encoding.md says what digests find.
+            checksums. docs/encoding.md says what checksums find.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
@@ -150,7 +150,7 @@ class HostPool(NotCopyable):
             them pins and uses all pages; the caller must make sure that no process reads or writes
             a page while another one writes it.
         part (tuple[int, int] | None): (rank, number of ranks), for a shared pool. A slot has a
-            block of each rank, one behind the other, each followed by its digests, so that a page
+            block of each rank, one behind the other, each followed by its checksums, so that a page
             has all that is known of its blocks. This process uses those of `rank`: of `pages`, in
             transfers and in read_block(). page_bytes and slot_bytes are of all ranks.
 
@@ -302,8 +302,8 @@ class HostPool(NotCopyable):
                 the pages lie one behind the other.
             offset (int): of the first page in the memory.
             encoding, bits_per_value: see HostPool. Encoded slots begin at multiples of 16.
-            verify (str): see HostPool. The digests are this pool's: blocks that another process has
-                written count as never stored.
+            verify (str): see HostPool. The checksums are this pool's: blocks that another process
+                has written count as never stored.
             pin_in_background (bool): see HostPool.
 
         Raises:
@@ -432,12 +432,12 @@ class HostPool(NotCopyable):
         Args:
             layout (PagedLayout): the other group, whose slots are not larger than this pool's.
             encoding (str | None): how its blocks are kept. None keeps them as those of the pool.
-                They have digests if those of the pool have.
+                They have checksums if those of the pool have.
             bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
             ValueError: the slots are larger, the blocks cannot be encoded, or they have more
-                digests than those of the pool.
+                checksums than those of the pool.
             RuntimeError: the pool is closed.
         """
         self._memory.check_open()
@@ -461,7 +461,7 @@ class HostPool(NotCopyable):
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
         view._keep(layout, kept)
-        view._encoding_for_native(layout.sizes)  # says what is wrong with its digests
+        view._encoding_for_native(layout.sizes)  # says what is wrong with its checksums
         return view
 
     @property
@@ -597,42 +597,42 @@ class HostPool(NotCopyable):
     def _encoding_for_native(self, sizes: Int64Array, group: int = 0) -> native.Encoding:
         """What the native side asks about the slots of blocks with these slabs.
 
-        group: the place of the pool among those of the handler. Digests know it.
+        group: the place of the pool among those of the handler. Checksums know it.
 
         Raises:
-            ValueError: no slot can hold such a block, or the table has no room for its digests.
+            ValueError: no slot can hold such a block, or the table has no room for its checksums.
         """
         encoding = self._encoding.for_native(sizes)
         if self.verify == "off":
             return encoding
-        return native.verified_encoding(encoding, sizes, self._digests(group))
+        return native.verified_encoding(encoding, sizes, self._checksums(group))
 
-    def _read_digests(self, page: int, group: int) -> bytes:
-        """The digests of a page's blocks in any slots; nothing if the pool has no digests, or if
-        they are in the page, with those of other ranks.
+    def _read_checksums(self, page: int, group: int) -> bytes:
+        """The checksums of a page's blocks in any slots; nothing if the pool has no checksums, or
+        if they are in the page, with those of other ranks.
 
         The page has none if a store into it has not been reported, or if another group stored it.
         """
         if self.verify == "off" or self.num_parts > 1:
             return b""
         first = page * self.blocks_per_page
-        return self._digests(group).read(self.layout.sizes, first, self.blocks_per_page)
+        return self._checksums(group).read(self.layout.sizes, first, self.blocks_per_page)
 
-    def _write_digests(self, page: int, group: int, digests: bytes) -> None:
-        """The page has the blocks of another page of the group, with these _read_digests()."""
+    def _write_checksums(self, page: int, group: int, checksums: bytes) -> None:
+        """The page has the blocks of another page of the group, with these _read_checksums()."""
         if self.verify == "off":
             return
         first = page * self.blocks_per_page
         if self.num_parts == 1:
-            self._digests(group).write(first, self.blocks_per_page, digests)
+            self._checksums(group).write(first, self.blocks_per_page, checksums)
             return
-        for rank in range(self.num_parts):  # the digests have come with the page
-            table = self._shape.digests(self._memory.mapping.address, group, rank)
+        for rank in range(self.num_parts):  # the checksums have come with the page
+            table = self._shape.checksums(self._memory.mapping.address, group, rank)
             for slot in range(first, first + self.blocks_per_page):
                 table.adopt(slot)
 
-    def _digests(self, group: int) -> native.DigestTable:
-        return self._shape.digests(self._memory.mapping.address, group)
+    def _checksums(self, group: int) -> native.ChecksumTable:
+        return self._shape.checksums(self._memory.mapping.address, group)
 
     @property
     def _is_pinned_by_torch(self) -> bool:

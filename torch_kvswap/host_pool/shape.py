@@ -15,7 +15,7 @@ from torch_kvswap.encoding.slot import RAW, SLOT_ALIGNMENT, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
-_ROW_ALIGNMENT = 64  # bytes, of a slot's digests
+_ROW_ALIGNMENT = 64  # bytes, of a slot's checksums
 
 
 def read_part(part: object) -> tuple[int, int] | None:
@@ -37,26 +37,26 @@ class Part(NamedTuple):
 
     Attributes:
         nbytes (int): of all; each part begins where an encoded block can.
-        digests_begin (int): where the digests begin, behind the block.
-        row_bytes (int): of the digests; 0 without digests.
+        checksums_begin (int): where the checksums begin, behind the block.
+        row_bytes (int): of the checksums; 0 without checksums.
     """
 
     nbytes: int
-    digests_begin: int
+    checksums_begin: int
     row_bytes: int
 
     @classmethod
     def of(cls, nbytes: int, row_bytes: int) -> Part:
-        """Of a block of `nbytes` with digests of `row_bytes`."""
+        """Of a block of `nbytes` with checksums of `row_bytes`."""
         begin = _rounded(nbytes, _ROW_ALIGNMENT if row_bytes else SLOT_ALIGNMENT)
         return cls(begin + row_bytes, begin, row_bytes)
 
     def table(
         self, first_slot: int, slot_bytes: int, counter: int = 0, group: int = 0
-    ) -> native.DigestTable:
-        """The digests of this part of all slots, the first of which has this address."""
-        rows = first_slot + self.digests_begin
-        return native.DigestTable(counter, rows, slot_bytes, self.row_bytes, group)
+    ) -> native.ChecksumTable:
+        """The checksums of this part of all slots, the first of which has this address."""
+        rows = first_slot + self.checksums_begin
+        return native.ChecksumTable(counter, rows, slot_bytes, self.row_bytes, group)
 
 
 def _rounded(nbytes: int, alignment: int) -> int:
@@ -73,11 +73,11 @@ class PoolShape:
         block_room (int): bytes of a part that a block can have.
         page_room (int): bytes of a page that are the pool's. More follow before the next page only
             in memory of somebody else.
-        row_bytes (int): of the digests of a slot; 0 without digests.
+        row_bytes (int): of the checksums of a slot; 0 without checksums.
         table_begin (int): where the number of the latest store lies, counted from the first page:
-            after all pages, or in memory of its own. Behind it lie the digests, unless slots have
+            after all pages, or in memory of its own. Behind it lie the checksums, unless slots have
             parts: those have their own.
-        table_bytes (int): of the number and the digests behind it; 0 without digests.
+        table_bytes (int): of the number and the checksums behind it; 0 without checksums.
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
@@ -103,7 +103,7 @@ class PoolShape:
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.verify = verify
         rank, self.parts = part or (0, 0)
-        self.row_bytes = 0 if verify == "off" else native.digest_row_bytes(layout.sizes)
+        self.row_bytes = 0 if verify == "off" else native.checksum_row_bytes(layout.sizes)
         nbytes = encoding.slot_bytes(layout)
         self._part = Part.of(nbytes, self.row_bytes) if self.parts else None
         if self._part is not None:
@@ -120,7 +120,7 @@ class PoolShape:
         self.table_bytes = 0
         if self.row_bytes:
             if self._part is not None:
-                self.block_room, rows = self._part.digests_begin, 0
+                self.block_room, rows = self._part.checksums_begin, 0
             # The table is registered by itself, and two registrations share no page of the system.
             self.table_begin = _rounded(self.nbytes, SYSTEM_PAGE)
             self.table_bytes = (1 + rows) * self.row_bytes
@@ -168,15 +168,15 @@ class PoolShape:
         first = memory.storage_offset() + self.part_begin
         return memory.as_strided(counts, (self.page_bytes, self.slot_bytes, 1), first)
 
-    def digests(self, memory: int, group: int, rank: int | None = None) -> native.DigestTable:
-        """The digests of all slots in the memory that begins at this address, for blocks of one
+    def checksums(self, memory: int, group: int, rank: int | None = None) -> native.ChecksumTable:
+        """The checksums of all slots in the memory that begins at this address, for blocks of one
         group; of another rank's part of them, if it is given."""
         counter = memory + self.table_begin
         if self._part is not None:
             begin = self.part_begin if rank is None else rank * self.part_bytes
             return self._part.table(memory + begin, self.slot_bytes, counter, group)
         rows = counter + self.row_bytes
-        return native.DigestTable(counter, rows, self.row_bytes, self.row_bytes, group)
+        return native.ChecksumTable(counter, rows, self.row_bytes, self.row_bytes, group)
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
         """The slabs of the pages' blocks in `memory`, for the blocks of `layout`.

@@ -132,15 +132,15 @@ class Job(NotCopyable, native.Job):
             layer_group (int | None): wait only until the layers of this group, and of the groups
                 before it, have landed. None waits for the whole job. layer_group_of() maps a layer
                 to its group.
-            verified (bool): for a load from a pool with digests (HostPool.verify): block the host
-                until the digests were compared. Otherwise the stream goes on when the blocks have
+            verified (bool): for a load from a pool with checksums (HostPool.verify): block the host
+                until the checksums were compared. Otherwise the stream goes on when the blocks have
                 landed, and may compute with corrupted ones before the host knows of them.
 
         Raises:
             IndexError: the job has no such layer group.
             TypeError: stream is no stream of such a device.
-            ValueError: verified=True with a layer group, whose digests are not known before those
-                of the whole job, or without a pool that has digests.
+            ValueError: verified=True with a layer group, whose checksums are not known before those
+                of the whole job, or without a pool that has checksums.
             TransferError: with verified=True, the job failed or was cancelled.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
                 wait. Raised even if the job has ended.
@@ -154,21 +154,21 @@ class Job(NotCopyable, native.Job):
                 )
         is_verified = read_switch("verified", verified)
         if is_verified:
-            self._check_has_digests(layer_group)
+            self._check_has_checksums(layer_group)
         self.handler._native.let_wait(self, group, stream)
         if is_verified:
             self.synchronize()
 
-    def _check_has_digests(self, layer_group: int | None) -> None:
+    def _check_has_checksums(self, layer_group: int | None) -> None:
         """Raises ValueError if wait(layer_group=..., verified=True) cannot be had."""
         if layer_group is not None:
             raise ValueError(
-                "verified=True waits for the whole job, because its digests are known at its end; "
-                "leave layer_group out"
+                "verified=True waits for the whole job, because its checksums are known at its "
+                "end; leave layer_group out"
             )
         if all(pool.verify == "off" for pool in self.handler.pools):
             raise ValueError(
-                "verified=True, but the host pages have no digests; make the pool with "
+                "verified=True, but the host pages have no checksums; make the pool with "
                 "verify='load', or leave it out"
             )
 
@@ -390,10 +390,10 @@ class OffloadHandler(NotCopyable):
         rejected: nothing is written to that block, and the load fails (Result.rejected). So is a
         page with damaged metadata, but a GPU may have written parts of that block by then.
 
-        From a pool with digests (HostPool.verify), a load fails with a CorruptedPageError if blocks
-        are not those that were stored, and with a BlocksRejectedError if none were. Their positions
-        are in Result.rejected, and their contents are undefined. query(), synchronize() and poll()
-        know; streams that wait for the job go on before the host knows
+        From a pool with checksums (HostPool.verify), a load fails with a CorruptedPageError if
+        blocks are not those that were stored, and with a BlocksRejectedError if none were. Their
+        positions are in Result.rejected, and their contents are undefined. query(), synchronize()
+        and poll() know; streams that wait for the job go on before the host knows
         (`Job.wait(verified=True)`).
 
         Args:
@@ -441,7 +441,7 @@ class OffloadHandler(NotCopyable):
 
         Loads of a page that a failed store should have filled fail until it is stored again, or
         marked. Wait for the jobs on a page before you write it. With `verify` a marked page has no
-        digests of its new blocks, so that loads refuse it.
+        checksums of its new blocks, so that loads refuse it.
 
         Args:
             page_ids: as in store().

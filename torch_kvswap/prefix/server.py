@@ -29,7 +29,7 @@ from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.door import open_store
-from torch_kvswap.below.format import PageFormat, load_digest
+from torch_kvswap.below.format import PageFormat, load_checksum
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
@@ -218,7 +218,7 @@ class PageServer:
         with contextlib.ExitStack() as undo:
             self._store: PageStore | None = None
             if below is not None:
-                load_digest()  # raises here, not when an engine comes
+                load_checksum()  # raises here, not when an engine comes
                 self._store = open_store(below)
                 undo.callback(self._store.close)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -43,9 +43,9 @@ class BelowStats:
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused, because the digest or the trailer was wrong, one of the two objects
-            was missing or had another size, or by a load, because a block was not what was stored;
-            and deleted.
+        damaged (int): refused, because the checksum or the trailer was wrong, one of the two
+            objects was missing or had another size, or by a load, because a block was not what was
+            stored; and deleted.
         written (int): written, or found to be there already.
         failed (int): not taken by the store, or asked for or read when it failed or did not answer
             in time. What was not taken is tried again while it is in memory.
@@ -106,7 +106,7 @@ class _Ask:
 class Tier:
     """Reads from a store what lookups miss, and writes pages there before they are evicted.
 
-    Threads call the store and check digests. The scheduler's threads call ask(), poll(),
+    Threads call the store and compare checksums. The scheduler's threads call ask(), poll(),
     use_leases() and wait(), which call no store. Lookups find what was read after poll(). The pages
     for it are taken at any time: a block that a lookup has found may be evicted before its load.
 
@@ -296,7 +296,7 @@ class Tier:
         return [*self._reads.threads, *self._writes.threads]
 
     def _enter(self, promotion: _Promotion, now: float) -> None:
-        """Pages with the right digests can be loaded from now on."""
+        """Pages with the right checksums can be loaded from now on."""
         rejected = promotion.rejected or ()
         pages: list[list[int]] = [[] for _ in self._formats]
         pages[promotion.group] = [
@@ -390,7 +390,7 @@ class Tier:
         ]
 
     def _read_batch(self, ask: _Ask, group: int, keys: list[bytes]) -> None:
-        """Reads pages, checks their digests, and leaves them to poll()."""
+        """Reads pages, compares their checksums, and leaves them to poll()."""
         promotion = self._promote(ask, group, keys)
         wrong: list[bytes] = []
         if promotion is not None:
@@ -423,7 +423,7 @@ class Tier:
             if all(of_page):
                 problem = form.problem(trailer, key, view)
                 if problem is None:
-                    form.enter_digests(trailer, promotion.pages[place])
+                    form.enter_checksums(trailer, promotion.pages[place])
                     continue
             elif any(of_page):
                 problem = "one of its two objects is missing, or has another size"

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ENCODING = ROOT / "csrc" / "encoding"
 # They stand in for the kernels that do the same.
-ON_CPU = [ENCODING / "codec.cpp", ENCODING / "digest.cpp"]
+ON_CPU = [ENCODING / "codec.cpp", ENCODING / "checksum.cpp"]
 # Files in the order in which they are made, with their folders of sources and options of their own.
 # The libraries that a file is linked with are beside it.
 SOURCES = {

@@ -156,7 +156,7 @@ def test_a_dropped_pool_lets_the_memory_go() -> None:
     assert storage() is None
 
 
-def test_digests_find_what_others_wrote_and_are_private() -> None:
+def test_checksums_find_what_others_wrote_and_are_private() -> None:
     layout, memory = cache(), torch.zeros(4 * BLOCK, dtype=torch.uint8)
     pools = [HostPool.over(memory, layout, verify="load") for _ in range(2)]
     with OffloadHandler(layout, pools[0]) as one, OffloadHandler(layout, pools[1]) as other:
@@ -372,11 +372,11 @@ def test_refused_memory_is_pageable_with_a_warning(driver: Driver, refusal: str)
 
 
 @simulated
-def test_refused_digests_of_pinned_pages_are_an_error(driver: Driver) -> None:
+def test_refused_checksums_of_pinned_pages_are_an_error(driver: Driver) -> None:
     layout, region = place(driver, cache()), Region(16 * PAGE)
     driver.adopt(region.bytes(), HOST)
     driver.refuse_registration()
-    with pytest.raises(RuntimeError, match=r"did not pin their digests: .*; use verify='off'"):
+    with pytest.raises(RuntimeError, match=r"did not pin their checksums: .*; use verify='off'"):
         HostPool.over(region.tensor, layout, page_bytes=PAGE, verify="load")
 
 

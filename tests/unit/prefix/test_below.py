@@ -270,7 +270,7 @@ def test_encoded_pages_are_shared_as_they_are(bits: float | None, tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["", "before it is written", "after it was read"])
-def test_pages_keep_the_digests_of_their_blocks(damage: str, store: MemoryStore) -> None:
+def test_pages_keep_the_checksums_of_their_blocks(damage: str, store: MemoryStore) -> None:
     """So that a load finds damage in host memory, in the engine that stored the block or in any."""
     with Engine(store, verify="load") as writer:
         store.held = {"exists"}
@@ -302,14 +302,14 @@ def test_pages_keep_the_digests_of_their_blocks(damage: str, store: MemoryStore)
     with Engine(MemoryStore(store.objects), verify="load") as third:
         assert third.load(PROMPT) == len(PROMPT)
     with Engine(MemoryStore(store.objects)) as other:
-        assert other.find(PROMPT).found == 0, "these pages have no digests"
+        assert other.find(PROMPT).found == 0, "these pages have no checksums"
 
 
 def stored_in(engine: Engine, page: int, name: object) -> bool:
     return torch.equal(engine.pool.read_block(page), bytes_of(key_of(name)))
 
 
-def test_a_trailer_has_room_for_the_digests_of_large_blocks(tmp_path: Path) -> None:
+def test_a_trailer_has_room_for_the_checksums_of_large_blocks(tmp_path: Path) -> None:
     slabs = [torch.zeros(4, 5 << 20, dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([slab]) for slab in slabs]
     slabs[0].random_(256)
@@ -432,10 +432,10 @@ def replace(store: MemoryStore, *names_of: NameOf) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda store: flip(store, data_of, 1234, 1), "its digest is "),
+        (lambda store: flip(store, data_of, 1234, 1), "its checksum is "),
         (lambda store: flip(store, trailer_of, 4000, 1), "its trailer is damaged"),
         (lambda store: flip(store, trailer_of, 8, 3), "its version is 1, not 2"),
-        (lambda store: replace(store, data_of), "its digest is "),
+        (lambda store: replace(store, data_of), "its checksum is "),
         (lambda store: replace(store, data_of, trailer_of), "its key is "),
     ],
 )
@@ -853,7 +853,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert_expected_inline(
         error_text(Engine, f"file:{tmp_path}"),
         """\
-ImportError: a PrefixCache with `below` needs the package xxhash for the digests of
+ImportError: a PrefixCache with `below` needs the package xxhash for the checksums of
 pages: pip install 'torch_kvswap[below]'""",
     )
     assert not os.listdir(tmp_path)

@@ -86,7 +86,7 @@ def enable(
             blocks of a cache in torch.bfloat16. A request with a block that does not fit into its
             slot is computed again.
         verify (str): see HostPool. A request with a block that is not what was stored is computed
-            again. The digests are not part of `cpu_offload_space`.
+            again. The checksums are not part of `cpu_offload_space`.
 
     Returns:
         Enabled: a context manager that undoes the replacement.

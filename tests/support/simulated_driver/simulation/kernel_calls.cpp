@@ -2,8 +2,8 @@
 #include <cstring>
 
 #include "calls.h"
+#include "encoding/checksum.h"
 #include "encoding/codec.h"
-#include "encoding/digest.h"
 #include "kernels/pack_arguments.h"
 
 // The kernels of the library, which the simulated driver knows by their names, and what they copy.
@@ -12,11 +12,13 @@ namespace {
 
 constexpr char kPackBulk[] = "kvswap_pack_bulk", kPackWords[] = "kvswap_pack_words",
                kEncode[] = "kvswap_encode", kDecode[] = "kvswap_decode",
-               kEncodeDigest[] = "kvswap_encode_digest", kDecodeDigest[] = "kvswap_decode_digest",
-               kDigest[] = "kvswap_digest", kDigestCopy[] = "kvswap_digest_copy",
+               kEncodeChecksum[] = "kvswap_encode_checksum",
+               kDecodeChecksum[] = "kvswap_decode_checksum", kChecksum[] = "kvswap_checksum",
+               kChecksumCopy[] = "kvswap_checksum_copy",
                kExpandBlockIds[] = "kvswap_expand_block_ids";
-const char* const kNames[] = {kPackBulk,     kPackWords, kEncode,     kDecode,        kEncodeDigest,
-                              kDecodeDigest, kDigest,    kDigestCopy, kExpandBlockIds};
+const char* const kNames[] = {kPackBulk, kPackWords,      kEncode,
+                              kDecode,   kEncodeChecksum, kDecodeChecksum,
+                              kChecksum, kChecksumCopy,   kExpandBlockIds};
 
 int load_module(void** module, const void* image) {
   const Call call("cuModuleLoadData");
@@ -57,28 +59,28 @@ std::vector<Copy> copies_of(const kvswap::PackArguments& arguments, bool bulk) {
   return copies;
 }
 
-// What a codec with digests does to the row of a slot. The block is raw.
-void digest_raw(const kvswap::CodecArguments& a, uint32_t i, kvswap::DigestTask task) {
+// What a codec with checksums does to the row of a slot. The block is raw.
+void checksum_raw(const kvswap::CodecArguments& a, uint32_t i, kvswap::ChecksumTask task) {
   const auto* first = reinterpret_cast<const kvswap::SlotTile*>(a.tiles) + a.first_tile;
-  std::vector<kvswap::DigestTile> tiles(first->digest);
+  std::vector<kvswap::ChecksumTile> tiles(first->checksum);
   for (const auto* tile = first; tile < first + a.tile_count; ++tile) {
-    for (uint32_t at = 0; at < tile->bytes; at += kvswap::kDigestTileBytes) {
-      const uint32_t bytes = std::min(tile->bytes - at, kvswap::kDigestTileBytes);
+    for (uint32_t at = 0; at < tile->bytes; at += kvswap::kChecksumTileBytes) {
+      const uint32_t bytes = std::min(tile->bytes - at, kvswap::kChecksumTileBytes);
       tiles.push_back({tile->base + at, tile->stride, bytes, 0});
     }
   }
-  kvswap::DigestArguments digest{};
-  digest.tiles = reinterpret_cast<uint64_t>(tiles.data());
-  digest.first_tile = first->digest;
-  digest.tile_count = static_cast<uint32_t>(tiles.size()) - first->digest;
-  digest.rows = a.rows;
-  digest.row_stride = a.row_stride;
-  digest.states = a.states + i;
-  digest.task = task;
-  digest.blocks[0] = a.blocks[i];
-  digest.slots[0] = a.slots[i];
-  digest.stores[0] = a.stores[i];
-  kvswap::digest_block(digest, 0);
+  kvswap::ChecksumArguments checksum{};
+  checksum.tiles = reinterpret_cast<uint64_t>(tiles.data());
+  checksum.first_tile = first->checksum;
+  checksum.tile_count = static_cast<uint32_t>(tiles.size()) - first->checksum;
+  checksum.rows = a.rows;
+  checksum.row_stride = a.row_stride;
+  checksum.states = a.states + i;
+  checksum.task = task;
+  checksum.blocks[0] = a.blocks[i];
+  checksum.slots[0] = a.slots[i];
+  checksum.stores[0] = a.stores[i];
+  kvswap::checksum_block(checksum, 0);
 }
 
 // The codec of the CPU does what the kernels do to one slot.
@@ -90,7 +92,7 @@ void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
-  if (a.rows != 0) digest_raw(a, i, kvswap::DigestTask::kWrite);
+  if (a.rows != 0) checksum_raw(a, i, kvswap::ChecksumTask::kWrite);
 }
 
 void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
@@ -104,7 +106,7 @@ void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
-  if (a.rows != 0) digest_raw(a, i, kvswap::DigestTask::kCompare);
+  if (a.rows != 0) checksum_raw(a, i, kvswap::ChecksumTask::kCompare);
 }
 
 // What one launch encodes or decodes, slot after slot.
@@ -136,7 +138,7 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
     coding.memory.emplace_back(a.states + i, a.states + i + 1);
     if (a.rows != 0) {
       const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
-      coding.memory.emplace_back(row, row + sizeof(kvswap::SlotDigests));
+      coding.memory.emplace_back(row, row + sizeof(kvswap::SlotChecksums));
     }
     if (encodes) {
       const uint64_t counter = a.counters + i * sizeof(kvswap::SlotCounter);
@@ -150,65 +152,66 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
   return codings;
 }
 
-// What one launch digests, block after block.
-std::vector<Coding> digests_of(const kvswap::DigestArguments& arguments) {
-  const auto shared = std::make_shared<const kvswap::DigestArguments>(arguments);
-  const kvswap::DigestArguments& a = *shared;
+// What one launch checksums, block after block.
+std::vector<Coding> checksums_of(const kvswap::ChecksumArguments& arguments) {
+  const auto shared = std::make_shared<const kvswap::ChecksumArguments>(arguments);
+  const kvswap::ChecksumArguments& a = *shared;
   std::vector<Coding> codings;
   for (uint32_t i = 0; i < a.block_count; ++i) {
     Coding coding;
     for (uint32_t number = a.first_tile; number < a.first_tile + a.tile_count; ++number) {
-      const auto& tile = reinterpret_cast<const kvswap::DigestTile*>(a.tiles)[number];
+      const auto& tile = reinterpret_cast<const kvswap::ChecksumTile*>(a.tiles)[number];
       const uint64_t bytes = tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride;
       coding.memory.emplace_back(bytes, bytes + tile.bytes);
       if ((bytes | tile.bytes) % a.word_bytes != 0) {
-        device().log.violation("a kernel digests bytes that are not aligned to ", a.word_bytes);
+        device().log.violation("a kernel checksums bytes that are not aligned to ", a.word_bytes);
       }
     }
     coding.memory.emplace_back(a.states + i, a.states + i + 1);
     const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
-    const uint64_t digests = row + sizeof(kvswap::SlotDigests);
-    coding.memory.emplace_back(row, digests + (a.first_tile + a.tile_count) * sizeof(uint64_t));
-    coding.run = [shared, i] { kvswap::digest_block(*shared, i); };
+    const uint64_t checksums = row + sizeof(kvswap::SlotChecksums);
+    coding.memory.emplace_back(row, checksums + (a.first_tile + a.tile_count) * sizeof(uint64_t));
+    coding.run = [shared, i] { kvswap::checksum_block(*shared, i); };
     codings.push_back(std::move(coding));
   }
   return codings;
 }
 
-// Copies a block's part of one launch, and digests the tiles that end in it.
-void copy_and_digest(const kvswap::DigestArguments& a, uint32_t i) {
-  kvswap::DigestArguments ended = a;
+// Copies a block's part of one launch, and checksums the tiles that end in it.
+void copy_and_checksum(const kvswap::ChecksumArguments& a, uint32_t i) {
+  kvswap::ChecksumArguments ended = a;
   ended.tile_count = 0;
   for (uint32_t number = 0; number < a.tile_count; ++number) {
-    const kvswap::DigestCopy part = kvswap::digest_copy(a, i, number);
+    const kvswap::ChecksumCopy part = kvswap::checksum_copy(a, i, number);
     if (part.is_empty()) continue;
     auto* paged = reinterpret_cast<char*>(part.paged) + part.from;
     auto* packed = reinterpret_cast<char*>(part.packed) + part.from;
-    const bool is_store = a.task == kvswap::DigestTask::kWrite;
+    const bool is_store = a.task == kvswap::ChecksumTask::kWrite;
     std::memcpy(is_store ? packed : paged, is_store ? paged : packed, part.to - part.from);
-    if (!part.is_digested()) continue;
+    if (!part.is_checksummed()) continue;
     if (ended.tile_count++ == 0) ended.first_tile = a.first_tile + number;
   }
   if (ended.tile_count == 0) return;
-  auto* row = kvswap::digests_at(a.rows, a.row_stride, a.slots[i]);
+  auto* row = kvswap::checksums_at(a.rows, a.row_stride, a.slots[i]);
   const uint64_t tag = row->tag;
-  kvswap::digest_block(ended, i);
+  kvswap::checksum_block(ended, i);
   if (!kvswap::ends_block(a, i)) row->tag = tag;
 }
 
-std::vector<Coding> digest_copies_of(const kvswap::DigestArguments& arguments, unsigned warps,
-                                     unsigned shared) {
-  const auto a = std::make_shared<const kvswap::DigestArguments>(arguments);
+std::vector<Coding> checksum_copies_of(const kvswap::ChecksumArguments& arguments, unsigned warps,
+                                       unsigned shared) {
+  const auto a = std::make_shared<const kvswap::ChecksumArguments>(arguments);
   std::vector<Coding> codings;
   for (uint32_t i = 0; i < a->block_count; ++i) {
     Coding coding;
     for (uint32_t number = 0; number < a->tile_count; ++number) {
-      const kvswap::DigestCopy part = kvswap::digest_copy(*a, i, number);
+      const kvswap::ChecksumCopy part = kvswap::checksum_copy(*a, i, number);
       if (part.is_empty()) continue;
       if ((part.paged | part.packed | part.bytes | part.from | part.to) % 16 != 0) {
-        device().log.violation("a kernel copies and digests bytes that are not aligned to 16");
+        device().log.violation("a kernel copies and checksums bytes that are not aligned to 16");
       }
-      if (part.bytes > a->stage_bytes || shared < warps * kvswap::kDigestCopyStages * part.bytes) {
+      if (part.bytes > a->stage_bytes ||
+          shared < warps * kvswap::kChecksumCopyStages * part.bytes) {
         device().log.violation("a warp has a tile of ", part.bytes, " bytes");
       }
       coding.memory.emplace_back(part.paged, part.paged + part.bytes);
@@ -216,8 +219,8 @@ std::vector<Coding> digest_copies_of(const kvswap::DigestArguments& arguments, u
     }
     coding.memory.emplace_back(a->states + i, a->states + i + 1);
     const uint64_t row = a->rows + static_cast<uint64_t>(a->slots[i]) * a->row_stride;
-    coding.memory.emplace_back(row, row + sizeof(kvswap::SlotDigests));
-    coding.run = [a, i] { copy_and_digest(*a, i); };
+    coding.memory.emplace_back(row, row + sizeof(kvswap::SlotChecksums));
+    coding.run = [a, i] { copy_and_checksum(*a, i); };
     codings.push_back(std::move(coding));
   }
   return codings;
@@ -238,8 +241,8 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
   }
   Operation operation;
   uint32_t blocks = 0;
-  const bool encodes = name == kEncode || name == kEncodeDigest;
-  if (encodes || name == kDecode || name == kDecodeDigest) {
+  const bool encodes = name == kEncode || name == kEncodeChecksum;
+  if (encodes || name == kDecode || name == kDecodeChecksum) {
     const auto& codec = *static_cast<const kvswap::CodecArguments*>(arguments[0]);
     blocks = codec.block_count;
     if (blocks != 0) {
@@ -253,18 +256,18 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
       }
     }
     operation.name = encodes ? "encode" : "decode";
-    if (codec.rows != 0) operation.name += " and digest";
-  } else if (name == kDigestCopy) {
-    const auto& digest = *static_cast<const kvswap::DigestArguments*>(arguments[0]);
-    blocks = digest.block_count;
-    if (blocks != 0) operation.codings = digest_copies_of(digest, threads / 32, shared);
-    operation.name = digest.task == kvswap::DigestTask::kWrite ? "pack" : "unpack";
-    operation.name += " and digest";
-  } else if (name == kDigest) {
-    const auto& digest = *static_cast<const kvswap::DigestArguments*>(arguments[0]);
-    blocks = digest.block_count;
-    if (blocks != 0) operation.codings = digests_of(digest);
-    operation.name = "digest";
+    if (codec.rows != 0) operation.name += " and checksum";
+  } else if (name == kChecksumCopy) {
+    const auto& checksum = *static_cast<const kvswap::ChecksumArguments*>(arguments[0]);
+    blocks = checksum.block_count;
+    if (blocks != 0) operation.codings = checksum_copies_of(checksum, threads / 32, shared);
+    operation.name = checksum.task == kvswap::ChecksumTask::kWrite ? "pack" : "unpack";
+    operation.name += " and checksum";
+  } else if (name == kChecksum) {
+    const auto& checksum = *static_cast<const kvswap::ChecksumArguments*>(arguments[0]);
+    blocks = checksum.block_count;
+    if (blocks != 0) operation.codings = checksums_of(checksum);
+    operation.name = "checksum";
   } else {
     const auto& pack = *static_cast<const kvswap::PackArguments*>(arguments[0]);
     const bool bulk = name == kPackBulk;

@@ -1,12 +1,12 @@
-"""Digests of blocks on the CPU: what they are, what they find, and what becomes of the job."""
+"""Checksums of blocks on the CPU: what they are, what they find, and what becomes of the job."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from checksum_model import checksums_of, tag_of
 from damage import HEAD, Damage, rows_of
-from digest_model import digests_of, tag_of
 from encoded_cache import EncodedCache
 from error_text import error_text
 from expecttest import assert_expected_inline
@@ -45,7 +45,7 @@ def stored(verify: str = "load", **options: object) -> tuple[PagedLayout, HostPo
 
 
 @pytest.mark.parametrize("sizes", [(1,), (16, 1024, 1025), (8192,), (8193, 24576), (20001, 7)])
-def test_the_table_has_the_documented_digests(sizes: tuple[int, ...]) -> None:
+def test_the_table_has_the_documented_checksums(sizes: tuple[int, ...]) -> None:
     cache = layout(*sizes)
     pool = HostPool(cache, 3, 2, verify="load")
     with OffloadHandler(cache, pool) as handler:
@@ -54,7 +54,7 @@ def test_the_table_has_the_documented_digests(sizes: tuple[int, ...]) -> None:
     rows = rows_of(pool)
     assert rows[0, :8].view(np.uint64)[0] == 3  # stores of blocks
     for slot, block, store in ((2, 2, 2), (3, 4, 3)):
-        expected = digests_of([bytes(tensor[block].numpy()) for tensor in cache.tensors])
+        expected = checksums_of([bytes(tensor[block].numpy()) for tensor in cache.tensors])
         (
             tag,
             number,
@@ -77,26 +77,26 @@ def test_no_damage_goes_unnoticed(encoding: str, layer_groups: int, rows: bool) 
     assert seen["noticed"] > 560
 
 
-def test_control_damage_goes_unnoticed_without_digests() -> None:
+def test_control_damage_goes_unnoticed_without_checksums() -> None:
     for encoding in ("raw", "lossless"):
         with EncodedCache(values=SLAB_VALUES, encodings=[encoding]) as cache:
             damage = Damage(cache, seed=1)
-            assert set(damage.run(200)) >= {*damage.kinds} - {"digests"}
+            assert set(damage.run(200)) >= {*damage.kinds} - {"checksums"}
 
 
-def test_the_error_names_block_page_and_digests() -> None:
+def test_the_error_names_block_page_and_checksums() -> None:
     cache, pool, handler = stored()
     row = rows_of(pool)[1 + 5, HEAD:].view(np.uint64)
-    expected = digests_of([bytes(tensor[1].numpy()) for tensor in cache.tensors])
+    expected = checksums_of([bytes(tensor[1].numpy()) for tensor in cache.tensors])
     assert int(row[1]) ^ tag_of(5, 2) == expected[1]
     pool.pages[5, 0, 3511] ^= 1  # the last byte
     with handler, logged() as warnings:
         job = handler.load(page_ids=[4, 5], gpu_block_ids=[2, 3])
         text = error_text(job.synchronize)
-        found = digests_of([bytes(tensor[3].numpy()) for tensor in cache.tensors])
+        found = checksums_of([bytes(tensor[3].numpy()) for tensor in cache.tensors])
         assert text.replace("\n", " ") == (
             "CorruptedPageError: load 1 failed: 1 of 2 blocks is not what was stored (position 1): "
-            f"GPU block 3, page 5: bytes 0 to 511 of slab 1 have the digest {found[1]:#x}, and "
+            f"GPU block 3, page 5: bytes 0 to 511 of slab 1 have the checksum {found[1]:#x}, and "
             f"{expected[1]:#x} is that of store 2"
         )
         assert not warnings
@@ -125,7 +125,7 @@ def test_a_page_stored_again_can_be_loaded() -> None:
 
 def test_an_unstored_page_is_not_loaded() -> None:
     _, pool, handler = stored()
-    pool.pages[1] = 7  # by the caller, who makes no digests
+    pool.pages[1] = 7  # by the caller, who makes no checksums
     with handler:
         job = handler.load(page_ids=[1, 2, 4], gpu_block_ids=[1, 2, 3])
         assert_expected_inline(
@@ -187,7 +187,7 @@ def test_layers_of_two_stores_are_corrupted(monkeypatch: pytest.MonkeyPatch) -> 
             job.synchronize()
 
 
-def test_processes_that_share_a_pool_share_its_digests() -> None:
+def test_processes_that_share_a_pool_share_its_checksums() -> None:
     cache, pool, handler = stored(shared=True)
     attached = HostPool.attach(cache, pool.share())
     assert attached.verify == "load"
@@ -225,7 +225,7 @@ def test_a_corrupted_page_ends_a_prefix() -> None:
     assert torch.equal(cache.tensors[1][:3], cache.tensors[1][3:])
 
 
-def test_a_host_waiting_for_digests_gets_the_error() -> None:
+def test_a_host_waiting_for_checksums_gets_the_error() -> None:
     _, pool, handler = stored()
     with handler, logged():
         handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
@@ -256,14 +256,14 @@ def test_waits_on_a_stream_leave_failures_to_poll(
             job.synchronize()
 
 
-def test_missing_digests_cannot_be_waited_for() -> None:
+def test_missing_checksums_cannot_be_waited_for() -> None:
     _, _, handler = stored("off")
     with handler:
         job = handler.load(page_ids=[4], gpu_block_ids=[2])
         assert_expected_inline(
             error_text(lambda: job.wait(verified=True)),
             """\
-ValueError: verified=True, but the host pages have no digests; make the pool with
+ValueError: verified=True, but the host pages have no checksums; make the pool with
 verify='load', or leave it out""",
         )
     _, _, verifying = stored()
@@ -272,8 +272,8 @@ verify='load', or leave it out""",
         assert_expected_inline(
             error_text(lambda: job.wait(layer_group=0, verified=True)),
             """\
-ValueError: verified=True waits for the whole job, because its digests are known at its
-end; leave layer_group out""",
+ValueError: verified=True waits for the whole job, because its checksums are known at
+its end; leave layer_group out""",
         )
 
 
@@ -287,14 +287,14 @@ def test_what_cannot_be_verified_is_refused() -> None:
     assert_expected_inline(
         error_text(lambda: pool.view_for(layout(1, 1, 1, 1, 1, 1))),
         """\
-ValueError: the digests of a block take 128 bytes, and the pool has room for 64: it was
-made from a layout with fewer or smaller slabs; make the pool from the layout with the
-most digests, or with verify='off'""",
+ValueError: the checksums of a block take 128 bytes, and the pool has room for 64: it
+was made from a layout with fewer or smaller slabs; make the pool from the layout with
+the most checksums, or with verify='off'""",
     )
     assert_expected_inline(
         error_text(lambda: ReferenceHandler(cache, pool)),
         """\
-ValueError: the pool has verify='load', and no op makes digests; make it with
+ValueError: the pool has verify='load', and no op makes checksums; make it with
 verify='off'""",
     )
     with OffloadHandler(cache, pool) as again:
@@ -304,7 +304,8 @@ verify='off'""",
             ),
             """\
 ValueError: copy_method='copy_engines': the host pages of page_ids have verify='load',
-and copy engines cannot make the digests; leave it out, or use a pool with verify='off'""",
+and copy engines cannot make the checksums; leave it out, or use a pool with
+verify='off'""",
         )
 
 

@@ -1,4 +1,4 @@
-"""The digests of docs/encoding.md in plain Python."""
+"""The checksums of docs/encoding.md in plain Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = np.array(
 )
 
 
-def digest_of(tile: bytes, number: int) -> int:
+def checksum_of(tile: bytes, number: int) -> int:
     """As docs/encoding.md has it."""
     words = np.frombuffer(tile.ljust(-(-len(tile) // UNIT) * UNIT, b"\0"), np.uint32)
     sums = []
@@ -36,7 +36,7 @@ def digest_of(tile: bytes, number: int) -> int:
     return mix(mix(sums[0] + number & MASK) + sums[1] & MASK)
 
 
-def digests_of(slabs: Sequence[bytes]) -> list[int]:
+def checksums_of(slabs: Sequence[bytes]) -> list[int]:
     """Of the tiles of a block."""
     tiles = [slab[at : at + TILE] for slab in slabs for at in range(0, len(slab), TILE)]
-    return [digest_of(tile, number) for number, tile in enumerate(tiles)]
+    return [checksum_of(tile, number) for number, tile in enumerate(tiles)]
