@@ -2,7 +2,7 @@
 
 Each manager is filled with random prompts; then for some of them, in random order, each call is
 timed, the managers taking turns.
-Ours gets a prompt as one object with all digests ("digests"), or is called for every single key
+Ours gets a prompt as one object with all keys ("joined"), or is called for every single key
 ("by key"). vLLM's gets what its scheduler gives it: lookups key by key, other calls with a list of
 keys; "vLLM by key" gets one key in all calls. All evict by lru. Memory is what a process holds when
 the manager is full, less what it held before it was made. With --server, the manager of a server in
@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import numpy as np
-from block_managers import Contestant, OfDigests, OfVllm, OneByOne
+from block_managers import Contestant, OfKeys, OfVllm, OneByOne
 from page_server import serving, tiny_cache
 from program import finish, new_parser
 from report import Column, table_of
@@ -41,7 +41,7 @@ from timing import Spread, no_garbage_collection, resident_bytes
 
 from torch_kvswap import PrefixCache
 from torch_kvswap.prefix import BlockGroup, BlockManager
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import POLICIES
 
 TRACE_PAGES = 2_500, 6_250, 12_500, 25_000
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
         print(f"--samples: with these pages and blocks 1 to {count // 2}", file=sys.stderr)
         return 2
     numbers = random.Random(0)
-    length = DIGEST_BYTES * options.blocks
+    length = KEY_BYTES * options.blocks
     prompts = [numbers.randbytes(length) for _ in range(count + samples)]  # the last do not fit
     pages = count * options.blocks
     every = makers(options.vllm)
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
             path = stack.enter_context(serving(pages))
             groups = [BlockGroup(pages)]
             connected = PrefixCache.connect(path, [tiny_cache()], groups, model="none")
-            managers[SERVER] = OfDigests(stack.enter_context(connected).manager, in_lists=True)
+            managers[SERVER] = OfKeys(stack.enter_context(connected).manager, in_lists=True)
         cells = [
             Cell(name, operation, options.blocks, Spread.of(np.array(times)))
             for (name, operation), times in measure(managers, prompts, samples).items()
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
     del managers
     memory = [
         Memory(name, pages, in_a_new_process(bytes_per_page, name, count, options))
-        for name in ("digests", VLLM)
+        for name in ("joined", VLLM)
         if name in every
     ]
     print(tables(cells, memory))
@@ -176,8 +176,8 @@ def _blocks_found(policy: str, pages: int, prompts: Iterable[list[int]]) -> int:
 
 def makers(vllm: bool) -> dict[str, Maker]:
     every: dict[str, Maker] = {
-        "digests": lambda pages: OfDigests(BlockManager(pages)),
-        "by key": lambda pages: OneByOne(OfDigests(BlockManager(pages))),
+        "joined": lambda pages: OfKeys(BlockManager(pages)),
+        "by key": lambda pages: OneByOne(OfKeys(BlockManager(pages))),
     }
     if vllm:
         every[VLLM] = lambda pages: OfVllm(pages)
@@ -222,7 +222,7 @@ def calls(
     yield "complete_store", [timed(manager.complete_store, its) for its in told]
     yield "lookup", [timed(manager.lookup, its, hits.add) for its in present]
     yield MISS, [timed(manager.lookup, its, hits.add) for its in more]
-    blocks = len(prompts[0]) // DIGEST_BYTES
+    blocks = len(prompts[0]) // KEY_BYTES
     if hits != {blocks, 0}:
         raise RuntimeError("the manager finds other blocks than were stored")
     yield "touch", [timed(manager.touch, its) for its in present]
@@ -263,7 +263,7 @@ def bytes_per_page(name: str, prompts: int, options: Namespace) -> float:
     """Of a full manager, without the keys."""
     make = makers(options.vllm)[name]
     form = make(1).form
-    forms = [form(os.urandom(DIGEST_BYTES * options.blocks)) for _ in range(prompts)]
+    forms = [form(os.urandom(KEY_BYTES * options.blocks)) for _ in range(prompts)]
     pages: int = prompts * options.blocks
     before = resident_bytes()
     manager = make(pages)

@@ -7,15 +7,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.protocol import Outcome
 
 
 class Contestant(Protocol):
-    """form: the prompt of so many digests. stored: how many blocks of it got pages from a
+    """form: the prompt of so many keys. stored: how many blocks of it got pages from a
     prepare_store(). to_complete: what is told about a job that has ended."""
 
-    def form(self, digests: bytes) -> Any: ...
+    def form(self, keys: bytes) -> Any: ...
     def lookup(self, prompt: Any) -> int: ...
     def touch(self, prompt: Any) -> None: ...
     def prepare_store(self, prompt: Any) -> Any: ...
@@ -26,7 +26,7 @@ class Contestant(Protocol):
     def complete_load(self, told: Any) -> None: ...
 
 
-class OfDigests:
+class OfKeys:
     """Ours, in this process or of a server, that gets a prompt as one bytes object.
 
     in_lists: of a cache with a list of groups, of which there is one.
@@ -43,8 +43,8 @@ class OfDigests:
             self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
             self.complete_store = self.complete_load = manager.complete
 
-    def form(self, digests: bytes) -> Any:
-        return [digests] if self.in_lists else digests
+    def form(self, keys: bytes) -> Any:
+        return [keys] if self.in_lists else keys
 
     def lookup(self, prompt: Any) -> int:
         ready: int = self.manager.lookup(prompt).ready
@@ -73,8 +73,8 @@ class OfVllm:
         self._context = base.ReqContext("request")
         self._hit = base.LookupResult.HIT
 
-    def form(self, digests: bytes) -> Any:
-        return [self._key(digest, 0) for digest in split(digests)]
+    def form(self, keys: bytes) -> Any:
+        return [self._key(key, 0) for key in split(keys)]
 
     def lookup(self, prompt: Any) -> int:
         look, context, hits = self._manager.lookup, self._context, 0
@@ -112,8 +112,8 @@ class OneByOne:
     def __init__(self, inner: Contestant) -> None:
         self._inner = inner
 
-    def form(self, digests: bytes) -> Any:
-        return [self._inner.form(digest) for digest in split(digests)]
+    def form(self, keys: bytes) -> Any:
+        return [self._inner.form(key) for key in split(keys)]
 
     def lookup(self, prompt: Any) -> int:
         look = self._inner.lookup
@@ -144,5 +144,5 @@ class OneByOne:
             self._inner.complete_load(block)
 
 
-def split(digests: bytes) -> Sequence[bytes]:
-    return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
+def split(keys: bytes) -> Sequence[bytes]:
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]

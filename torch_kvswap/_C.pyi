@@ -211,7 +211,7 @@ class Handler:
 
     def close(self) -> None: ...
 
-DIGEST_BYTES: int = 32
+KEY_BYTES: int = 32
 
 def fold_keys(keys: object) -> bytes: ...
 
@@ -257,7 +257,7 @@ class StoreReservation(Reservation):
 
 class WriteReservation(Reservation):
     @property
-    def digests(self) -> bytes: ...
+    def keys(self) -> bytes: ...
 
     @property
     def pages(self) -> Any: ...

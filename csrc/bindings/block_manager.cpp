@@ -25,14 +25,14 @@ namespace {
   "torch_kvswap.prefix.hashing.Keys | " \
   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]"
 
-using prefix::kDigestBytes;
+using prefix::kKeyBytes;
 using Ranges = std::vector<std::pair<size_t, size_t>>;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
 
 // Keys read from a list with the GIL held, before other threads get a chance to run.
 constexpr Py_ssize_t kAtOnce = 1024;
 
-// Whether a list has only keys that are digests, which are appended.
+// Whether a list has only keys of kKeyBytes, which are appended.
 bool read_list(PyObject* list, std::vector<uint8_t>& to) {
   for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
     PyObject* key = PyList_GetItem(list, i);  // borrowed
@@ -40,18 +40,18 @@ bool read_list(PyObject* list, std::vector<uint8_t>& to) {
     Py_ssize_t length = 0;
     if (!PyBytes_CheckExact(key) || PyBytes_AsStringAndSize(key, &bytes, &length) != 0)
       return false;
-    if (length != static_cast<Py_ssize_t>(kDigestBytes)) return false;
+    if (length != static_cast<Py_ssize_t>(kKeyBytes)) return false;
     to.insert(to.end(), bytes, bytes + length);
     if (i % kAtOnce == kAtOnce - 1) without_gil([] {});
   }
   return true;
 }
 
-// The digests of a call's keys, of all groups in a row.
-class Digests {
+// The keys of a call, kKeyBytes each, of all groups in a row.
+class JoinedKeys {
  public:
   // keys: of the only group; of several groups a list with those of each.
-  Digests(nb::handle keys, bool is_list, size_t num_groups) : copies_(is_list) {
+  JoinedKeys(nb::handle keys, bool is_list, size_t num_groups) : copies_(is_list) {
     if (!is_list) {
       one_count_ = read("keys", keys);
       return;
@@ -62,7 +62,7 @@ class Digests {
     }
   }
 
-  prefix::Keys keys() const { return {digests(), counts()}; }
+  prefix::Keys keys() const { return {joined(), counts()}; }
   const int64_t* counts() const { return counts_.empty() ? &one_count_ : counts_.data(); }
   size_t size() const { return total_; }
 
@@ -70,7 +70,7 @@ class Digests {
   void cut(const Ranges& ranges) {
     std::vector<uint8_t> kept;
     std::vector<int64_t> numbers;
-    const uint8_t* from = digests();
+    const uint8_t* from = joined();
     total_ = 0;
     for (size_t g = 0; g < ranges.size(); ++g) {
       const auto [first, end] = ranges[g];
@@ -80,8 +80,8 @@ class Digests {
         fail<ValueError>("the prefix needs ", count_of(end, "block"), group, ", but keys has ",
                          count_of(count, "key"), "; pass what lookup() found for the same keys");
       }
-      kept.insert(kept.end(), from + first * kDigestBytes, from + end * kDigestBytes);
-      from += count * kDigestBytes;
+      kept.insert(kept.end(), from + first * kKeyBytes, from + end * kKeyBytes);
+      from += count * kKeyBytes;
       numbers.push_back(static_cast<int64_t>(end - first));
       total_ += end - first;
     }
@@ -91,7 +91,7 @@ class Digests {
   }
 
  private:
-  const uint8_t* digests() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
+  const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
 
   int64_t read(const std::string& name, nb::handle keys) {
     const size_t before = copied_.size();
@@ -100,17 +100,17 @@ class Digests {
         point_to(PyList_GetItem(keys.ptr(), 0))) {
       count = 1;
     } else if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
-      count = (copied_.size() - before) / kDigestBytes;
+      count = (copied_.size() - before) / kKeyBytes;
     } else {
       copied_.resize(before);
       nb::object object = nb::borrow(keys);
-      if (!PyBytes_CheckExact(keys.ptr()) || nb::len(keys) % kDigestBytes != 0) {
-        object = python.read_digests(name, keys);
+      if (!PyBytes_CheckExact(keys.ptr()) || nb::len(keys) % kKeyBytes != 0) {
+        object = python.join_keys(name, keys);
       }
       char* bytes = nullptr;
       Py_ssize_t length = 0;
       if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
-      count = static_cast<size_t>(length) / kDigestBytes;
+      count = static_cast<size_t>(length) / kKeyBytes;
       if (copies_) {
         copied_.insert(copied_.end(), bytes, bytes + length);
       } else {
@@ -122,15 +122,15 @@ class Digests {
     return static_cast<int64_t>(count);
   }
 
-  // Whether this is a digest, which is then not copied.
+  // Whether this is a key of kKeyBytes, which is then not copied.
   bool point_to(nb::handle key) {
-    if (!PyBytes_CheckExact(key.ptr()) || PyBytes_Size(key.ptr()) != kDigestBytes) return false;
+    if (!PyBytes_CheckExact(key.ptr()) || PyBytes_Size(key.ptr()) != kKeyBytes) return false;
     bytes_ = reinterpret_cast<const uint8_t*>(PyBytes_AsString(key.ptr()));
     held_ = nb::borrow(key);
     return true;
   }
 
-  const bool copies_;  // the digests of a list of groups are copied into a row
+  const bool copies_;  // the keys of a list of groups are copied into a row
   nb::object held_;    // the bytes that bytes_ points to
   const uint8_t* bytes_ = nullptr;
   std::vector<uint8_t> copied_;
@@ -228,34 +228,34 @@ struct PyEndedPages {
 // vLLM's key of a block: its hash, and the number of its group of layers.
 constexpr size_t kGroupBytes = sizeof(uint32_t);
 
-// The digest of each key of vLLM, one after another. That of group 0 is the hash itself. In another
+// Our key for each key of vLLM, in a row. That of group 0 is the hash itself. In another
 // group the number changes eight bytes of it, by a factor that makes all of them differ: a prompt
-// has the same hash in all groups. Keys of other hash functions are digested as any other key is.
+// has the same hash in all groups. Keys of other hash functions are hashed as any other key is.
 nb::bytes fold_keys(const nb::object& keys) {
-  constexpr auto kKeyBytes = static_cast<Py_ssize_t>(kDigestBytes + kGroupBytes);
+  constexpr auto kVllmKeyBytes = static_cast<Py_ssize_t>(kKeyBytes + kGroupBytes);
   const nb::list all = PyList_CheckExact(keys.ptr()) ? nb::borrow<nb::list>(keys) : nb::list(keys);
   const size_t count = nb::len(all);
   nb::object folded =
-      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * kDigestBytes)));
+      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * kKeyBytes)));
   if (!folded.is_valid()) throw nb::python_error();
   char* to = PyBytes_AsString(folded.ptr());
-  for (size_t i = 0; i < count; ++i, to += kDigestBytes) {
-    // Digesting another key runs Python code, which may shorten the list.
+  for (size_t i = 0; i < count; ++i, to += kKeyBytes) {
+    // Hashing another key runs Python code, which may shorten the list.
     PyObject* item = PyList_GetItem(all.ptr(), static_cast<Py_ssize_t>(i));  // borrowed
     if (item == nullptr) throw nb::python_error();
     nb::object key = nb::borrow(item);
     char* bytes = nullptr;
     Py_ssize_t length = 0;
     if (PyBytes_AsStringAndSize(key.ptr(), &bytes, &length) != 0) throw nb::python_error();
-    if (length != kKeyBytes) {
+    if (length != kVllmKeyBytes) {
       nb::list one;
       one.append(key);
-      key = python.read_digests("keys", one);
+      key = python.join_keys("keys", one);
       if (PyBytes_AsStringAndSize(key.ptr(), &bytes, &length) != 0) throw nb::python_error();
     }
-    std::memcpy(to, bytes, kDigestBytes);
+    std::memcpy(to, bytes, kKeyBytes);
     uint32_t group = 0;
-    if (length == kKeyBytes) std::memcpy(&group, bytes + kDigestBytes, kGroupBytes);
+    if (length == kVllmKeyBytes) std::memcpy(&group, bytes + kKeyBytes, kGroupBytes);
     if (group != 0) {
       uint64_t mixed = 0;
       std::memcpy(&mixed, bytes, sizeof mixed);
@@ -300,9 +300,9 @@ class PyBlockManager {
 
   nb::object lookup(nb::handle keys, nb::handle again) {
     const bool is_again = read_switch("again", again);
-    const Digests digests = read(keys);
+    const JoinedKeys joined = read(keys);
     const auto [found, ready, pending] =
-        busy([&](bool wait) { return manager_.lookup(digests.keys(), is_again, wait); });
+        busy([&](bool wait) { return manager_.lookup(joined.keys(), is_again, wait); });
     // Lookup is a named tuple; its own constructor takes four times as long.
     auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
     static const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
@@ -337,43 +337,43 @@ class PyBlockManager {
     std::optional<int64_t> units;
     if (!prefix.is_none()) units = read_prefix(prefix);
     const bool counts = read_switch("is_use", is_use);
-    Digests digests = read(keys);
+    JoinedKeys joined = read(keys);
     Ranges ranges;
     if (units) {
       ranges = manager_.needed_blocks(*units);
-      digests.cut(ranges);
+      joined.cut(ranges);
     } else {
-      for (size_t g = 0; g < num_groups_; ++g) ranges.emplace_back(0, digests.counts()[g]);
+      for (size_t g = 0; g < num_groups_; ++g) ranges.emplace_back(0, joined.counts()[g]);
     }
     // All memory is taken before pages are held.
     std::optional<LoadReservation> made{
         LoadReservation{{},
                         std::move(ranges),
                         is_list_,
-                        split(std::vector<int64_t>(digests.size()), digests.counts())}};
+                        split(std::vector<int64_t>(joined.size()), joined.counts())}};
     auto pages = new_pages();
     made->id = busy([&](bool wait) {
-      return manager_.prepare_load(digests.keys(), counts, made->pages.data(), wait);
+      return manager_.prepare_load(joined.keys(), counts, made->pages.data(), wait);
     });
     if (made->id == 0) return std::nullopt;
-    give(*made, std::move(pages), digests.size(), true);
+    give(*made, std::move(pages), joined.size(), true);
     return made;
   }
 
   std::optional<LoadReservation> hold(nb::handle keys, bool renews) {
-    const Digests digests = read(keys);
+    const JoinedKeys joined = read(keys);
     prefix::Assigned held;
     std::vector<int64_t> counts = room_for_counts();
     const int64_t id =
-        busy([&](bool wait) { return manager_.hold(digests.keys(), renews, held, wait); });
+        busy([&](bool wait) { return manager_.hold(joined.keys(), renews, held, wait); });
     if (id == 0) return std::nullopt;
     auto [indices, pages] = split(held, std::move(counts));
     return LoadReservation{{id, nullptr}, {}, is_list_, std::move(pages), std::move(indices)};
   }
 
   bool is_pending(nb::handle keys) {
-    const Digests digests = read(keys);
-    return busy([&](bool wait) { return manager_.is_pending(digests.keys(), wait); });
+    const JoinedKeys joined = read(keys);
+    return busy([&](bool wait) { return manager_.is_pending(joined.keys(), wait); });
   }
 
   std::optional<StoreReservation> prepare_store(nb::handle keys, std::optional<uint64_t> resets) {
@@ -400,7 +400,7 @@ class PyBlockManager {
     nb::list taken;
     for (const auto& [group, key] : without_gil([&] { return manager_.take_corrupted(); })) {
       taken.append(
-          nb::make_tuple(group, nb::bytes(reinterpret_cast<const char*>(&key), kDigestBytes)));
+          nb::make_tuple(group, nb::bytes(reinterpret_cast<const char*>(&key), kKeyBytes)));
     }
     return taken;
   }
@@ -412,13 +412,13 @@ class PyBlockManager {
 
   void publish(nb::handle pages, nb::handle keys, size_t group) {
     alive();
-    const Digests digests{keys, false, 1};
+    const JoinedKeys joined{keys, false, 1};
     const std::vector<int64_t> lent = read_pages(pages);
-    if (lent.size() != digests.size()) {
-      kvswap::fail<ValueError>(count_of(digests.size(), "key"), " for ",
+    if (lent.size() != joined.size()) {
+      kvswap::fail<ValueError>(count_of(joined.size(), "key"), " for ",
                                count_of(lent.size(), "page"), "; name one for each page");
     }
-    busy([&](bool wait) { manager_.publish(lent, digests.keys().digests, group, wait); });
+    busy([&](bool wait) { manager_.publish(lent, joined.keys().joined, group, wait); });
   }
 
   void take_back(nb::handle pages, size_t group) {
@@ -436,14 +436,14 @@ class PyBlockManager {
   void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
 
   void touch(nb::handle keys) {
-    const Digests digests = read(keys);
-    busy([&](bool wait) { manager_.touch(digests.keys(), wait); });
+    const JoinedKeys joined = read(keys);
+    busy([&](bool wait) { manager_.touch(joined.keys(), wait); });
   }
 
   void order(nb::handle keys, nb::handle renew) {
     const bool is_renewed = read_switch("renew", renew);
-    const Digests digests = read(keys);
-    busy([&](bool wait) { manager_.order(digests.keys(), is_renewed, wait); });
+    const JoinedKeys joined = read(keys);
+    busy([&](bool wait) { manager_.order(joined.keys(), is_renewed, wait); });
   }
 
   bool release(nb::handle lease) {
@@ -469,13 +469,13 @@ class PyBlockManager {
  private:
   std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
                                           std::optional<uint64_t> resets = {}) {
-    const Digests digests = read(keys);
+    const JoinedKeys joined = read(keys);
     // All memory is taken before pages are.
     prefix::Assigned of;
     std::vector<int64_t> counts = room_for_counts();
     auto pages_of_job = new_pages();
     const auto stored = busy([&](bool wait) {
-      return manager_.prepare_store(digests.keys(), purpose, resets, of, wait);
+      return manager_.prepare_store(joined.keys(), purpose, resets, of, wait);
     });
     if (!stored) return std::nullopt;
     const size_t count = of.pages.size();
@@ -543,7 +543,7 @@ class PyBlockManager {
     process_.check();
     return manager_;
   }
-  Digests read(nb::handle keys) const {
+  JoinedKeys read(nb::handle keys) const {
     process_.check();
     return {keys, is_list_, num_groups_};
   }
@@ -576,7 +576,7 @@ class PyBlockManager {
 }  // namespace
 
 void bind_block_manager(nb::module_& module) {
-  module.attr("DIGEST_BYTES") = kDigestBytes;
+  module.attr("KEY_BYTES") = kKeyBytes;
   module.def("fold_keys", &fold_keys, "keys"_a);
 
   nb::class_<PyEndedPages>(module, "EndedPages")
@@ -645,11 +645,11 @@ Attributes:
 
 Attributes:
     id (int): number of the reservation.
-    digests (bytes): the digests of the pages' keys, one after another.
+    keys (bytes): the keys of the pages, in a row.
     pages (np.ndarray): int64, the pages.)")
-      .def_prop_ro("digests",
+      .def_prop_ro("keys",
                    [](const WriteReservation& of) {
-                     return nb::bytes(of.due.digests.data(), of.due.digests.size());
+                     return nb::bytes(of.due.keys.data(), of.due.keys.size());
                    })
       .def_prop_ro("pages", [](const WriteReservation& of) { return to_numpy(of.due.pages); })
       .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));

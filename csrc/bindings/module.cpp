@@ -39,7 +39,7 @@ void set_python(const nb::kwargs& named) {
   const std::map<std::string, nb::handle*> places{{"read_ids", &python.read_ids},
                                                   {"split_ids", &python.split_ids},
                                                   {"read_first_slots", &python.read_first_slots},
-                                                  {"read_digests", &python.read_digests},
+                                                  {"join_keys", &python.join_keys},
                                                   {"kind_of", &python.kind_of},
                                                   {"read_int", &python.read_int},
                                                   {"read_switch", &python.read_switch},

@@ -25,7 +25,7 @@ struct Python {
   nb::handle read_ids;                        // (name, ids, num_groups) -> array("q")
   nb::handle split_ids;                       // (name, ids, num_groups) -> list
   nb::handle read_first_slots;                // (first_slot, num_groups) -> list
-  nb::handle read_digests;                    // (name, keys) -> bytes
+  nb::handle join_keys;                       // (name, keys) -> bytes
   nb::handle kind_of, read_int, read_switch;  // of arguments.py
   nb::handle make_error;                      // (kind, message, rejected) -> TransferError
   nb::handle empty, int64;                    // NumPy's

@@ -10,7 +10,7 @@ Arc::Arc(Table& table, size_t num_pages) : EvictionPolicy(table) {
   }
 }
 
-Admission Arc::admit(const Digest& key) {
+Admission Arc::admit(const Key& key) {
   const auto recent = static_cast<double>(ghosts_[kRecent].size());
   const auto frequent = static_cast<double>(ghosts_[kFrequent].size());
   const uint32_t ghost = table_.find(key);

@@ -14,7 +14,7 @@ class Arc final : public EvictionPolicy {
  public:
   Arc(Table& table, size_t num_pages);
 
-  Admission admit(const Digest& key) override;
+  Admission admit(const Key& key) override;
   uint32_t evict(const Admission& admission) override;
   void add_page(const Admission& admission) override { ++sizes_[admission.list]; }
   void forget(uint32_t page) override;

@@ -30,7 +30,7 @@ class EvictionPolicy {
 
   // Called when a key without a page is to be stored; then evict(), if no page is free, and
   // add_page().
-  virtual Admission admit(const Digest& key) = 0;
+  virtual Admission admit(const Key& key) = 0;
   // Takes the key of an idle page out of the table and returns the page. There must be an idle
   // page.
   virtual uint32_t evict(const Admission& admission) = 0;

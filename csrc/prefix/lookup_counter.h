@@ -11,7 +11,7 @@ class LookupCounter {
     for (size_t i = 0; i < capacity; ++i) free_.append(table_.nodes, static_cast<uint32_t>(i));
   }
 
-  void add(const Digest& key) {
+  void add(const Key& key) {
     uint32_t node = table_.find(key);
     if (node != kNone) {
       known_.remove(table_.nodes, node);
@@ -25,7 +25,7 @@ class LookupCounter {
     known_.append(table_.nodes, node);
   }
 
-  uint32_t count(const Digest& key) const {
+  uint32_t count(const Key& key) const {
     const uint32_t node = table_.find(key);
     return node == kNone ? 0 : table_.nodes[node].count;
   }

@@ -9,7 +9,7 @@ class Lru final : public EvictionPolicy {
  public:
   using EvictionPolicy::EvictionPolicy;
 
-  Admission admit(const Digest&) override { return {}; }
+  Admission admit(const Key&) override { return {}; }
   uint32_t evict(const Admission&) override {
     const uint32_t page = orders_[0].take_oldest(table_.nodes);
     table_.erase(page);

@@ -71,7 +71,7 @@ void BlockManager::end_reported() {
   }
 }
 
-std::vector<std::pair<uint32_t, Digest>> BlockManager::take_corrupted() {
+std::vector<std::pair<uint32_t, Key>> BlockManager::take_corrupted() {
   const auto held = lock();
   return std::exchange(corrupted_, {});
 }
@@ -178,7 +178,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   size_t at = 0, written = 0, num_evicted = 0;
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
     const std::vector<uint32_t>& wanted = groups_[g].wanted;
-    num_evicted += take_pages(g, keys.digests + at * kDigestBytes, found_pages_.data() + at,
+    num_evicted += take_pages(g, keys.joined + at * kKeyBytes, found_pages_.data() + at,
                               keys.counts[g], pins, assigned.evicted.data() + num_evicted);
     for (size_t i = 0; i < wanted.size(); ++i, ++written) {
       assigned.key_indices[written] = wanted[i];
@@ -199,13 +199,13 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   return Stored{0, stored.lease, skipped};
 }
 
-size_t BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
+size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found, int64_t count,
                                 std::vector<Pin>& pins, int64_t* evicted) {
   Group& group = groups_[g];
   for (int64_t i = 0; i < count; ++i) {
     if (found[i] != kNone) group.pages->hold(found[i]);
   }
-  const size_t num_evicted = group.pages->assign(digests, group.wanted, assigned_.data(), evicted);
+  const size_t num_evicted = group.pages->assign(keys, group.wanted, assigned_.data(), evicted);
   for (size_t i = 0; i < group.wanted.size(); ++i) found[group.wanted[i]] = assigned_[i];
   auto next = group.wanted.begin();
   for (int64_t i = 0; i < count; ++i) {
@@ -270,13 +270,13 @@ std::vector<int64_t> BlockManager::lend(size_t count, size_t least, size_t g, bo
   return lent;
 }
 
-void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* digests, size_t g,
+void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* keys, size_t g,
                            bool wait) {
   const auto lock = lock_for(pages.size(), wait);
   Group& group = lent_group(pages, g);
   for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
     const auto page = static_cast<uint32_t>(pages[i]);
-    group.counters.stored += group.pages->publish(page, digest_at(digests, i));
+    group.counters.stored += group.pages->publish(page, key_at(keys, i));
   }
 }
 
@@ -318,13 +318,13 @@ Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
   pages.reserve(count);
   pins.reserve(count);
   due.pages.reserve(count);
-  due.digests.reserve(count * kDigestBytes);
+  due.keys.reserve(count * kKeyBytes);
   const int64_t id = next_id();
   Reservation& reservation = reservations_.emplace(id, Reservation{Kind::kWrite, {}}).first->second;
   groups_.at(group).pages->hold_due(count, kFewKeys, pages);
   for (const uint32_t page : pages) {
     const auto* key = reinterpret_cast<const uint8_t*>(&groups_[group].pages->key(page));
-    due.digests.insert(due.digests.end(), key, key + kDigestBytes);
+    due.keys.insert(due.keys.end(), key, key + kKeyBytes);
     due.pages.push_back(page);
     pins.push_back({static_cast<uint32_t>(group), page, false});
   }
@@ -438,7 +438,7 @@ void BlockManager::find_pages(const Keys& keys, bool all) {
     for (size_t start = 0; start < count;) {
       const size_t size = std::min(step, count - start);
       uint32_t* found = found_pages_.data() + at + start;
-      group.pages->find_all(keys.digests + (at + start) * kDigestBytes, size, found);
+      group.pages->find_all(keys.joined + (at + start) * kKeyBytes, size, found);
       if (size < count && std::find(found, found + size, kNone) != found + size) {
         std::fill(found + size, found_pages_.data() + at + count, kNone);
         break;
@@ -545,7 +545,7 @@ Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
   if (lookups_ && !again) {
     // The first key is counted last, and so forgotten last: a store that leaves out the first block
     // of a prompt must not store the others.
-    for (size_t i = found_pages_.size(); i-- > 0;) lookups_->add(digest_at(keys.digests, i));
+    for (size_t i = found_pages_.size(); i-- > 0;) lookups_->add(key_at(keys.joined, i));
   }
   return found;
 }
@@ -558,10 +558,10 @@ void BlockManager::check_distinct(const Keys& keys) {
     while (slots < 2 * count) slots *= 2;
     seen_.assign(slots, kNone);
     for (size_t i = 0; i < count; ++i) {
-      const Digest key = digest_at(keys.digests, at + i);
+      const Key key = key_at(keys.joined, at + i);
       size_t slot = groups_[g].pages->hash(key) & (slots - 1);
       for (; seen_[slot] != kNone; slot = (slot + 1) & (slots - 1)) {
-        if (!(digest_at(keys.digests, at + seen_[slot]) == key)) continue;
+        if (!(key_at(keys.joined, at + seen_[slot]) == key)) continue;
         const std::string keys_name =
             groups_.size() == 1 ? "keys" : "keys[" + std::to_string(g) + "]";
         fail<ValueError>(keys_name, "[", i, "] is the same key as ", keys_name, "[", seen_[slot],
@@ -584,8 +584,7 @@ bool BlockManager::has_room(const Keys& keys, bool keep, size_t& skipped) {
       if (found_pages_[at] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
         idle -= group.pages->is_idle(found_pages_[at]);
-      } else if (!keep && lookups_ &&
-                 lookups_->count(digest_at(keys.digests, at)) < store_threshold_) {
+      } else if (!keep && lookups_ && lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
         ++skipped;
       } else {
         group.wanted.push_back(static_cast<uint32_t>(i));

@@ -30,7 +30,7 @@ struct Options {
 
 // The keys of a request: those of the first group one after another, then those of the next.
 struct Keys {
-  const uint8_t* digests;
+  const uint8_t* joined;  // kKeyBytes each, in a row
   const int64_t* counts;  // one for each group
 };
 
@@ -58,10 +58,10 @@ struct Stored {
 // are leased until release(). kPromoted: the pages are filled with what the store below has.
 enum class Purpose { kStored, kKept, kPromoted };
 
-// Pages that are due to be written below, and their keys, one digest after another.
+// Pages that are due to be written below, and their keys in a row.
 struct Due {
   int64_t reservation = 0;  // 0: there are none
-  std::vector<uint8_t> digests;
+  std::vector<uint8_t> keys;
   std::vector<int64_t> pages;
 };
 
@@ -95,7 +95,7 @@ class BlockManager {
   const std::shared_ptr<EndedPages>& ended_pages() const { return ended_pages_; }
   // The group and key of pages that jobs have found to be corrupted since the last call, if there
   // is a store below, which has the same.
-  std::vector<std::pair<uint32_t, Digest>> take_corrupted();
+  std::vector<std::pair<uint32_t, Key>> take_corrupted();
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
   // new manager has none.
@@ -134,7 +134,7 @@ class BlockManager {
   std::vector<int64_t> lend(size_t count, size_t least, size_t group, bool wait);
   // Lent pages of a group were filled with the blocks of these keys, which are ready. A page whose
   // key has another one is free.
-  void publish(const std::vector<int64_t>& pages, const uint8_t* digests, size_t group, bool wait);
+  void publish(const std::vector<int64_t>& pages, const uint8_t* keys, size_t group, bool wait);
   // Lent pages of a group are free.
   void take_back(const std::vector<int64_t>& pages, size_t group, bool wait);
   // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
@@ -213,7 +213,7 @@ class BlockManager {
   bool has_room(const Keys& keys, bool keep, size_t& skipped);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them. Returns how many pages it has written to `evicted`.
-  size_t take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
+  size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count,
                     std::vector<Pin>& pins, int64_t* evicted);
   // Throws unless these are ascending positions of pages that the reservation was made for.
   static void check_positions(const Reservation& reservation,
@@ -231,7 +231,7 @@ class BlockManager {
   std::optional<LookupCounter> lookups_;
   Reservations reservations_;
   ReservedPages* reported_ = nullptr;  // taken from ended_pages_
-  std::vector<std::pair<uint32_t, Digest>> corrupted_;
+  std::vector<std::pair<uint32_t, Key>> corrupted_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
   std::atomic<uint64_t> resets_ = 0;
   // Of the call that is running; kept for their memory.

@@ -36,8 +36,8 @@ void Pages::keep_held(uint32_t page) {
   ++num_kept_;
 }
 
-void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {
-  table_.find_all(digests, count, pages);
+void Pages::find_all(const uint8_t* keys, size_t count, uint32_t* pages) const {
+  table_.find_all(keys, count, pages);
   for (size_t i = 0; i < count; ++i) {
     if (pages[i] >= num_pages_) pages[i] = kNone;  // a ghost of the policy, without a page
   }
@@ -87,12 +87,12 @@ void Pages::order(const uint32_t* pages, size_t count) {
   }
 }
 
-size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
-                     uint32_t* pages, int64_t* evicted) {
+size_t Pages::assign(const uint8_t* keys, const std::vector<uint32_t>& key_indices, uint32_t* pages,
+                     int64_t* evicted) {
   const size_t count = key_indices.size();
   size_t num_evicted = 0;
   for (size_t i = 0; i < count; ++i) {
-    admissions_[i] = policy_->admit(digest_at(digests, key_indices[i]));
+    admissions_[i] = policy_->admit(key_at(keys, key_indices[i]));
     if (num_free() > 0) {
       pages[i] = take_free();
     } else {
@@ -103,7 +103,7 @@ size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_in
   std::reverse(pages, pages + count);  // a prompt is evicted from its end, so they may ascend now
   if (!std::is_sorted(pages, pages + count)) std::sort(pages, pages + count);
   for (size_t i = 0; i < count; ++i) {
-    table_.insert(pages[i], digest_at(digests, key_indices[i]));
+    table_.insert(pages[i], key_at(keys, key_indices[i]));
     Node& node = table_.nodes[pages[i]];
     node.count = 1;
     node.list = admissions_[i].list;
@@ -135,7 +135,7 @@ void Pages::take_back(uint32_t page) {
   release(page);
 }
 
-bool Pages::publish(uint32_t page, const Digest& key) {
+bool Pages::publish(uint32_t page, const Key& key) {
   uint32_t other = kNone;
   find_all(reinterpret_cast<const uint8_t*>(&key), 1, &other);
   if (other != kNone) {

@@ -30,10 +30,10 @@ class Pages {
   void keep_held(uint32_t page);
 
   // The page of each key, or kNone.
-  void find_all(const uint8_t* digests, size_t count, uint32_t* pages) const;
+  void find_all(const uint8_t* keys, size_t count, uint32_t* pages) const;
 
-  const Digest& key(uint32_t page) const { return table_.nodes[page].key; }
-  uint32_t hash(const Digest& key) const { return table_.hash(key); }
+  const Key& key(uint32_t page) const { return table_.nodes[page].key; }
+  uint32_t hash(const Key& key) const { return table_.hash(key); }
   PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
   bool is_filled(uint32_t page) const { return page != kNone && state(page) == PageState::kFilled; }
   bool has_key(uint32_t page) const {
@@ -70,13 +70,13 @@ class Pages {
   // have no page, and there must be enough free and idle pages. The pages ascend, so that
   // neighbours are copied together. Writes those whose blocks were evicted in the order of their
   // eviction, and returns how many they are. Allocates nothing, so it cannot fail halfway.
-  size_t assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages,
+  size_t assign(const uint8_t* keys, const std::vector<uint32_t>& key_indices, uint32_t* pages,
                 int64_t* evicted);
   // Lends a page. There must be a free or idle one.
   uint32_t lend();
   // A lent page has the bytes of this key now. If the key is on another page, this one is free, and
   // false is returned.
-  bool publish(uint32_t page, const Digest& key);
+  bool publish(uint32_t page, const Key& key);
   // A lent page is free.
   void take_back(uint32_t page);
   // Called when the page has its key's bytes. is_below: the store below has them too. False if the

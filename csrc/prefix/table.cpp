@@ -17,15 +17,15 @@ uint64_t mix(uint64_t a, uint64_t b) {
 
 }  // namespace
 
-bool Digest::operator==(const Digest& other) const {
+bool Key::operator==(const Key& other) const {
   return memcmp(words, other.words, sizeof(words)) == 0;
 }
 
-Digest digest_at(const uint8_t* digests, size_t i) {
-  static_assert(sizeof(Digest) == kDigestBytes);
-  Digest digest;
-  memcpy(&digest, digests + i * kDigestBytes, kDigestBytes);
-  return digest;
+Key key_at(const uint8_t* keys, size_t i) {
+  static_assert(sizeof(Key) == kKeyBytes);
+  Key key;
+  memcpy(&key, keys + i * kKeyBytes, kKeyBytes);
+  return key;
 }
 
 Table::Table(size_t num_nodes) : nodes(num_nodes) {
@@ -38,14 +38,14 @@ Table::Table(size_t num_nodes) : nodes(num_nodes) {
   for (uint64_t& part : seed_) part = uint64_t{random()} << 32 | random();
 }
 
-uint32_t Table::hash(const Digest& key) const {
+uint32_t Table::hash(const Key& key) const {
   const uint64_t* words = key.words;
   const uint64_t halves =
       mix(words[0] ^ seed_[0], words[1] ^ seed_[1]) ^ mix(words[2] ^ seed_[2], words[3] ^ seed_[3]);
   return static_cast<uint32_t>(mix(halves, seed_[0] | 1) >> 32);
 }
 
-uint32_t Table::find(const Digest& key, uint32_t hash) const {
+uint32_t Table::find(const Key& key, uint32_t hash) const {
   for (uint32_t at = home(hash); slots_[at].node != kNone; at = (at + 1) & mask_) {
     const Slot& slot = slots_[at];
     if (slot.hash == hash && nodes[slot.node].key == key) return slot.node;
@@ -53,12 +53,12 @@ uint32_t Table::find(const Digest& key, uint32_t hash) const {
   return kNone;
 }
 
-void Table::find_all(const uint8_t* digests, size_t count, uint32_t* found) const {
+void Table::find_all(const uint8_t* keys, size_t count, uint32_t* found) const {
   uint32_t hashes[kAtOnce];
   for (size_t start = 0; start < count; start += kAtOnce) {
     const size_t end = std::min(count, start + kAtOnce);
     for (size_t i = start; i < end; ++i) {
-      const uint32_t its = hashes[i - start] = hash(digest_at(digests, i));
+      const uint32_t its = hashes[i - start] = hash(key_at(keys, i));
       __builtin_prefetch(&slots_[home(its)]);
     }
     for (size_t i = start; i < end; ++i) {
@@ -68,12 +68,12 @@ void Table::find_all(const uint8_t* digests, size_t count, uint32_t* found) cons
       __builtin_prefetch(&nodes[slot.node].count);  // it may lie across two cache lines
     }
     for (size_t i = start; i < end; ++i) {
-      found[i] = find(digest_at(digests, i), hashes[i - start]);
+      found[i] = find(key_at(keys, i), hashes[i - start]);
     }
   }
 }
 
-void Table::insert(uint32_t node, const Digest& key) {
+void Table::insert(uint32_t node, const Key& key) {
   nodes[node].key = key;
   const uint32_t its = hash(key);
   uint32_t at = home(its);

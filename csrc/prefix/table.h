@@ -7,20 +7,20 @@
 
 namespace kvswap::prefix {
 
-constexpr size_t kDigestBytes = 32;
+constexpr size_t kKeyBytes = 32;
 constexpr uint32_t kNone = UINT32_MAX;
 
-struct Digest {
+struct Key {
   uint64_t words[4];
-  bool operator==(const Digest& other) const;
+  bool operator==(const Key& other) const;
 };
 
-// The i-th digest of an array.
-Digest digest_at(const uint8_t* digests, size_t i);
+// The i-th key of an array.
+Key key_at(const uint8_t* keys, size_t i);
 
 // An entry of a table, which can also be in a List.
 struct Node {
-  Digest key;
+  Key key;
   uint32_t before, after;  // its neighbours in the list
   uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
   uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
@@ -35,18 +35,18 @@ class Table {
   explicit Table(size_t num_nodes);
 
   // The node of a key, or kNone.
-  uint32_t find(const Digest& key) const { return find(key, hash(key)); }
+  uint32_t find(const Key& key) const { return find(key, hash(key)); }
   // The node of each key, or kNone. Faster than find() for many keys, because it prefetches.
-  void find_all(const uint8_t* digests, size_t count, uint32_t* found) const;
+  void find_all(const uint8_t* keys, size_t count, uint32_t* found) const;
 
   // The key must not be in the table, and the node must have no key.
-  void insert(uint32_t node, const Digest& key);
+  void insert(uint32_t node, const Key& key);
   void erase(uint32_t node);
   // Moves the key of node `from` to node `to`, which has none.
   void rename(uint32_t from, uint32_t to);
 
   // Seeded at random, so that keys cannot be chosen to collide.
-  uint32_t hash(const Digest& key) const;
+  uint32_t hash(const Key& key) const;
 
   std::vector<Node> nodes;
 
@@ -54,7 +54,7 @@ class Table {
   struct Slot {
     uint32_t hash, node;
   };
-  uint32_t find(const Digest& key, uint32_t hash) const;
+  uint32_t find(const Key& key, uint32_t hash) const;
   // The slot of a node that has a key.
   uint32_t slot_of(uint32_t node) const;
   // The slot where the search for a hash begins.

@@ -11,7 +11,7 @@ from drained import drain
 from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixHasher
 
 HASHER = PrefixHasher("m", "bfloat16", 4)
 SYSTEM = list(range(8))  # two blocks that all prompts begin with
@@ -28,7 +28,7 @@ class PrefixServer:
     def __init__(
         self, gpu_pages: int, pages: int, per_page: int = 1, device: str = "cpu", **options: Any
     ) -> None:
-        shape = gpu_pages * per_page, DIGEST_BYTES + 1
+        shape = gpu_pages * per_page, KEY_BYTES + 1
         self.tensor = torch.zeros(shape, dtype=torch.uint8, device=device)
         layout = PagedLayout([self.tensor])
         self.memory = layout, HostPool(layout, pages, per_page)
@@ -45,7 +45,7 @@ class PrefixServer:
 
     def bytes_of(self, keys: list[bytes]) -> Tensor:
         rows = [[*key, place] for key in keys for place in range(self.per_page)]
-        return torch.tensor(rows, dtype=torch.uint8).view(-1, DIGEST_BYTES + 1)
+        return torch.tensor(rows, dtype=torch.uint8).view(-1, KEY_BYTES + 1)
 
     def blocks_of(self, keys: Iterable[bytes]) -> list[int]:
         return [block for key in keys for block in self.gpu[key]]

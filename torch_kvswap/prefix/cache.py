@@ -48,13 +48,13 @@ class _Prompt(NamedTuple):
     """The blocks that a job is to move, per pool.
 
     Attributes:
-        digests (list[bytes]): of the keys whose blocks are on the GPU, or are to be there.
+        keys (list[bytes]): of the keys whose blocks are on the GPU, or are to be there.
         blocks (list[array]): the GPU blocks of these keys.
         named (list[array]): of a store, all blocks that the caller has named; some may be -1.
         loads (tuple[Job, ...]): of a store, further loads that the blocks were computed from.
     """
 
-    digests: list[bytes]
+    keys: list[bytes]
     blocks: list[array[int]]
     named: list[array[int]]
     loads: tuple[Job, ...] = ()
@@ -465,12 +465,12 @@ class PrefixCache(NotCopyable):
         """
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
-        digests, blocks, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
+        group_keys, blocks, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
         if some_left_out and prefix is None:
-            digests, blocks = self._reader.keys_on_gpu(digests, blocks)
+            group_keys, blocks = self._reader.keys_on_gpu(group_keys, blocks)
         elif some_left_out:
             self._reader.check_needed(blocks, self._reservations._needed_blocks(prefix))  # type: ignore[arg-type]
-        reserved = self._reservations.prepare_load(digests, prefix)
+        reserved = self._reservations.prepare_load(group_keys, prefix)
         if reserved is None:
             self._handler._check_options(after, layer_groups)
             return None
@@ -493,7 +493,7 @@ class PrefixCache(NotCopyable):
         finally:
             reserved.let_go()
         if self._below is not None:
-            self._below.use_leases(digests)
+            self._below.use_leases(group_keys)
         return job
 
     def store(
@@ -563,9 +563,9 @@ class PrefixCache(NotCopyable):
                 records, resets = self._records()
                 for group, lazy in enumerate(records):
                     for keys, ids, loads in lazy.chains_of(leaving[group]):
-                        digests, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
-                        digests[group], blocks[group] = keys, array("q", ids)
-                        prompt = _Prompt(digests, blocks, blocks, loads)
+                        group_keys, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
+                        group_keys[group], blocks[group] = keys, array("q", ids)
+                        prompt = _Prompt(group_keys, blocks, blocks, loads)
                         job = self._store(prompt, after, None, resets).job
                         if job is not None:
                             started.append(job)
@@ -595,7 +595,7 @@ class PrefixCache(NotCopyable):
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
         self._grow()
-        reserved = self._reservations.preempt(prompt.digests)
+        reserved = self._reservations.preempt(prompt.keys)
         if reserved is None:
             self._warn_of_missing_poll()
             return None
@@ -649,10 +649,10 @@ class PrefixCache(NotCopyable):
                 "preempted is a request that was resumed or released before, or of another prefix "
                 "cache; preempt() it again, or load() its blocks by their keys"
             )
-        digests, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
-        digests, _ = self._reader.keys_on_gpu(digests, blocks)
+        keys, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
+        keys, _ = self._reader.keys_on_gpu(keys, blocks)
         # Before the load: poll() in another thread may end the stores between the two.
-        is_pending = self._reservations.is_pending(digests)
+        is_pending = self._reservations.is_pending(keys)
         job = self.load(
             preempted.keys,
             gpu_block_ids,
@@ -776,12 +776,12 @@ class PrefixCache(NotCopyable):
         """Records the keys of the GPU blocks, for evict()."""
         self._handler._native.check_open()  # in a fork, too, which may have the lock held forever
         prompt = self._read(keys, gpu_block_ids)
-        self._reader.check_distinct_keys(prompt.digests)
+        self._reader.check_distinct_keys(prompt.keys)
         with self._recording:
             loads = tuple(self._handler._unreported_loads(prompt.named))
             records, _ = self._records()
-            for lazy, digests, blocks in zip(records, prompt.digests, prompt.blocks, strict=True):
-                lazy.record(digests, blocks, loads)
+            for lazy, group_keys, blocks in zip(records, prompt.keys, prompt.blocks, strict=True):
+                lazy.record(group_keys, blocks, loads)
 
     def _records(self) -> tuple[list[LazyStorePolicy], int]:
         """What evict() stores: the keys of GPU blocks, per pool, and how often the manager had been
@@ -808,13 +808,13 @@ class PrefixCache(NotCopyable):
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
-        digests, named, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
+        group_keys, named, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
         if not self._stored_integers:
             self._stored_integers = _are_integers(self._reader.split("keys", keys)[0])
         self._reader.check_distinct(named)
         if not some_left_out:
-            return _Prompt(digests, named, named)
-        return _Prompt(*self._reader.keys_on_gpu(digests, named), named)
+            return _Prompt(group_keys, named, named)
+        return _Prompt(*self._reader.keys_on_gpu(group_keys, named), named)
 
     def _jobs_using(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
         """The earlier jobs that still use one of these blocks, and the stores just started."""
@@ -827,7 +827,7 @@ class PrefixCache(NotCopyable):
         """Stores the blocks that the host does not have. There is no room for those from before a
         reset: `resets` is the manager's number when they were computed."""
         self._grow()
-        reserved = self._reservations.prepare_store(prompt.digests, resets=resets)
+        reserved = self._reservations.prepare_store(prompt.keys, resets=resets)
         if reserved is not None and reserved.id:
             return Stored("storing", self._submit_store(reserved, prompt, after, tag))
         self._handler._check_options(after)

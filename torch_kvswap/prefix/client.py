@@ -44,11 +44,11 @@ from torch_kvswap.prefix.groups import (
     unit_tokens,
 )
 from torch_kvswap.prefix.hashing import (
-    DIGEST_BYTES,
+    KEY_BYTES,
     Keys,
     check_distinct_keys,
     read_keys,
-    split_digests,
+    split_keys,
 )
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
@@ -352,15 +352,15 @@ class _Store:
     Attributes:
         resets (int): of the index, when it began.
         pages (list[list[int]]): borrowed, of each group.
-        digests (list[bytes]), keys (list[dict]): of their blocks; the dicts have this store for
-            each key.
+        keys (list[bytes]): of their blocks.
+        by_key (list[dict]): this store, for each of these keys.
         leases (set[int]): preempted requests that hold these keys too, once they are there.
     """
 
     resets: int
     pages: list[list[int]] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    keys: list[dict[bytes, _Store]] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    by_key: list[dict[bytes, _Store]] = field(default_factory=list)
     leases: set[int] = field(default_factory=set)
 
 
@@ -428,24 +428,24 @@ class RemoteManager(Session):
         needed = self._needed_blocks(prefix)
         return needed if self._is_list else needed[0]
 
-    # What a PrefixCache calls, with the digests of each group. It gets lists with an item for each.
+    # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
 
     def _needed_blocks(self, prefix: int) -> list[range]:
         """See BlockManager.needed_blocks()."""
         return self._of_one_page._needed_blocks(prefix)
 
-    def prepare_load(self, digests: list[bytes], prefix: int | None) -> RemoteReservation | None:
+    def prepare_load(self, keys: list[bytes], prefix: int | None) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
-        ranges = [range(len(of_group) // DIGEST_BYTES) for of_group in digests]
+        ranges = [range(len(of_group) // KEY_BYTES) for of_group in keys]
         if prefix is not None:
-            self._of_one_page.prepare_load(digests, prefix)  # raises if the keys are too few
+            self._of_one_page.prepare_load(keys, prefix)  # raises if the keys are too few
             ranges = self._needed_blocks(prefix)
-            digests = [
-                of_group[of.start * DIGEST_BYTES : of.stop * DIGEST_BYTES]
-                for of_group, of in zip(digests, ranges, strict=True)
+            keys = [
+                of_group[of.start * KEY_BYTES : of.stop * KEY_BYTES]
+                for of_group, of in zip(keys, ranges, strict=True)
             ]
         with self._lock, self._reserving() as number:
-            answer = self._ask(Op.ASK, [Ask.LOAD, number], digests)
+            answer = self._ask(Op.ASK, [Ask.LOAD, number], keys)
             pages, _ = _split_numbers(answer[4:], len(ranges)) if answer else ([], [])
             if not answer or sum(map(len, pages)) < sum(map(len, ranges)):
                 return None
@@ -454,20 +454,20 @@ class RemoteManager(Session):
             return self._made(number, indices, pages, is_load=True)
 
     def prepare_store(
-        self, digests: list[bytes], *, resets: int | None = None
+        self, keys: list[bytes], *, resets: int | None = None
     ) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._borrow(digests, resets)
+        return self._borrow(keys, resets)
 
-    def preempt(self, digests: list[bytes]) -> RemoteReservation | None:
+    def preempt(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._borrow(digests, is_kept=True)
+        return self._borrow(keys, is_kept=True)
 
-    def is_pending(self, digests: list[bytes]) -> bool:
+    def is_pending(self, keys: list[bytes]) -> bool:
         """Whether this engine is storing some of these blocks."""
         with self._lock:
             self.end_reported()
-            return any(map(any, self._own(digests)))
+            return any(map(any, self._own(keys)))
 
     # What anybody may call.
 
@@ -596,10 +596,10 @@ class RemoteManager(Session):
         """Holds the pages of the keys that are ready, and borrows one for each other key that this
         engine is not storing already. is_kept: it holds all of them until release()."""
         store = _Store(self._resets)
-        store.keys = [dict.fromkeys(split_digests(digests), store) for digests in of_groups]
-        for group, (keys, digests) in enumerate(zip(store.keys, of_groups, strict=True)):
-            if len(keys) * DIGEST_BYTES < len(digests):
-                check_distinct_keys("keys" if len(of_groups) == 1 else f"keys[{group}]", digests)
+        store.by_key = [dict.fromkeys(split_keys(keys), store) for keys in of_groups]
+        for group, (by_key, keys) in enumerate(zip(store.by_key, of_groups, strict=True)):
+            if len(by_key) * KEY_BYTES < len(keys):
+                check_distinct_keys("keys" if len(of_groups) == 1 else f"keys[{group}]", keys)
         with self._lock, self._reserving() as number:
             self.end_reported()
             asked, earlier = None, set[_Store]()
@@ -615,10 +615,10 @@ class RemoteManager(Session):
                 return None
             pages, missing = _split_numbers(answer, len(of_groups))
             store.pages, store.resets = [of.tolist() for of in pages], self._resets
-            store.digests = list(map(_select_keys, of_groups, missing))
-            for group, digests in enumerate(store.digests):
-                if len(digests) < len(store.keys[group]) * DIGEST_BYTES:
-                    store.keys[group] = dict.fromkeys(split_digests(digests), store)
+            store.keys = list(map(_select_keys, of_groups, missing))
+            for group, keys in enumerate(store.keys):
+                if len(keys) < len(store.by_key[group]) * KEY_BYTES:
+                    store.by_key[group] = dict.fromkeys(split_keys(keys), store)
             self._open[number] = store
             if resets not in (None, self._resets):
                 self._end(number, Outcome.FAILED, ())
@@ -627,8 +627,8 @@ class RemoteManager(Session):
                 self._leases.add(number)
                 for one in (*earlier, store):
                     one.leases.add(number)
-            for storing, keys in zip(self._storing, store.keys, strict=True):
-                storing.update(keys)
+            for storing, by_key in zip(self._storing, store.by_key, strict=True):
+                storing.update(by_key)
             if asked is not None:
                 missing = [of[places] for of, places in zip(asked, missing, strict=True)]
             is_empty, lease = not any(store.pages), number if is_kept else 0
@@ -670,7 +670,7 @@ class RemoteManager(Session):
         """Forgets a reservation. The caller holds the lock."""
         store = self._open.get(number)
         if store is not None and store.resets == self._resets:  # else a reset has cleared them
-            for storing, keys in zip(self._storing, store.keys, strict=True):
+            for storing, keys in zip(self._storing, store.by_key, strict=True):
                 if len(storing) == len(keys):
                     storing.clear()
                 for key in keys if storing else ():
@@ -683,7 +683,7 @@ class RemoteManager(Session):
     ) -> None:
         """Publishes the blocks that were stored, and gives the other pages back."""
         messages, stored, first = [], [], 0
-        for group, (pages, digests) in enumerate(zip(store.pages, store.digests, strict=True)):
+        for group, (pages, keys) in enumerate(zip(store.pages, store.keys, strict=True)):
             refused = {at - first for at in rejected if 0 <= at - first < len(pages)}
             first += len(pages)
             if outcome == Outcome.FAILED:
@@ -691,10 +691,10 @@ class RemoteManager(Session):
             if refused:
                 places = [at for at in range(len(pages)) if at not in refused]
                 messages.append(pack(Op.GIVE_BACK, [group, *(pages[at] for at in refused)]))
-                pages, digests = [pages[at] for at in places], _select_keys(digests, places)
-            stored.append(digests)
+                pages, keys = [pages[at] for at in places], _select_keys(keys, places)
+            stored.append(keys)
             if pages:
-                messages.append(pack(Op.PUBLISH, [group, store.resets, *pages], digests))
+                messages.append(pack(Op.PUBLISH, [group, store.resets, *pages], keys))
         leases = store.leases & self._leases if any(stored) else ()
         messages += (pack_keys(Op.ASK, [Ask.HOLD, lease], stored) for lease in leases)
         if number not in store.leases:
@@ -704,8 +704,8 @@ class RemoteManager(Session):
     def _own(self, of_groups: Sequence[bytes]) -> list[list[_Store | None]]:
         """The store of this engine that has not ended, of each key. The caller holds the lock."""
         return [
-            list(map(storing.get, split_digests(digests)))
-            for storing, digests in zip(self._storing, of_groups, strict=True)
+            list(map(storing.get, split_keys(keys)))
+            for storing, keys in zip(self._storing, of_groups, strict=True)
         ]
 
     def _with_own(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
@@ -738,11 +738,11 @@ class RemoteManager(Session):
         return read_keys(keys, len(self.groups), self._is_list)
 
 
-def _select_keys(digests: bytes, indices: Any) -> bytes:
+def _select_keys(keys: bytes, indices: Any) -> bytes:
     """The keys with these indices."""
-    if len(indices) * DIGEST_BYTES == len(digests):
-        return digests
-    rows = np.frombuffer(digests, f"V{DIGEST_BYTES}")
+    if len(indices) * KEY_BYTES == len(keys):
+        return keys
+    rows = np.frombuffer(keys, f"V{KEY_BYTES}")
     selected: bytes = rows[np.asarray(indices, np.int64)].tobytes()
     return selected
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix.client import RemotePools, Session, connect_to
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
 
@@ -201,12 +201,12 @@ class SchedulerSession(Session):
         """Asks the server to hold the pages of those keys that are ready.
 
         Args:
-            keys (Sequence[bytes]): lists of digests.
+            keys (Sequence[bytes]): lists of keys, each in a row.
             then: gets what is held of each list. What is not loaded must be given to end_hold().
         """
         first = next(self._numbers)
         self._numbers = count(first + len(keys))
-        asked = [len(digests) // DIGEST_BYTES for digests in keys]
+        asked = [len(one) // KEY_BYTES for one in keys]
         message = pack_keys(Op.ASK, [Ask.HOLD, first], keys)
         self._send(message, lambda answer: then(_read_held(first, asked, answer)))
 
@@ -241,13 +241,13 @@ class SchedulerSession(Session):
         self._storing.update(dict.fromkeys(pages, self.resets))
         return pages
 
-    def end_store(self, pages: Sequence[int], stored: Sequence[int], digests: bytes) -> None:
+    def end_store(self, pages: Sequence[int], stored: Sequence[int], keys: bytes) -> None:
         """The copy has ended.
 
         Args:
             pages (Sequence[int]): of the store.
             stored (Sequence[int]): those that have their blocks.
-            digests (bytes): of these blocks, which others find from now on, unless the server was
+            keys (bytes): of these blocks, which others find from now on, unless the server was
                 reset since the store began.
         """
         with self._lock:
@@ -255,7 +255,7 @@ class SchedulerSession(Session):
             if began != {self.resets}:
                 stored = ()
             if stored:
-                self._send(pack(Op.PUBLISH, [0, self.resets, *stored], digests))
+                self._send(pack(Op.PUBLISH, [0, self.resets, *stored], keys))
             if self._connection is not None:
                 self._free += set(pages).difference(stored)
             self._job_ended()
@@ -283,13 +283,13 @@ class SchedulerSession(Session):
         self._free += pages
         self._is_borrowing, self._is_short = False, len(pages) < asked
 
-    def touch(self, digests: bytes) -> None:
+    def touch(self, keys: bytes) -> None:
         """See BlockManager.touch()."""
-        self._send(pack_keys(Op.TOUCH, (), [digests]))
+        self._send(pack_keys(Op.TOUCH, (), [keys]))
 
-    def order(self, digests: bytes, *, renew: bool = False) -> None:
+    def order(self, keys: bytes, *, renew: bool = False) -> None:
         """See BlockManager.order()."""
-        self._send(pack_keys(Op.ORDER, [renew], [digests]))
+        self._send(pack_keys(Op.ORDER, [renew], [keys]))
 
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""

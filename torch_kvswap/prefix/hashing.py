@@ -1,6 +1,6 @@
 """Keys of blocks: SHA-256 hashes of everything that decides the bytes of a block.
 
-A key is a digest of DIGEST_BYTES bytes. The key of a prompt's block is chained: it covers all
+A key has KEY_BYTES bytes. The key of a prompt's block is chained: it covers all
 tokens up to the end of the block, and the settings under which blocks may be shared. Every field is
 written with its kind and length in front, so that different lists of fields never give the same
 bytes.
@@ -28,8 +28,8 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 
-DIGEST_BYTES: int = native.DIGEST_BYTES
-# First byte of the hashed bytes, so that digests of different kinds never collide.
+KEY_BYTES: int = native.KEY_BYTES
+# First byte of the hashed bytes, so that hashes of different kinds never collide.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
 
 _TokenArray: TypeAlias = npt.NDArray[np.integer]
@@ -62,36 +62,36 @@ def encode(value: Hashable) -> bytes:
     return kind + len(content).to_bytes(8, "little") + content
 
 
-def key_digest(key: Hashable) -> bytes:
-    """The digest of any key. A bytes key of DIGEST_BYTES is its own digest.
+def hash_key(key: Hashable) -> bytes:
+    """The KEY_BYTES that stand for any key of a caller. Bytes of this length stand for themselves.
 
     Raises:
         TypeError: the key is not None, a bool, int, float, str, bytes or a tuple of these.
     """
-    if type(key) is bytes and len(key) == DIGEST_BYTES:
+    if type(key) is bytes and len(key) == KEY_BYTES:
         return key
     return sha256(_KEY + encode(key)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixKeys(Sequence[bytes]):
-    """Keys of a prompt's blocks from a PrefixHasher: a sequence of digests.
+    """Keys of a prompt's blocks from a PrefixHasher: a sequence of bytes.
 
     Immutable. A slice of adjacent keys is PrefixKeys too.
 
     Attributes:
-        digests (bytes): DIGEST_BYTES for each key, one digest after another.
+        joined (bytes): all keys in a row, KEY_BYTES each.
         block_tokens (int): tokens per key, those of the hasher.
     """
 
-    digests: bytes
+    joined: bytes
     block_tokens: int
 
     def __post_init__(self) -> None:
-        _check_length("digests", self.digests)
+        _check_length("joined", self.joined)
 
     def __len__(self) -> int:
-        return len(self.digests) // DIGEST_BYTES
+        return len(self.joined) // KEY_BYTES
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -102,10 +102,10 @@ class PrefixKeys(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | PrefixKeys:
         places = range(len(self))[index]
         if isinstance(places, int):
-            return self.digests[places * DIGEST_BYTES : (places + 1) * DIGEST_BYTES]
+            return self.joined[places * KEY_BYTES : (places + 1) * KEY_BYTES]
         if places.step != 1:
             raise ValueError(f"a slice of keys has the step {places.step}; take adjacent keys")
-        part = self.digests[places.start * DIGEST_BYTES : places.stop * DIGEST_BYTES]
+        part = self.joined[places.start * KEY_BYTES : places.stop * KEY_BYTES]
         return PrefixKeys(part, self.block_tokens)
 
 
@@ -161,7 +161,7 @@ class PrefixHasher:
         self._root = sha256(_ROOT + encode(fields)).digest()
 
     def __repr__(self) -> str:
-        # The digest is equal for equal settings only, and does not give away the salt.
+        # The hash is equal for equal settings only, and does not give away the salt.
         return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
 
     def keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
@@ -210,7 +210,7 @@ class PrefixHasher:
         content = _token_bytes(tokens, len(known) * size)
         content = content[: max(blocks - len(known), 0) * size * 4]
         new = self._chain(known[-1] if known else self._root, content)
-        return PrefixKeys(b"".join((known[:blocks].digests, *new)), size)
+        return PrefixKeys(b"".join((known[:blocks].joined, *new)), size)
 
     def _chain(self, parent: bytes, content: bytes) -> Iterator[bytes]:
         """The keys of blocks with these tokens behind the block with the key `parent`."""
@@ -291,9 +291,9 @@ def _token_bytes(
 Keys = PrefixKeys | bytes | Sequence[Hashable]
 
 
-def check_distinct_keys(name: str, digests: bytes) -> None:
+def check_distinct_keys(name: str, joined: bytes) -> None:
     """Raises ValueError if a key occurs twice, as BlockManager.prepare_store() does."""
-    keys = split_digests(digests)
+    keys = split_keys(joined)
     if len(set(keys)) == len(keys):
         return
     first = dict[bytes, int]()
@@ -304,27 +304,28 @@ def check_distinct_keys(name: str, digests: bytes) -> None:
             )
 
 
-def split_digests(digests: bytes) -> list[bytes]:
-    """Each of some digests that lie one after another."""
-    places = range(0, len(digests), DIGEST_BYTES)
-    return [digests[place : place + DIGEST_BYTES] for place in places]
+def split_keys(keys: bytes) -> list[bytes]:
+    """Keys that lie in a row, one by one."""
+    places = range(0, len(keys), KEY_BYTES)
+    return [keys[place : place + KEY_BYTES] for place in places]
 
 
-def _check_length(name: str, digests: bytes) -> None:
-    if len(digests) % DIGEST_BYTES:
+def _check_length(name: str, keys: bytes) -> None:
+    if len(keys) % KEY_BYTES:
         raise ValueError(
-            f"{name} has {len(digests)} bytes, but a digest has {DIGEST_BYTES}; "
-            "pass digests one after another, or a list of keys"
+            f"{name} has {len(keys)} bytes, but a key has {KEY_BYTES}; "
+            "pass keys in a row, or a list of keys"
         )
 
 
-def read_digests(name: str, keys: Keys) -> bytes:
-    """Converts keys to digests, one after another. Native code reads bytes and lists of digests.
+def join_keys(name: str, keys: Keys) -> bytes:
+    """Converts keys of a caller to keys of KEY_BYTES in a row. Native code reads bytes and lists
+    of such keys itself.
 
     Raises TypeError or ValueError that calls the argument `name`.
     """
     if isinstance(keys, PrefixKeys):
-        return keys.digests
+        return keys.joined
     if isinstance(keys, bytes):
         _check_length(name, keys)
         return keys
@@ -332,28 +333,28 @@ def read_digests(name: str, keys: Keys) -> bytes:
         raise TypeError(
             f"{name} is {kind_of(keys)}; pass keys of a PrefixHasher, or a list of keys"
         )
-    try:  # fast if all keys are digests
-        if set(map(len, keys)) == {DIGEST_BYTES}:  # type: ignore[arg-type]
+    try:  # fast if all of them have KEY_BYTES
+        if set(map(len, keys)) == {KEY_BYTES}:  # type: ignore[arg-type]
             joined = b"".join(keys)  # type: ignore[arg-type]
-            # Differs if a key is a buffer of DIGEST_BYTES items that are larger than a byte.
-            if len(joined) == len(keys) * DIGEST_BYTES:
+            # Differs if a key is a buffer of KEY_BYTES items that are larger than a byte.
+            if len(joined) == len(keys) * KEY_BYTES:
                 return joined
     except (TypeError, BufferError):
         pass  # some keys are not bytes
     try:
-        return b"".join(map(key_digest, keys))
+        return b"".join(map(hash_key, keys))
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from error
 
 
 def read_keys(keys: Keys | Sequence[Keys], num_groups: int, is_list: bool) -> list[bytes]:
-    """The digests of each group: of the items of a list, or of the keys of the only group."""
+    """The keys of each group: of the items of a list, or of the keys of the only group."""
     if not is_list:
-        return [read_digests("keys", keys)]
+        return [join_keys("keys", keys)]
     return [
-        read_digests(f"keys[{group}]", of_group)
+        join_keys(f"keys[{group}]", of_group)
         for group, of_group in enumerate(split_groups("keys", keys, num_groups))
     ]
 
 
-native.set_python(read_digests=read_digests)
+native.set_python(join_keys=join_keys)

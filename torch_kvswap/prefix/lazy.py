@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch_kvswap.prefix.hashing import split_digests
+from torch_kvswap.prefix.hashing import split_keys
 
 
 class LazyStorePolicy:
@@ -33,11 +33,11 @@ class LazyStorePolicy:
     ) -> None:
         """Records that a request's first blocks, one page for each key, were computed.
 
-        The keys are distinct digests, from the first block of the prompt on. `loads` are jobs that
-        load blocks of the prompt, and are not reported yet.
+        The keys are in a row and distinct, from the first block of the prompt on. `loads` are jobs
+        that load blocks of the prompt, and are not reported yet.
         """
         parent = None
-        for place, key in enumerate(split_digests(keys)):
+        for place, key in enumerate(split_keys(keys)):
             blocks = list(gpu_block_ids[place * self._per_page : (place + 1) * self._per_page])
             for block in blocks:
                 self._forget(block)
@@ -53,7 +53,7 @@ class LazyStorePolicy:
         self, gpu_block_ids: Iterable[int]
     ) -> list[tuple[bytes, list[int], tuple[Any, ...]]]:
         """What to store before these GPU blocks are reused or changed: consecutive pages of
-        prompts, with their digests, GPU blocks, and the loads that these were computed from.
+        prompts, with their keys, GPU blocks, and the loads that these were computed from.
         """
         named = [self._key[block] for block in gpu_block_ids if block in self._key]
         keys = dict.fromkeys(key for key in named if key in self._blocks)

@@ -1,8 +1,8 @@
 """The messages between the engines and a server of host pages (docs/serve.md).
 
-A message is HEAD, then numbers, int64, and then bytes, which are digests, JSON or text. What a
+A message is HEAD, then numbers, int64, and then bytes, which are keys, JSON or text. What a
 request is its Op says, and what an answer is its Status. All numbers are in the byte order of the
-machine. Keys are the counts of the groups, the last numbers of a message, and all digests in a row.
+machine. Keys are the counts of the groups, the last numbers of a message, and all keys in a row.
 
 Answers come in the order of the requests, and an engine may send more before it has read them. A
 PrefixCache waits for each. It says HELLO, and is one session. An engine whose scheduler and workers
@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import KEY_BYTES
 
 VERSION = 8
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
@@ -50,7 +50,7 @@ class Op(IntEnum):
     RESET = 6  # the answer: no number
     # These get no answer.
     END = 7  # number, Outcome, positions of rejected pages: they are not held any more
-    PUBLISH = 8  # group, `resets` when the store began, borrowed pages; the digest of each
+    PUBLISH = 8  # group, `resets` when the store began, borrowed pages; the key of each
     GIVE_BACK = 9  # group, borrowed pages
     TOUCH = 10  # keys
     ORDER = 11  # whether it is renewed, keys
@@ -97,19 +97,19 @@ def pack(kind: int, numbers: Iterable[int] = (), data: bytes = b"") -> bytes:
 
 
 def pack_keys(kind: int, numbers: Sequence[int], of_groups: Sequence[bytes]) -> bytes:
-    """A message that ends with the digests of each group."""
-    counts = [len(digests) // DIGEST_BYTES for digests in of_groups]
+    """A message that ends with the keys of each group."""
+    counts = [len(keys) // KEY_BYTES for keys in of_groups]
     return pack(kind, [*numbers, *counts], b"".join(of_groups))
 
 
-def split_keys(counts: Sequence[int], digests: bytes) -> list[bytes]:
-    """The digests of each group. Raises ProtocolError if there are not as many."""
-    if min(counts, default=0) < 0 or sum(counts) * DIGEST_BYTES != len(digests):
-        raise ProtocolError(f"{len(digests)} bytes are no {counts} digests")
+def unpack_keys(counts: Sequence[int], keys: bytes) -> list[bytes]:
+    """The keys of each group. Raises ProtocolError if there are not as many."""
+    if min(counts, default=0) < 0 or sum(counts) * KEY_BYTES != len(keys):
+        raise ProtocolError(f"{len(keys)} bytes are no {counts} keys")
     of_groups, at = [], 0
     for count in counts:
-        of_groups.append(digests[at : at + count * DIGEST_BYTES])
-        at += count * DIGEST_BYTES
+        of_groups.append(keys[at : at + count * KEY_BYTES])
+        at += count * KEY_BYTES
     return of_groups
 
 

@@ -1,5 +1,5 @@
-"""Reads the arguments of a prefix cache's calls. Behind it keys are digests, and both keys and GPU
-blocks are lists with an item for each group of layers."""
+"""Reads the arguments of a prefix cache's calls. Behind it both keys, in a row, and GPU blocks are
+lists with an item for each group of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixKeys, check_distinct_keys, read_keys
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys, read_keys
 
 
 class ArgumentReader:
@@ -56,7 +56,7 @@ class ArgumentReader:
         return split
 
     def read_keys(self, keys: Any) -> list[bytes]:
-        """The digests of each group."""
+        """The keys of each group."""
         self.split_keys(keys)
         return read_keys(keys, len(self._tokens), self._is_list)
 
@@ -86,11 +86,11 @@ class ArgumentReader:
     def read(
         self, keys: Any, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
     ) -> tuple[list[bytes], list[array[int]], bool]:
-        """The digests of each group, and what read_blocks() returns for their blocks."""
-        digests = self.read_keys(keys)
+        """The keys of each group, and what read_blocks() returns for their blocks."""
+        group_keys = self.read_keys(keys)
         blocks, some_left_out = self.read_blocks(gpu_block_ids, layouts)
-        for group, (of_group, per_page) in enumerate(zip(digests, self._per_page, strict=True)):
-            count = len(of_group) // DIGEST_BYTES
+        for group, (of_group, per_page) in enumerate(zip(group_keys, self._per_page, strict=True)):
+            count = len(of_group) // KEY_BYTES
             if -(-len(blocks[group]) // per_page) != count:
                 name = self._name("gpu_block_ids", group)
                 raise ValueError(
@@ -98,20 +98,20 @@ class ArgumentReader:
                     f"of {count_of(per_page, 'block')} each; pass one for each block of all keys, "
                     "-1 for a block that is not on the GPU"
                 )
-        return digests, blocks, some_left_out
+        return group_keys, blocks, some_left_out
 
     def keys_on_gpu(
-        self, digests: list[bytes], blocks: list[array[int]]
+        self, keys: list[bytes], blocks: list[array[int]]
     ) -> tuple[list[bytes], list[array[int]]]:
         """What read() returned, without the keys that have a block of -1."""
-        kept_digests, kept_blocks = [], []
-        for of_group, numbers, per_page in zip(digests, blocks, self._per_page, strict=True):
-            rows = np.frombuffer(of_group, np.uint8).reshape(-1, DIGEST_BYTES)
+        kept_keys, kept_blocks = [], []
+        for of_group, numbers, per_page in zip(keys, blocks, self._per_page, strict=True):
+            rows = np.frombuffer(of_group, np.uint8).reshape(-1, KEY_BYTES)
             absent = np.flatnonzero(np.frombuffer(numbers, np.int64) == -1) // per_page
             kept = np.delete(np.arange(len(rows)), absent)
-            kept_digests.append(rows[kept].tobytes())
+            kept_keys.append(rows[kept].tobytes())
             kept_blocks.append(array("q", _select(numbers, kept, per_page).tobytes()))
-        return kept_digests, kept_blocks
+        return kept_keys, kept_blocks
 
     def select(self, blocks: Sequence[array[int]], key_indices: Sequence[Any]) -> list[Int64Array]:
         """Selects the GPU blocks of the keys with these indices, per group."""
@@ -144,9 +144,9 @@ class ArgumentReader:
                     "contents of two; pass -1 for blocks that are not on the GPU"
                 )
 
-    def check_distinct_keys(self, digests: list[bytes]) -> None:
+    def check_distinct_keys(self, keys: list[bytes]) -> None:
         """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
-        for group, of_group in enumerate(digests):
+        for group, of_group in enumerate(keys):
             check_distinct_keys(self._name("keys", group), of_group)
 
     def _name(self, argument: str, group: int) -> str:

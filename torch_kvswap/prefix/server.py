@@ -35,7 +35,7 @@ from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, split_digests
+from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.protocol import (
     MAGIC,
@@ -48,7 +48,7 @@ from torch_kvswap.prefix.protocol import (
     Status,
     next_message,
     pack,
-    split_keys,
+    unpack_keys,
 )
 from torch_kvswap.prefix.tier import Tier
 
@@ -543,11 +543,11 @@ class PageServer:
         """What engines know of resets: another number after each, and for each server."""
         return self._generation + self._resets
 
-    def _keys(self, counts: Sequence[int], digests: bytes) -> list[bytes]:
-        """The digests of each group."""
+    def _keys(self, counts: Sequence[int], keys: bytes) -> list[bytes]:
+        """The keys of each group."""
         if len(counts) != len(self._pages.pools):
             raise ProtocolError(f"keys of {len(counts)} groups")
-        return split_keys(counts, digests)
+        return unpack_keys(counts, keys)
 
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
@@ -625,7 +625,7 @@ class PageServer:
 
     def _on_ask(self, session: _Session, numbers: array[int], data: bytes) -> None:
         how, number, *counts = numbers.tolist()
-        lists, groups, answer = split_keys(counts, data), len(self._pages.pools), array("q")
+        lists, groups, answer = unpack_keys(counts, data), len(self._pages.pools), array("q")
         if not lists or len(lists) % groups:
             raise ProtocolError(f"keys of {len(lists)} groups")
         for at in range(0, len(lists), groups):
@@ -646,7 +646,7 @@ class PageServer:
             self._pages.use_leases(of_groups)
             pages = held.pages
         counts = list(map(len, pages))
-        is_part = sum(counts) * DIGEST_BYTES < sum(map(len, of_groups))
+        is_part = sum(counts) * KEY_BYTES < sum(map(len, of_groups))
         if is_part and how != Ask.LOAD:
             found = self._manager.lookup(of_groups, again=how != Ask.LOOK)
             found = self._pages.ask(found, of_groups)
@@ -682,7 +682,7 @@ class PageServer:
                 continue
             self._manager.complete(held.reservation, rejected)
             if outcome == Outcome.DAMAGED and self._pages.tier is not None:
-                keys = list(map(split_digests, held.of_groups))
+                keys = list(map(split_keys, held.of_groups))
                 indices = held.reservation.key_indices
                 of_pages = [
                     (group, keys[group][index])
@@ -712,7 +712,7 @@ class PageServer:
         held = self._manager.hold(of_groups, renews=True)
         if held is not None:
             self._hold(session, number, held, of_groups)
-        missing = [np.arange(len(digests) // DIGEST_BYTES) for digests in of_groups]
+        missing = [np.arange(len(keys) // KEY_BYTES) for keys in of_groups]
         if held is not None:
             there = held.key_indices
             missing = [np.delete(*both) for both in zip(missing, there, strict=True)]
@@ -738,16 +738,16 @@ class PageServer:
         self._end_loan(session, group, pages)
 
     def _end_loan(
-        self, session: _Session, group: int, pages: Sequence[int], digests: bytes | None = None
+        self, session: _Session, group: int, pages: Sequence[int], keys: bytes | None = None
     ) -> None:
         """Takes pages from an engine, with the blocks of these keys or without."""
         lent = session.lent.get(group, set())
         if not lent.issuperset(pages):
             raise ProtocolError("it names a page that it has not borrowed")
-        if digests is None:
+        if keys is None:
             self._manager.take_back(pages, group)
         else:
-            self._manager.publish(pages, digests, group)
+            self._manager.publish(pages, keys, group)
         lent.difference_update(pages)
         self._some_ended = True
 

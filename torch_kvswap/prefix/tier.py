@@ -24,7 +24,7 @@ from torch_kvswap.below.format import PageFormat
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, split_digests
+from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
 from torch_kvswap.prefix.manager import BlockManager, Lookup
 
 # Seconds, read at each use so that tests can set them.
@@ -85,8 +85,8 @@ class _Ask:
     """The keys that a lookup has missed.
 
     Attributes:
-        digests (list[bytes]): of each group, from its key `first[group]` on.
-        keys (list[list[bytes]]): the same as keys, which a thread makes.
+        joined (list[bytes]): of each group, from its key `first[group]` on, in a row.
+        keys (list[list[bytes]]): the same one by one, which a thread makes.
         units (int): the length of the prefix that was found.
         identity (bytes): the first key of the first group with any. The others are of no use
             without it.
@@ -95,10 +95,10 @@ class _Ask:
         is_over (bool): lookups are told that nothing is there.
     """
 
-    def __init__(self, digests: list[bytes], identity: bytes, first: list[int], units: int) -> None:
-        self.digests, self.identity, self.first, self.units = digests, identity, first, units
+    def __init__(self, joined: list[bytes], identity: bytes, first: list[int], units: int) -> None:
+        self.joined, self.identity, self.first, self.units = joined, identity, first, units
         self.keys: list[list[bytes]] = []
-        self.count = sum(map(len, digests)) // DIGEST_BYTES
+        self.count = sum(map(len, joined)) // KEY_BYTES
         self.left, self.has_begun, self.is_over = 0, False, False
         self.promotions: list[_Promotion] = []
 
@@ -168,11 +168,11 @@ class Tier:
 
     # What a PrefixCache calls.
 
-    def ask(self, found: Lookup, digests: Sequence[bytes]) -> Lookup:
+    def ask(self, found: Lookup, keys: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
         first = [found.found * ratio for ratio in self._ratios]
-        missed = [of[DIGEST_BYTES * at :] for of, at in zip(digests, first, strict=True)]
-        identity = next((of[:DIGEST_BYTES] for of in missed if of), None)
+        missed = [of[KEY_BYTES * at :] for of, at in zip(keys, first, strict=True)]
+        identity = next((of[:KEY_BYTES] for of in missed if of), None)
         if identity is None:
             return found
         with self._lock:
@@ -230,13 +230,13 @@ class Tier:
                 longest = self._reads.seconds_left + 0.001
                 self._changed.wait(longest if timeout is None else min(timeout, longest))
 
-    def use_leases(self, digests: Sequence[bytes]) -> None:
+    def use_leases(self, keys: Sequence[bytes]) -> None:
         """A load holds the pages of these keys: their leases end."""
         if not self._leases:
             return
         with self._lock:
             for lease in list(self._leases):
-                if any(lease[1].last_key in of_group for of_group in digests):
+                if any(lease[1].last_key in of_group for of_group in keys):
                     self._manager.release(lease[1].reservation)
                     self._leases.remove(lease)
 
@@ -338,7 +338,7 @@ class Tier:
             if ask is None:
                 return
             ask.has_begun = True
-        ask.keys = list(map(split_digests, ask.digests))
+        ask.keys = list(map(split_keys, ask.joined))
         names = [
             self._formats[group].trailer_name(key)
             for group, keys in enumerate(ask.keys)
@@ -540,7 +540,7 @@ class Tier:
 
     def _write(self, group: int, held: WriteReservation) -> None:
         """Writes pages that the store does not have, and then their trailers."""
-        form, keys, pages = self._formats[group], split_digests(held.digests), held.pages.tolist()
+        form, keys, pages = self._formats[group], split_keys(held.keys), held.pages.tolist()
         is_below = [False] * len(pages)
         try:
             names = list(map(form.trailer_name, keys))

@@ -50,7 +50,7 @@ class Scheduler(SchedulerSession):
         self.join()
         self.start()
 
-    def digests(self, names: Sequence[object]) -> bytes:
+    def keys(self, names: Sequence[object]) -> bytes:
         return b"".join(map(key_of, names))
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -58,7 +58,7 @@ class Scheduler(SchedulerSession):
 
     def find(self, names: Sequence[object]) -> Held:
         answers: list[Held] = []
-        self.hold([self.digests(names)], answers.extend)
+        self.hold([self.keys(names)], answers.extend)
         self.until(lambda: answers)
         return answers[0]
 
@@ -77,7 +77,7 @@ class Scheduler(SchedulerSession):
     def end(self, pages: Sequence[int], names: Sequence[object]) -> None:
         """Ends a store; None stands for a block that was not stored."""
         stored = [page for page, name in zip(pages, names, strict=True) if name is not None]
-        self.end_store(pages, stored, self.digests([name for name in names if name is not None]))
+        self.end_store(pages, stored, self.keys([name for name in names if name is not None]))
 
     def store(self, names: Sequence[object]) -> list[int]:
         """Publishes these keys. Their pages."""
@@ -391,7 +391,7 @@ def test_a_scheduler_that_leaves_a_server_that_hangs_keeps_no_page(
             a.store("abcd")
             assert a.find("ab").pages
             server.send(signal.SIGSTOP)
-            a.hold([a.digests("cd")], lambda _: None)
+            a.hold([a.keys("cd")], lambda _: None)
             while when == "the server takes no more" and not a._outbox:
                 a.touch(bytes(1 << 16))
             if when == "it has given up":
@@ -485,7 +485,7 @@ def test_a_reset_that_a_server_has_not_heard_is_told_when_it_is_joined_again(
             patch.setattr(client, "DEADLINE", 0.1)
             if when == "it hangs":
                 a.reset()
-            a.hold([a.digests("a")], lambda _: None)
+            a.hold([a.keys("a")], lambda _: None)
             a.until(lambda: not a.is_joined)
         if when == "it is lost":
             a.reset()

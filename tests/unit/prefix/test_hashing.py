@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch_kvswap._C import fold_keys
 from torch_kvswap.prefix import hashing
 from torch_kvswap.prefix.hashing import (
-    DIGEST_BYTES,
+    KEY_BYTES,
     PrefixHasher,
     PrefixKeys,
     encode,
-    key_digest,
+    hash_key,
 )
 from torch_kvswap.prefix.manager import BlockManager
 
@@ -32,7 +32,7 @@ SETTINGS = {"model": "m", "dtype": "bfloat16", "block_tokens": 16}
 
 
 def split(keys: bytes) -> list[bytes]:
-    return [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
 def keys(tokens=TOKENS, **settings) -> list[bytes]:
@@ -78,12 +78,12 @@ def test_equal_tokens_under_other_settings_share_nothing(name, values):
         assert not one & other
 
 
-def test_a_digest_of_one_kind_is_none_of_another_kind():
+def test_a_hash_of_one_kind_is_none_of_another_kind():
     (block,) = keys(TOKENS[:16])
-    assert key_digest(block) == block
-    assert key_digest(block[:-1]) != sha256(block[:-1]).digest()
+    assert hash_key(block) == block
+    assert hash_key(block[:-1]) != sha256(block[:-1]).digest()
     root = encode(("torch_kvswap", 1, "m", "bfloat16", 16, None, None, 0, None))
-    assert key_digest(root) not in keys()
+    assert hash_key(root) not in keys()
 
 
 values = st.recursive(
@@ -126,7 +126,7 @@ def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
         full = hasher.keys(tokens)
         of_all = hasher.request_keys(tokens)
         assert of_all[: len(full)] == full
-        return of_all.digests[len(full) * DIGEST_BYTES :]
+        return of_all.joined[len(full) * KEY_BYTES :]
 
     part = part_of(TOKENS[:20])
     head = b"\x02" + struct.pack("<Q", 4)  # a block of 4 tokens
@@ -195,7 +195,7 @@ def test_known_keys_of_other_tokens_or_settings_are_refused():
         error_text(hasher.keys, [*TOKENS[:47], 0], known=known),
         error_text(hasher.keys, TOKENS, known=hasher.request_keys(TOKENS[:47])),
         error_text(hasher.keys, [*TOKENS[:63], -1], known=known),
-        error_text(PrefixKeys, known.digests[:-1], 16),
+        error_text(PrefixKeys, known.joined[:-1], 16),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -213,8 +213,7 @@ pass keys that it has made of the same tokens
 ValueError: known[2] is not the key of tokens[32:48] under the settings of this hasher;
 pass keys that it has made of the same tokens
 ValueError: tokens[63] is -1; it must be 0 to 4294967295
-ValueError: digests has 95 bytes, but a digest has 32; pass digests one after another,
-or a list of keys""",
+ValueError: joined has 95 bytes, but a key has 32; pass keys in a row, or a list of keys""",
     )
 
 
@@ -269,21 +268,21 @@ def test_a_printed_hasher_differs_by_its_settings() -> None:
 # Keys of vLLM: a block hash and four bytes with the number of a group
 
 
-def test_the_digest_of_a_key_of_vllm_is_the_block_hash_which_other_groups_change():
+def test_the_key_for_a_key_of_vllm_is_the_block_hash_which_other_groups_change():
     block, groups = bytes(range(32)), [number.to_bytes(4, "big") for number in range(300)]
-    digests = split(fold_keys([block + group for group in groups]))
-    assert digests[0] == block
-    assert len(set(digests)) == len(groups)
-    assert {digest[8:] for digest in digests} == {block[8:]}
+    folded = split(fold_keys([block + group for group in groups]))
+    assert folded[0] == block
+    assert len(set(folded)) == len(groups)
+    assert {key[8:] for key in folded} == {block[8:]}
     neighbours = [
         bytes([0, 0, 0, n]) + bytes(28) + group for n in range(256) for group in groups[:4]
     ]
     assert len(set(split(fold_keys(neighbours)))) == len(neighbours)
 
 
-def test_keys_of_vllm_with_other_hashes_are_digested_as_all_keys_are():
+def test_keys_of_vllm_with_other_hashes_are_hashed_as_all_keys_are():
     short = b"x" * 20
-    assert fold_keys((short, bytes(36))) == key_digest(short) + bytes(32)
+    assert fold_keys((short, bytes(36))) == hash_key(short) + bytes(32)
     assert fold_keys([]) == b""
     with pytest.raises(TypeError, match="expected bytes, int found"):
         fold_keys([1])

@@ -11,12 +11,12 @@ from prefix_server import HASHER, PrefixServer, prompt
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 
 
 def keys_of(number, blocks=2):
-    return HASHER.keys(prompt(number, blocks)).digests
+    return HASHER.keys(prompt(number, blocks)).joined
 
 
 def evicting(storing, blocks):
@@ -32,7 +32,7 @@ def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
     storing.record(keys_of(2), [5, 6, 9, 10])
     assert evicting(storing, [8]) == [(keys_of(1), [5, 6, 7, 8], ())]
     assert evicting(storing, [7, 10]) == [
-        (keys_of(1)[: 3 * DIGEST_BYTES], [5, 6, 7], ()),
+        (keys_of(1)[: 3 * KEY_BYTES], [5, 6, 7], ()),
         (keys_of(2), [5, 6, 9, 10], ()),
     ]
     assert evicting(storing, [77]) == []
@@ -61,17 +61,17 @@ def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first()
     storing = LazyStorePolicy()
     storing.record(keys_of(1), [5, 6, 7, 8])
     storing.record(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
-    assert evicting(storing, [8]) == [(keys_of(1)[3 * DIGEST_BYTES :], [8], ())]
+    assert evicting(storing, [8]) == [(keys_of(1)[3 * KEY_BYTES :], [8], ())]
     storing.record(keys_of(3), [15, 16, 20, 21])
     evicting(storing, [20])
-    assert evicting(storing, [21]) == [(keys_of(3)[3 * DIGEST_BYTES :], [21], ())]
+    assert evicting(storing, [21]) == [(keys_of(3)[3 * KEY_BYTES :], [21], ())]
 
 
 def test_of_two_copies_of_a_block_one_may_leave():
     storing = LazyStorePolicy()
     storing.record(keys_of(1), [5, 6, 7, 8])
     storing.record(keys_of(1), [15, 16, 17, 18])
-    assert evicting(storing, [6]) == [(keys_of(1)[: 2 * DIGEST_BYTES], [15, 16], ())]
+    assert evicting(storing, [6]) == [(keys_of(1)[: 2 * KEY_BYTES], [15, 16], ())]
     assert evicting(storing, [18]) == [(keys_of(1), [15, 16, 17, 18], ())]
 
 
@@ -81,7 +81,7 @@ def test_a_page_leaves_with_the_first_of_its_blocks():
     assert evicting(storing, [3, 2]) == [(keys_of(1, 0), [1, 2, 3], ())]
     assert evicting(storing, [1]) == []
     storing.record(keys_of(1), [1, 2, 3, 4, 5, 6, 7, 8])
-    assert evicting(storing, [4]) == [(keys_of(1)[: 2 * DIGEST_BYTES], [1, 2, 3, 4], ())]
+    assert evicting(storing, [4]) == [(keys_of(1)[: 2 * KEY_BYTES], [1, 2, 3, 4], ())]
 
 
 def test_lazy_storing_stores_less_and_finds_as_much():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from processes import in_child
 
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import PrefixKeys, key_digest
+from torch_kvswap.prefix.hashing import PrefixKeys, hash_key
 from torch_kvswap.prefix.manager import BlockManager, BlockStats
 
 
@@ -31,18 +31,18 @@ def stored(manager, keys):
     )
 
 
-def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_keys():
+def test_a_prompt_is_one_bytes_object_of_keys_or_a_list_of_any_keys():
     manager = BlockManager(8)
-    digests = [os.urandom(32) for _ in range(3)]
-    store = manager.prepare_store(b"".join(digests))
+    hashed = [os.urandom(32) for _ in range(3)]
+    store = manager.prepare_store(b"".join(hashed))
     assert store.key_indices.tolist() == [0, 1, 2]
     manager.complete(store)
-    for prompt in (digests, tuple(digests), PrefixKeys(b"".join(digests), 1)):
+    for prompt in (hashed, tuple(hashed), PrefixKeys(b"".join(hashed), 1)):
         assert manager.lookup(prompt).ready == 3
     keys = [("tenant", 1, b"x"), "text", 7]
     manager.complete(manager.prepare_store(keys))
-    assert manager.lookup(list(map(key_digest, keys))).ready == 3
-    assert manager.lookup([digests[0].hex()[:32], "x" * 32]).found == 0  # as long as digests
+    assert manager.lookup(list(map(hash_key, keys))).ready == 3
+    assert manager.lookup([hashed[0].hex()[:32], "x" * 32]).found == 0  # as long as a key
 
 
 def test_only_new_blocks_are_stored_and_their_pages_are_neighbours():
@@ -347,8 +347,7 @@ ValueError: num_ready_pages of group 0 is 5; it must be 0 to 4
 TypeError: num_ready_pages is a str; pass a number for each group
 ValueError: num_ready_pages is 4; the groups have [4, 4] pages
 ValueError: num_ready_pages of group 1 is -1; it must be 0 to 4
-ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
-list of keys
+ValueError: keys has 3 bytes, but a key has 32; pass keys in a row, or a list of keys
 TypeError: keys is a str; pass keys of a PrefixHasher, or a list of keys
 TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
 float, str, bytes and tuples of them

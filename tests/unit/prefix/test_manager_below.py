@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_kvswap.prefix import BlockGroup, BlockManager
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, key_digest
+from torch_kvswap.prefix.hashing import KEY_BYTES, hash_key
 
 
 def stored(manager: BlockManager, keys: list[str]) -> None:
@@ -19,12 +19,12 @@ def due(manager: BlockManager, keys: str, count: int = 100, end: bool = True) ->
     held = manager.hold_due(count)
     if held is None:
         return ""
-    digests = [held.digests[at : at + DIGEST_BYTES] for at in range(0, len(held.digests), 32)]
-    names = {key_digest(key): key for key in keys}
-    assert len(digests) == len(held.pages)
+    hashed = [held.keys[at : at + KEY_BYTES] for at in range(0, len(held.keys), 32)]
+    names = {hash_key(key): key for key in keys}
+    assert len(hashed) == len(held.pages)
     if end:
         manager.complete(held)
-    return "".join(names[digest] for digest in digests)
+    return "".join(names[key] for key in hashed)
 
 
 def evicted(manager: BlockManager, count: int) -> list[int]:

@@ -177,8 +177,8 @@ class KVSwapManager(HostManager):
         """
         if not keys:
             return CPULoadStoreSpec([])
-        digests = fold_keys(keys)
-        load = self._blocks.prepare_load(digests)
+        folded = fold_keys(keys)
+        load = self._blocks.prepare_load(folded)
         if load is None:
             raise RuntimeError(
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
@@ -188,7 +188,7 @@ class KVSwapManager(HostManager):
         access = self._access(req_context)
         self._use(keys, access, req_context, is_reused=True)
         placed = access.sort(keys)
-        self._blocks.order(digests if placed == keys else fold_keys(placed), renew=True)
+        self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
         self._usage = None
         return CPULoadStoreSpec(load.pages)
 
@@ -240,12 +240,12 @@ class KVSwapManager(HostManager):
         keys = list(keys)
         ready = self._ready(keys)
         self._use(ready, access, req_context, is_reused=True)
-        digests = fold_keys(keys)
+        folded = fold_keys(keys)
         skipped = 0
         if self._counts_offers:
-            self._blocks.lookup(digests)
+            self._blocks.lookup(folded)
             skipped = self._blocks.stats().skipped
-        store = self._blocks.prepare_store(digests)
+        store = self._blocks.prepare_store(folded)
         if store is None:
             missing = sum(key not in self._states for key in keys)
             self._sizes.append(missing - (self._blocks.stats().skipped - skipped))
