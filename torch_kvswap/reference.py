@@ -39,7 +39,7 @@ from torch import Tensor
 
 from torch_kvswap._native.arguments import NotCopyable, count_of, read_int
 from torch_kvswap._native.ids import Ids, read_ids
-from torch_kvswap._native.kept import keep, let_go
+from torch_kvswap._native.keep_alive import allow_free, keep_alive
 from torch_kvswap.devices.blocks import GroupTensors, send_ids
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool.pool import HostPool
@@ -106,7 +106,7 @@ class ReferenceHandler(NotCopyable):
         self._flights = _Flights(gpu, host)
         host._check_new_user(assigns_pages=False)
         host._register_user(self._flights)
-        keep(self._flights)
+        keep_alive(self._flights)
         weakref.finalize(self, self._flights.close)
 
     def store(
@@ -331,7 +331,7 @@ class _CpuEvent(torch.cpu.Event):
 class _Flights:
     """The copies in flight, and the memory that they use.
 
-    It outlives its handler: it is kept until close() has seen all copies end, or for ever.
+    It outlives its handler: it stays alive until close() has seen all copies end, or for ever.
     """
 
     def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
@@ -352,7 +352,7 @@ class _Flights:
         for end in tuple(self.running):
             with suppress(RuntimeError):  # a lost device copies nothing any more
                 end.synchronize()
-        let_go(self)
+        allow_free(self)
 
 
 def _read_ids(name: str, ids: Ids, valid: range) -> Tensor:

@@ -68,7 +68,7 @@ class JoinedKeys {
 
   // Leaves the keys in these ranges of each group. Throws ValueError if a group has fewer.
   void cut(const Ranges& ranges) {
-    std::vector<uint8_t> kept;
+    std::vector<uint8_t> remaining;
     std::vector<int64_t> numbers;
     const uint8_t* from = joined();
     total_ = 0;
@@ -80,12 +80,12 @@ class JoinedKeys {
         fail<ValueError>("the prefix needs ", count_of(end, "block"), group, ", but keys has ",
                          count_of(count, "key"), "; pass what lookup() found for the same keys");
       }
-      kept.insert(kept.end(), from + first * kKeyBytes, from + end * kKeyBytes);
+      remaining.insert(remaining.end(), from + first * kKeyBytes, from + end * kKeyBytes);
       from += count * kKeyBytes;
       numbers.push_back(static_cast<int64_t>(end - first));
       total_ += end - first;
     }
-    copied_ = std::move(kept);
+    copied_ = std::move(remaining);
     counts_ = std::move(numbers);
     bytes_ = nullptr;
   }
@@ -380,7 +380,7 @@ class PyBlockManager {
     return reserve(keys, prefix::Purpose::kStored, resets);
   }
   std::optional<StoreReservation> preempt(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kKept);
+    return reserve(keys, prefix::Purpose::kPreempted);
   }
   std::optional<StoreReservation> promote(nb::handle keys) {
     auto promoted = reserve(keys, prefix::Purpose::kPromoted);

@@ -123,9 +123,9 @@ int64_t BlockManager::hold(const Keys& keys, bool renews, Assigned& held, bool w
 
 int64_t BlockManager::reserve(Kind kind, std::vector<Pin> pins, bool keeps_places) {
   const int64_t id = next_id();
-  const Reservation& kept =
+  const Reservation& reservation =
       reservations_.emplace(id, Reservation{kind, std::move(pins)}).first->second;
-  for (const Pin& pin : kept.pins) {
+  for (const Pin& pin : reservation.pins) {
     Pages& pages = *groups_[pin.group].pages;
     keeps_places ? pages.hold_in_place(pin.page) : pages.hold(pin.page);
   }
@@ -151,26 +151,26 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
                                                   Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   if (resets && *resets != resets_) return std::nullopt;
-  const bool keep = purpose != Purpose::kStored;
+  const bool is_leased = purpose != Purpose::kStored;
   const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
   check_distinct(keys);
   find_pages(keys, true);
   size_t skipped = 0;
-  if (!has_room(keys, keep, skipped)) return std::nullopt;
+  if (!has_room(keys, is_leased, skipped)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
   assigned_.resize(found_pages_.size());
-  std::vector<Pin> pins, kept;
+  std::vector<Pin> pins, leased;
   pins.reserve(found_pages_.size());
-  if (keep) kept.reserve(found_pages_.size());
+  if (is_leased) leased.reserve(found_pages_.size());
   size_t num_wanted = 0;
   for (const Group& group : groups_) num_wanted += group.wanted.size();
   for (auto* numbers : {&assigned.key_indices, &assigned.pages, &assigned.evicted})
     numbers->resize(num_wanted);
   assigned.counts.resize(groups_.size());
-  const Stored stored{next_id(), keep ? next_id() : 0, skipped};
+  const Stored stored{next_id(), is_leased ? next_id() : 0, skipped};
   const auto reservation = reservations_.emplace(stored.reservation, Reservation{kind, {}}).first;
   try {
-    if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
+    if (is_leased) leases_.emplace(stored.lease, std::vector<Pin>());
   } catch (...) {
     reservations_.erase(reservation);
     throw;
@@ -187,10 +187,10 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
     assigned.counts[g] = static_cast<int64_t>(wanted.size());
   }
   assigned.evicted.resize(num_evicted);
-  if (keep) {
+  if (is_leased) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
-    kept = pins;
-    leases_.find(stored.lease)->second = std::move(kept);
+    leased = pins;
+    leases_.find(stored.lease)->second = std::move(leased);
   }
   reservation->second.pins = std::move(pins);
   if (written > 0) return stored;
@@ -408,7 +408,7 @@ void BlockManager::reset() {
   }
   for (const auto& [id, reservation] : reservations_) {
     for (const Pin& pin : reservation.pins) {
-      groups_[pin.group].pages->keep_held(pin.page);
+      groups_[pin.group].pages->hold_forgotten(pin.page);
     }
   }
   leases_.swap(leases);
@@ -572,7 +572,7 @@ void BlockManager::check_distinct(const Keys& keys) {
   }
 }
 
-bool BlockManager::has_room(const Keys& keys, bool keep, size_t& skipped) {
+bool BlockManager::has_room(const Keys& keys, bool is_leased, size_t& skipped) {
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -584,7 +584,8 @@ bool BlockManager::has_room(const Keys& keys, bool keep, size_t& skipped) {
       if (found_pages_[at] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
         idle -= group.pages->is_idle(found_pages_[at]);
-      } else if (!keep && lookups_ && lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
+      } else if (!is_leased && lookups_ &&
+                 lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
         ++skipped;
       } else {
         group.wanted.push_back(static_cast<uint32_t>(i));

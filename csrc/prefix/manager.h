@@ -50,13 +50,13 @@ struct Assigned {
 
 struct Stored {
   int64_t reservation = 0;  // 0: there is nothing to store
-  int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
+  int64_t lease = 0;        // of all the keys, if the request was preempted; otherwise 0
   size_t skipped = 0;       // keys below the store threshold
 };
 
-// What prepare_store() is for. kKept, kPromoted: the store threshold does not count, and all keys
-// are leased until release(). kPromoted: the pages are filled with what the store below has.
-enum class Purpose { kStored, kKept, kPromoted };
+// What prepare_store() is for. kPreempted, kPromoted: the store threshold does not count, and all
+// keys are leased until release(). kPromoted: the pages are filled with what the store below has.
+enum class Purpose { kStored, kPreempted, kPromoted };
 
 // Pages that are due to be written below, and their keys in a row.
 struct Due {
@@ -210,7 +210,7 @@ class BlockManager {
   void check_distinct(const Keys& keys);
   // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
   // there are pages for all that are wanted.
-  bool has_room(const Keys& keys, bool keep, size_t& skipped);
+  bool has_room(const Keys& keys, bool is_leased, size_t& skipped);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them. Returns how many pages it has written to `evicted`.
   size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count,

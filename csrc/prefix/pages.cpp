@@ -22,18 +22,18 @@ void Pages::take_over(const Pages& before) {
   num_evicted_ = before.num_evicted_;
   num_lost_ = before.num_lost_;
   for (uint32_t page = before.lent_.oldest(); page != kNone;) {
-    keep_held(page);
+    hold_forgotten(page);
     set_state(page, PageState::kLent);
     lent_.append(table_.nodes, page);
     page = before.table_.nodes[page].after;
   }
 }
 
-void Pages::keep_held(uint32_t page) {
+void Pages::hold_forgotten(uint32_t page) {
   Node& node = table_.nodes[page];
   if (++node.count > 1) return;  // another reservation holds it, too
   set_state(page, PageState::kForgotten);
-  ++num_kept_;
+  ++num_forgotten_;
 }
 
 void Pages::find_all(const uint8_t* keys, size_t count, uint32_t* pages) const {
@@ -212,7 +212,7 @@ uint32_t Pages::take_free() {
   while (num_tried_ < num_ready_pages_) {
     const auto page = static_cast<uint32_t>(num_tried_++);
     if (state(page) == PageState::kFree) return page;
-    --num_kept_;  // goes to free_ when it is released
+    --num_forgotten_;  // goes to free_ when it is released
   }
   return free_.take_oldest(table_.nodes);
 }
@@ -222,7 +222,7 @@ void Pages::free(uint32_t page) {
   if (page < num_tried_) {
     free_.append(table_.nodes, page);
   } else {
-    --num_kept_;  // take_free() comes to it
+    --num_forgotten_;  // take_free() comes to it
   }
 }
 

@@ -27,7 +27,7 @@ class Pages {
   // of evictions, and the pages that are lent.
   void take_over(const Pages& before);
   // For a reset, on a new object: a reservation from before the reset holds this page.
-  void keep_held(uint32_t page);
+  void hold_forgotten(uint32_t page);
 
   // The page of each key, or kNone.
   void find_all(const uint8_t* keys, size_t count, uint32_t* pages) const;
@@ -44,7 +44,7 @@ class Pages {
 
   // Pages that can be given to keys.
   size_t num_ready_pages() const { return num_ready_pages_; }
-  size_t num_free() const { return free_.size() + num_ready_pages_ - num_tried_ - num_kept_; }
+  size_t num_free() const { return free_.size() + num_ready_pages_ - num_tried_ - num_forgotten_; }
   size_t num_idle() const { return policy_->num_idle(); }
   size_t num_filling() const { return num_filling_ + lent_.size(); }
   uint64_t num_evicted() const { return num_evicted_; }
@@ -106,10 +106,10 @@ class Pages {
   size_t num_ready_pages_ = 0;
   Table table_;
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
-  // num_ready_pages_, except num_kept_ pages that a reservation from before a reset still holds. So
-  // growing by a million pages touches none of them.
+  // num_ready_pages_, except num_forgotten_ pages that a reservation from before a reset still
+  // holds. So growing by a million pages touches none of them.
   List free_, lent_;
-  size_t num_tried_ = 0, num_kept_ = 0;
+  size_t num_tried_ = 0, num_forgotten_ = 0;
   std::unique_ptr<EvictionPolicy> policy_;
   std::vector<Admission> admissions_;  // used by assign(); has room for every page
   size_t num_filling_ = 0;

@@ -1,4 +1,4 @@
-"""How a block is kept in its slot of a host page.
+"""How a block is stored in its slot of a host page.
 
 Public: `recommend_encoding()`, which users call before they make a pool, and what it returns.
 """

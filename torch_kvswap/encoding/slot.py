@@ -1,4 +1,4 @@
-"""How a block is kept in its slot of a host page: as it is, or encoded in fewer bytes."""
+"""How a block is stored in its slot of a host page: as it is, or encoded in fewer bytes."""
 
 from __future__ import annotations
 

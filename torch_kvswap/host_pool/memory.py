@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.descriptors import Descriptors
-from torch_kvswap._native.kept import keep, let_go
+from torch_kvswap._native.keep_alive import allow_free, keep_alive
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.kind import is_native
@@ -279,10 +279,10 @@ def create_file(nbytes: int) -> Descriptors:
 class Registration:
     """Registers parts of a memory with the CUDA driver.
 
-    Kept, with the memory, until remove() has ended, because registered memory must not be unmapped,
-    and a thread may touch the part that is registered next. Does not use torch's CUDA runtime: it
-    would report a failure at the thread's next kernel launch, and would break a CUDA graph that
-    another thread is capturing.
+    It stays alive, with the memory, until remove() has ended, because registered memory must not be
+    unmapped, and a thread may touch the part that is registered next. Does not use torch's CUDA
+    runtime: it would report a failure at the thread's next kernel launch, and would break a CUDA
+    graph that another thread is capturing.
     """
 
     _all: ClassVar[weakref.WeakSet[Registration]] = weakref.WeakSet()
@@ -305,7 +305,7 @@ class Registration:
             NotImplementedError: the driver registers no memory, of any size.
         """
         address = self._address + first
-        keep(self)
+        keep_alive(self)
         self._all.add(self)
         self._bytes[address] = last - first
         try:
@@ -325,19 +325,19 @@ class Registration:
 
     def remove(self) -> None:
         """Unregisters everything. Does nothing in a forked child, which has no registrations."""
-        kept, reason = 0, ""
+        locked, reason = 0, ""
         if self._process.is_current:
             for address, nbytes in list(self._bytes.items()):
                 if problem := _problem_of(native.unregister_host, self._device.index, address):
-                    kept, reason = kept + nbytes, problem
+                    locked, reason = locked + nbytes, problem
                 self._bytes.pop(address, None)
         self._held = []
-        let_go(self)
-        if kept:
+        allow_free(self)
+        if locked:
             log.warning(
                 "the driver did not unpin %d bytes of host memory: %s; they stay locked until the "
                 "process ends",
-                *(kept, reason),
+                *(locked, reason),
             )
 
 

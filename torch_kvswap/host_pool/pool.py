@@ -189,11 +189,11 @@ class HostPool(NotCopyable):
         shared: bool = False,
         part: tuple[int, int] | None = None,
     ) -> None:
-        kept = read_encoding(encoding, bits_per_value)
+        slot_encoding = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
         part = read_part(part)
-        shape = PoolShape(layout, num_pages, blocks_per_page, kept, verify, part)
+        shape = PoolShape(layout, num_pages, blocks_per_page, slot_encoding, verify, part)
         shared = read_switch("shared", shared)
         if part is not None and not shared:
             raise ValueError(
@@ -207,7 +207,7 @@ class HostPool(NotCopyable):
             mapping = map_new(shape.mapped_bytes, shape.page_bytes, shared=True)
         else:
             mapping = _map_private(layout.device, shape)
-        self._open(layout, shape, mapping, kept)
+        self._open(layout, shape, mapping, slot_encoding)
         try:
             self._pin(in_background, is_new=True)
         except NotImplementedError as error:
@@ -221,7 +221,7 @@ class HostPool(NotCopyable):
             partial(DriverMemory, shape.mapped_bytes, shape.page_bytes, layout.device),
             *(layout.device, shape),
         )
-        self._open(layout, shape, mapping, kept)
+        self._open(layout, shape, mapping, slot_encoding)
 
     @classmethod
     def attach(
@@ -255,20 +255,20 @@ class HostPool(NotCopyable):
                 f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
                 "receive() returned"
             )
-        kept = handle._encoding
+        slot_encoding = handle._encoding
         check_layout(layout)
-        kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
+        slot_encoding.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         verify = read_verify(handle.verify, layout.device)
         counts = handle.num_pages, handle.blocks_per_page
         rank = read_int("rank", rank, 0, max(handle.parts, 1) - 1)
         part = (rank, handle.parts) if handle.parts else None
-        shape = PoolShape(layout, *counts, kept, verify, part)
+        shape = PoolShape(layout, *counts, slot_encoding, verify, part)
         handle._check(shape, layout)
         in_background = read_in_background(pin_in_background, layout.device)
         _warn_of_pageable(layout.device)
         mapping = Mapping(shape.mapped_bytes, handle.fd)
         pool = cls.__new__(cls)
-        pool._open(layout, shape, mapping, kept)
+        pool._open(layout, shape, mapping, slot_encoding)
         pool._pin(in_background, is_new=False)
         return pool
 
@@ -311,17 +311,17 @@ class HostPool(NotCopyable):
             ValueError: the memory is on a device, not contiguous, too small, read-only, pinned in
                 part, or pinned by another HostPool; pages would overlap; see also HostPool.
         """
-        kept = read_encoding(encoding, bits_per_value)
+        slot_encoding = read_encoding(encoding, bits_per_value)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
         in_background = read_in_background(pin_in_background, layout.device)
         shape, mapping = foreign.find_pages(
-            memory, offset, page_bytes, layout, blocks_per_page, kept, verify
+            memory, offset, page_bytes, layout, blocks_per_page, slot_encoding, verify
         )
         if pins_with_torch(layout.device) and not mapping.tensor.is_pinned():
             _warn_of_pageable(layout.device)
         pool = cls.__new__(cls)
-        pool._open(layout, shape, mapping, kept)
+        pool._open(layout, shape, mapping, slot_encoding)
         pool._pin(in_background, is_new=False)
         return pool
 
@@ -346,8 +346,8 @@ class HostPool(NotCopyable):
         Raises:
             TypeError, ValueError: see HostPool.
         """
-        kept, verify = read_encoding(encoding, bits_per_value), read_verify(verify)
-        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, read_part(part))
+        slot_encoding, verify = read_encoding(encoding, bits_per_value), read_verify(verify)
+        shape = PoolShape(layout, 1, blocks_per_page, slot_encoding, verify, read_part(part))
         return shape.page_bytes
 
     def _open(
@@ -365,7 +365,7 @@ class HostPool(NotCopyable):
         self.verify: VerifyName = shape.verify
         self._shape = shape
         self._memory = _Memory(mapping, shape, layout, encoding)
-        self._keep(layout, encoding)
+        self._set_encoding(layout, encoding)
 
     def _pin(self, in_background: bool, *, is_new: bool) -> None:
         """Places the pages if they are new, and pins them, unless their device needs no
@@ -381,8 +381,8 @@ class HostPool(NotCopyable):
             mapping.place(self.device)
         self._memory.make_pinning(self._shape, self.device).start(in_background)
 
-    def _keep(self, layout: PagedLayout, encoding: Encoding) -> None:
-        """Sets how blocks of the layout are kept in the slots."""
+    def _set_encoding(self, layout: PagedLayout, encoding: Encoding) -> None:
+        """Sets the encoding of blocks of the layout in the slots."""
         self._encoding = encoding
         self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
         self._tensors = layout._describe()
@@ -391,11 +391,11 @@ class HostPool(NotCopyable):
     def __repr__(self) -> str:
         is_open = self._memory.pages is not None
         ready = f"{self._ready_range.end_page} of {self.num_pages} pages ready"
-        kept = "" if self._encoding is RAW else f", bits_per_value={self.bits_per_value}"
+        width = "" if self._encoding is RAW else f", bits_per_value={self.bits_per_value}"
         verify = "" if self.verify == "off" else f", verify={self.verify!r}"
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
-            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{kept}{verify}, "
+            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{width}{verify}, "
             f"device={self.device}, {ready if is_open else 'closed'})"
         )
 
@@ -414,8 +414,8 @@ class HostPool(NotCopyable):
         if fd is None:
             raise ValueError("this pool belongs to one process; make it with HostPool(shared=True)")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        kept = self._memory.tensors, self._memory.encoding, self.verify
-        return PoolHandle(fd, *shape, *kept, self._shape.parts)
+        contents = self._memory.tensors, self._memory.encoding, self.verify
+        return PoolHandle(fd, *shape, *contents, self._shape.parts)
 
     def view_for(
         self,
@@ -447,20 +447,20 @@ class HostPool(NotCopyable):
             encoding = pool.name
         if encoding == "lossless" and bits_per_value is None:
             bits_per_value = pool.bits_per_value
-        kept = read_encoding(encoding, bits_per_value)
-        needed = kept.slot_bytes(layout, "pass encoding='raw' for this view")
+        slot_encoding = read_encoding(encoding, bits_per_value)
+        needed = slot_encoding.slot_bytes(layout, "pass encoding='raw' for this view")
         if needed > self._shape.block_room:
-            of = "" if kept is RAW else f", encoded in {needed} bytes,"
+            of = "" if slot_encoding is RAW else f", encoded in {needed} bytes,"
             raise ValueError(
                 f"blocks of {layout.block_bytes} bytes{of} do not fit into slots of "
                 f"{self._shape.block_room} bytes; make the pool from the layout with the largest "
                 "slots"
             )
-        if kept is not RAW:
+        if slot_encoding is not RAW:
             foreign.check_slots(self._memory.mapping.address, self.slot_bytes, "leave encoding out")
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
-        view._keep(layout, kept)
+        view._set_encoding(layout, slot_encoding)
         view._encoding_for_native(layout.sizes)  # says what is wrong with its checksums
         return view
 

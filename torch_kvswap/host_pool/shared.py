@@ -119,9 +119,9 @@ class PoolHandle(NotCopyable):
         """
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        kept = self._encoding.width_eighths, VERIFY.index(self.verify)
+        encoding = self._encoding.width_eighths, VERIFY.index(self.verify)
         text = json.dumps(self.tensors).encode()
-        numbers = FORMAT_VERSION, *shape, *kept, self.parts, len(text)
+        numbers = FORMAT_VERSION, *shape, *encoding, self.parts, len(text)
         message = _HEAD.pack(_MAGIC, *numbers) + text
         rendezvous.send(connection, message, [self.fd])
 

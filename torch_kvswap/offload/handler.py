@@ -17,7 +17,7 @@ from torch_kvswap._native.arguments import (
     read_timeout,
 )
 from torch_kvswap._native.ids import Ids
-from torch_kvswap._native.kept import keep
+from torch_kvswap._native.keep_alive import keep_alive
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
 from torch_kvswap.copy_method import (
@@ -267,7 +267,7 @@ class OffloadHandler(NotCopyable):
             self._native.owner = "prefix cache"
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy)
-        keep(self._native)
+        keep_alive(self._native)
         for pool in groups.pools:
             pool._register_user(self._native, assigns_pages)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_kvswap._native.arguments import NotCopyable
-from torch_kvswap._native.kept import let_go
+from torch_kvswap._native.keep_alive import allow_free
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.offload.streams import resolve_waiting
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NativeHandler(NotCopyable, native.Handler):
-    """Owns the native handler and, in `groups`, the memory of the groups. Kept until close() has
+    """Owns the native handler and, in `groups`, the memory of the groups. Alive until close() has
     succeeded.
 
     Any thread may call any method. In a forked child every method raises RuntimeError, except
@@ -92,12 +92,12 @@ class NativeHandler(NotCopyable, native.Handler):
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
         super().close()
-        let_go(self)
+        allow_free(self)
 
     def destroy(self) -> None:
-        """Finalizer: closes the handler. If it raises, the handler stays kept."""
+        """Finalizer: closes the handler. If it raises, the handler stays alive."""
         if not self.is_current_process:
-            return let_go(self)  # a forked child has no copies
+            return allow_free(self)  # a forked child has no copies
         try:
             self.close()
         except RuntimeError as error:

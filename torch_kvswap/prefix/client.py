@@ -461,7 +461,7 @@ class RemoteManager(Session):
 
     def preempt(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
-        return self._borrow(keys, is_kept=True)
+        return self._borrow(keys, is_leased=True)
 
     def is_pending(self, keys: list[bytes]) -> bool:
         """Whether this engine is storing some of these blocks."""
@@ -591,10 +591,10 @@ class RemoteManager(Session):
         return made
 
     def _borrow(
-        self, of_groups: list[bytes], resets: int | None = None, is_kept: bool = False
+        self, of_groups: list[bytes], resets: int | None = None, is_leased: bool = False
     ) -> RemoteReservation | None:
         """Holds the pages of the keys that are ready, and borrows one for each other key that this
-        engine is not storing already. is_kept: it holds all of them until release()."""
+        engine is not storing already. is_leased: it holds all of them until release()."""
         store = _Store(self._resets)
         store.by_key = [dict.fromkeys(split_keys(keys), store) for keys in of_groups]
         for group, (by_key, keys) in enumerate(zip(store.by_key, of_groups, strict=True)):
@@ -623,7 +623,7 @@ class RemoteManager(Session):
             if resets not in (None, self._resets):
                 self._end(number, Outcome.FAILED, ())
                 return None
-            if is_kept:
+            if is_leased:
                 self._leases.add(number)
                 for one in (*earlier, store):
                     one.leases.add(number)
@@ -631,7 +631,7 @@ class RemoteManager(Session):
                 storing.update(by_key)
             if asked is not None:
                 missing = [of[places] for of, places in zip(asked, missing, strict=True)]
-            is_empty, lease = not any(store.pages), number if is_kept else 0
+            is_empty, lease = not any(store.pages), number if is_leased else 0
             if is_empty:
                 self._end(number, Outcome.DONE, ())
             return self._made(0 if is_empty else number, missing, pages, lease)
@@ -855,12 +855,12 @@ def describe(
     """
     part_of = read_model(model, rank, world)
     contents = describe_contents(groups or [BlockGroup(1)], *part_of, bytes_of)
-    kept, part = read_encoding(encoding, bits_per_value), (0, parts) if parts > 1 else None
+    slot_encoding, part = read_encoding(encoding, bits_per_value), (0, parts) if parts > 1 else None
     pages = []
     for layout, of_group in zip(layouts, contents, strict=True):
         verify = read_verify(verify, layout.device)
-        shape = PoolShape(layout, 1, blocks_per_page, kept, verify, part)
-        pages.append(describe_page(layout._describe(), shape, kept, of_group))
+        shape = PoolShape(layout, 1, blocks_per_page, slot_encoding, verify, part)
+        pages.append(describe_page(layout._describe(), shape, slot_encoding, of_group))
     return {
         "pages": pages,
         "num_pages": [0] if groups is None else [group.num_pages for group in groups],

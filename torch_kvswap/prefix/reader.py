@@ -104,14 +104,14 @@ class ArgumentReader:
         self, keys: list[bytes], blocks: list[array[int]]
     ) -> tuple[list[bytes], list[array[int]]]:
         """What read() returned, without the keys that have a block of -1."""
-        kept_keys, kept_blocks = [], []
+        present_keys, present_blocks = [], []
         for of_group, numbers, per_page in zip(keys, blocks, self._per_page, strict=True):
             rows = np.frombuffer(of_group, np.uint8).reshape(-1, KEY_BYTES)
             absent = np.flatnonzero(np.frombuffer(numbers, np.int64) == -1) // per_page
-            kept = np.delete(np.arange(len(rows)), absent)
-            kept_keys.append(rows[kept].tobytes())
-            kept_blocks.append(array("q", _select(numbers, kept, per_page).tobytes()))
-        return kept_keys, kept_blocks
+            present = np.delete(np.arange(len(rows)), absent)
+            present_keys.append(rows[present].tobytes())
+            present_blocks.append(array("q", _select(numbers, present, per_page).tobytes()))
+        return present_keys, present_blocks
 
     def select(self, blocks: Sequence[array[int]], key_indices: Sequence[Any]) -> list[Int64Array]:
         """Selects the GPU blocks of the keys with these indices, per group."""

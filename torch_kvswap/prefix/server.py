@@ -135,12 +135,12 @@ class _Pages:
         groups = []
         for page, wanted in zip(cache["pages"], cache["num_pages"], strict=True):
             layout = layout_like(page["tensors"])
-            kept = {name: page[name] for name in ("encoding", "bits_per_value")}
-            kept["verify"] = cache["verify"]
+            options = {name: page[name] for name in ("encoding", "bits_per_value")}
+            options["verify"] = cache["verify"]
             if page["parts"]:
-                kept["part"] = 0, page["parts"]
+                options["part"] = 0, page["parts"]
             per_page = page["blocks_per_page"]
-            size = HostPool.page_bytes_of(layout, per_page, **kept)
+            size = HostPool.page_bytes_of(layout, per_page, **options)
             count = wanted or memory // size
             left = memory - sum(pool.nbytes for pool in self.pools)
             if count * size > left or not count:
@@ -149,7 +149,7 @@ class _Pages:
                     f"{bytes_text(left)} that this server has left for them; start it with more "
                     "--memory"
                 )
-            self.pools.append(HostPool(layout, count, per_page, **kept, shared=True))
+            self.pools.append(HostPool(layout, count, per_page, **options, shared=True))
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
         self.manager = BlockManager(groups, below_policy=None if store is None else below_policy)

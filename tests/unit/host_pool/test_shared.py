@@ -320,8 +320,8 @@ def test_each_rank_has_a_part_of_every_slot(
         for one, view, first in zip(cache, views, (0, 2), strict=True):
             for block in blocks:
                 page, slot = divmod(block, blocks_per_page)
-                kept = view.read_block(first + page, slot)
-                assert torch.equal(kept, one[block].view(torch.uint8))
+                block_bytes = view.read_block(first + page, slot)
+                assert torch.equal(block_bytes, one[block].view(torch.uint8))
         right = [one.clone() for one in cache]
         for one in cache:
             one.zero_()

@@ -88,13 +88,13 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
         """
         if self.parked is None:
             return set()
-        kept = set()
+        parked = set()
         for state in victims:
             name = state.request_id
             blocks = self.view.tables(name) if tables is None else list(tables[name].values())
             if self.parked.park(state, blocks):
-                kept.add(name)
-        return kept
+                parked.add(name)
+        return parked
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
         """Called before each batch: makes it wait for copies of the blocks that it writes."""
