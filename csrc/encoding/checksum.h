@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "copy/slabs.h"
-#include "kernels/checksum.h"
+#include "kernels/checksum_arguments.h"
 
 // Checksums on the CPU, as the kernel of checksum.cu makes them.
 namespace kvswap {

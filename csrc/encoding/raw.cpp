@@ -2,7 +2,7 @@
 #include <numeric>
 
 #include "check.h"
-#include "copy/host.h"
+#include "copy/host_copy.h"
 #include "cuda/context.h"
 #include "encoding/encoding.h"
 #include "kernels/kernels.h"

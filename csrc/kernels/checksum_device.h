@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "kernels/bulk_copy.h"
-#include "kernels/checksum.h"
+#include "kernels/checksum_arguments.h"
 #include "kernels/slot.h"
 
 // What the kernels that make checksums share. Read by nvcc only.

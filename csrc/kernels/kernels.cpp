@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "cuda/context.h"
-#include "kernels/checksum.h"
+#include "kernels/checksum_arguments.h"
 #include "kernels/expand_block_ids.h"
 #include "kernels/pack_arguments.h"
 #include "kernels/slot.h"

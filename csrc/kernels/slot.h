@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "kernels/checksum.h"
+#include "kernels/checksum_arguments.h"
 #include "kernels/host_device.h"
 
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the

@@ -8,7 +8,7 @@
 #include "check.h"
 #include "copy/address_map.h"
 #include "copy/batch.h"
-#include "copy/host.h"
+#include "copy/host_copy.h"
 #include "copy/overlap.h"
 #include "cuda/context.h"
 #include "cuda/stream.h"

@@ -2,7 +2,7 @@
 #include "copy/address_check.h"
 #include "copy/address_map.h"
 #include "copy/batch.h"
-#include "copy/host.h"
+#include "copy/host_copy.h"
 #include "cuda/stream.h"
 #include "environment.h"
 #include "ops/ops.h"

@@ -13,7 +13,7 @@ from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
-from torch_kvswap.integrations.transformers.cache import Cache
+from torch_kvswap.integrations.transformers.cache_views import Cache
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler

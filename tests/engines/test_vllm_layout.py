@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllm_contract import caches
 
-from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
+from torch_kvswap.integrations.vllm.kv_layouts import Move, Place, group_layouts, read_move
 
 
 def gpu(blocks: list[int], sizes: list[int], indices: list[int]) -> Any:

@@ -20,7 +20,7 @@ from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import pool as vllm_pool
-from torch_kvswap.integrations.vllm.pool import (
+from torch_kvswap.integrations.vllm.worker_pools import (
     Host,
     Replicas,
     check_one_host,
@@ -69,7 +69,7 @@ def test_a_worker_loads_what_another_one_has_stored_with_checksums_and_notices_d
 def test_workers_are_processes_and_come_in_any_order(engine):
     code = """
     import torch
-    from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
+    from torch_kvswap.integrations.vllm.worker_pools import Replicas, replicated_pool
     from torch_kvswap.layout import PagedLayout
 
     layout = PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)])
@@ -117,7 +117,7 @@ def test_workers_share_memory_on_one_host_only(other):
 
 
 def test_processes_of_one_machine_have_one_host():
-    code = "from torch_kvswap.integrations.vllm.pool import this_host; print(this_host())"
+    code = "from torch_kvswap.integrations.vllm.worker_pools import this_host; print(this_host())"
     assert run_script(code).strip() == str(this_host())
 
 

@@ -45,7 +45,7 @@ from vllm_serving import (
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix import client
-from torch_kvswap.prefix.halves import SchedulerSession, WorkerSession
+from torch_kvswap.prefix.engine_sessions import SchedulerSession, WorkerSession
 from torch_kvswap.prefix.protocol import Op
 
 __all__ = ["folder"]

@@ -201,7 +201,7 @@ def test_too_little_memory_names_the_option(tmp_path, monkeypatch):
 def test_our_log_looks_like_vllms():
     script = """
     import logging
-    from torch_kvswap.integrations.vllm.log import write_where_vllm_does
+    from torch_kvswap.integrations.vllm.vllm_logging import write_where_vllm_does
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu import spec as cpu_spec
 
 from torch_kvswap.integrations.vllm import spec as spec_module
-from torch_kvswap.integrations.vllm.pool import this_host
+from torch_kvswap.integrations.vllm.worker_pools import this_host
 from torch_kvswap.ops import swap_blocks_batch
 
 

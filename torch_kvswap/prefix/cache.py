@@ -20,8 +20,8 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.log import log
-from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import PageFormat
+from torch_kvswap.below.open_store import open_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
@@ -32,8 +32,8 @@ from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
+from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
-from torch_kvswap.prefix.groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.hashing import Keys, PrefixKeys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup

@@ -37,7 +37,7 @@ from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.prefix.groups import (
+from torch_kvswap.prefix.block_groups import (
     BlockGroup,
     describe_contents,
     read_groups,

@@ -16,7 +16,7 @@ from torch_kvswap._native.arguments import (
     read_switch,
 )
 from torch_kvswap._native.loader import native
-from torch_kvswap.prefix.groups import (
+from torch_kvswap.prefix.block_groups import (
     MAX_PAGES,
     BlockGroup,
     read_groups,

@@ -14,7 +14,7 @@ from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys, read_keys
 
 

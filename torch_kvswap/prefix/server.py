@@ -28,13 +28,13 @@ from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import is_free
-from torch_kvswap.below.door import open_store
 from torch_kvswap.below.format import PageFormat, load_checksum
+from torch_kvswap.below.open_store import open_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import layout_like
-from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.protocol import (

@@ -7,7 +7,7 @@ import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
 
-from torch_kvswap.prefix.groups import BlockGroup, unit_tokens
+from torch_kvswap.prefix.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix.manager import BlockManager
 
 

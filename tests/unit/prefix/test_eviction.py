@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.manager import BlockManager
 
 CAPACITY = 40

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import in_child
 
-from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import PrefixKeys, hash_key
 from torch_kvswap.prefix.manager import BlockManager, BlockStats
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from torch_kvswap.prefix.groups import BlockGroup
+from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.manager import BlockManager
 
 FEW = 1024  # kFewKeys of csrc/prefix/manager.h

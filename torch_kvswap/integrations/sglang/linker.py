@@ -22,8 +22,8 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.sglang.options import TESTED_VERSIONS, is_tested, read_options
 from torch_kvswap.integrations.sglang.pools import LayerGroup, read_groups
 from torch_kvswap.offload.handler import Job
+from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.cache import PrefixCache
-from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import PrefixKeys
 from torch_kvswap.results import TransferError
 

@@ -25,7 +25,7 @@ from torch_kvswap.encoding.slot import (
     read_encoding,
     read_verify,
 )
-from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
+from torch_kvswap.integrations.transformers.cache_views import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import SwapOptions
 
 # The view of the cache for each supported version of transformers.

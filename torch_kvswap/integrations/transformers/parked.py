@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from torch_kvswap.integrations.transformers.cache import Cache
+from torch_kvswap.integrations.transformers.cache_views import Cache
 from torch_kvswap.integrations.transformers.swap import Copy, Stored, Swap
 
 FAILED, RUNNING, DONE = range(3)

@@ -8,7 +8,7 @@ import torch
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from torch_kvswap._native.log import log
-from torch_kvswap.integrations.transformers.cache import Cache
+from torch_kvswap.integrations.transformers.cache_views import Cache
 from torch_kvswap.integrations.transformers.parked import (
     ParkedRequests,
     least_of_ranks,

@@ -57,7 +57,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from torch_kvswap.integrations.vllm.log import write_where_vllm_does
 from torch_kvswap.integrations.vllm.options import TESTED_VERSIONS, is_tested
 from torch_kvswap.integrations.vllm.scheduler_side import (
     FAILURES,
@@ -67,6 +66,7 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
 )
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
+from torch_kvswap.integrations.vllm.vllm_logging import write_where_vllm_does
 from torch_kvswap.integrations.vllm.worker import Failure, KVSwapWorker
 from torch_kvswap.offload.handler import Job
 

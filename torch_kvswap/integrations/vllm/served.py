@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.pool import Replicas
+from torch_kvswap.integrations.vllm.worker_pools import Replicas
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.prefix.client import RemotePools, describe
-from torch_kvswap.prefix.halves import WorkerSession
+from torch_kvswap.prefix.engine_sessions import WorkerSession
 
 _log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.integrations.vllm.options import SERVER, read_options
-from torch_kvswap.integrations.vllm.pool import Host, Replicas, check_one_host, this_host
 from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
 from torch_kvswap.integrations.vllm.served import HostServer
-from torch_kvswap.integrations.vllm.shared import SharedManager
+from torch_kvswap.integrations.vllm.server_manager import SharedManager
 from torch_kvswap.integrations.vllm.worker import KVSwapWorker
-from torch_kvswap.prefix.halves import SchedulerSession
+from torch_kvswap.integrations.vllm.worker_pools import Host, Replicas, check_one_host, this_host
+from torch_kvswap.prefix.engine_sessions import SchedulerSession
 
 _log = logging.getLogger(__name__)
 

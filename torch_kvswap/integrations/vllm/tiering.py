@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from torch_kvswap.integrations.vllm.layout import group_layouts
+from torch_kvswap.integrations.vllm.kv_layouts import group_layouts
 from torch_kvswap.integrations.vllm.options import read_options
 from torch_kvswap.integrations.vllm.worker import HostRegion, KVSwapWorker
 

@@ -14,10 +14,10 @@ from vllm.v1.kv_offload import base
 from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
+from torch_kvswap.integrations.vllm.kv_layouts import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
-from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
+from torch_kvswap.integrations.vllm.worker_pools import Replicas, replicated_pool
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
 

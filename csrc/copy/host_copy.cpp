@@ -1,4 +1,4 @@
-#include "copy/host.h"
+#include "copy/host_copy.h"
 
 #include <cstring>
 

@@ -19,9 +19,9 @@ from patience import PATIENCE, in_time
 from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
-from torch_kvswap.prefix import client, halves
+from torch_kvswap.prefix import client, engine_sessions
 from torch_kvswap.prefix.client import RemotePools, describe
-from torch_kvswap.prefix.halves import Held, SchedulerSession, WorkerSession
+from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession, WorkerSession
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.server import PageServer
 
@@ -185,7 +185,7 @@ def test_after_a_reset_nothing_is_found_that_was_reserved_before(path: str) -> N
 def process_of(path: str, made: str, does: str = "") -> Process:
     program = f"""
 import sys
-from test_halves import *
+from test_engine_sessions import *
 one = {made.format(f"{path!r}, 'killed'")}
 {does}
 print("done", flush=True)
@@ -414,7 +414,9 @@ def test_a_server_has_a_deadline_from_when_it_has_got_the_question(
     is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(halves, "time", SimpleNamespace(monotonic=lambda: now * client.DEADLINE))
+    monkeypatch.setattr(
+        engine_sessions, "time", SimpleNamespace(monotonic=lambda: now * client.DEADLINE)
+    )
     ours, server = socket.socketpair()
     ours.setblocking(False)
     with server:

@@ -22,7 +22,7 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     Usage,
     usage_of,
 )
-from torch_kvswap.prefix.halves import Held, SchedulerSession
+from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
