@@ -19,7 +19,7 @@ from patience import PATIENCE
 from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import pool as vllm_pool
+from torch_kvswap.integrations.vllm import worker_pools
 from torch_kvswap.integrations.vllm.worker_pools import (
     Host,
     Replicas,
@@ -122,7 +122,7 @@ def test_processes_of_one_machine_have_one_host():
 
 
 def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
-    has_come, receive = threading.Event(), vllm_pool.PoolHandle.receive
+    has_come, receive = threading.Event(), worker_pools.PoolHandle.receive
 
     def comes(connection: socket.socket) -> object:
         has_come.set()
@@ -132,8 +132,8 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
         assert has_come.wait(PATIENCE)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(vllm_pool.PoolHandle, "receive", comes)
-    monkeypatch.setattr(vllm_pool.HostPool, "__init__", fails)
+    monkeypatch.setattr(worker_pools.PoolHandle, "receive", comes)
+    monkeypatch.setattr(worker_pools.HostPool, "__init__", fails)
     with ThreadPoolExecutor(2) as threads:
         others = threads.submit(make, 1, 2, engine)
         first = threads.submit(make, 0, 2, engine)
@@ -145,7 +145,7 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
 
 def test_two_engines_of_one_name_are_told_apart(engine):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.bind(vllm_pool.address_of(engine))
+        other.bind(worker_pools.address_of(engine))
         with pytest.raises(RuntimeError, match="is making its host pool on this machine"):
             make(0, 2, engine)
 
@@ -157,13 +157,13 @@ def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
         assert has_hung_up.wait(PATIENCE)  # else it may be given the pool before it hangs up
         make_pool(*arguments, **options)
 
-    monkeypatch.setattr(vllm_pool.HostPool, "__init__", make_late)
+    monkeypatch.setattr(worker_pools.HostPool, "__init__", make_late)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(make, 0, 2, engine)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-            vllm_pool._connect(
+            worker_pools._connect(
                 caller,
-                vllm_pool.address_of(engine),
+                worker_pools.address_of(engine),
                 Replicas(1, 2, engine),
                 time.monotonic() + PATIENCE,
             )
@@ -175,7 +175,7 @@ def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
 @pytest.fixture
 def listener(engine: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
-        made.bind(vllm_pool.address_of(engine))
+        made.bind(worker_pools.address_of(engine))
         made.listen()
         yield made
 
@@ -183,7 +183,7 @@ def listener(engine: str) -> Iterator[socket.socket]:
 @pytest.fixture
 def caller(engine: str, listener: socket.socket) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
-        made.connect(vllm_pool.address_of(engine))
+        made.connect(worker_pools.address_of(engine))
         yield made
 
 
@@ -195,14 +195,14 @@ def test_a_caller_of_another_user_is_sent_nothing(listener, caller, monkeypatch)
         contextlib.closing(pool.share()) as handle,
         pytest.raises(TimeoutError),
     ):
-        vllm_pool.send_to_next(listener, handle, deadline=time.monotonic())
+        worker_pools.send_to_next(listener, handle, deadline=time.monotonic())
     assert caller.recv(1) == b""
 
 
 def test_a_worker_that_closes_its_end_once_it_has_the_handle_is_counted(listener, caller):
     handle = mock.Mock()
     handle.send.side_effect = lambda connection: caller.close()
-    vllm_pool.send_to_next(listener, handle, deadline=time.monotonic())
+    worker_pools.send_to_next(listener, handle, deadline=time.monotonic())
     handle.send.assert_called_once()
 
 
