@@ -180,8 +180,8 @@ class Split {
   nb::object made_;
 };
 
-nb::object as_range(const std::pair<size_t, size_t>& of) {
-  return nb::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(of.first, of.second);
+nb::object as_range(const std::pair<size_t, size_t>& range) {
+  return nb::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(range.first, range.second);
 }
 
 struct LoadReservation : Reservation {
@@ -219,8 +219,9 @@ struct PyEndedPages {
   void take(nb::typed<nb::list, nb::any> to) {
     prefix::ReservedPages* first = pages->take();
     while (first != nullptr) {
-      const std::unique_ptr<prefix::ReservedPages> of(std::exchange(first, first->next));
-      to.append(nb::make_tuple(of->id, of->has_succeeded, of->rejected, of->is_corrupted));
+      const std::unique_ptr<prefix::ReservedPages> ended(std::exchange(first, first->next));
+      to.append(
+          nb::make_tuple(ended->id, ended->has_succeeded, ended->rejected, ended->is_corrupted));
     }
   }
 };
@@ -284,12 +285,12 @@ class PyBlockManager {
                             static_cast<prefix::BelowPolicy>(below)})),
         manager_(*shared_) {}
   // The same manager for a prefix cache: with lists, and what it reserves is for jobs.
-  explicit PyBlockManager(const PyBlockManager& of)
+  explicit PyBlockManager(const PyBlockManager& other)
       : is_list_(true),
         for_jobs_(true),
-        num_groups_(of.num_groups_),
-        max_units_(of.max_units_),
-        shared_(of.shared_),
+        num_groups_(other.num_groups_),
+        max_units_(other.max_units_),
+        shared_(other.shared_),
         manager_(*shared_) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
@@ -471,17 +472,17 @@ class PyBlockManager {
                                           std::optional<uint64_t> resets = {}) {
     const JoinedKeys joined = read(keys);
     // All memory is taken before pages are.
-    prefix::Assigned of;
+    prefix::Assigned assigned;
     std::vector<int64_t> counts = room_for_counts();
     auto pages_of_job = new_pages();
     const auto stored = busy([&](bool wait) {
-      return manager_.prepare_store(joined.keys(), purpose, resets, of, wait);
+      return manager_.prepare_store(joined.keys(), purpose, resets, assigned, wait);
     });
     if (!stored) return std::nullopt;
-    const size_t count = of.pages.size();
-    auto [indices, pages] = split(of, std::move(counts));
+    const size_t count = assigned.pages.size();
+    auto [indices, pages] = split(assigned, std::move(counts));
     StoreReservation made{{stored->reservation, nullptr}, std::move(indices), std::move(pages),
-                          std::move(of.evicted),          stored->lease,      stored->skipped};
+                          std::move(assigned.evicted),    stored->lease,      stored->skipped};
     give(made, std::move(pages_of_job), count, false);
     return made;
   }
@@ -558,10 +559,10 @@ class PyBlockManager {
     return counts;
   }
   // The indices and the pages. counts: has room, so that no memory is needed.
-  std::pair<Split, Split> split(prefix::Assigned& of, std::vector<int64_t> counts) const {
-    counts.assign(of.counts.begin(), of.counts.end());
-    return {Split(std::move(of.key_indices), std::move(counts), is_list_),
-            Split(std::move(of.pages), std::move(of.counts), is_list_)};
+  std::pair<Split, Split> split(prefix::Assigned& assigned, std::vector<int64_t> counts) const {
+    counts.assign(assigned.counts.begin(), assigned.counts.end());
+    return {Split(std::move(assigned.key_indices), std::move(counts), is_list_),
+            Split(std::move(assigned.pages), std::move(assigned.counts), is_list_)};
   }
 
   const ForkGuard process_{"block manager"};
@@ -612,7 +613,7 @@ Attributes:
     key_indices (range): index of each page's key in the given keys.
     pages (np.ndarray): int64, the pages.)")
       .def_prop_ro("key_indices", &LoadReservation::key_indices)
-      .def_prop_ro("pages", [](LoadReservation& of) { return of.pages.get(); })
+      .def_prop_ro("pages", [](LoadReservation& self) { return self.pages.get(); })
       .def("__repr__", repr_as("LoadReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r})"));
 
@@ -631,8 +632,8 @@ Attributes:
     evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
     lease (int): the lease of preempt(), which lasts until release(); 0 for none.
     skipped (int): keys that store_threshold left out.)")
-      .def_prop_ro("key_indices", [](StoreReservation& of) { return of.key_indices.get(); })
-      .def_prop_ro("pages", [](StoreReservation& of) { return of.pages.get(); })
+      .def_prop_ro("key_indices", [](StoreReservation& self) { return self.key_indices.get(); })
+      .def_prop_ro("pages", [](StoreReservation& self) { return self.pages.get(); })
       .def_ro("evicted", &StoreReservation::evicted)
       .def_ro("lease", &StoreReservation::lease)
       .def_ro("skipped", &StoreReservation::skipped)
@@ -648,10 +649,10 @@ Attributes:
     keys (bytes): the keys of the pages, in a row.
     pages (np.ndarray): int64, the pages.)")
       .def_prop_ro("keys",
-                   [](const WriteReservation& of) {
-                     return nb::bytes(of.due.keys.data(), of.due.keys.size());
+                   [](const WriteReservation& self) {
+                     return nb::bytes(self.due.keys.data(), self.due.keys.size());
                    })
-      .def_prop_ro("pages", [](const WriteReservation& of) { return to_numpy(of.due.pages); })
+      .def_prop_ro("pages", [](const WriteReservation& self) { return to_numpy(self.due.pages); })
       .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));
 
   nb::class_<PyBlockManager>(module, "BlockManager")

@@ -34,7 +34,8 @@ struct HostBlock {
 
 void bind_encoding(nb::module_& module) {
   nb::class_<PyEncoding>(module, "Encoding", "How slots of host pages keep blocks of some sizes.")
-      .def_prop_ro("slot_bytes", [](const PyEncoding& of) { return of.encoding->slot_bytes(); });
+      .def_prop_ro("slot_bytes",
+                   [](const PyEncoding& self) { return self.encoding->slot_bytes(); });
   module.def(
       "raw_encoding",
       [](nb::handle sizes) { return PyEncoding{make_raw_encoding(read_numbers<uint64_t>(sizes))}; },

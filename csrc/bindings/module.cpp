@@ -9,7 +9,7 @@
 #include "bindings/python.h"
 #include "check.h"
 
-// The door between Python and C++: the module torch_kvswap._C. The ops are in csrc/ops.
+// The boundary between Python and C++: the module torch_kvswap._C. The ops are in csrc/ops.
 namespace kvswap::bindings {
 
 Python python;

@@ -18,8 +18,8 @@ namespace kvswap::bindings {
 namespace nb = nanobind;
 using namespace nanobind::literals;
 
-// Python's part of the door: what reads unusual arguments, and what native code makes instances of.
-// Each module names its own with set_python(), when it is imported. Never freed: threads and
+// Python's side of the boundary: what reads unusual arguments, and what native code makes instances
+// of. Each module names its own with set_python(), when it is imported. Never freed: threads and
 // finalizers may still call when the interpreter ends.
 struct Python {
   nb::handle read_ids;                        // (name, ids, num_groups) -> array("q")

@@ -90,8 +90,8 @@ def test_vllms_worker_and_ours_share_chunks(folder, caplog, how, is_ours, is_asy
     )
     found, longer = [], again("longer", PROMPTS, prompt(9, 40))
     for theirs in (False, True, False):
-        door = {"extra": extra | OWN, "transfer": THEIRS} if theirs else {"extra": extra}
-        with serving(folder, is_async=is_async, **door, **how) as engine:
+        options = {"extra": extra | OWN, "transfer": THEIRS} if theirs else {"extra": extra}
+        with serving(folder, is_async=is_async, **options, **how) as engine:
             assert all(isinstance(one, KVSwapWorker) for one in engine.workers) == (
                 is_ours and not theirs
             )

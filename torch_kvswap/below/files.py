@@ -260,6 +260,6 @@ def _difference(name: str, folder: int, description: Mapping[str, Any]) -> str |
             os.close(file)
     except (OSError, ValueError, RecursionError):  # whatever somebody has left there
         return None
-    if not isinstance(other, dict) or any(other.get(of) != description[of] for of in _LAYERS):
+    if not isinstance(other, dict) or any(other.get(key) != description[key] for key in _LAYERS):
         return None
     return difference(description, other, ("here", "there"))

@@ -23,8 +23,8 @@ class StorePausedError(Exception):
 class _Call:
     """A call that has not returned."""
 
-    def __init__(self, of: object) -> None:
-        self.of, self.began, self.is_late = of, time.monotonic(), False
+    def __init__(self, task: object) -> None:
+        self.task, self.began, self.is_late = task, time.monotonic(), False
 
 
 class StoreThreads:
@@ -101,7 +101,7 @@ class StoreThreads:
             if not call.is_late:
                 self.pause(f"no answer within {DEADLINE:g} s")
                 call.is_late = True
-        return [call.of for call in late]
+        return [call.task for call in late]
 
     def pause(self, why: str) -> None:
         """Begins a pause, and warns of the first of a row. Changes nothing during a pause."""
@@ -126,11 +126,11 @@ class StoreThreads:
 
     # What tasks call.
 
-    def call(self, of: object, method: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, task: object, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls the store.
 
         Args:
-            of: what the call is for; see find_late().
+            task: what the call is for; see find_late().
 
         Raises:
             StorePausedError: there is a pause, or find_late() has found the call.
@@ -139,7 +139,7 @@ class StoreThreads:
         if time.monotonic() < self._until:
             raise StorePausedError
         me = threading.get_ident()
-        call = self._calls[me] = _Call(of)
+        call = self._calls[me] = _Call(task)
         try:
             answer = method(*arguments)
         finally:

@@ -26,7 +26,7 @@ from torch_kvswap.integrations.sglang import options as sglang
 from torch_kvswap.integrations.vllm import options as vllm
 
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
-_LEAST_SHARE = 0.7  # of the link; 0.86 on an H200, the rest are headers
+_MIN_LINK_SHARE = 0.7  # of the link's bandwidth; an H200 reaches 0.86, packet headers take the rest
 
 
 class Finding(NamedTuple):
@@ -154,7 +154,7 @@ def _measure(gpu: int) -> Finding:
         return Finding(f"{text}; the system does not say what the link is")
     share = min(rates) / most
     text += f", {share:.0%} of the {most / 1e9:.1f} GB/s of {link.lanes} PCIe lanes"
-    if share >= _LEAST_SHARE:
+    if share >= _MIN_LINK_SHARE:
         return Finding(text)
     return Finding(
         f"{text}: end what else uses the link or the memory, run on the GPU's NUMA node, or ask "

@@ -88,8 +88,8 @@ class Mapping:
         self.tensor = owner.tensor(address, nbytes)
         self.address, self._last = address, address + mapped
         if fd is None:
-            of = f" {os.getpid()} {self.address:x}-{self._last:x}"
-            self._file = promise(nbytes, of)
+            mapping = f" {os.getpid()} {self.address:x}-{self._last:x}"
+            self._file = promise(nbytes, mapping)
         # From Linux 6.1 on also where the setting for shared memory is "never".
         self._collapse = fd is not None
         self._cpus: list[int] = []

@@ -450,9 +450,9 @@ class HostPool(NotCopyable):
         slot_encoding = read_encoding(encoding, bits_per_value)
         needed = slot_encoding.slot_bytes(layout, "pass encoding='raw' for this view")
         if needed > self._shape.block_room:
-            of = "" if slot_encoding is RAW else f", encoded in {needed} bytes,"
+            encoded = "" if slot_encoding is RAW else f", encoded in {needed} bytes,"
             raise ValueError(
-                f"blocks of {layout.block_bytes} bytes{of} do not fit into slots of "
+                f"blocks of {layout.block_bytes} bytes{encoded} do not fit into slots of "
                 f"{self._shape.block_room} bytes; make the pool from the layout with the largest "
                 "slots"
             )

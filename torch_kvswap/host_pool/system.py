@@ -158,13 +158,13 @@ def huge_bytes(first: int, last: int) -> int:
     return _mapped_bytes("self", first, last, "AnonHugePages|ShmemPmdMapped|FilePmdMapped")
 
 
-def _mapped_bytes(process: str, first: int, last: int, of: str) -> int:
+def _mapped_bytes(process: str, first: int, last: int, fields: str) -> int:
     """The sum of these values of a process's mappings between two addresses."""
     kilobytes, inside = 0, False
     for line in _read(f"proc/{process}/smaps").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = first <= int(found[1], 16) and int(found[2], 16) <= last
-        elif inside and (found := re.match(rf"(?:{of}):\s+(\d+) kB", line)):
+        elif inside and (found := re.match(rf"(?:{fields}):\s+(\d+) kB", line)):
             kilobytes += int(found[1])
     return kilobytes << 10
 

@@ -287,7 +287,7 @@ class OffloadHandler(NotCopyable):
         except RuntimeError:  # a fork has nothing of the handler
             return "unknown"
         channels = metrics.stores, metrics.loads, metrics.expedited
-        left = sum(of.submitted - of.done - of.failed - of.cancelled for of in channels)
+        left = sum(one.submitted - one.done - one.failed - one.cancelled for one in channels)
         state = f"{count_of(left, 'job')} outstanding"
         try:
             self._native.check_open()
@@ -681,5 +681,5 @@ def _describe_unended(unended: tuple[int, str, int], jobs: Sequence[Job] | None)
     left, direction, first = unended
     count = left if jobs is None else len(jobs)
     have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
-    of = "" if jobs is None else f"{left} of "
-    return f"{of}{have} not ended; the first is {direction} {first}"
+    out_of = "" if jobs is None else f"{left} of "
+    return f"{out_of}{have} not ended; the first is {direction} {first}"

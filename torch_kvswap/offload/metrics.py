@@ -108,7 +108,7 @@ def read_metrics(handler: native.Handler) -> Metrics:
     return Metrics(*(_read_channel(handler.metrics(channel)) for channel in range(3)))
 
 
-def _read_channel(of: dict[str, Any]) -> ChannelMetrics:
+def _read_channel(numbers: dict[str, Any]) -> ChannelMetrics:
     for name in ("submit", "queue", "copy"):
-        of[name] = Histogram(BOUNDS, *of[name])
-    return ChannelMetrics(**of)
+        numbers[name] = Histogram(BOUNDS, *numbers[name])
+    return ChannelMetrics(**numbers)

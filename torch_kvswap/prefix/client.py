@@ -441,8 +441,8 @@ class RemoteManager(Session):
             self._of_one_page.prepare_load(keys, prefix)  # raises if the keys are too few
             ranges = self._needed_blocks(prefix)
             keys = [
-                of_group[of.start * KEY_BYTES : of.stop * KEY_BYTES]
-                for of_group, of in zip(keys, ranges, strict=True)
+                group_keys[needed.start * KEY_BYTES : needed.stop * KEY_BYTES]
+                for group_keys, needed in zip(keys, ranges, strict=True)
             ]
         with self._lock, self._reserving() as number:
             answer = self._ask(Op.ASK, [Ask.LOAD, number], keys)
@@ -450,7 +450,7 @@ class RemoteManager(Session):
             if not answer or sum(map(len, pages)) < sum(map(len, ranges)):
                 return None
             self._open[number] = None
-            indices = [np.arange(of.start, of.stop) for of in ranges]
+            indices = [np.arange(needed.start, needed.stop) for needed in ranges]
             return self._made(number, indices, pages, is_load=True)
 
     def prepare_store(
@@ -614,7 +614,7 @@ class RemoteManager(Session):
             if not answer:
                 return None
             pages, missing = _split_numbers(answer, len(of_groups))
-            store.pages, store.resets = [of.tolist() for of in pages], self._resets
+            store.pages, store.resets = [numbers.tolist() for numbers in pages], self._resets
             store.keys = list(map(_select_keys, of_groups, missing))
             for group, keys in enumerate(store.keys):
                 if len(keys) < len(store.by_key[group]) * KEY_BYTES:
@@ -630,7 +630,7 @@ class RemoteManager(Session):
             for storing, by_key in zip(self._storing, store.by_key, strict=True):
                 storing.update(by_key)
             if asked is not None:
-                missing = [of[places] for of, places in zip(asked, missing, strict=True)]
+                missing = [indices[places] for indices, places in zip(asked, missing, strict=True)]
             is_empty, lease = not any(store.pages), number if is_leased else 0
             if is_empty:
                 self._end(number, Outcome.DONE, ())
@@ -644,7 +644,7 @@ class RemoteManager(Session):
             while self._reported:
                 number, has_succeeded, pages, is_corrupted = self._reported[0]
                 of_groups = enumerate(self._pages_of.get(number, ()))
-                every = [(group, page) for group, of in of_groups for page in of.tolist()]
+                every = [(group, page) for group, numbers in of_groups for page in numbers.tolist()]
                 rejected = [at for at, page in enumerate(every) if page in pages]
                 outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
                 self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)

@@ -20,7 +20,7 @@ from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
 
-_LEAST_PAGES = 64  # that an engine with requests borrows, if its largest recent step took fewer
+_MIN_BORROWED_PAGES = 64  # of an engine with requests, even if its recent steps took fewer
 
 
 class WorkerSession(Session):
@@ -268,7 +268,7 @@ class SchedulerSession(Session):
         """
         self._demand = max(self._taken, self._demand * 15 // 16)
         self._taken = 0
-        wanted = 0 if is_idle else max(self._demand, _LEAST_PAGES)
+        wanted = 0 if is_idle else max(self._demand, _MIN_BORROWED_PAGES)
         missing = wanted - len(self._free)
         if -missing > wanted:
             self._send(pack(Op.GIVE_BACK, [0, *self._free[wanted:]]))

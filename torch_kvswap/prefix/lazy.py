@@ -76,8 +76,8 @@ class LazyStorePolicy:
 
     def clear(self) -> None:
         """Forgets all blocks."""
-        for of in (self._parent, self._blocks, self._key, self._loads):
-            of.clear()
+        for table in (self._parent, self._blocks, self._key, self._loads):
+            table.clear()
 
     def forget(self, gpu_block_ids: Iterable[int]) -> None:
         """Records that these GPU blocks have left."""

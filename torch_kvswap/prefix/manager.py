@@ -191,7 +191,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         pages = [group.num_pages for group in self.groups]
         try:
             stats = [self.stats(group) for group in range(len(self.groups))]
-            used = str(self._of_groups([of.pages - of.free_pages for of in stats]))
+            used = str(self._of_groups([group.pages - group.free_pages for group in stats]))
         except RuntimeError:  # a fork has nothing of the manager
             used = "unknown"
         return f"BlockManager(num_pages={self._of_groups(pages)}, used_pages={used})"

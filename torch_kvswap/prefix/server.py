@@ -58,7 +58,7 @@ _HELLO_SECONDS = 30.0  # until a connection has said who it is
 _PAUSE_SECONDS = 1.0  # of the listener, while there are no file descriptors
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
 _BELOW_BYTES = 64 << 20  # in flight to the store below, and from there
-_LENT_PART = 4  # of the pages, one in so many may be lent, shared by those that have some
+_MAX_LENT_SHARE = 1 / 4  # of the pages, divided among the engines that have borrowed some
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
@@ -698,7 +698,7 @@ class PageServer:
         lent_to = sum(
             any(one.lent.values()) for one in self._sessions.values() if one is not session
         )
-        share = max(self._pages.pools[0].num_pages // (_LENT_PART * (lent_to + 1)), 1)
+        share = max(int(self._pages.pools[0].num_pages * _MAX_LENT_SHARE / (lent_to + 1)), 1)
         pages = self._lend(session, max(min(most, share - len(session.lent.get(0, ()))), 0))
         self._answer(session, [len(pages), *pages.tolist()])
 

@@ -34,7 +34,7 @@ ABSENT = 1.0  # for how long the store is not asked again for what it does not h
 # Of each direction. With more, pages are no faster, and lookups wait for the GIL.
 # A call of the store moves such a part of the bytes in flight.
 _THREADS = 4
-_LEAST_SHARE = 8  # of the pages of a pool, one in so many is held at most to be written
+_MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool, held while they are written
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Tier:
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
         self._batch = [max(below_bytes // _THREADS // size, 1) for size in self._page_bytes]
-        self._most_held = [max(pool.num_pages // _LEAST_SHARE, 1) for pool in pools]
+        self._most_held = [max(int(pool.num_pages * _MAX_SHARE_IN_WRITES), 1) for pool in pools]
         self._write_batch = [
             min(batch, max(held // _THREADS, 1))
             for batch, held in zip(self._batch, self._most_held, strict=True)
@@ -171,8 +171,8 @@ class Tier:
     def ask(self, found: Lookup, keys: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
         first = [found.found * ratio for ratio in self._ratios]
-        missed = [of[KEY_BYTES * at :] for of, at in zip(keys, first, strict=True)]
-        identity = next((of[:KEY_BYTES] for of in missed if of), None)
+        missed = [group_keys[KEY_BYTES * at :] for group_keys, at in zip(keys, first, strict=True)]
+        identity = next((group_keys[:KEY_BYTES] for group_keys in missed if group_keys), None)
         if identity is None:
             return found
         with self._lock:
@@ -251,13 +251,13 @@ class Tier:
             self._reads.submit(partial(self._delete, group, [key]))
 
     def stats(self) -> BelowStats:
-        of_groups = [self._manager.stats(group) for group in range(len(self._formats))]
+        groups = [self._manager.stats(group) for group in range(len(self._formats))]
         return BelowStats(
-            promoted=sum(of.promoted for of in of_groups),
+            promoted=sum(group.promoted for group in groups),
             damaged=self._damaged,
             written=self._written,
             failed=self._failed,
-            lost=sum(of.lost for of in of_groups),
+            lost=sum(group.lost for group in groups),
             hung=self._reads.hung + self._writes.hung,
         )
 
@@ -385,8 +385,8 @@ class Tier:
             return [[] for _ in ask.keys]
         of_groups = zip(ask.keys, ask.first, self._manager._needed_blocks(units), strict=True)
         return [
-            keys[max(of.start - first, 0) : max(of.stop - first, 0)]
-            for keys, first, of in of_groups
+            keys[max(needed.start - first, 0) : max(needed.stop - first, 0)]
+            for keys, first, needed in of_groups
         ]
 
     def _read_batch(self, ask: _Ask, group: int, keys: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever the door, blocks are served only to caches in which their bytes mean the same."""
+"""However a cache is opened, blocks are served only to caches in which their bytes mean the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_kvswap.prefix import BlockGroup
 KEYS = [[key_of(name) for name in "abcd"]]
 GROUP = BlockGroup(16, block_tokens=16)
 Cache = tuple[PagedLayout, BlockGroup]
-Door = Callable[[PagedLayout, BlockGroup], PrefixCache]
+Opener = Callable[[PagedLayout, BlockGroup], PrefixCache]
 
 
 def first_cache() -> Cache:
@@ -65,7 +65,7 @@ OTHERS: dict[str, Callable[[], Cache]] = {
 }
 
 
-def below(store: Any) -> Door:
+def below(store: Any) -> Opener:
     def open_cache(layout: PagedLayout, group: BlockGroup) -> PrefixCache:
         pool = HostPool(layout, group.num_pages)
         how = {"below_model": "m", "below_policy": "all"}
@@ -75,18 +75,18 @@ def below(store: Any) -> Door:
 
 
 @contextmanager
-def folder_door(path: str) -> Iterator[Door]:
+def by_folder(path: str) -> Iterator[Opener]:
     yield below(lambda: f"file:{path}")
 
 
 @contextmanager
-def store_door(_: str) -> Iterator[Door]:
+def by_store(_: str) -> Iterator[Opener]:
     objects: dict[str, bytes] = {}
     yield below(lambda: MemoryStore(objects))
 
 
 @contextmanager
-def server_door(path: str) -> Iterator[Door]:
+def by_server(path: str) -> Iterator[Opener]:
     with serving(path):
         yield lambda layout, group: PrefixCache.connect(path, [layout], [group], model="m")
 
@@ -103,13 +103,13 @@ def store_blocks(cache: PrefixCache) -> None:
         assert in_time(lambda: cache.below_stats().written == 4)
 
 
-@pytest.mark.parametrize("door", [folder_door, store_door, server_door])
+@pytest.mark.parametrize("way", [by_folder, by_store, by_server])
 @pytest.mark.parametrize("other", OTHERS)
-def test_blocks_of_another_format_are_not_served(door: Any, other: str, path: str) -> None:
-    with door(path) as open_cache:
+def test_blocks_of_another_format_are_not_served(way: Any, other: str, path: str) -> None:
+    with way(path) as open_cache:
         first = open_cache(*first_cache())
         store_blocks(first)
-        if door is server_door:
+        if way is by_server:
             with pytest.raises(ValueError, match="the server has other pages: pages"):
                 open_cache(*OTHERS[other]())
         else:

@@ -29,7 +29,7 @@ from torch_kvswap.results import TransferError
 
 _log = logging.getLogger(__name__)
 _KEY_BYTES = 32  # SGLang's hashes are SHA-256
-_FEW_TOKENS = 16  # of a page, below which its fragments are small
+_MIN_PAGE_TOKENS = 16  # smaller pages are many small copies: a warning says so
 _LENGTHS = 64  # of a model with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a lookup waits for a second tier, once for each request
 
@@ -176,7 +176,7 @@ class KVSwapLinker(UnifiedCacheLinker):
             *(options.encoding, options.verify),
             f"server {path}" if path else f"below {options.below}",
         )
-        if self._page_tokens < _FEW_TOKENS:
+        if self._page_tokens < _MIN_PAGE_TOKENS:
             _log.warning(
                 "KVSwapLinker: pages of %d tokens are many small copies; --page-size 64 is faster",
                 self._page_tokens,

@@ -106,7 +106,7 @@ def _paged(name: Any, pool: Any, step: int, of_layer: dict[int, int]) -> LayerGr
         raise _refused("KV caches whose layers are divided among ranks")
     if pool.page_size != step:
         raise _refused(f"a {name.value} pool with pages of {pool.page_size} tokens beside {step}")
-    tensors = [{part: _pages(of[part], step) for part in of} for of in buffers]
+    tensors = [{part: _pages(buffer[part], step) for part in buffer} for buffer in buffers]
     return _group(name, tensors, step, of_layer, is_mla=type(pool) is MLATokenToKVPool)
 
 

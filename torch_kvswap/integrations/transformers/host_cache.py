@@ -178,7 +178,7 @@ class _HostLayers:
                 device=like.device,
             )
         blocks = (self.buffers * self.blocks, BLOCK_TOKENS, batch, heads, size)
-        gpu = PagedLayout([of.view(blocks) for of in memory])
+        gpu = PagedLayout([tensor.view(blocks) for tensor in memory])
         pages = self.layers * self.blocks
         self.handler = OffloadHandler(gpu, HostPool(gpu, pages, **self._options))
         is_encoded = self._options["encoding"] != "raw"
@@ -205,8 +205,8 @@ class _HostLayers:
             job.synchronize()
         buffer = step % self.buffers
         ours = self.keys[buffer, :last], self.values[buffer, :last]
-        for of, new in zip(ours, (keys, values), strict=True):
-            of[first:] = new.permute(2, 0, 1, 3)
+        for cached, new in zip(ours, (keys, values), strict=True):
+            cached[first:] = new.permute(2, 0, 1, 3)
         stored = range(first // BLOCK_TOKENS, -(-last // BLOCK_TOKENS))
         blocks, pages = self._place(step, stored)
         self.stores[step] = self.handler.store(gpu_block_ids=blocks, page_ids=pages), stored
@@ -275,10 +275,10 @@ class _HostLayers:
         raw_blocks = [blocks.pop(i) for i in reversed(raw)]
         raw_pages = [self.raw_pages[pages.pop(i)] for i in reversed(raw)]
         self.loads[step] = [
-            handler.load(gpu_block_ids=of, page_ids=its)
-            for handler, of, its in (
+            handler.load(gpu_block_ids=block_ids, page_ids=page_ids)
+            for handler, block_ids, page_ids in (
                 (self.handler, blocks, pages),
                 (self.raw, raw_blocks, raw_pages),
             )
-            if of
+            if block_ids
         ]

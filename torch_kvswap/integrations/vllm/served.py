@@ -58,13 +58,13 @@ class ServedPool(RemotePools):
         how: dict[str, Any],
     ) -> None:
         shape = [largest], None, server.model, 0, 1, blocks_per_page
-        of = server.worker
-        rank, parts = of.part or (0, 1)
+        worker = server.worker
+        rank, parts = worker.part or (0, 1)
         bytes_of = {**server.bytes_of, "groups": [layout._describe() for layout in layouts]}
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page}
         super().__init__([largest], alone, rank)
-        self._session = WorkerSession(server.path, of.engine_id, cache, self, of.rank)
+        self._session = WorkerSession(server.path, worker.engine_id, cache, self, worker.rank)
         try:
             self._session.join()
         except OSError as error:
