@@ -257,6 +257,10 @@ class BelowServer(Server):
     def is_settled(self) -> bool:
         """Nothing uses a page, and what is in memory was written."""
         self.poll()
+        below = self.prefixes._below
+        assert below is not None
+        if below._asking or below._answered:  # what is there would be read into pages
+            return False
         stats = self.prefixes.manager.stats()
         is_unused = stats.free_pages + stats.idle_pages == self.pool.num_pages
         return is_unused and not self.prefixes.below_stats().hung and not self.not_written()
