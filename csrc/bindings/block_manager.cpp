@@ -96,10 +96,7 @@ class JoinedKeys {
   int64_t read(const std::string& name, nb::handle keys) {
     const size_t before = copied_.size();
     size_t count = 0;
-    if (!copies_ && PyList_CheckExact(keys.ptr()) && PyList_Size(keys.ptr()) == 1 &&
-        point_to(PyList_GetItem(keys.ptr(), 0))) {
-      count = 1;
-    } else if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
+    if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
       count = (copied_.size() - before) / kKeyBytes;
     } else {
       copied_.resize(before);
@@ -122,14 +119,6 @@ class JoinedKeys {
     return static_cast<int64_t>(count);
   }
 
-  // Whether this is a key of kKeyBytes, which is then not copied.
-  bool point_to(nb::handle key) {
-    if (!PyBytes_CheckExact(key.ptr()) || PyBytes_Size(key.ptr()) != kKeyBytes) return false;
-    bytes_ = reinterpret_cast<const uint8_t*>(PyBytes_AsString(key.ptr()));
-    held_ = nb::borrow(key);
-    return true;
-  }
-
   const bool copies_;  // the keys of a list of groups are copied into a row
   nb::object held_;    // the bytes that bytes_ points to
   const uint8_t* bytes_ = nullptr;
@@ -149,35 +138,30 @@ auto busy(const Call& call) {
   return without_gil([&] { return call(true); });
 }
 
-// Numbers of all groups in a row, as Python gets them: an array, or a list with one of each group.
-class Split {
- public:
-  Split(std::vector<int64_t> numbers, std::vector<int64_t> counts, bool is_list)
-      : numbers_(std::move(numbers)), counts_(std::move(counts)), is_list_(is_list) {}
+// As Python gets it: an array each, or a list with one of each group.
+struct Assigned : prefix::Assigned {
+  explicit Assigned(bool is_list) : is_list(is_list) {}
 
-  int64_t* data() { return numbers_.data(); }
+  nb::any python_indices() { return get(indices_made_, key_indices); }
+  nb::any python_pages() { return get(pages_made_, pages); }
 
-  // Made when it is first asked for.
-  nb::any get() {
-    if (made_.is_valid()) return as_any(made_);
-    if (is_list_) {
-      nb::list several;
-      auto next = numbers_.begin();
-      for (const int64_t count : counts_) {
-        several.append(to_numpy({next, next + count}));
-        next += count;
-      }
-      made_ = several;
-    } else {
-      made_ = to_numpy(numbers_);
-    }
-    return as_any(made_);
-  }
+  bool is_list;
 
  private:
-  std::vector<int64_t> numbers_, counts_;
-  bool is_list_;
-  nb::object made_;
+  // Made when it is first asked for.
+  nb::any get(nb::object& made, const std::vector<int64_t>& numbers) const {
+    if (made.is_valid()) return as_any(made);
+    if (!is_list) return as_any(made = to_numpy(numbers));
+    nb::list several;
+    auto next = numbers.begin();
+    for (const int64_t count : counts) {
+      several.append(to_numpy({next, next + count}));
+      next += count;
+    }
+    return as_any(made = several);
+  }
+
+  nb::object indices_made_, pages_made_;
 };
 
 nb::object as_range(const std::pair<size_t, size_t>& range) {
@@ -185,24 +169,21 @@ nb::object as_range(const std::pair<size_t, size_t>& range) {
 }
 
 struct LoadReservation : Reservation {
-  Ranges key_ranges;
-  bool is_list;
-  Split pages;
-  std::optional<Split> held = {};  // of hold(): the indices of the keys
+  Assigned assigned;
+  Ranges key_ranges = {};  // of each group; none of hold(), which has indices
 
   nb::any key_indices() {
-    if (held) return held->get();
+    if (key_ranges.empty()) return assigned.python_indices();
     nb::list several;
     for (const auto& of_group : key_ranges) several.append(as_range(of_group));
-    return as_any(is_list ? nb::object(several) : nb::object(several[0]));
+    return as_any(assigned.is_list ? nb::object(several) : nb::object(several[0]));
   }
 };
 
 struct StoreReservation : Reservation {
-  Split key_indices, pages;
-  std::vector<int64_t> evicted;
-  int64_t lease;
-  size_t skipped;
+  Assigned assigned;
+  int64_t lease = 0;
+  size_t skipped = 0;
 };
 
 // Pages that are due to be written below.
@@ -333,43 +314,36 @@ class PyBlockManager {
     return needed;
   }
 
-  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix,
-                                              nb::handle is_use) {
+  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix) {
     std::optional<int64_t> units;
     if (!prefix.is_none()) units = read_prefix(prefix);
-    const bool counts = read_switch("is_use", is_use);
     JoinedKeys joined = read(keys);
-    Ranges ranges;
-    if (units) {
-      ranges = manager_.needed_blocks(*units);
-      joined.cut(ranges);
-    } else {
-      for (size_t g = 0; g < num_groups_; ++g) ranges.emplace_back(0, joined.counts()[g]);
-    }
     // All memory is taken before pages are held.
-    std::optional<LoadReservation> made{
-        LoadReservation{{},
-                        std::move(ranges),
-                        is_list_,
-                        split(std::vector<int64_t>(joined.size()), joined.counts())}};
+    LoadReservation made{{}, Assigned(is_list_)};
+    if (units) {
+      made.key_ranges = manager_.needed_blocks(*units);
+      joined.cut(made.key_ranges);
+    } else {
+      for (size_t g = 0; g < num_groups_; ++g) made.key_ranges.emplace_back(0, joined.counts()[g]);
+    }
+    made.assigned.pages.resize(joined.size());
+    if (is_list_) made.assigned.counts.assign(joined.counts(), joined.counts() + num_groups_);
     auto pages = new_pages();
-    made->id = busy([&](bool wait) {
-      return manager_.prepare_load(joined.keys(), counts, made->pages.data(), wait);
+    made.id = busy([&](bool wait) {
+      return manager_.prepare_load(joined.keys(), made.assigned.pages.data(), wait);
     });
-    if (made->id == 0) return std::nullopt;
-    give(*made, std::move(pages), joined.size(), true);
+    if (made.id == 0) return std::nullopt;
+    give(made, std::move(pages), joined.size(), true);
     return made;
   }
 
   std::optional<LoadReservation> hold(nb::handle keys, bool renews) {
     const JoinedKeys joined = read(keys);
-    prefix::Assigned held;
-    std::vector<int64_t> counts = room_for_counts();
-    const int64_t id =
-        busy([&](bool wait) { return manager_.hold(joined.keys(), renews, held, wait); });
-    if (id == 0) return std::nullopt;
-    auto [indices, pages] = split(held, std::move(counts));
-    return LoadReservation{{id, nullptr}, {}, is_list_, std::move(pages), std::move(indices)};
+    LoadReservation made{{}, Assigned(is_list_)};
+    made.id =
+        busy([&](bool wait) { return manager_.hold(joined.keys(), renews, made.assigned, wait); });
+    if (made.id == 0) return std::nullopt;
+    return made;
   }
 
   bool is_pending(nb::handle keys) {
@@ -472,18 +446,16 @@ class PyBlockManager {
                                           std::optional<uint64_t> resets = {}) {
     const JoinedKeys joined = read(keys);
     // All memory is taken before pages are.
-    prefix::Assigned assigned;
-    std::vector<int64_t> counts = room_for_counts();
-    auto pages_of_job = new_pages();
+    StoreReservation made{{}, Assigned(is_list_)};
+    auto pages = new_pages();
     const auto stored = busy([&](bool wait) {
-      return manager_.prepare_store(joined.keys(), purpose, resets, assigned, wait);
+      return manager_.prepare_store(joined.keys(), purpose, resets, made.assigned, wait);
     });
     if (!stored) return std::nullopt;
-    const size_t count = assigned.pages.size();
-    auto [indices, pages] = split(assigned, std::move(counts));
-    StoreReservation made{{stored->reservation, nullptr}, std::move(indices), std::move(pages),
-                          std::move(assigned.evicted),    stored->lease,      stored->skipped};
-    give(made, std::move(pages_of_job), count, false);
+    made.id = stored->reservation;
+    made.lease = stored->lease;
+    made.skipped = stored->skipped;
+    give(made, std::move(pages), made.assigned.pages.size(), false);
     return made;
   }
 
@@ -548,22 +520,6 @@ class PyBlockManager {
     process_.check();
     return {keys, is_list_, num_groups_};
   }
-  Split split(std::vector<int64_t> numbers, const int64_t* counts) const {
-    if (!is_list_) return {std::move(numbers), {}, false};
-    return {std::move(numbers), {counts, counts + num_groups_}, true};
-  }
-
-  std::vector<int64_t> room_for_counts() const {
-    std::vector<int64_t> counts;
-    counts.reserve(num_groups_);
-    return counts;
-  }
-  // The indices and the pages. counts: has room, so that no memory is needed.
-  std::pair<Split, Split> split(prefix::Assigned& assigned, std::vector<int64_t> counts) const {
-    counts.assign(assigned.counts.begin(), assigned.counts.end());
-    return {Split(std::move(assigned.key_indices), std::move(counts), is_list_),
-            Split(std::move(assigned.pages), std::move(assigned.counts), is_list_)};
-  }
 
   const ForkGuard process_{"block manager"};
   const bool is_list_;           // what is of all groups is a list in Python, also of a single one
@@ -613,7 +569,7 @@ Attributes:
     key_indices (range): index of each page's key in the given keys.
     pages (np.ndarray): int64, the pages.)")
       .def_prop_ro("key_indices", &LoadReservation::key_indices)
-      .def_prop_ro("pages", [](LoadReservation& self) { return self.pages.get(); })
+      .def_prop_ro("pages", [](LoadReservation& self) { return self.assigned.python_pages(); })
       .def("__repr__", repr_as("LoadReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r})"));
 
@@ -632,9 +588,10 @@ Attributes:
     evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
     lease (int): the lease of preempt(), which lasts until release(); 0 for none.
     skipped (int): keys that store_threshold left out.)")
-      .def_prop_ro("key_indices", [](StoreReservation& self) { return self.key_indices.get(); })
-      .def_prop_ro("pages", [](StoreReservation& self) { return self.pages.get(); })
-      .def_ro("evicted", &StoreReservation::evicted)
+      .def_prop_ro("key_indices",
+                   [](StoreReservation& self) { return self.assigned.python_indices(); })
+      .def_prop_ro("pages", [](StoreReservation& self) { return self.assigned.python_pages(); })
+      .def_prop_ro("evicted", [](const StoreReservation& self) { return self.assigned.evicted; })
       .def_ro("lease", &StoreReservation::lease)
       .def_ro("skipped", &StoreReservation::skipped)
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
@@ -675,19 +632,16 @@ Args:
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("_needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
            nb::sig("def _needed_blocks(self, prefix: int) -> list[range]"))
-      .def(
-          "prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
-          "prefix"_a.none() = nb::none(), nb::kw_only(), "is_use"_a.none() = true,
-          nb::sig("def prepare_load(self, keys: " KEYS
-                  ", prefix: int | None = None, *, is_use: bool = True) -> LoadReservation | None"),
-          R"(Holds the pages of ready blocks for a load.
+      .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
+           "prefix"_a.none() = nb::none(),
+           nb::sig("def prepare_load(self, keys: " KEYS
+                   ", prefix: int | None = None) -> LoadReservation | None"),
+           R"(Holds the pages of ready blocks for a load.
 
 Args:
     keys: keys of a prompt's blocks.
     prefix (int | None): only the needed_blocks() of a prefix of this length, in units, such
         as `Lookup.ready`. None is all keys.
-    is_use (bool): whether it counts as a use for eviction. If not, the blocks keep their
-        positions: for copies that no request has asked for.
 
 Returns:
     LoadReservation | None: None, with nothing held, if a block is not ready.

@@ -81,7 +81,7 @@ void BlockManager::grow(const int64_t* ready_pages) {
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t BlockManager::prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait) {
+int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
   std::vector<Pin> pins;
@@ -94,10 +94,8 @@ int64_t BlockManager::prepare_load(const Keys& keys, bool is_use, int64_t* pages
       pins.push_back({g, found_pages_[at], false});
     }
   }
-  const int64_t id = reserve(Kind::kLoad, std::move(pins), !is_use);
-  if (is_use) {
-    for (const Pin& pin : find(id)->second.pins) groups_[pin.group].pages->use(pin.page);
-  }
+  const auto& [id, reservation] = *reserve(Kind::kLoad, std::move(pins), false);
+  for (const Pin& pin : reservation.pins) groups_[pin.group].pages->use(pin.page);
   return id;
 }
 
@@ -118,18 +116,17 @@ int64_t BlockManager::hold(const Keys& keys, bool renews, Assigned& held, bool w
     }
   }
   if (pins.empty()) return 0;
-  return reserve(renews ? Kind::kStore : Kind::kLoad, std::move(pins), !renews);
+  return reserve(renews ? Kind::kStore : Kind::kLoad, std::move(pins), !renews)->first;
 }
 
-int64_t BlockManager::reserve(Kind kind, std::vector<Pin> pins, bool keeps_places) {
-  const int64_t id = next_id();
-  const Reservation& reservation =
-      reservations_.emplace(id, Reservation{kind, std::move(pins)}).first->second;
-  for (const Pin& pin : reservation.pins) {
+BlockManager::Reservations::iterator BlockManager::reserve(Kind kind, std::vector<Pin> pins,
+                                                           bool keeps_places) {
+  const auto made = reservations_.emplace(next_id(), Reservation{kind, std::move(pins)}).first;
+  for (const Pin& pin : made->second.pins) {
     Pages& pages = *groups_[pin.group].pages;
     keeps_places ? pages.hold_in_place(pin.page) : pages.hold(pin.page);
   }
-  return id;
+  return made;
 }
 
 bool BlockManager::is_pending(const Keys& keys, bool wait) {

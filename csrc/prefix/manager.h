@@ -105,9 +105,9 @@ class BlockManager {
   // The longest prefix, in units, that somebody else can complete, who has the blocks behind the
   // first `found` units for which `there`, of each group, is not 0.
   int64_t longest_prefix(int64_t found, const std::vector<std::string>& there) const;
-  // Holds the pages of all keys for a load. is_use: it counts for eviction; if not, the pages keep
-  // their places. Returns the reservation; 0 if some key is not ready.
-  int64_t prepare_load(const Keys& keys, bool is_use, int64_t* pages, bool wait);
+  // Holds the pages of all keys for a load, which counts as a use. Returns the reservation; 0 if
+  // some key is not ready.
+  int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Holds the pages of the keys that are ready. renews: not for a load but beside a store of the
   // others, so that all are evicted together; if not, they keep their places. Returns the
   // reservation; 0 if no key is ready.
@@ -187,8 +187,8 @@ class BlockManager {
   std::unique_ptr<Pages> make_pages(size_t group);
   // Throws if there is no such reservation.
   Reservations::iterator find(int64_t id);
-  // Holds pages that are ready. keeps_places: in the order of eviction. Returns the reservation.
-  int64_t reserve(Kind kind, std::vector<Pin> pins, bool keeps_places);
+  // Holds pages that are ready. keeps_places: in the order of eviction.
+  Reservations::iterator reserve(Kind kind, std::vector<Pin> pins, bool keeps_places);
   // Takes the lock, for a call that visits this many keys or pages, and ends what has ended.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   std::unique_lock<std::mutex> lock() { return lock_for(0, true); }

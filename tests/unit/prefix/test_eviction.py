@@ -183,11 +183,11 @@ def test_arc_finds_more_than_lru_of_conversations_in_few_pages():
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("is_use", [False, True])
-def test_a_load_that_is_no_use_holds_its_pages_and_changes_no_order(policy, is_use):
+def test_holding_pages_without_use_changes_no_order(policy, is_use):
     manager = BlockManager(3, eviction_policy=policy)
     for key in "abc":
         manager.complete(manager.prepare_store([key]))
-    load = manager.prepare_load(["a"], is_use=is_use)
+    load = manager.prepare_load(["a"]) if is_use else manager.hold(["a"])
     manager.complete(manager.prepare_store(["d"]))
     assert [manager.lookup([key]).ready for key in "abcd"] == [1, 0, 1, 1]
     manager.complete(load)
