@@ -25,8 +25,7 @@ html_show_copyright = False
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings have the types, with units and shapes
-autodoc_mock_imports = ["transformers"]  # HostCache is derived from its Cache
-autodoc_inherit_docstrings = False
+autodoc_mock_imports = ["transformers", "vllm", "sglang"]  # their classes are bases of ours
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 

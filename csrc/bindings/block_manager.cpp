@@ -553,7 +553,7 @@ void bind_block_manager(nb::module_& module) {
           },
           "id"_a, "ended"_a, "num_pages"_a, "is_load"_a)
       .def_ro("id", &Reservation::id)
-      .def("let_go", &Reservation::let_go);
+      .def("let_go", &Reservation::let_go, "Ends the reservation, unless a job has taken it.");
 
   const auto repr_as = [](const char* text) {
     return [text](nb::handle self) { return nb::str(text).format(self); };

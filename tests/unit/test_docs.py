@@ -1,5 +1,10 @@
-"""The Python blocks of the docs run. Links, and the functions that the docs name, exist."""
+"""The Python blocks of the docs run. Links, and the functions that the docs name, exist.
 
+The reference has every public name.
+"""
+
+import inspect
+import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -66,3 +71,48 @@ def test_the_python_blocks_of_a_page_run(page):
         """
     )
     run_script(program)
+
+
+PACKAGES = ("", ".below", ".encoding", ".host_pool", ".offload", ".prefix")
+PUBLIC = [
+    f"torch_kvswap{package}.{name}"
+    for package in PACKAGES
+    for name in pkgutil.resolve_name(f"torch_kvswap{package}").__all__
+    if name != "__version__"
+] + ["torch_kvswap.reference.ReferenceHandler"]
+DIRECTIVE = re.compile(r"^\.\. (\w+):: ([\w.]+).*\n((?: +:.*\n)*)", re.MULTILINE)
+
+
+def reference_options() -> dict[str, dict[str, str]]:
+    """The options of each name that a page of the reference documents."""
+    found = {}
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        module = ""
+        for directive, name, options in DIRECTIVE.findall(page.read_text()):
+            if directive == "currentmodule":
+                module = f"{name}."
+            elif directive.startswith("auto"):
+                full = name if name.startswith("torch_kvswap.") else module + name
+                found[full] = dict(re.findall(r":([\w-]+): *(.*)", options))
+    return found
+
+
+def is_documented(kind: type, name: str, options: dict[str, str]) -> bool:
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    if not owner.__module__.startswith("torch_kvswap"):
+        return True  # Python's own
+    if re.search(rf"^ *(\w+, )*{name}\b[\w, ]*( \(|:)", inspect.getdoc(kind) or "", re.MULTILINE):
+        return True  # under Attributes
+    if options.get("members"):
+        return name in options["members"].split(", ")
+    is_listed = owner is kind or "inherited-members" in options
+    return "members" in options and is_listed and bool(inspect.getdoc(getattr(kind, name)))
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_the_reference_has_every_public_member(path):
+    options = reference_options()
+    assert path in options
+    kind = pkgutil.resolve_name(path)
+    names = [name for name in dir(kind) if name[0] != "_"] if inspect.isclass(kind) else []
+    assert not [name for name in names if not is_documented(kind, name, options[path])]
