@@ -12,7 +12,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
 from typing import Any
 
@@ -48,7 +47,6 @@ from torch_kvswap.prefix.hashing import (
     Keys,
     check_distinct_keys,
     read_keys,
-    split_keys,
 )
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
@@ -345,31 +343,11 @@ class Session(NotCopyable):
             self._changed.notify_all()
 
 
-@dataclass(eq=False)
-class _Store:
-    """A store that has not ended.
-
-    Attributes:
-        resets (int): of the index, when it began.
-        pages (list[list[int]]): borrowed, of each group.
-        keys (list[bytes]): of their blocks.
-        by_key (list[dict]): this store, for each of these keys.
-        leases (set[int]): preempted requests that hold these keys too, once they are there.
-    """
-
-    resets: int
-    pages: list[list[int]] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    by_key: list[dict[bytes, _Store]] = field(default_factory=list)
-    leases: set[int] = field(default_factory=set)
-
-
 class RemoteManager(Session):
     """The BlockManager of a server, with the same calls; other engines change it too.
 
     A call that needs an answer waits for it, for DEADLINE at most. Without a server lookups find
-    nothing, and loads and stores get no pages. What is being stored only this engine knows, until
-    complete() publishes it: two engines may store one block, and the server keeps one page.
+    nothing, and loads and stores get no pages. What one engine is storing is pending for all.
 
     Any thread may call any method. In a forked child every call raises RuntimeError.
 
@@ -399,11 +377,9 @@ class RemoteManager(Session):
         # For what depends on the groups only: it never has a block.
         self._of_one_page = BlockManager(of_one_page)._for_jobs()
         self.resets = 0
-        # By the numbers of what they hold; None is a load. Guarded by _lock, as are the others.
-        self._open: dict[int, _Store | None] = {}
-        self._storing: list[dict[bytes, _Store]] = [{} for _ in self.groups]
+        # The numbers of loads and stores that have not ended. Guarded by _lock, as are the others.
+        self._open: set[int] = set()
         self._leases: set[int] = set()
-        self._lost_leases: set[int] = set()  # at a reset, of which the server has not heard
         self._dropped = 0  # stores without a server
         self._ended = native.EndedPages()
         # Taken from there: the reservation, whether it has succeeded, which pages were rejected,
@@ -420,8 +396,7 @@ class RemoteManager(Session):
             if answer is None:
                 return _NOTHING
             self.resets = self._resets
-            found = Lookup(*answer[:4])
-            return self._with_own(found, of_groups) if any(self._storing) else found
+            return Lookup(*answer[:4])
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """See BlockManager.needed_blocks()."""
@@ -449,7 +424,7 @@ class RemoteManager(Session):
             pages, _ = _split_numbers(answer[4:], len(ranges)) if answer else ([], [])
             if not answer or sum(map(len, pages)) < sum(map(len, ranges)):
                 return None
-            self._open[number] = None
+            self._open.add(number)
             indices = [np.arange(needed.start, needed.stop) for needed in ranges]
             return self._made(number, indices, pages, is_load=True)
 
@@ -464,10 +439,9 @@ class RemoteManager(Session):
         return self._borrow(keys, is_leased=True)
 
     def is_pending(self, keys: list[bytes]) -> bool:
-        """Whether this engine is storing some of these blocks."""
-        with self._lock:
-            self.end_reported()
-            return any(map(any, self._own(keys)))
+        """See BlockManager.is_pending()."""
+        answer = self._ask(Op.ASK, [Ask.PENDING, 0], keys)
+        return answer is not None and answer[2] > 0
 
     # What anybody may call.
 
@@ -532,8 +506,6 @@ class RemoteManager(Session):
             self._connection.sendall(message)
             while self._awaited:
                 self._receive()
-            while self._lost_leases:
-                self._connection.sendall(pack(Op.END, [self._lost_leases.pop(), Outcome.DONE]))
         except BlockingIOError:
             self._lose(f"it did not answer within {DEADLINE:g} s")
         except OSError as error:
@@ -550,17 +522,12 @@ class RemoteManager(Session):
         super()._use(connection, session, generation, resets)
 
     def _note_reset(self) -> None:
-        """What is being stored is from before it, and nobody finds what the leases hold."""
         super()._note_reset()
-        for storing in self._storing:
-            storing.clear()
-        self._lost_leases |= self._leases
         self._leases.clear()
 
     def _forget(self) -> None:
         super()._forget()
         self._leases.clear()
-        self._lost_leases.clear()
 
     # Reservations.
 
@@ -591,50 +558,30 @@ class RemoteManager(Session):
         return made
 
     def _borrow(
-        self, of_groups: list[bytes], resets: int | None = None, is_leased: bool = False
+        self, keys: list[bytes], resets: int | None = None, is_leased: bool = False
     ) -> RemoteReservation | None:
-        """Holds the pages of the keys that are ready, and borrows one for each other key that this
-        engine is not storing already. is_leased: it holds all of them until release()."""
-        store = _Store(self._resets)
-        store.by_key = [dict.fromkeys(split_keys(keys), store) for keys in of_groups]
-        for group, (by_key, keys) in enumerate(zip(store.by_key, of_groups, strict=True)):
-            if len(by_key) * KEY_BYTES < len(keys):
-                check_distinct_keys("keys" if len(of_groups) == 1 else f"keys[{group}]", keys)
+        """Borrows a page for each key that has none. is_leased: all keys keep theirs until
+        release()."""
+        for group, joined in enumerate(keys):
+            check_distinct_keys("keys" if len(keys) == 1 else f"keys[{group}]", joined)
         with self._lock, self._reserving() as number:
-            self.end_reported()
-            asked, earlier = None, set[_Store]()
-            if any(self._storing):
-                own = self._own(of_groups)
-                asked = [np.flatnonzero([one is None for one in of_group]) for of_group in own]
-                earlier = {one for of_group in own for one in of_group if one is not None}
-                of_groups = list(map(_select_keys, of_groups, asked))
-            answer = self._ask(Op.BORROW, [number, 0], of_groups)
+            lease = next(self._numbers) if is_leased else 0
+            answer = self._ask(Op.BORROW, [number, lease], keys)
             if self._connection is None:
                 self._dropped += 1
             if not answer:
                 return None
-            pages, missing = _split_numbers(answer, len(of_groups))
-            store.pages, store.resets = [numbers.tolist() for numbers in pages], self._resets
-            store.keys = list(map(_select_keys, of_groups, missing))
-            for group, keys in enumerate(store.keys):
-                if len(keys) < len(store.by_key[group]) * KEY_BYTES:
-                    store.by_key[group] = dict.fromkeys(split_keys(keys), store)
-            self._open[number] = store
+            pages, indices = _split_numbers(answer, len(keys))
+            if not any(map(len, pages)):
+                number = 0
+            else:
+                self._open.add(number)
             if resets not in (None, self._resets):
                 self._end(number, Outcome.FAILED, ())
                 return None
             if is_leased:
-                self._leases.add(number)
-                for one in (*earlier, store):
-                    one.leases.add(number)
-            for storing, by_key in zip(self._storing, store.by_key, strict=True):
-                storing.update(by_key)
-            if asked is not None:
-                missing = [indices[places] for indices, places in zip(asked, missing, strict=True)]
-            is_empty, lease = not any(store.pages), number if is_leased else 0
-            if is_empty:
-                self._end(number, Outcome.DONE, ())
-            return self._made(0 if is_empty else number, missing, pages, lease)
+                self._leases.add(lease)
+            return self._made(number, indices, pages, lease)
 
     def end_reported(self) -> None:
         """Tells the server which copies have ended."""
@@ -655,12 +602,8 @@ class RemoteManager(Session):
         """The copy of a reservation has ended. The caller holds the lock."""
         if number not in self._open:  # a call before was interrupted
             return
-        store = self._open[number]
         try:
-            if store is None:
-                self._send(pack(Op.END, [number, outcome, *rejected]))
-            else:
-                self._end_store(number, store, outcome, rejected)
+            self._send(pack(Op.END, [number, outcome, *rejected]))
             self._drop(number)
         except BaseException:  # it must not be said twice
             self._lose("a call was interrupted")
@@ -668,83 +611,11 @@ class RemoteManager(Session):
 
     def _drop(self, number: int) -> None:
         """Forgets a reservation. The caller holds the lock."""
-        store = self._open.get(number)
-        if store is not None and store.resets == self._resets:  # else a reset has cleared them
-            for storing, keys in zip(self._storing, store.by_key, strict=True):
-                if len(storing) == len(keys):
-                    storing.clear()
-                for key in keys if storing else ():
-                    storing.pop(key, None)
-        self._open.pop(number, None)
+        self._open.discard(number)
         self._job_ended()
-
-    def _end_store(
-        self, number: int, store: _Store, outcome: Outcome, rejected: Sequence[int]
-    ) -> None:
-        """Publishes the blocks that were stored, and gives the other pages back."""
-        messages, stored, first = [], [], 0
-        for group, (pages, keys) in enumerate(zip(store.pages, store.keys, strict=True)):
-            refused = {at - first for at in rejected if 0 <= at - first < len(pages)}
-            first += len(pages)
-            if outcome == Outcome.FAILED:
-                refused.update(range(len(pages)))
-            if refused:
-                places = [at for at in range(len(pages)) if at not in refused]
-                messages.append(pack(Op.GIVE_BACK, [group, *(pages[at] for at in refused)]))
-                pages, keys = [pages[at] for at in places], _select_keys(keys, places)
-            stored.append(keys)
-            if pages:
-                messages.append(pack(Op.PUBLISH, [group, store.resets, *pages], keys))
-        leases = store.leases & self._leases if any(stored) else ()
-        messages += (pack_keys(Op.ASK, [Ask.HOLD, lease], stored) for lease in leases)
-        if number not in store.leases:
-            messages.append(pack(Op.END, [number, Outcome.DONE]))
-        self._send(b"".join(messages), *(len(leases) * [lambda _: None]))
-
-    def _own(self, of_groups: Sequence[bytes]) -> list[list[_Store | None]]:
-        """The store of this engine that has not ended, of each key. The caller holds the lock."""
-        return [
-            list(map(storing.get, split_keys(keys)))
-            for storing, keys in zip(self._storing, of_groups, strict=True)
-        ]
-
-    def _with_own(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
-        """What is found, with the blocks that this engine is storing. The caller holds the lock."""
-        own = self._own(of_groups)
-        if not any(map(any, own)):
-            return found
-        number = next(self._numbers)
-        answer = self._ask(Op.ASK, [Ask.HOLD, number], of_groups)
-        if answer is None:
-            return _NOTHING
-        self._tell(Op.END, [number, Outcome.DONE])
-        pages, indices = _split_numbers(answer[4:], len(own))
-        if sum(map(len, pages)) == sum(map(len, own)):  # another engine has stored them meanwhile
-            return found
-        all_there, pending = [], found.pending
-        for group, stores, there_at in zip(self.groups, own, indices, strict=True):
-            ready, storing = np.zeros(len(stores), bool), np.array(list(map(bool, stores)), bool)
-            ready[there_at] = True
-            first = found.found * (self.unit_tokens // group.block_tokens)
-            there = (ready | storing)[first:]
-            all_there.append(there.tobytes())
-            if group.window == 0 and not there.all():  # what is behind does not count
-                storing[first + np.argmin(there) :] = False
-            pending += int((storing & ~ready).sum())
-        longest = self._of_one_page._longest_prefix(found.found, all_there)
-        return Lookup(longest, found.ready, pending, found.asking)
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
         return read_keys(keys, len(self.groups), self._is_list)
-
-
-def _select_keys(keys: bytes, indices: Any) -> bytes:
-    """The keys with these indices."""
-    if len(indices) * KEY_BYTES == len(keys):
-        return keys
-    rows = np.frombuffer(keys, f"V{KEY_BYTES}")
-    selected: bytes = rows[np.asarray(indices, np.int64)].tobytes()
-    return selected
 
 
 def _split_numbers(numbers: array[int], groups: int) -> tuple[list[Any], list[Any]]:

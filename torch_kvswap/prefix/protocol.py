@@ -12,7 +12,8 @@ pages. After a server was lost the workers say MEET too, before they free the ol
 scheduler comes when no job uses it any more.
 
 An engine holds pages that it reads, under a number that it chooses, until END. It borrows pages
-that it writes, publishes those that have their blocks, and gives back the others.
+that it writes. If it has said for which keys, END publishes them; if not, it publishes those that
+have their blocks, and gives back the others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 8
+VERSION = 9
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -41,15 +42,16 @@ class Op(IntEnum):
     # that follow. The answer for each list: a Lookup, of each group the number of pages held, the
     # pages, and unless all keys are held the indices of theirs.
     ASK = 3
-    # Number, pages, and keys or none. With keys: holds those that are ready with this number, and
-    # lends a page for each of the others. Without: so many pages of the first group at most. The
-    # answer: of each group the number of pages lent, the pages, the indices of their keys; nothing
-    # if there is not enough room.
+    # With keys: number, lease, keys. Lends a page for each key that has none. These are pending
+    # until END says with this number how their store has ended. A lease that is not 0 is the number
+    # with which all keys are held, too. The answer: of each group the number of pages lent, the
+    # pages, the indices of their keys; nothing if there is not enough room.
+    # Without: 0, and how many pages of the first group at most. The answer: how many, the pages.
     BORROW = 4
     STATS = 5  # group. The answer: BlockStats
     RESET = 6  # the answer: no number
     # These get no answer.
-    END = 7  # number, Outcome, positions of rejected pages: they are not held any more
+    END = 7  # number, Outcome, positions of rejected pages: what has this number has ended
     PUBLISH = 8  # group, `resets` when the store began, borrowed pages; the key of each
     GIVE_BACK = 9  # group, borrowed pages
     TOUCH = 10  # keys
@@ -67,10 +69,11 @@ class Ask(IntEnum):
     AGAIN = 1  # the same, for a lookup that was counted before
     HOLD = 2  # holds the keys that are ready. If they are not all, the others are looked up
     LOAD = 3  # holds all keys, or none; this is a use
+    PENDING = 4  # whether all have pages, and some are being stored: the Lookup has 1 as pending
 
 
 class Outcome(IntEnum):
-    """How a load has ended."""
+    """How a load or a store has ended."""
 
     FAILED = 0  # nobody finds its blocks any more
     DONE = 1  # the same holds for rejected ones only

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_kvswap._C import LoadReservation
+from torch_kvswap._C import StoreReservation
 from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.descriptors import Descriptors
@@ -36,7 +36,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
-from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
 from torch_kvswap.prefix.protocol import (
     MAGIC,
     READ_BYTES,
@@ -64,9 +64,9 @@ _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
 class _Held(NamedTuple):
-    """Pages that an engine reads, and the keys, of each group, of which they are."""
+    """A load, a store or a lease of an engine, and the keys of each group."""
 
-    reservation: LoadReservation
+    reservation: Reservation | int
     of_groups: list[bytes]
 
 
@@ -510,19 +510,21 @@ class PageServer:
         os.close(session.process)
         if session.lock is not None:
             session.lock.close()
-        held, lent = list(session.held.values()), dict(session.lent)
+        held, lent = list(itertools.chain(*session.held.values())), dict(session.lent)
+        stores = [one.reservation for one in held if isinstance(one.reservation, StoreReservation)]
         session.held.clear()
         session.lent.clear()
         self._disconnect(session)
 
         def free() -> None:
-            for of_number in held:
-                self._end(of_number)
+            for one in held:
+                is_store = isinstance(one.reservation, StoreReservation)
+                self._end([one], Outcome.FAILED if is_store else Outcome.DONE)
             for group, pages in lent.items():
                 self._manager.take_back(list(pages), group)
             self._some_ended = True
 
-        if any(lent.values()) and (session.is_dead or session.is_over):
+        if (stores or any(lent.values())) and (session.is_dead or session.is_over):
             self._later(QUARANTINE, free)
         else:
             free()
@@ -640,6 +642,8 @@ class PageServer:
             held = self._manager.hold(of_groups)
         elif how == Ask.LOAD:
             held = self._manager.prepare_load(of_groups)
+        elif how == Ask.PENDING:
+            found = Lookup(0, 0, int(self._manager.is_pending(of_groups)))
         pages: Sequence[Any] = [()] * len(of_groups)
         if held is not None:
             self._hold(session, number, held, of_groups)
@@ -647,7 +651,7 @@ class PageServer:
             pages = held.pages
         counts = list(map(len, pages))
         is_part = sum(counts) * KEY_BYTES < sum(map(len, of_groups))
-        if is_part and how != Ask.LOAD:
+        if is_part and how not in (Ask.LOAD, Ask.PENDING):
             found = self._manager.lookup(of_groups, again=how != Ask.LOOK)
             found = self._pages.ask(found, of_groups)
         answer = array("q", (*found, *counts))
@@ -657,7 +661,7 @@ class PageServer:
         return answer
 
     def _hold(
-        self, session: _Session, number: int, held: LoadReservation, of_groups: list[bytes]
+        self, session: _Session, number: int, held: Reservation | int, of_groups: list[bytes]
     ) -> None:
         session.held.setdefault(number, []).append(_Held(held, of_groups))
 
@@ -677,6 +681,9 @@ class PageServer:
         rejected: Sequence[int] = (),
     ) -> None:
         for held in several:
+            if isinstance(held.reservation, int):
+                self._manager.release(held.reservation)
+                continue
             if outcome == Outcome.FAILED:
                 self._manager.fail(held.reservation)
                 continue
@@ -694,7 +701,7 @@ class PageServer:
     def _on_borrow(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, most, *counts = numbers.tolist()
         if counts:
-            return self._borrow_for(session, number, self._keys(counts, data))
+            return self._borrow_for(session, number, most, self._keys(counts, data))
         lent_to = sum(
             any(one.lent.values()) for one in self._sessions.values() if one is not session
         )
@@ -707,26 +714,21 @@ class PageServer:
         session.lent.setdefault(group, set()).update(pages.tolist())
         return pages
 
-    def _borrow_for(self, session: _Session, number: int, of_groups: list[bytes]) -> None:
-        """Lends a page for each of these keys that is not ready, or none."""
-        held = self._manager.hold(of_groups, renews=True)
-        if held is not None:
-            self._hold(session, number, held, of_groups)
-        missing = [np.arange(len(keys) // KEY_BYTES) for keys in of_groups]
-        if held is not None:
-            there = held.key_indices
-            missing = [np.delete(*both) for both in zip(missing, there, strict=True)]
-        lent = []
-        for group, count in enumerate(map(len, missing)):
-            lent.append(self._lend(session, count, count, group))
-            if len(lent[-1]) < count:
-                for before, pages in enumerate(lent):
-                    self._end_loan(session, before, pages.tolist())
-                self._end(session.held.pop(number, ()))
-                return self._answer(session)
-        answer = array("q", map(len, lent))
-        for numbers in (*lent, *missing):
-            answer.frombytes(numbers.tobytes())
+    def _borrow_for(
+        self, session: _Session, number: int, lease: int, of_groups: list[bytes]
+    ) -> None:
+        """Lends a page for each of these keys that has none, or for none of them."""
+        call = self._manager.preempt if lease else self._manager.prepare_store
+        store = call(of_groups)
+        if store is None:
+            return self._answer(session)
+        if store.id:
+            self._hold(session, number, store, of_groups)
+        if store.lease:
+            self._hold(session, lease, store.lease, of_groups)
+        answer = array("q", map(len, store.pages))
+        for numbers in (*store.pages, *store.key_indices):
+            answer.frombytes(np.asarray(numbers, np.int64).tobytes())
         self._answer(session, answer)
 
     def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
@@ -762,7 +764,11 @@ class PageServer:
         self._answer(session, self._manager._stats(numbers[0]))
 
     def _on_reset(self, session: _Session, *_: object) -> None:
-        self._manager.reset()
+        self._manager.reset()  # this ends the leases
+        for one in self._sessions.values():
+            for number, several in list(one.held.items()):
+                if isinstance(several[0].reservation, int):
+                    del one.held[number]
         self._resets += 1
         self._answer(session)
         for other in self._sessions.values():

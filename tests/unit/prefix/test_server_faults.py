@@ -465,7 +465,9 @@ def test_an_engine_that_has_gone_before_it_is_accepted_harms_nobody(
 def test_an_engine_cannot_end_what_another_has_borrowed(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
-        (pages,) = (of.lent[0] for of in server._sessions.values() if of.lent)
+        (held,) = (of.held for of in server._sessions.values() if of.held)
+        ((store,),) = held.values()
+        pages = store.reservation.pages[0].tolist()
         connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
         for number in range(4):
             connection.sendall(pack(Op.END, [number, Outcome.DONE]))
