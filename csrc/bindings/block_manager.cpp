@@ -686,7 +686,7 @@ Raises:
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
            nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),
-           R"(preempt() for blocks that are read from a store below host memory.
+           R"(preempt() for blocks that are read from a second tier below host memory.
 
 complete() marks them as being below, so that hold_due() does not return them.
 

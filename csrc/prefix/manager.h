@@ -55,7 +55,7 @@ struct Stored {
 };
 
 // What prepare_store() is for. kPreempted, kPromoted: the store threshold does not count, and all
-// keys are leased until release(). kPromoted: the pages are filled with what the store below has.
+// keys are leased until release(). kPromoted: the pages are filled with what the second tier has.
 enum class Purpose { kStored, kPreempted, kPromoted };
 
 // Pages that are due to be written below, and their keys in a row.
@@ -94,7 +94,7 @@ class BlockManager {
 
   const std::shared_ptr<EndedPages>& ended_pages() const { return ended_pages_; }
   // The group and key of pages that jobs have found to be corrupted since the last call, if there
-  // is a store below, which has the same.
+  // is a second tier, which has the same.
   std::vector<std::pair<uint32_t, Key>> take_corrupted();
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A

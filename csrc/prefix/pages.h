@@ -12,7 +12,7 @@ namespace kvswap::prefix {
 // publish() will name.
 enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3, kLent = 4 };
 
-// Which filled pages are due to be written to a store below: none, those that were used, or all.
+// Which filled pages are due to be written to a second tier: none, those that were used, or all.
 enum class BelowPolicy { kNothing = 0, kReused = 1, kAll = 2 };
 
 // The pages of one group, and the key on each. Not thread safe: the manager's lock guards it.
@@ -79,7 +79,7 @@ class Pages {
   bool publish(uint32_t page, const Key& key);
   // A lent page is free.
   void take_back(uint32_t page);
-  // Called when the page has its key's bytes. is_below: the store below has them too. False if the
+  // Called when the page has its key's bytes. is_below: the second tier has them too. False if the
   // key was forgotten meanwhile.
   bool mark_filled(uint32_t page, bool is_below);
   // Forgets the page's key.
@@ -115,7 +115,7 @@ class Pages {
   size_t num_filling_ = 0;
   uint64_t num_evicted_ = 0, num_lost_ = 0;
   const BelowPolicy below_;
-  // A ring with room for every page, empty without a store below. Each page is in it once at most,
+  // A ring with room for every page, empty without a second tier. Each page is in it once at most,
   // also if it was evicted meanwhile.
   std::vector<uint32_t> due_;
   size_t first_due_ = 0, num_due_ = 0;

@@ -25,7 +25,7 @@ struct Node {
   uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
   uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
   bool has_place;          // in an EvictionOrder
-  uint8_t below;           // Pages: bits of a page's way to the store below, see pages.h
+  uint8_t below;           // Pages: bits of a page's way to the second tier, see pages.h
 };
 
 // A hash table of nodes by their key. The constructor allocates all memory.

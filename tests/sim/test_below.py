@@ -1,4 +1,4 @@
-"""Pages from a store below a prefix cache, on a device whose copies can fail."""
+"""Pages from a second tier of a prefix cache, on a device whose copies can fail."""
 
 from __future__ import annotations
 

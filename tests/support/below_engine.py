@@ -1,4 +1,4 @@
-"""An engine whose prefix cache has a store below. The bytes of a block say which key it is of."""
+"""An engine whose prefix cache has a second tier. The bytes of a block say which key it is of."""
 
 from __future__ import annotations
 

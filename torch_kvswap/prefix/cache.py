@@ -41,7 +41,7 @@ from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
 
-_BELOW_BYTES = 256 << 20  # in flight to the store below, and from there
+_BELOW_BYTES = 256 << 20  # in flight to the second tier, and from there
 
 
 class _Prompt(NamedTuple):
@@ -126,13 +126,13 @@ def _page_formats(
     for pool, of_group in zip(pools, contents, strict=True):
         if pool.num_parts > 1:
             raise ValueError(
-                f"the pool has a part of each page for {pool.num_parts} ranks, but a store below "
+                f"the pool has a part of each page for {pool.num_parts} ranks, but a second tier "
                 "needs whole pages; make the pool without part"
             )
         if pool._shape.page_room < pool.page_bytes:
             raise ValueError(
                 f"the pool has only {pool._shape.page_room} of each {pool.page_bytes} bytes of "
-                "its memory, but a store below needs whole pages; make it over memory where no "
+                "its memory, but a second tier needs whole pages; make it over memory where no "
                 "bytes of others lie between the pages"
             )
         formats.append(PageFormat(pool, of_group))
@@ -309,7 +309,7 @@ class PrefixCache(NotCopyable):
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
         The server is `python -m torch_kvswap serve`. It has the memory, the block manager and the
-        store below; docs/serve.md says what holds. This process pins all of the memory: see
+        second tier; docs/serve.md says what holds. This process pins all of the memory: see
         HostPool.attach(). The caches of all engines must be equal, as the arguments say it; the
         first engine that comes decides.
 
@@ -409,7 +409,7 @@ class PrefixCache(NotCopyable):
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """Finds the longest cached prefix in host memory.
 
-        A store below is asked, in the background, for what is not there. Until poll() has the
+        A second tier is asked, in the background, for what is not there. Until poll() has the
         answer, `asking` of the result is not 0. What the store has is then read, and is pending.
 
         Args:
@@ -691,11 +691,11 @@ class PrefixCache(NotCopyable):
         store() before this call that named one of its blocks fails too: its new blocks may have
         been computed from blocks that were not loaded.
 
-        Blocks that came from a store below can be loaded from now on.
+        Blocks that came from a second tier can be loaded from now on.
 
         Args:
             timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits for an answer
-                of a store below, if lookup() has asked one.
+                of a second tier, if lookup() has asked one.
         """
         self._was_polled = True
         began = time.monotonic() if self._below is not None else 0.0
@@ -738,16 +738,16 @@ class PrefixCache(NotCopyable):
             rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
     def below_stats(self) -> BelowStats:
-        """Returns what was moved to the store below and from there.
+        """Returns what was moved to the second tier and from there.
 
         Raises RuntimeError if there is none.
         """
         if self._below is None:
-            raise RuntimeError("this prefix cache has no store below it; make it with `below=`")
+            raise RuntimeError("this prefix cache has no second tier; make it with `below=`")
         return self._below.stats()
 
     def close(self) -> None:
-        """Refuses new jobs, waits for all jobs, and closes a store below.
+        """Refuses new jobs, waits for all jobs, and closes a second tier.
 
         Pages that were not written to it yet are not written any more. See OffloadHandler.close().
         """

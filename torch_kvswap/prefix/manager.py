@@ -43,8 +43,8 @@ class Lookup(NamedTuple):
             cached do not count. If it is not 0, a later lookup may find more ready. If it is 0, a
             load() or prepare_load() of these keys that returned None lacks blocks that no job is
             storing.
-        asking (int): keys behind `found` that the store below a PrefixCache is being asked for. If
-            it is not 0, a lookup after a later poll() may find more.
+        asking (int): keys behind `found` that the second tier of a PrefixCache is being asked for.
+            If it is not 0, a lookup after a later poll() may find more.
     """
 
     found: int
@@ -83,7 +83,7 @@ class BlockStats:
         idle_pages (int): pages that can be evicted.
         filling_pages (int): pages being stored, or lent for that. The remaining pages are held by
             loads, by preempted requests and while they are written below.
-        promoted (int): blocks that were read from a store below.
+        promoted (int): blocks that were read from a second tier.
         lost (int): evicted blocks that were due to be written below, and were not.
     """
 
@@ -230,7 +230,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         return needed if self._is_list else needed[0]
 
     def hold_due(self, count: int, group: int = 0) -> WriteReservation | None:
-        """Holds blocks that are due to be written to a store below host memory.
+        """Holds blocks that are due to be written to a second tier below host memory.
 
         That is no use: they keep their places in the order of eviction. complete() marks them as
         being below. After fail(), or in its `rejected`, they are due again.

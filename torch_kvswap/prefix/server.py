@@ -57,7 +57,7 @@ _LOCK_SECONDS = 0.1  # how late it is seen at most that a dead engine's forked c
 _HELLO_SECONDS = 30.0  # until a connection has said who it is
 _PAUSE_SECONDS = 1.0  # of the listener, while there are no file descriptors
 _TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
-_BELOW_BYTES = 64 << 20  # in flight to the store below, and from there
+_BELOW_BYTES = 64 << 20  # in flight to the second tier, and from there
 _MAX_LENT_SHARE = 1 / 4  # of the pages, divided among the engines that have borrowed some
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
@@ -167,7 +167,7 @@ class _Pages:
             )
 
     def ask(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
-        """Asks the store below for what is not found; see Tier.ask()."""
+        """Asks the second tier for what is not found; see Tier.ask()."""
         return found if self.tier is None else self.tier.ask(found, of_groups)
 
     def use_leases(self, of_groups: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Moves pages between the host pools of a prefix cache and a store below them."""
+"""Moves pages between the host pools of a prefix cache and a second tier."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool, held while they are writ
 
 @dataclass(frozen=True)
 class BelowStats:
-    """What a PrefixCache has moved to the store below it and from there, in pages since the start.
+    """What a PrefixCache has moved to the second tier and from there, in pages since the start.
 
     Attributes:
         promoted (int): read into host memory.

@@ -1,4 +1,4 @@
-"""A prefix cache with a store below: what it finds there, what it writes, and what can go wrong."""
+"""A prefix cache with a second tier: what it finds there, what it writes, and what can go wrong."""
 
 from __future__ import annotations
 
@@ -789,7 +789,7 @@ def test_without_a_store_nothing_is_below() -> None:
     layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
     with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
         assert prefixes.lookup(["a"]) == (0, 0, 0, 0)
-        with pytest.raises(RuntimeError, match="no store below"):
+        with pytest.raises(RuntimeError, match="no second tier"):
             prefixes.below_stats()
         prefixes.poll()
 
@@ -841,7 +841,7 @@ ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Pat
 ValueError: below_model and below_bytes without below, which is the store: pass
 below='file:PATH' or another one, or leave it out
 
-ValueError: the pool has a part of each page for 2 ranks, but a store below needs whole
+ValueError: the pool has a part of each page for 2 ranks, but a second tier needs whole
 pages; make the pool without part""",
     )
     with PrefixCache(layout, own, below=tmp_path, below_model="m"):

@@ -1,4 +1,4 @@
-"""Ctrl-C in calls of a prefix cache with a store below."""
+"""Ctrl-C in calls of a prefix cache with a second tier."""
 
 from __future__ import annotations
 

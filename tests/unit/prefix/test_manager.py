@@ -238,7 +238,7 @@ def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(d
         for group, its in zip(groups, states, strict=True)
     ]
     assert found.pending == sum(there and not ready for its in usable for there, ready in its)
-    # What a store below has behind a prefix in memory of this length.
+    # What a second tier has behind a prefix in memory of this length.
     first = data.draw(st.integers(0, 24 // manager.unit_tokens))
     there = []
     for group, its in zip(groups, states, strict=True):

@@ -1,4 +1,4 @@
-"""What the block manager does for a store below: blocks that are due, held, promoted and abandoned."""
+"""What the block manager does for a second tier: blocks that are due, held, promoted and abandoned."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
             raise ValueError(
                 f"kv_connector_extra_config: {name} is {given[name]!r}, which vLLM's "
                 f"secondary_tiers do not have; leave {name} out, or leave out secondary_tiers and "
-                "use a host_server with a store below it (docs/serve.md)"
+                "use a host_server with a second tier (docs/serve.md)"
             )
     if has_tiers:
         given["eviction_policy"] = "lru"  # vLLM reads it, and may know others
