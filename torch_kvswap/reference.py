@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native.arguments import NotCopyable, count_of, read_int
+from torch_kvswap._native.arguments import NotCopyable, count_of, kind_of, read_int
 from torch_kvswap._native.ids import Ids, read_ids
 from torch_kvswap._native.keep_alive import allow_free, keep_alive
 from torch_kvswap.devices.blocks import GroupTensors, send_ids
@@ -71,12 +71,16 @@ class ReferenceHandler(NotCopyable):
         host (HostPool): the host pages, made for such blocks.
 
     Raises:
+        TypeError: gpu is no PagedLayout, or host no HostPool.
         ValueError: gpu and host do not match, the pages are encoded or have checksums, or PyTorch
             has no streams or events for the device.
         RuntimeError: the pool is closed.
     """
 
     def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
+        for name, given, kind in (("gpu", gpu, PagedLayout), ("host", host, HostPool)):
+            if not isinstance(given, kind):
+                raise TypeError(f"{name} is {kind_of(given)}; pass one {kind.__name__}")
         self.gpu, self.host, self.device = gpu, host, gpu.device
         if host.encoding != "raw":
             raise ValueError(f"the pages are {host.encoding}; make the pool with encoding='raw'")
@@ -142,9 +146,24 @@ class ReferenceHandler(NotCopyable):
             jobs (Job | Iterable[Job] | None): None is every job that poll() has not reported.
 
         Raises:
+            TypeError: jobs are no jobs of a ReferenceHandler.
+            ValueError: a job is another handler's.
             TransferError: some of the jobs failed; its `results` are theirs.
         """
-        waited = tuple(self._jobs if jobs is None else [jobs] if isinstance(jobs, Job) else jobs)
+        if jobs is None:
+            waited = tuple(self._jobs)
+        else:
+            waited = tuple(jobs) if isinstance(jobs, Iterable) else (jobs,)
+        for index, job in enumerate(waited):
+            if not isinstance(job, Job):
+                raise TypeError(
+                    f"jobs[{index}] is {job!r}; pass the Job that store() or load() returned"
+                )
+            if job.handler is not self:
+                raise ValueError(
+                    f"jobs[{index}] is {job.direction} {job.id} of another handler; pass it to "
+                    "that handler"
+                )
         for job in waited:
             with suppress(RuntimeError):  # the result says that the device is lost
                 job._end.synchronize()

@@ -178,3 +178,20 @@ def test_a_dropped_handler_lets_its_memory_go() -> None:
     del handler
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+
+
+def test_swapped_arguments_are_refused_by_name() -> None:
+    layout = PagedLayout([torch.zeros(8, 16)])
+    pool: Any = HostPool(layout, 4)
+    with pytest.raises(TypeError, match="gpu is a HostPool; pass one PagedLayout"):
+        ReferenceHandler(pool, layout)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="host is a list; pass one HostPool"):
+        ReferenceHandler(layout, [pool])  # type: ignore[arg-type]
+
+
+def test_only_own_jobs_are_waited_for() -> None:
+    handler = make()
+    with pytest.raises(ValueError, match=r"jobs\[0\] is store 0 of another handler"):
+        handler.synchronize(job_of(make()))
+    with pytest.raises(TypeError, match=r"jobs\[0\] is 5; pass the Job"):
+        handler.synchronize(5)
