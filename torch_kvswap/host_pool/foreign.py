@@ -52,6 +52,14 @@ def find_pages(
     num_pages = (left - room) // distance + 1
     pages = flat[offset : offset + (num_pages - 1) * distance + room]
     first = pages.data_ptr()
+    starts, spans = layout.bases, (layout.num_blocks - 1) * layout.strides + layout.sizes
+    meets = (starts < first + pages.numel()) & (first < starts + spans)
+    if layout.device.type == "cpu" and meets.any():
+        index = layout.tensor_of_slab[meets.argmax()]
+        raise ValueError(
+            f"the pages are bytes {offset} to {offset + pages.numel()} of memory, which has "
+            f"tensors[{index}] of the cache too, and stores would overwrite it; pass other memory"
+        )
     if encoding is not RAW:
         check_slots(first, distance // slots, "pass encoding='raw'")
     if (at := first_unwritable(first, first + pages.numel())) is not None:

@@ -430,3 +430,9 @@ def round_trip(layout: PagedLayout, pool: HostPool, **options: Any) -> None:
             tensor.zero_()
         handler.load(page_ids=pages, gpu_block_ids=ids).synchronize()
     assert all(map(torch.equal, layout.tensors, kept))
+
+
+def test_memory_of_the_cache_is_refused() -> None:
+    layers = list(torch.zeros(2, 8, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"which has tensors\[1\] of the cache too"):
+        HostPool.over(layers[1], PagedLayout(layers))
