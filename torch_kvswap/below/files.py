@@ -52,7 +52,11 @@ class FileStore(PageStore):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+        except OSError as error:
+            text = f"below is no folder and cannot be made one: {error.strerror}"
+            raise OSError(error.errno, text, path) from error
         with self._folder() as folder:
             self._remove_unfinished(folder)
         self._direct = os.O_DIRECT

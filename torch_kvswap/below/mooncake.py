@@ -35,13 +35,17 @@ class MooncakeStore(PageStore):
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        is_no_url = (
+            "below is no URL of a Mooncake master; pass 'mooncake://HOST' or 'mooncake://HOST:PORT'"
+        )
+        try:
+            parts = urlsplit(url)
+            port = parts.port or _PORT
+        except ValueError:
+            raise ValueError(is_no_url) from None
         rest = parts.path or parts.query or parts.fragment or parts.username is not None
         if parts.scheme != "mooncake" or not parts.hostname or rest:
-            raise ValueError(
-                "below is no URL of a Mooncake master; pass 'mooncake://HOST' or "
-                "'mooncake://HOST:PORT'"
-            )
+            raise ValueError(is_no_url)
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -50,7 +54,7 @@ class MooncakeStore(PageStore):
                 "pip install 'torch_kvswap[mooncake]', and libibverbs1 from your system's packages"
             ) from error
         self._new_client = MooncakeDistributedStore
-        self._address = parts.hostname, parts.port or _PORT
+        self._address = parts.hostname, port
         self._client: Any = None
         self._registered: dict[int, weakref.ref[Any]] = {}  # memory, by its address
         self._changing = threading.Lock()  # of both

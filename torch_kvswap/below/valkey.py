@@ -31,14 +31,19 @@ class ValkeyStore(PageStore):
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        is_no_url = (
+            "below is no URL of a Valkey server; pass 'valkey://HOST:PORT' or "
+            "'valkey://USER:PASSWORD@HOST:PORT'"
+        )
+        try:
+            parts = urlsplit(url)
+            port = parts.port or _PORT
+        except ValueError:
+            raise ValueError(is_no_url) from None  # the other message can have the password
         behind = parts.path or parts.query or parts.fragment
         if parts.scheme != "valkey" or not parts.hostname or behind:
-            raise ValueError(
-                "below is no URL of a Valkey server; pass 'valkey://HOST:PORT' or "
-                "'valkey://USER:PASSWORD@HOST:PORT'"
-            )
-        self._address = parts.hostname, parts.port or _PORT
+            raise ValueError(is_no_url)
+        self._address = parts.hostname, port
         if parts.username and parts.password is None:
             raise ValueError(
                 "below names a user of the Valkey server without a password, which cannot log in; "

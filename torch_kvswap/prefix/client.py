@@ -742,8 +742,11 @@ def describe(
 def connect_to(path: str) -> tuple[socket.socket, int]:
     """A connection to the server, and its generation: another one has other memory.
 
-    Raises OSError if there is none or it is another user's, and ValueError if it refuses.
+    Raises OSError if there is none or it is another user's, ValueError if it refuses, and TypeError
+    if the path is no str.
     """
+    if not isinstance(path, str):
+        raise TypeError(f"path is {kind_of(path)}; pass the path of the server's socket, a str")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(JOINING)

@@ -113,7 +113,11 @@ def can_put(store: MooncakeStore, key: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "url", ["mooncake:", "mooncake://there/1", "valkey://there", "mooncake://user:secret@there"]
+    "url",
+    [
+        *("mooncake:", "mooncake://there/1", "mooncake://there:port", "valkey://there"),
+        "mooncake://user:secret@there",
+    ],
 )
 def test_urls_that_name_no_master_are_refused(url: str) -> None:
     assert error_text(MooncakeStore, url).startswith("ValueError: below is no URL of a Mooncake")

@@ -154,7 +154,12 @@ in; pass 'valkey://USER:PASSWORD@HOST:PORT'""",
         "valkey://there/1",
         "redis://there",
         "valkey://user:part#secret@there",
+        "valkey://there:port",
+        "valkey://there:65536",
+        "valkey://user:secret\u2100@there",
     ],
 )
 def test_urls_that_name_no_server_are_refused(url: str) -> None:
-    assert error_text(ValkeyStore, url).startswith("ValueError: below is no URL of a Valkey")
+    text = error_text(ValkeyStore, url)
+    assert text.startswith("ValueError: below is no URL of a Valkey")
+    assert "secret" not in text

@@ -487,3 +487,9 @@ def test_the_command_serves_and_ends_with_sigterm(path: str) -> None:
         server.send(15)
         assert server.wait() == 0
     assert not os.path.exists(path)
+
+
+def test_a_socket_path_must_be_a_str(tmp_path: Path) -> None:
+    layout = PagedLayout([torch.zeros(8, 16)])
+    with pytest.raises(TypeError, match="path is a PosixPath; pass the path of the server's"):
+        PrefixCache.connect(tmp_path, layout, model="m")  # type: ignore[arg-type]
