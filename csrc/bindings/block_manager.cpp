@@ -337,11 +337,10 @@ class PyBlockManager {
     return made;
   }
 
-  std::optional<LoadReservation> hold(nb::handle keys, bool renews) {
+  std::optional<LoadReservation> hold(nb::handle keys) {
     const JoinedKeys joined = read(keys);
     LoadReservation made{{}, Assigned(is_list_)};
-    made.id =
-        busy([&](bool wait) { return manager_.hold(joined.keys(), renews, made.assigned, wait); });
+    made.id = busy([&](bool wait) { return manager_.hold(joined.keys(), made.assigned, wait); });
     if (made.id == 0) return std::nullopt;
     return made;
   }
@@ -777,15 +776,13 @@ Args:
 
 Raises:
     ValueError: the reservation has already ended.)")
-      .def("hold", &PyBlockManager::hold, "keys"_a.none(), nb::kw_only(), "renews"_a = false,
-           nb::sig("def hold(self, keys: " KEYS ", *, renews: bool = False) -> LoadReservation | "
-                   "None"),
-           R"(prepare_load() of those keys that are ready. Does not count as a use.
+      .def("hold", &PyBlockManager::hold, "keys"_a.none(),
+           nb::sig("def hold(self, keys: " KEYS ") -> LoadReservation | None"),
+           R"(prepare_load() of those keys that are ready. Does not count as a use: the blocks keep
+their positions in the order of eviction.
 
 Args:
     keys: any keys, in any order.
-    renews (bool): while the other keys are stored, so that all are evicted together; this is no
-        load. False: the blocks keep their positions in the order of eviction.
 
 Returns:
     LoadReservation | None: its key_indices are arrays. None if no block is ready.)")

@@ -99,7 +99,7 @@ int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) 
   return id;
 }
 
-int64_t BlockManager::hold(const Keys& keys, bool renews, Assigned& held, bool wait) {
+int64_t BlockManager::hold(const Keys& keys, Assigned& held, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
   std::vector<Pin> pins;
@@ -116,7 +116,7 @@ int64_t BlockManager::hold(const Keys& keys, bool renews, Assigned& held, bool w
     }
   }
   if (pins.empty()) return 0;
-  return reserve(renews ? Kind::kStore : Kind::kLoad, std::move(pins), !renews)->first;
+  return reserve(Kind::kLoad, std::move(pins), true)->first;
 }
 
 BlockManager::Reservations::iterator BlockManager::reserve(Kind kind, std::vector<Pin> pins,

@@ -108,10 +108,9 @@ class BlockManager {
   // Holds the pages of all keys for a load, which counts as a use. Returns the reservation; 0 if
   // some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
-  // Holds the pages of the keys that are ready. renews: not for a load but beside a store of the
-  // others, so that all are evicted together; if not, they keep their places. Returns the
-  // reservation; 0 if no key is ready.
-  int64_t hold(const Keys& keys, bool renews, Assigned& held, bool wait);
+  // Holds the pages of the keys that are ready. They keep their places in the order of eviction.
+  // Returns the reservation; 0 if no key is ready.
+  int64_t hold(const Keys& keys, Assigned& held, bool wait);
   // Whether all keys have pages, and some of these are still being stored.
   bool is_pending(const Keys& keys, bool wait);
   // Gives pages to the keys that are to be stored. Gives none and returns nullopt if there is no

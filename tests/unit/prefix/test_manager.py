@@ -272,20 +272,6 @@ def test_hold_takes_what_is_ready_in_each_group_and_is_no_use():
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == held.pages[0].tolist()
 
 
-def test_what_is_held_beside_a_store_is_evicted_with_it():
-    manager = BlockManager([BlockGroup(3)])
-    manager.complete(manager.prepare_store([["a"]]))
-    manager.complete(manager.prepare_store([["x"]]))
-    held = manager.hold([["a", "b"]], renews=True)
-    lent = manager.lend(1, 1)
-    manager.publish(lent, ["b"])
-    manager.complete(held)
-    assert manager.stats().loaded == 0
-    for name, left in (("y", 2), ("z", 1)):  # x goes first, and then the end of the prompt
-        manager.complete(manager.prepare_store([[name]]))
-        assert manager.lookup([["a", "b"]]).ready == left
-
-
 def test_pages_are_lent_in_each_group_or_refused():
     manager = BlockManager([BlockGroup(2), BlockGroup(4)])
     assert manager.lend(4, 4, 1).tolist() == [0, 1, 2, 3]
