@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import re
+import textwrap
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bf16_cache import BLOCK_BYTES, Bf16Cache
-from error_text import error_text
+from error_text import one_line
 from expecttest import assert_expected_inline
 from fake_procfs import write
 from host_pools import in_chunks
@@ -228,8 +229,8 @@ def test_wrong_memory_is_refused_with_what_to_do() -> None:
     bf16 = Bf16Cache().layout
 
     def refused(of: object, *, of_layout: PagedLayout = layout, **options: object) -> str:
-        text = error_text(HostPool.over, of, of_layout, **options)
-        return re.sub("0x[0-9a-f]+", "0x...", text)
+        text = one_line(HostPool.over, of, of_layout, **options)
+        return textwrap.fill(re.sub("0x[0-9a-f]+", "0x...", text), 88)
 
     texts = [
         refused(bytearray(8)),
@@ -263,8 +264,8 @@ ValueError: memory has 6144 bytes, 1535 of them from offset 4609 on, but a page 
 ValueError: memory has 6144 bytes, 0 of them from offset 7680 on, but a page has 1536;
 pass more memory, or a smaller offset
 TypeError: page_bytes is a float; it must be an integer
-ValueError: the slots of this pool begin at address 0x... and are 9312 bytes
-apart, but encoded blocks need multiples of 16; pass encoding='raw'
+ValueError: the slots of this pool begin at address 0x... and are 9312 bytes apart, but
+encoded blocks need multiples of 16; pass encoding='raw'
 ValueError: the pages are bytes 0 to 7680 of memory, of which byte 0 cannot be written;
 map the memory for writing
 ValueError: pin_in_background=True needs a cache on a device, this one is on cpu, where
@@ -335,10 +336,10 @@ def test_pages_that_are_pinned_in_part_are_refused(driver: Driver) -> None:
     layout, region = place(driver, cache()), Region(16 * PAGE)
     first = region.tensor.data_ptr()
     driver.cuda.check("cuMemHostRegister", first, 3 * PAGE + 100, 1)
-    said = error_text(HostPool.over, region.tensor, layout, page_bytes=PAGE)
+    said = one_line(HostPool.over, region.tensor, layout, page_bytes=PAGE)
     driver.cuda.check("cuMemHostUnregister", first)
     assert_expected_inline(
-        said.replace(hex(first + 3 * PAGE), "0x...3000"),
+        textwrap.fill(said.replace(hex(first + 3 * PAGE), "0x...3000"), 88),
         """\
 ValueError: of the 16 pages in the memory the first 3 are pinned, but not all of page 3,
 at 0x...3000, in one registration; pin all pages so, or none""",
