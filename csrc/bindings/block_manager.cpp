@@ -379,12 +379,12 @@ class PyBlockManager {
     return taken;
   }
 
-  nb::any lend(size_t count, size_t least, size_t group) {
+  nb::any lend(size_t count) {
     alive();
-    return to_numpy(busy([&](bool wait) { return manager_.lend(count, least, group, wait); }));
+    return to_numpy(busy([&](bool wait) { return manager_.lend(count, wait); }));
   }
 
-  void publish(nb::handle pages, nb::handle keys, size_t group) {
+  void publish(nb::handle pages, nb::handle keys) {
     alive();
     const JoinedKeys joined{keys, false, 1};
     const std::vector<int64_t> lent = read_pages(pages);
@@ -392,13 +392,13 @@ class PyBlockManager {
       kvswap::fail<ValueError>(count_of(joined.size(), "key"), " for ",
                                count_of(lent.size(), "page"), "; name one for each page");
     }
-    busy([&](bool wait) { manager_.publish(lent, joined.keys().joined, group, wait); });
+    busy([&](bool wait) { manager_.publish(lent, joined.keys().joined, wait); });
   }
 
-  void take_back(nb::handle pages, size_t group) {
+  void take_back(nb::handle pages) {
     alive();
     const std::vector<int64_t> lent = read_pages(pages);
-    busy([&](bool wait) { manager_.take_back(lent, group, wait); });
+    busy([&](bool wait) { manager_.take_back(lent, wait); });
   }
 
   void abandon(nb::handle reservation) {
@@ -698,21 +698,19 @@ Returns:
 Raises:
     ValueError: a key occurs twice.)")
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
-      .def("lend", &PyBlockManager::lend, "count"_a, "least"_a = 0, "group"_a = 0,
-           R"(Lends pages to somebody who will publish blocks on them.
+      .def("lend", &PyBlockManager::lend, "count"_a,
+           R"(Lends pages of the first group, for blocks whose keys are not known yet.
 
 Nothing else uses them until publish() or take_back(), also after a reset().
 
 Args:
     count (int): how many at most; fewer if there are no others that are free or can be evicted.
-    least (int): lends none if there are fewer, and counts a store that was refused.
-    group (int): whose pages.
 
 Returns:
     np.ndarray: int64, the pages, ascending.)")
-      .def("publish", &PyBlockManager::publish, "pages"_a.none(), "keys"_a.none(), "group"_a = 0,
+      .def("publish", &PyBlockManager::publish, "pages"_a.none(), "keys"_a.none(),
            nb::sig("def publish(self, pages: collections.abc.Sequence[int], keys: "
-                   "torch_kvswap.prefix.hashing.Keys, group: int = 0) -> None"),
+                   "torch_kvswap.prefix.hashing.Keys) -> None"),
            R"(Lent pages were filled with the blocks of these keys, which are ready then.
 
 A page whose key has another one is free.
@@ -720,18 +718,15 @@ A page whose key has another one is free.
 Args:
     pages (Sequence[int]): from lend().
     keys: the key of each page, in the order of the prompt.
-    group (int): whose pages.
 
 Raises:
     ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
-      .def("take_back", &PyBlockManager::take_back, "pages"_a.none(), "group"_a = 0,
-           nb::sig("def take_back(self, pages: collections.abc.Sequence[int], group: int = 0) -> "
-                   "None"),
+      .def("take_back", &PyBlockManager::take_back, "pages"_a.none(),
+           nb::sig("def take_back(self, pages: collections.abc.Sequence[int]) -> None"),
            R"(Frees lent pages.
 
 Args:
     pages (Sequence[int]): from lend().
-    group (int): whose pages.
 
 Raises:
     ValueError: a page is not lent, or is named twice. Nothing is changed then.)")

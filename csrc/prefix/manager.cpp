@@ -253,38 +253,33 @@ void BlockManager::end(Reservations::iterator of, bool succeeded,
   reservations_.erase(of);
 }
 
-std::vector<int64_t> BlockManager::lend(size_t count, size_t least, size_t g, bool wait) {
+std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
   const auto lock = lock_for(std::min(count, kFewKeys + 1), wait);
-  Group& group = groups_.at(g);
-  const size_t room = group.pages->num_free() + group.pages->num_idle();
-  if (room < least) {
-    ++group.counters.refused;
-    return {};
-  }
-  std::vector<int64_t> lent(std::min(count, room));
-  for (int64_t& page : lent) page = group.pages->lend();
+  Pages& pages = *groups_.front().pages;
+  std::vector<int64_t> lent(std::min(count, pages.num_free() + pages.num_idle()));
+  for (int64_t& page : lent) page = pages.lend();
   std::sort(lent.begin(), lent.end());  // neighbours are copied together
   return lent;
 }
 
-void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* keys, size_t g,
-                           bool wait) {
+void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait) {
   const auto lock = lock_for(pages.size(), wait);
-  Group& group = lent_group(pages, g);
+  check_lent(pages);
+  Group& group = groups_.front();
   for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
     const auto page = static_cast<uint32_t>(pages[i]);
     group.counters.stored += group.pages->publish(page, key_at(keys, i));
   }
 }
 
-void BlockManager::take_back(const std::vector<int64_t>& pages, size_t g, bool wait) {
+void BlockManager::take_back(const std::vector<int64_t>& pages, bool wait) {
   const auto lock = lock_for(pages.size(), wait);
-  Group& group = lent_group(pages, g);
-  for (const int64_t page : pages) group.pages->take_back(static_cast<uint32_t>(page));
+  check_lent(pages);
+  for (const int64_t page : pages) groups_.front().pages->take_back(static_cast<uint32_t>(page));
 }
 
-BlockManager::Group& BlockManager::lent_group(const std::vector<int64_t>& pages, size_t g) {
-  Group& group = groups_.at(g);
+void BlockManager::check_lent(const std::vector<int64_t>& pages) const {
+  const Group& group = groups_.front();
   std::vector<int64_t> sorted = pages;
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
@@ -295,7 +290,6 @@ BlockManager::Group& BlockManager::lent_group(const std::vector<int64_t>& pages,
     if (!exists || group.pages->state(static_cast<uint32_t>(page)) != PageState::kLent)
       fail<ValueError>("page ", page, " is not lent");
   }
-  return group;
 }
 
 void BlockManager::abandon(int64_t id, bool wait) {

@@ -127,15 +127,14 @@ class BlockManager {
   // positions among the pages that the reservation was made for, ascending.
   // Pages of hold_due() stay filled, and are then below or due again.
   void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
-  // Lends `count` pages of a group, or as many as there are, to somebody who will publish blocks on
-  // them; none if there are fewer than `least`, which counts as refused. They ascend. A reset does
-  // not end that.
-  std::vector<int64_t> lend(size_t count, size_t least, size_t group, bool wait);
-  // Lent pages of a group were filled with the blocks of these keys, which are ready. A page whose
-  // key has another one is free.
-  void publish(const std::vector<int64_t>& pages, const uint8_t* keys, size_t group, bool wait);
-  // Lent pages of a group are free.
-  void take_back(const std::vector<int64_t>& pages, size_t group, bool wait);
+  // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
+  // known yet. They ascend. A reset does not end that.
+  std::vector<int64_t> lend(size_t count, bool wait);
+  // Lent pages were filled with the blocks of these keys, which are ready. A page whose key has
+  // another one is free.
+  void publish(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait);
+  // Lent pages are free.
+  void take_back(const std::vector<int64_t>& pages, bool wait);
   // Forgets the keys that a reservation of prepare_store() is to fill. It has its pages until
   // end().
   void abandon(int64_t reservation, bool wait);
@@ -217,8 +216,8 @@ class BlockManager {
   // Throws unless these are ascending positions of pages that the reservation was made for.
   static void check_positions(const Reservation& reservation,
                               const std::vector<int64_t>& positions);
-  // The group. Throws unless these are different pages of it that are lent.
-  Group& lent_group(const std::vector<int64_t>& pages, size_t group);
+  // Throws unless these are different pages that are lent.
+  void check_lent(const std::vector<int64_t>& pages) const;
   void release_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 9
+VERSION = 10
 HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
 MAX_BYTES = 64 << 20  # of a message: two million keys
 READ_BYTES = 1 << 16  # at once
@@ -52,8 +52,8 @@ class Op(IntEnum):
     RESET = 6  # the answer: no number
     # These get no answer.
     END = 7  # number, Outcome, positions of rejected pages: what has this number has ended
-    PUBLISH = 8  # group, `resets` when the store began, borrowed pages; the key of each
-    GIVE_BACK = 9  # group, borrowed pages
+    PUBLISH = 8  # `resets` when the store began, borrowed pages; the key of each
+    GIVE_BACK = 9  # borrowed pages
     TOUCH = 10  # keys
     ORDER = 11  # whether it is renewed, keys
     READY = 12  # the memory is pinned

@@ -64,9 +64,9 @@ _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
 class _Held(NamedTuple):
-    """A load, a store or a lease of an engine, and the keys of each group."""
+    """A load or a store of an engine, and the keys of each group."""
 
-    reservation: Reservation | int
+    reservation: Reservation
     of_groups: list[bytes]
 
 
@@ -94,7 +94,8 @@ class _Session:
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
     held: dict[int, list[_Held]] = field(default_factory=dict)  # by the numbers of the engine
-    lent: dict[int, set[int]] = field(default_factory=dict)  # pages that it has borrowed, by group
+    leases: dict[int, int] = field(default_factory=dict)  # the manager's, by these numbers too
+    lent: set[int] = field(default_factory=set)  # pages that it has borrowed
 
     @property
     def is_scheduler(self) -> bool:
@@ -106,7 +107,7 @@ class _Session:
 
     @property
     def has_pages(self) -> bool:
-        return bool(self.held) or any(self.lent.values())
+        return bool(self.held or self.leases or self.lent)
 
 
 class _Pages:
@@ -510,21 +511,24 @@ class PageServer:
         os.close(session.process)
         if session.lock is not None:
             session.lock.close()
-        held, lent = list(itertools.chain(*session.held.values())), dict(session.lent)
-        stores = [one.reservation for one in held if isinstance(one.reservation, StoreReservation)]
-        session.held.clear()
-        session.lent.clear()
+        leases, lent = list(session.leases.values()), list(session.lent)
+        loads, stores = list[_Held](), list[_Held]()
+        for held in itertools.chain(*session.held.values()):
+            (stores if isinstance(held.reservation, StoreReservation) else loads).append(held)
+        for owned in (session.held, session.leases, session.lent):
+            owned.clear()
         self._disconnect(session)
 
         def free() -> None:
-            for one in held:
-                is_store = isinstance(one.reservation, StoreReservation)
-                self._end([one], Outcome.FAILED if is_store else Outcome.DONE)
-            for group, pages in lent.items():
-                self._manager.take_back(list(pages), group)
+            self._end(loads)
+            self._end(stores, Outcome.FAILED)
+            for lease in leases:
+                self._manager.release(lease)
+            if lent:
+                self._manager.take_back(lent)
             self._some_ended = True
 
-        if (stores or any(lent.values())) and (session.is_dead or session.is_over):
+        if (stores or lent) and (session.is_dead or session.is_over):
             self._later(QUARANTINE, free)
         else:
             free()
@@ -661,12 +665,14 @@ class PageServer:
         return answer
 
     def _hold(
-        self, session: _Session, number: int, held: Reservation | int, of_groups: list[bytes]
+        self, session: _Session, number: int, held: Reservation, of_groups: list[bytes]
     ) -> None:
         session.held.setdefault(number, []).append(_Held(held, of_groups))
 
     def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
         number, outcome, *rejected = numbers.tolist()
+        if (lease := session.leases.pop(number, None)) is not None:
+            self._manager.release(lease)
         several = session.held.get(number, [])  # it may have held nothing
         if rejected and len(several) != 1:
             raise ProtocolError("it rejects pages that are not of one load")
@@ -681,9 +687,6 @@ class PageServer:
         rejected: Sequence[int] = (),
     ) -> None:
         for held in several:
-            if isinstance(held.reservation, int):
-                self._manager.release(held.reservation)
-                continue
             if outcome == Outcome.FAILED:
                 self._manager.fail(held.reservation)
                 continue
@@ -702,17 +705,11 @@ class PageServer:
         number, most, *counts = numbers.tolist()
         if counts:
             return self._borrow_for(session, number, most, self._keys(counts, data))
-        lent_to = sum(
-            any(one.lent.values()) for one in self._sessions.values() if one is not session
-        )
+        lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session)
         share = max(int(self._pages.pools[0].num_pages * _MAX_LENT_SHARE / (lent_to + 1)), 1)
-        pages = self._lend(session, max(min(most, share - len(session.lent.get(0, ()))), 0))
-        self._answer(session, [len(pages), *pages.tolist()])
-
-    def _lend(self, session: _Session, count: int, least: int = 0, group: int = 0) -> Any:
-        pages = self._manager.lend(count, least, group)
-        session.lent.setdefault(group, set()).update(pages.tolist())
-        return pages
+        pages = self._manager.lend(max(min(most, share - len(session.lent)), 0)).tolist()
+        session.lent.update(pages)
+        self._answer(session, [len(pages), *pages])
 
     def _borrow_for(
         self, session: _Session, number: int, lease: int, of_groups: list[bytes]
@@ -725,32 +722,28 @@ class PageServer:
         if store.id:
             self._hold(session, number, store, of_groups)
         if store.lease:
-            self._hold(session, lease, store.lease, of_groups)
+            session.leases[lease] = store.lease
         answer = array("q", map(len, store.pages))
         for numbers in (*store.pages, *store.key_indices):
             answer.frombytes(np.asarray(numbers, np.int64).tobytes())
         self._answer(session, answer)
 
     def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
-        group, resets, *pages = numbers.tolist()
-        self._end_loan(session, group, pages, data if resets == self._index else None)
+        resets, *pages = numbers.tolist()
+        self._end_loan(session, pages, data if resets == self._index else None)
 
     def _on_give_back(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        group, *pages = numbers.tolist()
-        self._end_loan(session, group, pages)
+        self._end_loan(session, numbers.tolist())
 
-    def _end_loan(
-        self, session: _Session, group: int, pages: Sequence[int], keys: bytes | None = None
-    ) -> None:
+    def _end_loan(self, session: _Session, pages: Sequence[int], keys: bytes | None = None) -> None:
         """Takes pages from an engine, with the blocks of these keys or without."""
-        lent = session.lent.get(group, set())
-        if not lent.issuperset(pages):
+        if not session.lent.issuperset(pages):
             raise ProtocolError("it names a page that it has not borrowed")
         if keys is None:
-            self._manager.take_back(pages, group)
+            self._manager.take_back(pages)
         else:
-            self._manager.publish(pages, keys, group)
-        lent.difference_update(pages)
+            self._manager.publish(pages, keys)
+        session.lent.difference_update(pages)
         self._some_ended = True
 
     def _on_touch(self, _: _Session, numbers: array[int], data: bytes) -> None:
@@ -766,9 +759,7 @@ class PageServer:
     def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()  # this ends the leases
         for one in self._sessions.values():
-            for number, several in list(one.held.items()):
-                if isinstance(several[0].reservation, int):
-                    del one.held[number]
+            one.leases.clear()
         self._resets += 1
         self._answer(session)
         for other in self._sessions.values():

@@ -272,18 +272,6 @@ def test_hold_takes_what_is_ready_in_each_group_and_is_no_use():
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == held.pages[0].tolist()
 
 
-def test_pages_are_lent_in_each_group_or_refused():
-    manager = BlockManager([BlockGroup(2), BlockGroup(4)])
-    assert manager.lend(4, 4, 1).tolist() == [0, 1, 2, 3]
-    assert manager.lend(3, 3, 0).tolist() == []
-    assert [manager.stats(group).refused for group in range(2)] == [1, 0]
-    manager.publish([2, 0], ["b", "a"], 1)
-    manager.take_back([1, 3], 1)
-    assert manager.lookup([[], ["a", "b"]]).found == 0  # of the other group nothing is there
-    assert manager.hold([[], ["a", "b"]]).pages[1].tolist() == [0, 2]
-    assert (manager.stats(1).filling_pages, manager.stats(1).free_pages) == (0, 2)
-
-
 def test_errors_say_what_was_wrong():
     manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
     store = manager.prepare_store(["a", "b"])
