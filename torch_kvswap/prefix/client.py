@@ -590,13 +590,17 @@ class RemoteManager(Session):
             self._ended.take(self._reported)
             while self._reported:
                 number, has_succeeded, pages, is_corrupted = self._reported[0]
-                of_groups = enumerate(self._pages_of.get(number, ()))
-                every = [(group, page) for group, numbers in of_groups for page in numbers.tolist()]
-                rejected = [at for at, page in enumerate(every) if page in pages]
+                rejected = self._positions(number, pages) if pages else []
                 outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
                 self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
                 self._reported.pop(0)
                 self._pages_of.pop(number, None)
+
+    def _positions(self, number: int, pages: Sequence[tuple[int, int]]) -> list[int]:
+        """Where these pages, with their groups, are among all pages of a reservation."""
+        of_groups = enumerate(self._pages_of.get(number, ()))
+        every = [(group, page) for group, numbers in of_groups for page in numbers.tolist()]
+        return [at for at, page in enumerate(every) if page in pages]
 
     def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
         """The copy of a reservation has ended. The caller holds the lock."""
