@@ -74,6 +74,10 @@ class Mapping:
         RuntimeError: the kernel does not map the memory.
     """
 
+    is_foreign = False  # made by somebody else
+    table: Mapping | None = None  # memory of their own for checksums; None: they are in this one
+    pinned_pieces = 0  # in which its owner has pinned it; 0 if the pool pins it
+
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = nbytes
         self._is_private = fd is None
@@ -136,6 +140,8 @@ class ForeignMemory(Mapping):
         table_bytes (int): of checksums, which get memory of their own: `table`.
         pinned_pieces (int): in which its owner has pinned it; 0 if the pool pins it.
     """
+
+    is_foreign = True
 
     def __init__(self, tensor: Tensor, table_bytes: int, pinned_pieces: int) -> None:
         self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.numel()
@@ -289,8 +295,7 @@ class Registration:
 
     def __init__(self, mapping: Mapping, device: torch.device) -> None:
         self._address = mapping.address
-        table = mapping.table if isinstance(mapping, ForeignMemory) else None
-        self._held = [mapping.tensor, table and table.tensor]
+        self._held = [mapping.tensor, mapping.table and mapping.table.tensor]
         self._device = device
         self._process = ForkGuard()
         self._bytes: dict[int, int] = {}  # key: address

@@ -12,7 +12,7 @@ from torch_kvswap._native.arguments import bytes_text, read_switch
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import ForeignMemory, Mapping, Registration
+from torch_kvswap.host_pool.memory import Mapping, Registration
 from torch_kvswap.host_pool.shape import PoolShape
 
 CHUNK_BYTES = 1 << 30  # that the driver registers in one call, at most
@@ -59,7 +59,6 @@ class Pinning:
             RuntimeError: the driver refuses the checksums of pages that their owner has pinned.
         """
         shape, mapping = self._shape, self._mapping
-        is_foreign = isinstance(mapping, ForeignMemory)
         self._chunk = min(shape.chunk_of(CHUNK_BYTES), 1 << (shape.num_pages - 1).bit_length())
         self._publish(0)
         chunks = self._chunks()
@@ -76,10 +75,10 @@ class Pinning:
                     pass
         except (_RefusedError, NotImplementedError) as error:
             self.registration.remove()
-            is_replaceable = not is_foreign and mapping.fd is None
+            is_replaceable = not mapping.is_foreign and mapping.fd is None
             if isinstance(error, NotImplementedError) and is_replaceable:
                 raise
-            if isinstance(mapping, ForeignMemory) and mapping.pinned_pieces:
+            if mapping.pinned_pieces:
                 raise RuntimeError(
                     f"the pages are pinned, but the driver did not pin their checksums: {error}; "
                     "use verify='off'"
@@ -146,7 +145,7 @@ class Pinning:
         """Pins chunk after chunk, and yields after each."""
         begin, all_pages = 0, self._shape.num_pages
         self._register_table()
-        if isinstance(self._mapping, ForeignMemory) and self._mapping.pinned_pieces:
+        if self._mapping.pinned_pieces:
             one = self._mapping.pinned_pieces == 1
             self._publish(all_pages, ONE_CHUNK if one else self._shape.blocks_per_page)
             yield
@@ -229,7 +228,7 @@ class Pinning:
         return f"{self._ready_range.end_page} of {self._shape.num_pages} host pages are pinned"
 
     def _advice(self, error: BaseException) -> str:
-        if isinstance(self._mapping, ForeignMemory):
+        if self._mapping.is_foreign:
             return (
                 f"{system.advice(self._shape.nbytes)}, or pin the memory before you make the pool"
             )
@@ -240,7 +239,7 @@ class Pinning:
     def _degrade(self, error: Exception) -> None:
         """Makes all pages usable as pageable memory, and logs a warning."""
         # Its owner may have pinned some pages: no copy spans two.
-        is_foreign = isinstance(self._mapping, ForeignMemory)
+        is_foreign = self._mapping.is_foreign
         self._publish(
             self._shape.num_pages, self._shape.blocks_per_page if is_foreign else ONE_CHUNK
         )
