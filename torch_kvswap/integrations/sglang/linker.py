@@ -18,17 +18,17 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.sglang.options import TESTED_VERSIONS, is_tested, read_options
 from torch_kvswap.integrations.sglang.pools import LayerGroup, read_groups
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.cache import PrefixCache
-from torch_kvswap.prefix.hashing import PrefixKeys
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys
 from torch_kvswap.results import TransferError
 
 _log = logging.getLogger(__name__)
-_KEY_BYTES = 32  # SGLang's hashes are SHA-256
 _MIN_PAGE_TOKENS = 16  # smaller pages are many small copies: a warning says so
 _LENGTHS = 64  # of a model with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a lookup waits for a second tier, once for each request
@@ -122,8 +122,11 @@ class KVSwapLinker(UnifiedCacheLinker):
             last_tensors |= {layer: first + at for layer, at in group.last_tensors.items()}
             first += len(group.layout.tensors)
         self._parts = len(last_tensors)
-        # As Job.layer_group_of(): which group of a load has the last tensor of a layer.
-        parts = {layer: at * self._parts // first for layer, at in last_tensors.items()}
+        # Which layer group of a load has the last tensor of a layer.
+        parts = {
+            layer: native.layer_group_of(at, self._parts, first)
+            for layer, at in last_tensors.items()
+        }
         self.layer_done_counter = LayerCounter(parts)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -132,7 +135,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._numbers = itertools.count()
         self._waited = dict[str, None]()  # requests that have waited for a second tier
         self._has_refused = False
-        self._salt = bytes(_KEY_BYTES)
+        self._salt = bytes(KEY_BYTES)
 
     def _open(self, model: str, params: Any) -> PrefixCache:
         options, layouts = self.options, [group.layout for group in self._groups]
@@ -352,7 +355,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._quiesce()
         self.cache.manager.reset()
         if self.options.below is not None:  # which keeps what was computed with the old weights
-            self._salt = os.urandom(_KEY_BYTES)
+            self._salt = os.urandom(KEY_BYTES)
             _log.info("reset: what is below is not found any more by this process")
 
     def close(self) -> None:
@@ -373,9 +376,9 @@ class KVSwapLinker(UnifiedCacheLinker):
         self.layer_done_counter.set_consumer(-1)
 
     def _keys(self, number: int, hashes: Sequence[str]) -> PrefixKeys:
-        """The keys of pages in a group, from SGLang's hashes, which are the same in all groups."""
+        """The keys of pages in a group, from SGLang's hashes (SHA-256), the same in all groups."""
         keys = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
-        keys = keys.reshape(len(hashes), _KEY_BYTES)
+        keys = keys.reshape(len(hashes), KEY_BYTES)
         salted = keys ^ np.frombuffer(self._salt, np.uint8)
         salted[:, 0] ^= number
         return PrefixKeys(salted.tobytes(), self._page_tokens)

@@ -17,13 +17,12 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import BlocksRejectedError, TransferError
 
-BLOCK_TOKENS = (
-    64  # a block of 8 heads of 128 has 128 KiB of keys, which one copy moves at full rate
-)
+# A block of 8 heads of 128 has 128 KiB of keys, which one copy moves at full rate.
+BLOCK_TOKENS = 64
 # The share of blocks that may not fit into their encoded pages.
 RAW_SHARE = 1 / 16
 # Before this version generate(prefill_chunk_size=...) computes the tokens of a filled cache again.
-CHUNKS_CONTINUE = (5, 24)
+_RECOMPUTES_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 
 
 class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
@@ -225,8 +224,7 @@ class _HostLayers:
                 f"max_tokens={self.max_tokens}; make a larger HostCache"
             )
         if layer == 0:
-            version = tuple(map(int, transformers.__version__.split(".")[:2]))
-            if 0 < self._last_tokens < tokens and version < CHUNKS_CONTINUE:
+            if 0 < self._last_tokens < tokens and _RECOMPUTES_CHUNKS:
                 raise NotImplementedError(
                     f"transformers {transformers.__version__} may compute tokens of a filled cache "
                     "again; reset() the cache and pass the whole prompt, or use transformers 5.24"
