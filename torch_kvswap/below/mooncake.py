@@ -8,11 +8,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from torch_kvswap.below.store import PageStore
+from torch_kvswap.below.store import PageStore, split_url
 
 TIMEOUT = 5.0  # seconds, of the first connection
 _PORT = 50051
@@ -38,13 +37,8 @@ class MooncakeStore(PageStore):
         is_no_url = (
             "below is no URL of a Mooncake master; pass 'mooncake://HOST' or 'mooncake://HOST:PORT'"
         )
-        try:
-            parts = urlsplit(url)
-            port = parts.port or _PORT
-        except ValueError:
-            raise ValueError(is_no_url) from None
-        rest = parts.path or parts.query or parts.fragment or parts.username is not None
-        if parts.scheme != "mooncake" or not parts.hostname or rest:
+        parts, self._address = split_url(url, "mooncake", _PORT, is_no_url)
+        if parts.username is not None:
             raise ValueError(is_no_url)
         try:
             from mooncake.store import MooncakeDistributedStore
@@ -54,7 +48,6 @@ class MooncakeStore(PageStore):
                 "pip install 'torch_kvswap[mooncake]', and libibverbs1 from your system's packages"
             ) from error
         self._new_client = MooncakeDistributedStore
-        self._address = parts.hostname, port
         self._client: Any = None
         self._registered: dict[int, weakref.ref[Any]] = {}  # memory, by its address
         self._changing = threading.Lock()  # of both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from urllib.parse import SplitResult, urlsplit
 
 
 class PageStore(ABC):
@@ -40,3 +41,22 @@ class PageStore(ABC):
     def __str__(self) -> str:
         """For messages; without a password."""
         return type(self).__name__
+
+
+def split_url(
+    url: str, scheme: str, default_port: int, is_no_url: str
+) -> tuple[SplitResult, tuple[str, int]]:
+    """The parts of a server's URL, and its host and port.
+
+    Raises:
+        ValueError: with the text `is_no_url`, because other messages can have the password.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or default_port
+    except ValueError:
+        raise ValueError(is_no_url) from None
+    behind = parts.path or parts.query or parts.fragment
+    if parts.scheme != scheme or not parts.hostname or behind:
+        raise ValueError(is_no_url)
+    return parts, (parts.hostname, port)

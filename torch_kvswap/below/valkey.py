@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from torch_kvswap.below.store import PageStore
+from torch_kvswap.below.store import PageStore, split_url
 
 # Seconds without a byte from the server; read at each use so that tests can set them.
 TIMEOUT = 5.0
@@ -35,15 +35,7 @@ class ValkeyStore(PageStore):
             "below is no URL of a Valkey server; pass 'valkey://HOST:PORT' or "
             "'valkey://USER:PASSWORD@HOST:PORT'"
         )
-        try:
-            parts = urlsplit(url)
-            port = parts.port or _PORT
-        except ValueError:
-            raise ValueError(is_no_url) from None  # the other message can have the password
-        behind = parts.path or parts.query or parts.fragment
-        if parts.scheme != "valkey" or not parts.hostname or behind:
-            raise ValueError(is_no_url)
-        self._address = parts.hostname, port
+        parts, self._address = split_url(url, "valkey", _PORT, is_no_url)
         if parts.username and parts.password is None:
             raise ValueError(
                 "below names a user of the Valkey server without a password, which cannot log in; "
