@@ -17,6 +17,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 NATIVE = "\n".join(
     path.read_text() for path in sorted((ROOT / "csrc").rglob("*")) if path.suffix in (".h", ".cpp")
 )
@@ -26,6 +27,14 @@ NATIVE = "\n".join(
 def test_every_link_to_a_file_leads_to_one(page):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES + REFERENCE, ids=lambda page: page.name)
+def test_no_line_is_longer_than_100_characters(page):
+    # A row of a table, a directive and a URL cannot be wrapped.
+    one_line = re.compile(r" *(\||\.\. )|.*://")
+    lines = enumerate(page.read_text().splitlines(), 1)
+    assert not [each for each in lines if len(each[1]) > 100 and not one_line.match(each[1])]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -86,7 +95,7 @@ DIRECTIVE = re.compile(r"^\.\. (\w+):: ([\w.]+).*\n((?: +:.*\n)*)", re.MULTILINE
 def reference_options() -> dict[str, dict[str, str]]:
     """The options of each name that a page of the reference documents."""
     found = {}
-    for page in (ROOT / "docs" / "reference").glob("*.md"):
+    for page in REFERENCE:
         module = ""
         for directive, name, options in DIRECTIVE.findall(page.read_text()):
             if directive == "currentmodule":
