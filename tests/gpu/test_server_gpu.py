@@ -11,7 +11,7 @@ import torch
 from patience import in_time
 from served_engine import PAGE_BYTES, Process, ServedEngine, engine_process, serving
 
-from torch_kvswap import PagedLayout, PrefixCache
+from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix import server as page_server
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +64,10 @@ def test_copies_of_a_killed_engine_have_ended_when_its_pages_are_free(
     tensor = torch.zeros(PAGES, BLOCK, dtype=torch.uint8, device="cuda")
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/pages"
-        with serving(path, PAGES * BLOCK // PAGE_BYTES):  # 1 GiB
-            prefixes = PrefixCache.connect(path, PagedLayout([tensor]), model="m")
+        layout = PagedLayout([tensor])
+        memory = PAGES * HostPool.page_bytes_of(layout)
+        with serving(path, -(-memory // PAGE_BYTES)):  # 1 GiB
+            prefixes = PrefixCache.connect(path, layout, model="m")
             for _ in range(1 if how == "control" else 5):
                 with Process(["-c", VICTIM, path, how], "done") as victim:
                     victim.send(signal.SIGKILL)
