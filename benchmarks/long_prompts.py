@@ -44,11 +44,13 @@ def main(arguments: list[str]) -> int:
         best: dict[str, dict[str, float]] = {}
         for turn in range(options.turns + 1):
             logits: dict[str, torch.Tensor] = {}
+            # The first turn warms up.
+            prompt = tokens if turn > 0 else min(tokens, 2 * options.chunk)
             for name in CACHES:
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    for cache in new_cache(name, model, tokens + options.new_tokens, options):
-                        times, logits[name] = run(model, cache, tokens, options)
-                        if turn > 0:  # the first one warms up
+                    for cache in new_cache(name, model, prompt + options.new_tokens, options):
+                        times, logits[name] = run(model, cache, prompt, options)
+                        if turn > 0:
                             old = best.setdefault(name, times)
                             best[name] = {key: min(old[key], times[key]) for key in times}
             first, *others = logits.values()
