@@ -61,10 +61,12 @@ void JobTable::for_each(const BlockLists& blocks, const Visit& visit) const {
   for (size_t group = 0; group < blocks.size(); ++group) {
     const int space = block_space_[group];
     const std::vector<JobNumbers>& latest = latest_at_block_[space];
-    for (const int64_t block : blocks[group]) {
+    for (size_t i = 0; i < blocks[group].size(); ++i) {
+      const int64_t block = blocks[group][i];
       if (block == -1) continue;
       if (block < 0 || block >= static_cast<int64_t>(latest.size())) {
-        fail<IndexError>("GPU block ", block, " does not exist; there are ",
+        const ArgumentNames names{blocks.size() > 1, static_cast<int>(group)};
+        fail<IndexError>(item_of(names.list("gpu_block_ids"), i), " is ", block, "; there are ",
                          count_of(latest.size(), "GPU block"), ", 0 to ", latest.size() - 1);
       }
       visit(space, block, latest[block]);

@@ -356,7 +356,7 @@ def test_an_ended_store_hides_no_earlier_one(
 def test_jobs_of_a_missing_block_are_refused(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=16) as sim:
         for block in (16, -2):
-            with pytest.raises(IndexError, match=f"GPU block {block} does not exist; there are 16"):
+            with pytest.raises(IndexError, match=rf"gpu_block_ids\[1\] is {block}; there are 16"):
                 using(sim, 1, block)
 
 

@@ -29,7 +29,9 @@ def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
         return FileStore(os.fsdecode(below))
     if isinstance(below, str):
         kind, _, place = below.partition(":")
-        if kind == "file" and place:
+        if kind == "file":
+            if not place:
+                raise ValueError(f"below is {below!r}, which names no folder; pass 'file:PATH'")
             return FileStore(place)
         if kind == "valkey":
             return ValkeyStore(below)
