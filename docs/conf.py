@@ -70,7 +70,7 @@ def _skip_fields(
 def _public_names() -> dict[str, str]:
     """The full name of each class and function that a page of the reference documents."""
     directive = re.compile(r"^\.\. (currentmodule|auto\w+):: ([\w.]+)", re.MULTILINE)
-    found = {}
+    found: dict[str, str] = {}
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         module = ""
         for kind, name in directive.findall(page.read_text()):

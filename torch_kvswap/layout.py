@@ -66,12 +66,12 @@ class PagedLayout(Slabs):
 
     Args:
         tensors (Sequence[Tensor] | Mapping[str, Tensor]): tensors of any dtype on one device,
-            usually one per layer, with the same number of blocks in dimension `block_dim`. With
-            names, such as {"layers.0.k": k, "layers.0.v": v}, engines that share pages compare
-            these too, and their order: shapes do not tell keys from values.
+            usually one per layer, with the same number of blocks in dimension `block_dim`. Names,
+            such as {"layers.0.k": k, "layers.0.v": v}, keep engines that share pages from mixing up
+            tensors of equal shape.
         block_dim (int | None): the dimension that counts blocks; not negative. 0 for tensors of the
-            shape [num_blocks, ...], 1 for [2, num_blocks, ...], with keys and values apart. None is
-            0, and refuses tensors of shape [2, n, ...], which can be both.
+            shape [num_blocks, ...], 1 for [2, num_blocks, ...], with keys and values apart. None
+            means 0, and refuses tensors of shape [2, n, ...], which could be either.
         dtype (torch.dtype | None): the type of the keys and values, if the tensors are views of
             their bytes (torch.uint8 or torch.int8). None is the type of the tensors.
 
@@ -248,16 +248,16 @@ def allocate_layers(
     dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
 ) -> list[Tensor]:
-    """Allocates the layers of a cache as slices of one allocation, at one distance.
+    """Allocates the layers of a cache as equidistant slices of one allocation.
 
     The driver then copies a block of all layers with one strided copy. Layers that were allocated
     one by one take a copy for each layer, because none may span two allocations
     (docs/copy_methods.md has figures). Each layer begins at a multiple of 512 bytes, as tensors of
     PyTorch's CUDA allocator do.
 
-    Dimensions before the one that counts blocks, such as [2, num_blocks, ...] for keys and values,
-    are at that distance too if the bytes of a layer are a multiple of 512. Otherwise each layer is
-    a strided copy of its own.
+    The slabs of a layer, such as keys and values of [2, num_blocks, ...], are equidistant too if
+    the bytes of a layer are a multiple of 512. Otherwise each layer takes a strided copy of its
+    own.
 
     Args:
         shape (Sequence[int]): the shape of a layer, such as [num_blocks, block_size, heads, size].

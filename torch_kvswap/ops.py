@@ -218,9 +218,9 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     and scatter them, 32 MiB at a time.
 
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad. Gradients of ``dst`` are passed on as if the call had not written it. Telling autograd
-    takes more than half of a small call, unless the tensors were created, and the op is called, in
-    ``torch.inference_mode()``. Outside of that mode such a tensor cannot be written.
+    grad. Gradients of ``dst`` are passed on as if the call had not written it. Informing autograd
+    takes more than half of a small call. To avoid it, create the tensors and call the op in
+    ``torch.inference_mode()``; outside of that mode such tensors cannot be written.
 
     Args:
         src (Tensor): blocks along dimension 0, on any device whose tensors have memory. Blocks may

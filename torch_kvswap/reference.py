@@ -51,11 +51,10 @@ from torch_kvswap.results import DeviceLostError, Direction, Result, TransferErr
 class ReferenceHandler(NotCopyable):
     """Stores blocks of a paged cache into host pages and loads them back, asynchronously.
 
-    A program that uses store(), load(), poll(), synchronize() and close() only, without timeouts,
-    with one group of raw pages, runs with this handler on any device that PyTorch has streams and
-    events for, and on CUDA and the CPU also with an OffloadHandler. A failed store does not fail
-    the loads of its pages here, and poll() reports in order of submission. Do not capture a CUDA
-    graph while it has jobs in flight.
+    Has store(), load(), poll(), synchronize() and close() of an OffloadHandler, without timeouts,
+    for one group of raw pages, on any device for which PyTorch has streams and events. Unlike
+    there, a failed store does not fail the loads of its pages, and poll() reports in order of
+    submission. Do not capture a CUDA graph while jobs are in flight.
 
     Ordering: a transfer starts after all work on the compute stream, which is the calling thread's
     current stream on the cache's device, and after the transfer before it. Nothing may use its

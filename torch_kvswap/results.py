@@ -32,18 +32,18 @@ class TransferError(RuntimeError):
 
 
 class DeviceLostError(TransferError):
-    """The GPU is lost to this process, and with it all jobs that had not ended.
+    """The process has lost its GPU, and with it all jobs that had not ended.
 
-    Calls that need the GPU raise this error without results.
+    Calls that need the GPU raise this error, with empty `results`.
     """
 
 
 class SourceFailedError(TransferError):
-    """The jobs' source was not written, because the job that writes it failed or was cancelled.
+    """The source of a job was not written: the job that should write it failed or was cancelled.
 
     The message of a job names the first such page or GPU block, its place in page_ids or
-    gpu_block_ids, and the job that should have written it. A page must be stored again. A block
-    must be loaded again, or computed once poll() has reported the load.
+    gpu_block_ids, and the job that should have written it. Store such a page again. Load such a
+    block again, or compute it after poll() has reported its load.
     """
 
 
@@ -53,8 +53,8 @@ class BlocksRejectedError(TransferError):
     All other blocks of the job are valid.
 
     Attributes:
-        rejected (tuple[int, ...]): Result.rejected, if the error is that of one job; empty for
-            several jobs, whose `results` have them.
+        rejected (tuple[int, ...]): Result.rejected of the job; empty for several jobs, whose
+            `results` have them.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class BlocksRejectedError(TransferError):
 
 
 class CorruptedPageError(BlocksRejectedError):
-    """Blocks that were loaded are not those that were stored, as the checksums of their pool say.
+    """Loaded blocks do not match what was stored, according to the checksums of their pool.
 
-    The message names the first such GPU block, its page, and both checksums. These blocks must be
-    computed again, and the pages stored again. All blocks that are not in `rejected` are valid.
+    The message names the first such GPU block, its page and both checksums. Compute these blocks
+    again, and store the pages again. All blocks that are not in `rejected` are valid.
     """
 
 
@@ -89,27 +89,25 @@ class Result:
     Attributes:
         job_id (int): Job.id.
         direction (str): "store" or "load".
-        state (str): "done", "failed" or "cancelled". If it is not "done", the contents of the
-            destination are undefined, unless `rejected` says which part of them.
+        state (str): "done", "failed" or "cancelled". If it is not "done", the destination is
+            undefined, or only the blocks in `rejected` if there are any.
         nbytes (int): bytes of the blocks.
-        link_bytes (int): bytes that the blocks move over the link; fewer than nbytes if they are
-            encoded.
+        link_bytes (int): bytes that crossed the link; fewer than nbytes if the blocks are encoded.
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
             one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
-            kernel reads and writes host pages directly) or "host" (memcpy). Of a ReferenceHandler
-            also "generic" (PyTorch's operations pack blocks, and copy each run of adjacent pages).
+            kernel reads and writes host pages directly) or "host" (memcpy). A ReferenceHandler also
+            has "generic" (PyTorch's operations pack blocks and copy each run of adjacent pages).
         submit_seconds (float): host time spent in the submitting call.
         queue_seconds (float): time from submission until the driver got the copy.
         copy_seconds (float): time on the device, without the waits before the copy. Jobs that were
             merged into one copy all report the time of that copy. 0 if nothing was copied. nan on a
             device whose events measure no time.
-        rejected (tuple[int, ...]): positions of blocks that were not copied, in the job's list of
-            blocks (the lists of all groups one after another), ascending. A store rejects blocks
-            that do not fit into encoded slots, and a load pages without a valid encoded block. The
-            job has failed with a BlocksRejectedError then, but all other blocks are valid. Blocks
-            that checksums have found to be corrupted are among them; then it is a
-            CorruptedPageError.
+        rejected (tuple[int, ...]): positions of the blocks that were not copied, ascending, in the
+            job's list of blocks (all groups one after another). A store rejects blocks that do not
+            fit into encoded slots; a load rejects pages without a valid block. Then the job has
+            failed, with a BlocksRejectedError, or with a CorruptedPageError if checksums did not
+            match, and all other blocks are valid.
         error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError, a
             BlocksRejectedError, a CorruptedPageError or a plain TransferError. Ignored in
             comparisons.

@@ -34,20 +34,19 @@ _LAYERS = ("model", "rank", "world", "group")
 class FileStore(PageStore):
     """A PageStore in a folder, which several processes and machines may share.
 
-    They run as one user: the folder must belong to it, and nobody else may write there. Only its
-    regular files are read.
+    All of them run as one user, who owns the folder and alone may write to it. Only regular files
+    of this user are read.
 
-    Reads and writes of 8 KiB and more go around the page cache (O_DIRECT) where the file system
-    can do that, and the memory begins at a multiple of 4,096 bytes and has such a size. A file is
-    written under another name, and gets its own when it is complete. It is not flushed: after a
-    loss of power it may be damaged, which its reader must find out.
+    Reads and writes of 8 KiB and more bypass the page cache (O_DIRECT) if the file system can, and
+    if address and size of the memory are multiples of 4,096 bytes. A file gets its name when it is
+    complete. It is not flushed, so a reader must detect damage after a loss of power.
 
     Args:
         path (str): the folder, which is made if there is none, with mode 0700.
 
     Raises:
-        OSError: the folder cannot be made, or is none. PermissionError: it belongs to another user,
-            or others may write to it.
+        OSError: the folder cannot be made, or the path is not a folder. PermissionError: it belongs
+            to another user, or others may write to it.
     """
 
     def __init__(self, path: str) -> None:

@@ -22,15 +22,15 @@ _NOT_THERE = -704
 class MooncakeStore(PageStore):
     """A PageStore in a Mooncake store, which engines of several machines may share.
 
-    Pages lie in the memory of `mooncake_client` processes, and go straight from and into the memory
-    that is passed, over TCP. Connects when it is first needed; Mooncake connects again by itself.
+    Pages lie in the memory of `mooncake_client` processes. TCP carries them from and to the given
+    memory without a copy between. Connects at the first call; Mooncake reconnects by itself.
 
     Args:
         url (str): "mooncake://HOST" or "mooncake://HOST:PORT", of the master.
 
     Raises:
-        ImportError: the package mooncake is not installed, or not what it needs.
-        ValueError: it is no such URL.
+        ImportError: the package mooncake is not installed, or a library that it needs is missing.
+        ValueError: url is not such a URL.
     """
 
     def __init__(self, url: str) -> None:

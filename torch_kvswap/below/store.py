@@ -7,32 +7,32 @@ from urllib.parse import SplitResult, urlsplit
 
 
 class PageStore(ABC):
-    """Keeps objects, each a number of bytes, by name. Derive a store of your own from it.
+    """A store of objects (bytes) by name. Derive a store of your own from it.
 
     The methods block. Several threads call them at once. An exception means that the call has
-    failed, and that nothing is known of its keys: the store is then left alone for a while.
+    failed and nothing is known about its keys; then no call is made for a while.
     """
 
     @abstractmethod
     def exists(self, keys: list[str]) -> list[bool]:
-        """Which of these objects are there."""
+        """Returns for each key whether its object exists."""
 
     @abstractmethod
     def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
         """Reads each object into its buffer.
 
         Returns:
-            list[bool]: for each key, True if the object was read whole, and False if there is none
-                of the size of the buffer.
+            list[bool]: for each key, True if the object was read completely, and False if there is
+                no object of the buffer's size.
         """
 
     @abstractmethod
     def put(self, keys: list[str], buffers: list[memoryview]) -> None:
-        """Stores what is in each buffer under its key, in place of what is there."""
+        """Stores the bytes of each buffer under its key, and replaces an object that exists."""
 
     @abstractmethod
     def delete(self, keys: list[str]) -> None:
-        """Deletes those of these objects that are there."""
+        """Deletes the objects of these keys, as far as they exist."""
 
     def close(self) -> None:
         """Called once, when all other calls have returned."""

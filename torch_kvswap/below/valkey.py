@@ -19,15 +19,15 @@ _MOST_DIGITS = 20
 class ValkeyStore(PageStore):
     """A PageStore in a Valkey or Redis server, which engines of several machines may share.
 
-    Connects when it is first needed, and again after each failure, so that the server may come and
-    go. Pages go straight from and into the memory that is passed. The connection is not encrypted.
+    Connects at the first call, and again after each failure. Pages are sent from and received into
+    the given memory. The connection is not encrypted.
 
     Args:
         url (str): "valkey://HOST", "valkey://HOST:PORT" or "valkey://USER:PASSWORD@HOST:PORT";
             without USER it is "default".
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: url is not such a URL.
     """
 
     def __init__(self, url: str) -> None:

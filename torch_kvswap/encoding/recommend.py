@@ -44,7 +44,7 @@ class EncodingRecommendation:
 
 
 def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRecommendation:
-    """Looks at blocks of a cache, and says which encoding and size of slots a HostPool should have.
+    """Recommends an encoding and a size of slots for a HostPool, from blocks of a cache.
 
     Recommends the smallest slots that reject at most 1 % of the blocks. Copies the blocks to the
     host one after another, in the order of the current stream. Choose blocks that requests have

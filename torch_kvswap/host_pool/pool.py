@@ -113,17 +113,16 @@ class _Memory:
 
 
 class HostPool(NotCopyable):
-    """Host pages, each with `blocks_per_page` blocks, each block with all its slabs in a row.
+    """Pinned host memory for the blocks of a cache, in pages of `blocks_per_page` blocks.
 
     A pool belongs to one process, unless it is made with shared=True or attach(). The memory has
     exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros. Pinning commits it;
     pageable memory is committed when it is written. over() makes a pool on memory that exists.
 
-    Several handlers may use one pool, but none beside a PrefixCache. A context manager that closes
-    the pool on exit. A pool that is dropped is closed. One that is open when the process exits is
-    unpinned by its end. Not thread safe, except num_ready_pages, is_ready and wait_ready(). In a
-    forked child only tensors taken from `pages` can be used; for a pool of one process they read as
-    zeros there.
+    Several handlers may use one pool, unless a PrefixCache uses it. A context manager that closes
+    the pool on exit. A dropped pool is closed, too, and the end of the process unpins it. Not
+    thread safe, except num_ready_pages, is_ready and wait_ready(). In a forked child only tensors
+    taken from `pages` can be used; for a pool of one process they read as zeros there.
 
     Pages for a cache on a device are pinned; if the driver refuses, a warning is logged, and they
     are pageable (is_pinned). They are on the NUMA node of a CUDA GPU, and on transparent huge pages
@@ -139,41 +138,40 @@ class HostPool(NotCopyable):
             fit is rejected by its store. docs/encoding.md says what is gained.
         bits_per_value (float | None): size of the slots of "lossless": 12.125 (the default) or 12.5
             bits for each value of a block. recommend_encoding() finds out which one is enough.
-        verify (str): "load" keeps checksums of the blocks beside the pages. A load of a block that
-            is not what was stored fails with a CorruptedPageError, and one of a page that was never
-            stored with a BlocksRejectedError: blocks that the caller has written to `pages` have no
-            checksums. docs/encoding.md says what checksums find.
+        verify (str): "load" keeps checksums of the blocks beside the pages. A load fails with a
+            CorruptedPageError if a block no longer matches what was stored, and with a
+            BlocksRejectedError if its page was never stored. Blocks that the caller has written to
+            `pages` count as never stored. docs/encoding.md says what checksums find.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
         shared (bool): whether other processes of this machine can attach() to the pool. Each of
             them pins and uses all pages; the caller must make sure that no process reads or writes
             a page while another one writes it.
-        part (tuple[int, int] | None): (rank, number of ranks), for a shared pool. A slot has a
-            block of each rank, one behind the other, each followed by its checksums, so that a page
-            has all that is known of its blocks. This process uses those of `rank`: of `pages`, in
-            transfers and in read_block(). page_bytes and slot_bytes are of all ranks.
+        part (tuple[int, int] | None): (rank, number of ranks), for a shared pool. A slot then has a
+            block of each rank, each followed by its checksums. Transfers, `pages` and read_block()
+            use the blocks of `rank`. page_bytes and slot_bytes cover all ranks.
 
     Attributes:
         device (torch.device): the device of the cache.
         num_pages (int): pages of the pool.
         blocks_per_page (int): blocks per page.
         slot_bytes (int): bytes per block, encoded or raw, with padding.
-        page_bytes (int): bytes per page; with over() from page to page.
+        page_bytes (int): bytes per page; with over(), the distance between pages.
         num_parts (int): ranks that have a part of each slot: see `part`.
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
         bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
         verify (str): "off" or "load".
-        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. The slabs
-            of encoded blocks have the sizes of raw ones, and all have the address of their slot.
+        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. Slabs of
+            encoded blocks have the sizes of raw ones, and the address of their slot.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range, an option is not possible for the device, the blocks
             cannot be encoded, or the machine does not have this much memory.
         RuntimeError: the kernel does not map the memory. Nothing stays mapped.
-        OSError: shared=True needs a file in memory that cannot be made.
+        OSError: shared=True, and the kernel refuses a file in memory.
     """
 
     def __init__(
@@ -232,14 +230,13 @@ class HostPool(NotCopyable):
         pin_in_background: bool = False,
         rank: int = 0,
     ) -> HostPool:
-        """Makes a pool on the memory of another process's pool, which has placed the pages.
+        """Makes a pool on the memory of another process's pool.
 
-        Pins all of them; if the driver refuses, logs a warning and uses them as pageable memory.
+        Pins all pages; if the driver refuses, logs a warning and uses pageable memory.
 
         Args:
-            layout (PagedLayout): this process's cache. Its blocks must have the types, the axes and
-                the order of those in the handle, in the same order of tensors. The encoding
-                and `verify` are those of the handle.
+            layout (PagedLayout): this process's cache. Its tensors must match those in the handle
+                in order, type, axes and byte order. The handle decides the encoding and `verify`.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             pin_in_background (bool): see HostPool.
             rank (int): which part of the slots this process uses: see HostPool's `part`.
@@ -289,18 +286,18 @@ class HostPool(NotCopyable):
         """Makes a pool on memory that somebody else owns, such as a region that workers share.
 
         Page p begins at byte `offset + p * page_bytes`; the pool has all pages that fit. It reads
-        and writes its blocks, and no byte between them. It never zeroes or frees the memory, which
-        stays alive as long as the pool is open. It pins the memory from the first to the last page
-        until it is closed, unless the memory is pinned already: docs/host_memory.md says what its
-        owner has to know.
+        and writes its blocks, and no byte between them. It never zeroes or frees the memory, and
+        keeps it alive while the pool is open. It pins the memory from the first to the last page
+        until it is closed, unless the owner has pinned it. docs/host_memory.md says what the owner
+        has to know.
 
         Args:
             memory (Tensor): contiguous, on the CPU, of any type and shape.
             layout (PagedLayout): the cache whose blocks are stored here.
             blocks_per_page (int): a page has this number of slots at equal distances.
-            page_bytes (int | None): from page to page, at least HostPool.page_bytes_of(); None if
-                the pages lie one behind the other.
-            offset (int): of the first page in the memory.
+            page_bytes (int | None): distance between pages, at least HostPool.page_bytes_of(); None
+                if the pages are adjacent.
+            offset (int): byte of the memory at which the first page begins.
             encoding, bits_per_value: see HostPool. Encoded slots begin at multiples of 16.
             verify (str): see HostPool. The checksums are this pool's: blocks that another process
                 has written count as never stored.
@@ -431,8 +428,8 @@ class HostPool(NotCopyable):
 
         Args:
             layout (PagedLayout): the other group, whose slots are not larger than this pool's.
-            encoding (str | None): how its blocks are kept. None keeps them as those of the pool.
-                They have checksums if those of the pool have.
+            encoding (str | None): the encoding of its blocks; None is that of the pool. They have
+                checksums if the pool has.
             bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
@@ -466,19 +463,19 @@ class HostPool(NotCopyable):
 
     @property
     def pages(self) -> Tensor:
-        """The memory, uint8 [num_pages, blocks_per_page, slot_bytes], or the part of this process.
+        """All pages, or this process's part: uint8 [num_pages, blocks_per_page, slot_bytes].
 
         Encoded blocks are in the format of docs/encoding.md.
 
-        Views of it stay valid after close(). Jobs do not order accesses to it: wait for them on the
-        host first. Raises RuntimeError if the pool is closed.
+        Views of it stay valid after close(). Before you access a page, wait on the host for the
+        jobs that use it. Raises RuntimeError if the pool is closed.
         """
         return self._memory.check_open()
 
     def read_block(self, page: int, slot: int = 0) -> Tensor:
         """Copies a block out of a page, and decodes it if it is encoded, on the CPU.
 
-        Jobs do not order this access: wait for them on the host first.
+        First wait on the host for the jobs that use the page.
 
         Args:
             page (int): 0 to num_pages - 1.

@@ -123,8 +123,8 @@ class Job(NotCopyable, native.Job):
         only until the driver has accepted them.
 
         A failed or cancelled job raises nothing here: the stream goes on, and poll() reports the
-        job. When the host has the results of the work behind the wait, the job has ended, so that a
-        poll() reports it before they are used.
+        job. Call poll() when the host has the results of the work behind the wait, and before it
+        uses them: the job has ended by then.
 
         Args:
             stream (torch.Stream | None): a stream of any GPU; for a cache on another device, one of
@@ -138,9 +138,9 @@ class Job(NotCopyable, native.Job):
 
         Raises:
             IndexError: the job has no such layer group.
-            TypeError: stream is no stream of such a device.
-            ValueError: verified=True with a layer group, whose checksums are not known before those
-                of the whole job, or without a pool that has checksums.
+            TypeError: stream is not a stream of such a device.
+            ValueError: verified=True with a layer group (checksums are compared for the whole job),
+                or with a pool that has no checksums.
             TransferError: with verified=True, the job failed or was cancelled.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
                 wait. Raised even if the job has ended.
@@ -210,24 +210,22 @@ class OffloadHandler(NotCopyable):
     Lifetime: a context manager that closes the handler on exit. A handler that is dropped, or still
     open when the process exits, is closed.
 
-    With a cache on the CPU, store() and load() return after the copy, `after` takes no stream or
-    event. docs/devices.md lists what else is refused there.
+    With a cache on the CPU, store() and load() return after the copy. docs/devices.md lists what is
+    refused there.
 
     Args:
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
         host (HostPool | Sequence[HostPool]): the host pages; each pool was made for blocks
             like those of its layout.
-        copy_method (str | None): "auto" chooses a method for each transfer by its size and layout,
-            and "copy_engines" among those without kernels, see store(). "strided", "batch",
-            "staged" and "kernel" force one method, which the device must have; a cache on the CPU
-            has none of them. None reads KVSWAP_COPY_METHOD, which defaults to
-            "auto".
-        staging_bytes (int): device memory for copies, 256 MiB by default. "staged": half for stores
-            and half for loads, allocated at construction if any transfer could be staged, and freed
+        copy_method (str | None): "auto" chooses a method for each transfer by its size and layout.
+            "copy_engines" chooses among the methods without kernels: see store(). "strided",
+            "batch", "staged" and "kernel" force a method that the device must have; a cache on the
+            CPU has none of them. None reads KVSWAP_COPY_METHOD, which defaults to "auto".
+        staging_bytes (int): device memory for staged copies, half for stores and half for loads;
+            256 MiB by default. Allocated at construction if any transfer could be staged, and freed
             by close().
-        submit_thread (bool): give every copy to the driver from one thread per channel, which takes
-            40 to 250 us to wake up. By default the calling thread submits small copies itself, and
-            begins large ones.
+        submit_thread (bool): submit every copy from a thread per channel, which takes 40 to 250 us
+            to wake up. By default the calling thread submits small copies and begins large ones.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
@@ -328,8 +326,8 @@ class OffloadHandler(NotCopyable):
         Until the job has ended, nothing may write the blocks or access the pages, except work on a
         stream that waits for the job (`Job.wait`).
 
-        If the call raises, there is no job and nothing is in flight; only after Ctrl-C there may be
-        a job, which poll() reports. Any later failure ends the returned job as failed. A store also
+        If the call raises, there is no job and nothing is in flight. After Ctrl-C there may be a
+        job, which poll() reports. Any later failure ends the returned job as failed. A store also
         fails if a load into one of its blocks failed or was cancelled and poll() has not reported
         that load yet.
 
@@ -386,15 +384,14 @@ class OffloadHandler(NotCopyable):
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
         is invalid until it is stored again. A page that was never stored is copied as it is: zeros
-        in a new pool. An encoded page that was never stored, or whose store rejected the block, is
-        rejected: nothing is written to that block, and the load fails (Result.rejected). So is a
-        page with damaged metadata, but a GPU may have written parts of that block by then.
+        in a new pool. A load rejects an encoded page that was never stored, or whose store rejected
+        the block: the load fails, and that block is not written (Result.rejected). It also rejects
+        a page with damaged metadata, but a GPU may have written parts of that block by then.
 
-        From a pool with checksums (HostPool.verify), a load fails with a CorruptedPageError if
-        blocks are not those that were stored, and with a BlocksRejectedError if none were. Their
-        positions are in Result.rejected, and their contents are undefined. query(), synchronize()
-        and poll() know; streams that wait for the job go on before the host knows
-        (`Job.wait(verified=True)`).
+        With checksums (HostPool.verify), a load fails with a CorruptedPageError if blocks no longer
+        match what was stored, and with a BlocksRejectedError if nothing was stored. Result.rejected
+        has their positions, and their contents are undefined. A stream that waits for the job goes
+        on before the host knows, except with `Job.wait(verified=True)`.
 
         Args:
             page_ids, gpu_block_ids, first_slot, copy_method, tag: as in store(). The blocks of the
@@ -420,8 +417,8 @@ class OffloadHandler(NotCopyable):
     def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
 
-        Whoever gives the blocks other contents waits for these jobs first. Asks the device. Each
-        call makes new Job objects, which are equal to those of store() and load().
+        Wait for these jobs before you write the blocks. Each call makes new Job objects, which are
+        equal to those of store() and load().
 
         Args:
             gpu_block_ids: as in store(); -1 means no block.
@@ -437,11 +434,11 @@ class OffloadHandler(NotCopyable):
         return jobs
 
     def mark_written(self, page_ids: Ids | Sequence[Ids]) -> None:
-        """Tells that these pages hold what the caller has written there, by other means than jobs.
+        """Marks pages that the caller has written, without a job, as valid.
 
-        Loads of a page that a failed store should have filled fail until it is stored again, or
-        marked. Wait for the jobs on a page before you write it. With `verify` a marked page has no
-        checksums of its new blocks, so that loads refuse it.
+        After a failed store, loads of its pages fail until these are stored again or marked. Wait
+        for the jobs on a page before you write it. With `verify` loads still reject a marked page,
+        because its new blocks have no checksums.
 
         Args:
             page_ids: as in store().
@@ -552,7 +549,7 @@ class OffloadHandler(NotCopyable):
             gpu (PagedLayout | Sequence[PagedLayout]): new layouts with the same block sizes.
 
         Raises:
-            TypeError: gpu is no layout, or a list instead of one.
+            TypeError: gpu is not a layout, or a list where the handler has a single layout.
             ValueError: the new cache does not match the pools, or is on another device.
             RuntimeError: the handler is closed, a tensor of the new cache has moved, another thread
                 submits meanwhile, or the driver refuses what the new cache needs.

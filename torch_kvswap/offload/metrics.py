@@ -54,8 +54,8 @@ class ChannelMetrics:
         encoded_blocks (int): how many of these blocks have encoded host pages.
         rejected_blocks (int): encoded blocks that these jobs have rejected, because they do not fit
             into their slots, or because a slot held no valid block.
-        corrupted_blocks (int): blocks of these jobs that are not what was stored, in pools with
-            checksums (HostPool.verify). They do not count as rejected.
+        corrupted_blocks (int): blocks of these jobs that no longer match what was stored, in pools
+            with checksums (HostPool.verify). They do not count as rejected.
         queued (int): jobs now in the software queue.
         running (int): jobs now on the device.
         transfers (int): copies given to the device. Jobs that were merged count as one copy.

@@ -76,7 +76,7 @@ class Stored(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What has become of a preempted request, from PrefixCache.resume().
+    """The state of a preempted request, from PrefixCache.resume().
 
     Attributes:
         state (str): "loaded", "pending" or "lost".
@@ -163,12 +163,12 @@ def _check_preempted(preempted: object) -> None:
 
 
 class PrefixCache(NotCopyable):
-    """Finds prefixes of prompts in host memory: lookup(), load(), store() and poll().
+    """Keeps the blocks of prompts in host memory, and finds them again by their tokens.
 
     Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
-    page, that is, of `blocks_per_page` GPU blocks. Assigns all pages of its pools: another handler
-    of one of them is refused until this one is closed or dropped. Pools may be pinned in the
-    background: pages are used as soon as they are ready.
+    page, that is, of `blocks_per_page` GPU blocks. A prefix cache assigns all pages of its pools:
+    they take no other handler until it is closed or dropped. Pools may be pinned in the background;
+    pages are used as soon as they are ready.
 
     Any thread may call any method. A prefix cache cannot be copied or pickled.
 
@@ -182,20 +182,20 @@ class PrefixCache(NotCopyable):
             leave the GPU cache.
         eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes: see OffloadHandler.
-        below (str | os.PathLike | PageStore | None): a store for pages that leave host memory,
-            which may be shared with other processes: "file:PATH" or a path, "valkey://HOST:PORT",
-            "mooncake://HOST:PORT", or an object, which close() closes. It needs the package
-            xxhash. docs/below.md says what holds.
-        below_model (str | None): with `below`, the model and its revision, whatever the keys say,
-            and the order of axes of the same size: docs/below.md.
-        below_rank, below_world (int): which part of the model this process has, and of how many.
+        below (str | os.PathLike | PageStore | None): a second tier for pages that leave host
+            memory, which other processes may share: "file:PATH" or a path, "valkey://HOST:PORT",
+            "mooncake://HOST:PORT", or a PageStore, which close() closes. Needs the package xxhash.
+            See docs/below.md.
+        below_model (str | None): with `below`, the model, its revision, and the order of axes of
+            equal size, also if the keys cover them. See docs/below.md.
+        below_rank, below_world (int): this process's part of the model, and the number of parts.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
-        below_bytes (int): bytes in flight to the store, and from there, at most.
+        below_bytes (int): the most bytes in flight, in each direction.
 
     Attributes:
-        manager (BlockManager | RemoteManager): the bookkeeping. Its stats(), touch(), order() and
-            reset() may be used; leave reservations to the prefix cache.
+        manager (BlockManager | RemoteManager): the index. You may call its stats(), touch(),
+            order() and reset(); only the prefix cache makes reservations.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -308,29 +308,29 @@ class PrefixCache(NotCopyable):
     ) -> PrefixCache:
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
-        The server is `python -m torch_kvswap serve`. It has the memory, the block manager and the
-        second tier; docs/serve.md says what holds. This process pins all of the memory: see
-        HostPool.attach(). The caches of all engines must be equal, as the arguments say it; the
-        first engine that comes decides.
+        The server, `python -m torch_kvswap serve`, has the memory, the index and the second tier:
+        see docs/serve.md. This process pins all of the memory, as HostPool.attach() does. Caches
+        and arguments of all engines must be equal; the first engine to connect decides.
 
-        If the server is lost, lookups find nothing and stores are dropped, until it is there again
-        with new pages; `pools` are others then.
+        Without the server, lookups find nothing and stores are dropped. When it is back, `pools`
+        are new.
 
         Args:
             path (str): of the server's socket.
             gpu: the cache; see OffloadHandler.
             groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
-                all pages together must fit into the server's memory. Without, the server decides
-                how many pages there are.
-            model (str): the model and its revision, whatever the keys say, and the order of axes of
-                the same size: docs/below.md.
-            rank, world (int): which part of the model this process has, and of how many.
+                all pages together must fit into the server's memory. None lets the server decide
+                the number of pages.
+            model (str): the model, its revision, and the order of axes of equal size, also if the
+                keys cover them. See docs/below.md.
+            rank, world (int): this process's part of the model, and the number of parts.
             blocks_per_page, encoding, bits_per_value, verify: of the pages; see HostPool.
             store_policy, copy_method, staging_bytes: see PrefixCache.
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: an argument is out of range, or the server refuses this cache, and why.
+            ValueError: an argument is out of range, or the server refuses this cache; the message
+                says why.
             OSError: no server answers at the path.
             RuntimeError: the kernel does not map the memory, or a tensor of a layout has moved.
         """
@@ -409,8 +409,8 @@ class PrefixCache(NotCopyable):
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """Finds the longest cached prefix in host memory.
 
-        A second tier is asked, in the background, for what is not there. Until poll() has the
-        answer, `asking` of the result is not 0. What the store has is then read, and is pending.
+        A second tier is asked for missing keys in the background: `asking` counts them until poll()
+        has the answer. Blocks that the tier has are then read, and are pending.
 
         Args:
             keys, again: see BlockManager.lookup().
@@ -450,8 +450,8 @@ class PrefixCache(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: a destination for each block of all keys. With `prefix`, -1 stands for a
-                block that it leaves out. Without, a key that has a -1 is not loaded.
+            gpu_block_ids: a destination for each block of all keys. Pass -1 for blocks that
+                `prefix` leaves out. Without `prefix`, a key with a -1 is not loaded.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
             after, layer_groups, expedited, tag: see OffloadHandler.load().
@@ -510,15 +510,15 @@ class PrefixCache(NotCopyable):
         poll() has reported it, except rejected ones (Result.rejected), which are not stored. With a
         lazy store policy the blocks are only recorded, for evict().
 
-        The model computed new blocks from those before them. So the store starts after loads into
-        the named blocks, and is reported after them. If such a load fails that poll() has not
-        reported when store() is called, the store fails with a SourceFailedError.
+        New blocks are computed from the blocks before them. So the store starts after loads into
+        the named blocks, and is reported after them. If such a load fails, and poll() had not
+        reported it when store() was called, the store fails with a SourceFailedError.
 
         Args:
             keys: keys of a prompt's blocks, in order.
-            gpu_block_ids: the blocks of all keys, each once; -1 for a block that is not on the GPU,
-                because a load with `prefix` left it out or it has left a window and was reused. A
-                key with a -1 is not stored.
+            gpu_block_ids: the blocks of all keys, each once. Pass -1 for a block that is not on the
+                GPU: a load with `prefix` left it out, or it has left a window. A key with a -1 is
+                not stored.
             after, tag: see OffloadHandler.store(). With a lazy store policy, evict() takes `after`,
                 and its jobs have no tags.
 
@@ -589,8 +589,8 @@ class PrefixCache(NotCopyable):
             after, tag: see OffloadHandler.store().
 
         Returns:
-            Preempted | None: None if there is not enough room. Each other result needs one
-                resume() that does not say "pending", or one release().
+            Preempted | None: None if there is not enough room. Any other result needs one
+                release(), or one resume() that says "loaded" or "lost".
         """
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
@@ -686,10 +686,10 @@ class PrefixCache(NotCopyable):
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
 
         Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
-        failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
-        with these are, and all other blocks were stored or loaded. If a load was not done, every
-        store() before this call that named one of its blocks fails too: its new blocks may have
-        been computed from blocks that were not loaded.
+        failed jobs are forgotten; if a job rejected some blocks (Result.rejected), only the pages
+        of these. If a load failed or was cancelled, every store() before this call that named one
+        of its blocks fails too: its new blocks may have been computed from blocks that were not
+        loaded.
 
         Blocks that came from a second tier can be loaded from now on.
 
@@ -738,7 +738,7 @@ class PrefixCache(NotCopyable):
             rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
     def below_stats(self) -> BelowStats:
-        """Returns what was moved to the second tier and from there.
+        """Returns what was moved to and from the second tier.
 
         Raises RuntimeError if there is none.
         """
@@ -749,7 +749,7 @@ class PrefixCache(NotCopyable):
     def close(self) -> None:
         """Refuses new jobs, waits for all jobs, and closes a second tier.
 
-        Pages that were not written to it yet are not written any more. See OffloadHandler.close().
+        Pages that are not in the tier yet are not written any more. See OffloadHandler.close().
         """
         if self._below is not None:
             self._below.close()

@@ -358,8 +358,8 @@ class RemoteManager(Session):
 
     Attributes:
         groups, unit_tokens: see BlockManager.
-        resets (int): another number after each reset by any engine, and for each server, as far as
-            lookup() has heard.
+        resets (int): a number that changes with each reset by any engine and with each server, as
+            of the last lookup().
     """
 
     def __init__(

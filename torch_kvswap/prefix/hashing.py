@@ -170,11 +170,11 @@ class PrefixHasher:
         Args:
             tokens: 1-D sequence, numpy array or CPU tensor of token ids.
             known (PrefixKeys | None): keys of the first full blocks of the same tokens, from this
-                hasher. Only the blocks behind them are hashed, and to check `known` its first and
-                its last block.
+                hasher. Only later blocks are hashed, and the first and the last of `known`, to
+                check them.
 
         Returns:
-            PrefixKeys: a key for each block, also for those of `known`.
+            PrefixKeys: a key for each block, including those of `known`.
 
         Raises:
             TypeError: tokens is not a sequence of integers, or known is not PrefixKeys.
@@ -192,7 +192,7 @@ class PrefixHasher:
         return self._first_keys(tokens, known, -1)
 
     def request_keys(self, tokens: Tokens, *, known: PrefixKeys | None = None) -> PrefixKeys:
-        """The keys of all blocks of a request, also of a partly filled last one: for preempt().
+        """The keys of all blocks of a request, including a partly filled last one: for preempt().
 
         As keys(), with one more for a partly filled block. It covers the number of tokens, so it
         differs from the key of any full block.

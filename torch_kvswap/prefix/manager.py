@@ -38,11 +38,10 @@ class Lookup(NamedTuple):
     Attributes:
         found (int): length of the prefix that is stored or being stored, in units.
         ready (int): length of the prefix that can be loaded now, in units.
-        pending (int): blocks of the keys, in all groups, that are still being stored, also those
-            behind `found`. In a group with full attention, keys behind the first one that is not
-            cached do not count. If it is not 0, a later lookup may find more ready. If it is 0, a
-            load() or prepare_load() of these keys that returned None lacks blocks that no job is
-            storing.
+        pending (int): blocks of the keys, in all groups, that are still being stored, including
+            blocks behind `found`. With full attention, keys behind the first missing one do not
+            count. If it is not 0, a later lookup may find more. If it is 0 and load() or
+            prepare_load() has returned None, blocks are missing that no job is storing.
         asking (int): keys behind `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
     """
@@ -81,10 +80,10 @@ class BlockStats:
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
-        filling_pages (int): pages being stored, or lent for that. The remaining pages are held by
-            loads, by preempted requests and while they are written below.
+        filling_pages (int): pages being stored, or lent for stores. All other pages are held by
+            loads, by preempted requests, or by writes to a second tier.
         promoted (int): blocks that were read from a second tier.
-        lost (int): evicted blocks that were due to be written below, and were not.
+        lost (int): blocks that were evicted before they were written to a second tier.
     """
 
     asked: int
@@ -131,7 +130,7 @@ class BlockManager(NotCopyable, native.BlockManager):
             that can be used already; None is all. grow() adds more.
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
-            it. As many keys as there are pages are counted, those that were looked up last.
+            it. Counts are kept for as many keys as there are pages, the latest ones.
         below_policy (str | None): which blocks hold_due() returns: "reused", those that a load or
             touch() has used since they were stored; "all"; None is none.
 
@@ -232,8 +231,8 @@ class BlockManager(NotCopyable, native.BlockManager):
     def hold_due(self, count: int, group: int = 0) -> WriteReservation | None:
         """Holds blocks that are due to be written to a second tier below host memory.
 
-        That is no use: they keep their places in the order of eviction. complete() marks them as
-        being below. After fail(), or in its `rejected`, they are due again.
+        This does not count as a use, so the order of eviction is unchanged. complete() marks them
+        as being below. After fail(), or in its `rejected`, they are due again.
 
         Args:
             count (int): how many at most; those that have been due for longest.

@@ -39,18 +39,17 @@ _MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool, held while they are writ
 
 @dataclass(frozen=True)
 class BelowStats:
-    """What a PrefixCache has moved to the second tier and from there, in pages since the start.
+    """Pages that a PrefixCache has moved to and from its second tier since the start.
 
     Attributes:
         promoted (int): read into host memory.
-        damaged (int): refused, because the checksum or the trailer was wrong, one of the two
-            objects was missing or had another size, or by a load, because a block was not what was
-            stored; and deleted.
+        damaged (int): refused and deleted, because the checksum or the trailer was wrong, an object
+            was missing or had another size, or a load found a damaged block.
         written (int): written, or found to be there already.
-        failed (int): not taken by the store, or asked for or read when it failed or did not answer
-            in time. What was not taken is tried again while it is in memory.
+        failed (int): part of a call of the store that failed or timed out. Writes are tried again
+            while the pages are in memory.
         lost (int): evicted before they were written.
-        hung (int): no pages, but calls of the store that have not returned in time, and still hold
+        hung (int): calls of the store, not pages, that have not returned in time and still hold
             their pages.
     """
 

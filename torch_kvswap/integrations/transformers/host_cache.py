@@ -42,10 +42,10 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
 
     Args:
         config: the model's configuration.
-        max_tokens (int): the most tokens of a sequence, prompt and generated ones.
+        max_tokens (int): the most tokens of a sequence, prompt and generated tokens together.
         buffers (int): layers that are on the GPU at the same time, at least 2.
         encoding (str), verify (str): see HostPool. With "lossless", blocks that do not fit are kept
-            raw; a sixteenth of all blocks may.
+            raw, at most a sixteenth of all blocks.
 
     Raises:
         NotImplementedError: the model has layers of a kind that is not supported.
