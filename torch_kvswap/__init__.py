@@ -1,8 +1,8 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines.
 
 Here is what most programs use. Its packages have the other public names: `prefix` the block
-manager, `offload` metrics, `host_pool` pools of several processes, `encoding` what it gains,
-`below` stores of pages, `integrations` serving engines.
+manager, `offload` metrics, `host_pool` pools of several processes, `below` stores of pages,
+`integrations` serving engines.
 """
 
 from torch_kvswap.host_pool.pool import HostPool

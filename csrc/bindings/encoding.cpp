@@ -7,8 +7,8 @@
 #include "encoding/slot_format.h"
 
 // How slots keep blocks, and lossless encoding of bf16 values by the CPU, see docs/encoding.md.
-// sizes: bytes of a block in each slab; bases: where they are in host memory. width_eighths: bits
-// of a slot for each value, in eighths of a bit. The codec releases the GIL.
+// sizes: bytes of a block in each slab; bases: where they are in host memory. The codec
+// releases the GIL.
 namespace kvswap::bindings {
 namespace {
 
@@ -24,9 +24,8 @@ struct HostBlock {
   SlotFormat format;
   std::vector<SlotTile> tiles;
 
-  HostBlock(nb::handle bases, nb::handle sizes, int width_eighths)
-      : format(read_numbers<uint64_t>(sizes), width_eighths),
-        tiles(tiles_in(slabs_at(bases), format.tiles())) {}
+  HostBlock(nb::handle bases, nb::handle sizes)
+      : format(read_numbers<uint64_t>(sizes)), tiles(tiles_in(slabs_at(bases), format.tiles())) {}
   SlotTiles slot_tiles() const { return {tiles.data(), format.tile_count(), format.max_escapes()}; }
 };
 
@@ -42,10 +41,10 @@ void bind_encoding(nb::module_& module) {
       "sizes"_a);
   module.def(
       "lossless_encoding",
-      [](nb::handle sizes, int width_eighths) {
-        return PyEncoding{make_lossless_encoding(read_numbers<uint64_t>(sizes), width_eighths)};
+      [](nb::handle sizes) {
+        return PyEncoding{make_lossless_encoding(read_numbers<uint64_t>(sizes))};
       },
-      "sizes"_a, "width_eighths"_a);
+      "sizes"_a);
   nb::class_<ChecksumTable>(module, "ChecksumTable",
                             "The checksums of the slots of a pool; sizes: of their blocks.")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>(), "counter"_a, "rows"_a,
@@ -93,47 +92,28 @@ void bind_encoding(nb::module_& module) {
       [](nb::handle sizes) { return checksum_row_bytes(read_numbers<uint64_t>(sizes)); }, "sizes"_a,
       "Bytes of a row of a ChecksumTable.");
 
-  nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
-      .def(
-          "__init__",
-          [](SlotFormat* self, nb::handle sizes, int width_eighths) {
-            new (self) SlotFormat(read_numbers<uint64_t>(sizes), width_eighths);
-          },
-          "sizes"_a, "width_eighths"_a)
-      .def_prop_ro("slot_bytes", &SlotFormat::slot_bytes)
-      .def_prop_ro("max_escapes", &SlotFormat::max_escapes);
-
   module.def(
       "encode_block",
-      [](nb::handle bases, nb::handle sizes, int width_eighths, uintptr_t slot) {
-        const HostBlock block(bases, sizes, width_eighths);
+      [](nb::handle bases, nb::handle sizes, uintptr_t slot) {
+        const HostBlock block(bases, sizes);
         auto* into = reinterpret_cast<uint8_t*>(slot);
         return without_gil(
             [&] { return static_cast<int>(encode_slot(block.slot_tiles(), 0, into)); });
       },
-      "bases"_a, "sizes"_a, "width_eighths"_a, "slot"_a,
+      "bases"_a, "sizes"_a, "slot"_a,
       "Returns 0; 1 if the block does not fit into the slot, which then holds none.");
   module.def(
       "decode_block",
-      [](nb::handle bases, nb::handle sizes, int width_eighths, uintptr_t slot, size_t first_slab,
-         size_t end_slab) {
-        const HostBlock block(bases, sizes, width_eighths);
+      [](nb::handle bases, nb::handle sizes, uintptr_t slot, size_t first_slab, size_t end_slab) {
+        const HostBlock block(bases, sizes);
         const auto range = block.format.tiles_of({first_slab, end_slab});
         const auto* from = reinterpret_cast<const uint8_t*>(slot);
         return without_gil(
             [&] { return static_cast<int>(decode_slot(block.slot_tiles(), range, from, 0)); });
       },
-      "bases"_a, "sizes"_a, "width_eighths"_a, "slot"_a, "first_slab"_a, "end_slab"_a,
+      "bases"_a, "sizes"_a, "slot"_a, "first_slab"_a, "end_slab"_a,
       "Decodes the slabs from first_slab to end_slab - 1. Returns 0; 2 if the slot holds no block, "
       "and nothing was written.");
-  module.def(
-      "count_escapes",
-      [](nb::handle bases, nb::handle sizes) {
-        const auto tiles = cut_into_tiles(read_numbers<uint64_t>(sizes), 0);
-        const auto located = tiles_in(slabs_at(bases), tiles);
-        return without_gil([&] { return count_escapes(located); });
-      },
-      "bases"_a, "sizes"_a, "The escapes of a block, however many fit into its slot.");
 }
 
 }  // namespace kvswap::bindings

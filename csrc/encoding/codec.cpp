@@ -233,18 +233,4 @@ SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const
   return SlotState::kGood;
 }
 
-uint64_t count_escapes(const std::vector<SlotTile>& tiles) {
-  uint64_t count = 0;
-  for (const SlotTile& tile : tiles) {
-    const uint8_t* values = address_of(tile, 0);
-    const uint8_t lowest = choose_lowest(values, tile.bytes);
-    for (uint32_t offset = 0; offset < tile.bytes; offset += kTileAlignment) {
-      uint8_t signs[kChunk], codes[kChunk], escapes[kChunk];
-      if (!split(values + offset, lowest, signs, codes, escapes)) continue;
-      for (const uint8_t escape : escapes) count += escape;
-    }
-  }
-  return count;
-}
-
 }  // namespace kvswap

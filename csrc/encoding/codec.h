@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "encoding/slot_format.h"
 
@@ -23,8 +22,5 @@ SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot);
 // metadata, the kernels check only the header before they write; the rest they check tile by tile.
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
                       int64_t block);
-
-// How many escapes block 0 has, however many fit into its slot.
-uint64_t count_escapes(const std::vector<SlotTile>& tiles);
 
 }  // namespace kvswap

@@ -92,8 +92,7 @@ void set_bytes(Arguments& arguments, const PagedCopy& copy, size_t first, uint64
 std::shared_ptr<const Encoding> make_raw_encoding(const std::vector<uint64_t>& sizes);
 
 // bf16 values as SlotFormat keeps them. Throws ValueError if such blocks cannot be encoded.
-std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes,
-                                                       int width_eighths);
+std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes);
 
 // The same slots, with checksums of their blocks, that stores write and loads compare.
 // Throws ValueError if a row of the table has no room for the checksums of such a block.

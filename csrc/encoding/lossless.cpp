@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 
 #include "check.h"
 #include "copy/address_map.h"
@@ -132,14 +131,7 @@ class TileTable : public PackTable {
 
 class LosslessEncoding : public Encoding {
  public:
-  LosslessEncoding(const std::vector<uint64_t>& sizes, int width_eighths)
-      : format_(sizes, width_eighths) {
-    std::ostringstream width;
-    width << width_eighths / 8.0 << " bits a value";
-    store_ = {"does not fit into a slot of " + width.str(),
-              "do not fit into slots of " + width.str(), "", "",
-              "some blocks do not fit into their slots"};
-  }
+  explicit LosslessEncoding(const std::vector<uint64_t>& sizes) : format_(sizes) {}
 
   uint64_t slot_bytes() const override { return format_.slot_bytes(); }
   uint64_t packed_bytes(SlabRange slabs) const override { return format_.packed_bytes(slabs); }
@@ -195,7 +187,8 @@ class LosslessEncoding : public Encoding {
  private:
   const SlotFormat format_;
   const Demand demand_{"encoding='lossless'", "encode or decode blocks", "encoding='raw'"};
-  Rejection store_;
+  const Rejection store_{"does not fit into its slot", "do not fit into their slots", "", "",
+                         "some blocks do not fit into their slots"};
   const Rejection load_{"is not in its host page", "are not in their host pages",
                         ": its store was rejected, or nothing was stored there",
                         ": their stores were rejected, or nothing was stored there",
@@ -204,9 +197,8 @@ class LosslessEncoding : public Encoding {
 
 }  // namespace
 
-std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes,
-                                                       int width_eighths) {
-  return std::make_shared<LosslessEncoding>(sizes, width_eighths);
+std::shared_ptr<const Encoding> make_lossless_encoding(const std::vector<uint64_t>& sizes) {
+  return std::make_shared<LosslessEncoding>(sizes);
 }
 
 }  // namespace kvswap

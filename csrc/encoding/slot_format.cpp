@@ -9,7 +9,8 @@ namespace {
 
 constexpr uint64_t kSlotAlignment = 16;
 constexpr uint64_t kMaxBlockBytes = uint64_t{1} << 32;  // offsets in slots have 32 bits
-constexpr int kMinWidth = 12 * 8, kMaxWidth = 16 * 8;
+// Bits of a slot for each value, in eighths of a bit.
+constexpr uint64_t kWidthEighths = 97;
 
 uint64_t checked_block_bytes(const std::vector<uint64_t>& sizes) {
   uint64_t bytes = 0;
@@ -44,13 +45,9 @@ std::vector<SlotFormat::Tile> cut_into_tiles(const std::vector<uint64_t>& sizes,
   return tiles;
 }
 
-SlotFormat::SlotFormat(const std::vector<uint64_t>& sizes, int width_eighths) {
-  if (width_eighths <= kMinWidth || width_eighths >= kMaxWidth) {
-    fail<ValueError>("slots of ", width_eighths / 8.0,
-                     " bits a value: there can be more than 12 and fewer than 16");
-  }
+SlotFormat::SlotFormat(const std::vector<uint64_t>& sizes) {
   const uint64_t raw = checked_block_bytes(sizes), encoded = raw / 4 * 3;
-  slot_bytes_ = raw / sizeof(uint16_t) * static_cast<uint64_t>(width_eighths) / 64;
+  slot_bytes_ = raw / sizeof(uint16_t) * kWidthEighths / 64;
   slot_bytes_ = slot_bytes_ / kSlotAlignment * kSlotAlignment;
   metadata_bytes_ = slot_bytes_ - encoded;
   tiles_ = cut_into_tiles(sizes, metadata_bytes_);
@@ -58,8 +55,7 @@ SlotFormat::SlotFormat(const std::vector<uint64_t>& sizes, int width_eighths) {
   if (metadata_bytes_ < fixed) {
     fail<ValueError>("a block of ", raw, " bytes in ", sizes.size(),
                      sizes.size() == 1 ? " slab" : " slabs", " needs ", encoded + fixed,
-                     " bytes encoded, and a slot of ", width_eighths / 8.0, " bits a value has ",
-                     slot_bytes_);
+                     " bytes encoded, and a slot has ", slot_bytes_);
   }
   constexpr uint64_t kEscapeBytes = sizeof(uint16_t) + sizeof(uint8_t);
   max_escapes_ = static_cast<uint32_t>((metadata_bytes_ - fixed) / kEscapeBytes);

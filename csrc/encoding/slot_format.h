@@ -14,9 +14,8 @@ namespace kvswap {
 // part for a range of slabs is its metadata and one contiguous run of tiles.
 class SlotFormat {
  public:
-  // sizes: of a block in each slab. width_eighths: bits of the slot for each value, in eighths of a
-  // bit. Throws ValueError if such blocks cannot be encoded.
-  SlotFormat(const std::vector<uint64_t>& sizes, int width_eighths);
+  // sizes: of a block in each slab. Throws ValueError if such blocks cannot be encoded.
+  explicit SlotFormat(const std::vector<uint64_t>& sizes);
 
   uint64_t slot_bytes() const { return slot_bytes_; }
   uint64_t metadata_bytes() const { return metadata_bytes_; }

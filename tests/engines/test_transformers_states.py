@@ -52,10 +52,8 @@ def late(driver: Driver, kind: str = "full", guarded: bool = True) -> Iterator[t
     def placed(*tensors: Any, **named: Any) -> Any:
         return place(driver, layout(*tensors, **named))
 
-    def pinned(
-        layout: Any, num_pages: int, *, encoding: str, bits_per_value: float | None, verify: str
-    ) -> Any:
-        assert (encoding, bits_per_value, verify) == ("raw", None, "off")
+    def pinned(layout: Any, num_pages: int, *, encoding: str, verify: str) -> Any:
+        assert (encoding, verify) == ("raw", "off")
         return pool(driver, layout, num_pages)
 
     pinned.page_bytes_of = transformers_swap.HostPool.page_bytes_of  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ def test_our_options_are_read_and_vllms_left():
         "copy_method": "strided",
         "staging_bytes": 0,
         "encoding": "lossless",
-        "bits_per_value": 12.5,
         "verify": "load",
         "pin_in_background": True,
     }
@@ -38,7 +37,7 @@ def test_our_options_are_read_and_vllms_left():
         "backpressure": {},
     }
     read = read_options(ours | of_vllm)
-    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", 12.5, "load", True)
+    assert read == SpecOptions(7, "arc", 2, "strided", 0, "lossless", "load", True)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -61,14 +60,6 @@ def test_a_size_may_be_a_fraction_of_bytes():
         ({"eviction_policy": "mru"}, "eviction_policy is 'mru'; it must be lru or arc"),
         ({"copy_method": 3}, "copy_method is 3; it must be auto or copy_engines or batch or"),
         ({"encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),
-        (
-            {"encoding": "lossless", "bits_per_value": 12},
-            "kv_connector_extra_config: bits_per_value is 12; it can be 12.125 or 12.5",
-        ),
-        (
-            {"bits_per_value": 12.5},
-            "kv_connector_extra_config: bits_per_value is 12.5, but encoding is 'raw'",
-        ),
         ({"verify": True}, "verify is True; it must be off or load"),
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
     ],

@@ -39,7 +39,7 @@ SIZES = {
     "32 KiB and 64 B": [(32 << 10) + 64] * 3,
     "2 MiB": [2 << 20],
     "mixed": [4096, 64, 40 << 10, 2048, 128],
-    "small ones": [64, 2048, 64, 64, 1152],
+    "small ones": [64, 8192, 64, 64, 9344],
 }
 METHODS = ["staged", "kernel"]
 MakeLayout = Callable[[list[torch.Tensor]], PagedLayout]
@@ -64,10 +64,8 @@ class Cache:
                 slab[block] = torch.from_numpy(part.view(np.int16))
         self.layout = on_gpu([slab.clone().view(torch.bfloat16) for slab in self.before])
 
-    def pool(self, width: float) -> HostPool:
-        pool = HostPool(
-            self.layout, self.layout.num_blocks, encoding="lossless", bits_per_value=width
-        )
+    def pool(self) -> HostPool:
+        pool = HostPool(self.layout, self.layout.num_blocks, encoding="lossless")
         pool.pages.fill_(0xA5)
         return pool
 
@@ -93,12 +91,11 @@ def check(
     blocks: Sequence[Sequence[Values]],
     on_gpu: MakeLayout,
     copy_method: str,
-    width: float = 12.5,
     layer_groups: int = 1,
 ) -> None:
     """The GPU encodes and the model decodes; the model encodes and the GPU decodes."""
     cache = Cache(blocks, on_gpu)
-    pool, model = cache.pool(width), SlotModel(cache.sizes, width)
+    pool, model = cache.pool(), SlotModel(cache.sizes)
     with OffloadHandler(cache.layout, pool, copy_method=copy_method) as handler:
         for _ in range(2):  # the first one leaves nothing behind that disturbs the second
             handler.synchronize([handler.store(gpu_block_ids=cache.ids, page_ids=cache.pages)])
@@ -122,7 +119,7 @@ def check(
 
 def check_rejected(sizes: Sequence[int], on_gpu: MakeLayout, copy_method: str) -> None:
     """Blocks that do not fit are rejected, and those beside them are stored and loaded."""
-    model = SlotModel(sizes, 12.5)
+    model = SlotModel(sizes)
     full = model.max_escapes
     blocks = [
         make_block("normal", sizes),
@@ -133,7 +130,7 @@ def check_rejected(sizes: Sequence[int], on_gpu: MakeLayout, copy_method: str) -
         *(with_escapes(sizes, 5) for _ in range(4)),
     ]
     cache = Cache(blocks, on_gpu)
-    pool = cache.pool(12.5)
+    pool = cache.pool()
     with OffloadHandler(cache.layout, pool, copy_method=copy_method) as handler:
         store = handler.store(gpu_block_ids=cache.ids, page_ids=cache.pages)
         with pytest.raises(BlocksRejectedError) as rejected:
@@ -201,14 +198,14 @@ def test_slots_have_their_format_on_a_gpu(sizes: str, copy_method: str) -> None:
 @pytest.mark.parametrize("copy_method", METHODS)
 @pytest.mark.gpu
 def test_many_blocks_take_several_launches_on_gpu(copy_method: str) -> None:
-    blocks = [make_block("normal", [2048, 1024], seed) for seed in range(1001)]
+    blocks = [make_block("normal", [4096, 2048], seed) for seed in range(1001)]
     check(blocks, on_cuda, copy_method)
 
 
 @pytest.mark.parametrize("copy_method", METHODS)
 @pytest.mark.gpu
 def test_real_keys_and_values_fit_on_a_gpu(copy_method: str) -> None:
-    check([real_page()] * 3, on_cuda, copy_method, width=12.125)
+    check([real_page()] * 3, on_cuda, copy_method)
 
 
 @pytest.mark.parametrize("copy_method", METHODS)
@@ -229,9 +226,9 @@ def test_what_does_not_fit_is_rejected_on_gpu(sizes: str, copy_method: str) -> N
 def test_a_load_of_a_changing_page_ends() -> None:
     # The threads of a team read the metadata each for itself. They need not see the same.
     sizes = SIZES["2 MiB"]
-    tiles = len(SlotModel(sizes, 12.5).tiles)
+    tiles = len(SlotModel(sizes).tiles)
     cache = Cache([with_escapes(sizes, 10 * tiles)], on_cuda)
-    pool = cache.pool(12.5)
+    pool = cache.pool()
     with OffloadHandler(cache.layout, pool, copy_method="kernel") as handler:
         handler.store(gpu_block_ids=cache.ids, page_ids=cache.pages).synchronize(60)
         entries = slot_of(pool, cache.pages[0])[16:][: 8 * tiles].view("<u2").reshape(tiles, 4)

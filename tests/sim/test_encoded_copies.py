@@ -304,7 +304,7 @@ def test_a_job_without_free_states_waits(driver: Driver) -> None:
     most = 1 << 20
     tensors = [torch.zeros(most + 8, 512, dtype=torch.bfloat16)]
     layout = place(driver, PagedLayout(tensors))
-    pool = HostPool(layout, 2, encoding="lossless", bits_per_value=12.5)
+    pool = HostPool(layout, 2, encoding="lossless")
     driver.set_mode("manual")
     with OffloadHandler(layout, pool, copy_method="kernel", staging_bytes=STAGING_BYTES) as handler:
         # Nothing was stored, so all blocks are rejected, and their memory is not touched.

@@ -33,7 +33,6 @@ class EncodedCache:
         encodings: of the groups, one after another. A single one gives a handler without lists.
         views: maps a group to an earlier one, of whose pool it has a view. The others have pools
             of their own.
-        bits: bits_per_value of encoded groups, or a list with one per group.
         verify: of the pools.
         rows: whether the checksums are in the slots, as in pages for vLLM's tiers.
         values: of a block in each layer, or in each layer of each group.
@@ -56,7 +55,6 @@ class EncodedCache:
         values: int = VALUES,
         encodings: Sequence[str] = ("lossless",),
         views: Mapping[int, int] | None = None,
-        bits: float | Sequence[float] = 12.125,
         verify: str = "off",
         rows: bool = False,
         **options: Any,
@@ -78,8 +76,6 @@ class EncodedCache:
 
                 place(driver, layout)
             of_pool: dict[str, Any] = {"encoding": encoding}
-            if encoding == "lossless":
-                of_pool["bits_per_value"] = bits if isinstance(bits, float) else bits[group]
             self.tensors.append(tensors)
             self.layouts.append(layout)
             if group in views:

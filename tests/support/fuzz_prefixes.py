@@ -360,7 +360,7 @@ class Server:
 class EncodedServer(Server):
     """A server with encoded pages. Some of its blocks do not fit into their slots."""
 
-    SLABS, SLAB_BYTES = 4, 2048
+    SLABS, SLAB_BYTES = 4, 4096
 
     def make_cache(self) -> tuple[Group, HostPool]:
         group = self.make_group()
@@ -369,7 +369,6 @@ class EncodedServer(Server):
             self.rng.randint(3, 10),
             self.rng.choice([1, 1, 2, 3]),
             encoding="lossless",
-            bits_per_value=12.5,
         )
         return group, pool
 

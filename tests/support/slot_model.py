@@ -32,12 +32,12 @@ class Tile:
 
 
 class SlotModel:
-    """Slots of blocks with `sizes` bytes in each slab, and `width` bits for each value."""
+    """Slots of blocks with `sizes` bytes in each slab."""
 
-    def __init__(self, sizes: Sequence[int], width: float) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         values = sum(sizes) // 2
-        self.slot_bytes = int(values * width / 8) // 16 * 16
+        self.slot_bytes = int(values * 12.125 / 8) // 16 * 16
         self.metadata_bytes = offset = self.slot_bytes - values * 3 // 2
         self.tiles: list[Tile] = []
         for slab, size in enumerate(self.sizes):

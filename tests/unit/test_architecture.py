@@ -164,7 +164,7 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
 CALLERS_OWN = {"Result.__init__": "tag"}
 
 
-PACKAGES = (kvs, kvs.below, kvs.encoding, kvs.host_pool, kvs.offload, kvs.prefix)
+PACKAGES = (kvs, kvs.below, kvs.host_pool, kvs.offload, kvs.prefix)
 PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
 
 

@@ -82,7 +82,7 @@ def test_the_python_blocks_of_a_page_run(page):
     run_script(program)
 
 
-PACKAGES = ("", ".below", ".encoding", ".host_pool", ".offload", ".prefix")
+PACKAGES = ("", ".below", ".host_pool", ".offload", ".prefix")
 PUBLIC = [
     f"torch_kvswap{package}.{name}"
     for package in PACKAGES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,8 +18,6 @@ EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
 VerifyName = Literal["off", "load"]
 VERIFY: tuple[VerifyName, ...] = get_args(VerifyName)
-# Bits of a slot per value of its block. The first one is the default.
-WIDTHS = (12.125, 12.5)
 _USE_RAW = "use encoding='raw'"
 _IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
 _BYTES = {torch.uint8, torch.int8}
@@ -30,45 +27,29 @@ SLOT_ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding, with the size of its slots.
+    """An encoding: RAW or LOSSLESS.
 
     Attributes:
-        bits_per_value (float | None): one of WIDTHS; None for raw blocks.
+        name (EncodingName): what the caller passes as `encoding`.
     """
 
-    bits_per_value: float | None = None
-
-    @property
-    def name(self) -> EncodingName:
-        """What the caller passes as `encoding`."""
-        return "raw" if self.bits_per_value is None else "lossless"
-
-    @property
-    def width_eighths(self) -> int:
-        """bits_per_value in eighths of a bit, for the native side; 0 for raw blocks."""
-        return 0 if self.bits_per_value is None else int(self.bits_per_value * 8)
+    name: EncodingName
 
     def for_native(self, sizes: Int64Array) -> native.Encoding:
         """What the native side asks about the slots. Raises ValueError if none can hold a block."""
-        if self.bits_per_value is None:
+        if self is RAW:
             return native.raw_encoding(sizes)
-        return native.lossless_encoding(sizes, self.width_eighths)
+        return native.lossless_encoding(sizes)
 
     def slot_bytes(
-        self,
-        layout: PagedLayout,
-        advice: str = _USE_RAW,
-        *,
-        is_width_open: bool = True,
-        name: str = "the layout",
+        self, layout: PagedLayout, advice: str = _USE_RAW, *, name: str = "the layout"
     ) -> int:
         """Bytes of a slot for a block of the layout, which errors call `name`.
 
         Raises:
-            ValueError: its blocks cannot be encoded. Says `advice`, and another bits_per_value if
-                the caller can choose one (`is_width_open`).
+            ValueError: its blocks cannot be encoded. Says `advice`.
         """
-        if self.bits_per_value is None:
+        if self is RAW:
             return layout.block_bytes
         if not is_native(layout.device.type):
             raise ValueError(
@@ -85,16 +66,14 @@ class Encoding:
                 f"encoding='lossless' is for torch.bfloat16, but {name} is of "
                 f"{layout.dtype or 'several types'}; {advice}{remedy}"
             )
-        return self._encoded_bytes(layout.sizes, advice, is_width_open)
+        return self._encoded_bytes(layout.sizes, advice)
 
-    def _encoded_bytes(self, sizes: Int64Array, advice: str, is_width_open: bool) -> int:
+    def _encoded_bytes(self, sizes: Int64Array, advice: str) -> int:
         """Bytes of an encoded slot; see slot_bytes()."""
         try:
             return self.for_native(sizes).slot_bytes
         except ValueError as error:
-            wider = _width_for(sizes) if is_width_open else None
-            wide = "" if wider is None else f"pass bits_per_value={wider:g}, or "
-            raise ValueError(f"{error}; {wide}{advice}") from None
+            raise ValueError(f"{error}; {advice}") from None
 
     def block_in(self, slot: Tensor, sizes: Int64Array) -> Tensor | None:
         """Copies the block out of a slot in CPU memory, and decodes it on the CPU if it is encoded.
@@ -102,12 +81,11 @@ class Encoding:
         Returns uint8, the slabs in a row; None if the slot holds no block.
         """
         nbytes = int(sizes.sum())
-        if self.bits_per_value is None:
+        if self is RAW:
             return slot[:nbytes].clone()
         block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         bases = address_of(block) + np.cumsum(sizes) - sizes
-        width, address = self.width_eighths, address_of(slot)
-        is_refused = native.decode_block(bases, sizes, width, address, 0, len(sizes))
+        is_refused = native.decode_block(bases, sizes, address_of(slot), 0, len(sizes))
         return None if is_refused else block
 
     def bytes_for(self, nbytes: int) -> int:
@@ -116,44 +94,24 @@ class Encoding:
         Raises:
             ValueError: no block of this size can be encoded.
         """
-        if self.bits_per_value is None:
+        if self is RAW:
             return nbytes
-        return self._encoded_bytes(np.array([nbytes]), _USE_RAW, is_width_open=True)
+        return self._encoded_bytes(np.array([nbytes]), _USE_RAW)
 
 
-RAW = Encoding()
+RAW, LOSSLESS = map(Encoding, ENCODINGS)
 
 
-def _width_for(sizes: Int64Array) -> float | None:
-    """The first of WIDTHS whose slots have room for such blocks."""
-    for width in WIDTHS:
-        with contextlib.suppress(ValueError):
-            Encoding(width).for_native(sizes)
-            return width
-    return None
-
-
-def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
-    """Checks the arguments `encoding` and `bits_per_value` of a pool.
+def read_encoding(encoding: object) -> Encoding:
+    """Checks the argument `encoding` of a pool.
 
     Raises:
-        ValueError: there is no such encoding or width, or a width for raw blocks.
+        ValueError: there is no such encoding.
     """
-    if not isinstance(encoding, str) or encoding not in ENCODINGS:
-        raise ValueError(f"encoding is {encoding!r}; it can be {' or '.join(ENCODINGS)}")
-    if encoding == "raw":
-        if bits_per_value is not None:
-            raise ValueError(
-                f"bits_per_value is {bits_per_value!r}, but encoding is 'raw'; leave it out, or "
-                "pass encoding='lossless'"
-            )
-        return RAW
-    if bits_per_value is None:
-        return Encoding(WIDTHS[0])
-    if not isinstance(bits_per_value, float | np.floating) or bits_per_value not in WIDTHS:
-        widths = " or ".join(map(str, WIDTHS))
-        raise ValueError(f"bits_per_value is {bits_per_value!r}; it can be {widths}")
-    return Encoding(float(bits_per_value))
+    for known in (RAW, LOSSLESS):
+        if isinstance(encoding, str) and encoding == known.name:
+            return known
+    raise ValueError(f"encoding is {encoding!r}; it can be {' or '.join(ENCODINGS)}")
 
 
 def read_verify(verify: object, device: torch.device | None = None) -> VerifyName:
@@ -170,15 +128,3 @@ def read_verify(verify: object, device: torch.device | None = None) -> VerifyNam
             "verify='off'"
         )
     return verify
-
-
-def encoding_of(width_eighths: int) -> Encoding:
-    """The encoding with this width in eighths of a bit; 0 is raw.
-
-    Raises:
-        ValueError: no encoding has this width.
-    """
-    for known in (RAW, *map(Encoding, WIDTHS)):
-        if known.width_eighths == width_eighths:
-            return known
-    raise ValueError(f"no encoding has slots of {width_eighths} eighths of a bit per value")

@@ -12,7 +12,7 @@ from torch_kvswap.host_pool.shape import PoolShape
 
 # Of this description, of pages, and of what lies beside them in a store. Another number makes all
 # pages that were stored before unfindable, instead of misread.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _LONGEST = 200  # characters of a value in an error
 
 
@@ -39,7 +39,6 @@ def describe_page(
         "slot_bytes": shape.slot_bytes,
         "parts": shape.parts,
         "encoding": encoding.name,
-        "bits_per_value": encoding.bits_per_value,
         "verify": shape.verify,
     }
 

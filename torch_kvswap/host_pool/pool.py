@@ -136,8 +136,6 @@ class HostPool(NotCopyable):
         encoding (str): "raw" keeps blocks as they are; "lossless" encodes blocks of torch.bfloat16
             in slots of a smaller, fixed size, and decodes them bit for bit. A block that does not
             fit is rejected by its store. docs/encoding.md says what is gained.
-        bits_per_value (float | None): size of the slots of "lossless": 12.125 (the default) or 12.5
-            bits for each value of a block. recommend_encoding() finds out which one is enough.
         verify (str): "load" keeps checksums of the blocks beside the pages. A load fails with a
             CorruptedPageError if a block no longer matches what was stored, and with a
             BlocksRejectedError if its page was never stored. Blocks that the caller has written to
@@ -161,7 +159,6 @@ class HostPool(NotCopyable):
         num_parts (int): ranks that have a part of each slot: see `part`.
         nbytes (int): bytes of all pages.
         encoding (str): "raw" or "lossless".
-        bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
         verify (str): "off" or "load".
         layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. Slabs of
             encoded blocks have the sizes of raw ones, and the address of their slot.
@@ -181,13 +178,12 @@ class HostPool(NotCopyable):
         blocks_per_page: int = 1,
         *,
         encoding: EncodingName = "raw",
-        bits_per_value: float | None = None,
         verify: VerifyName = "off",
         pin_in_background: bool = False,
         shared: bool = False,
         part: tuple[int, int] | None = None,
     ) -> None:
-        slot_encoding = read_encoding(encoding, bits_per_value)
+        slot_encoding = read_encoding(encoding)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
         part = read_part(part)
@@ -254,7 +250,7 @@ class HostPool(NotCopyable):
             )
         slot_encoding = handle._encoding
         check_layout(layout)
-        slot_encoding.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
+        slot_encoding.slot_bytes(layout, ATTACH_ADVICE)
         verify = read_verify(handle.verify, layout.device)
         counts = handle.num_pages, handle.blocks_per_page
         rank = read_int("rank", rank, 0, max(handle.parts, 1) - 1)
@@ -279,7 +275,6 @@ class HostPool(NotCopyable):
         page_bytes: int | None = None,
         offset: int = 0,
         encoding: EncodingName = "raw",
-        bits_per_value: float | None = None,
         verify: VerifyName = "off",
         pin_in_background: bool = False,
     ) -> HostPool:
@@ -298,7 +293,7 @@ class HostPool(NotCopyable):
             page_bytes (int | None): distance between pages, at least HostPool.page_bytes_of(); None
                 if the pages are adjacent.
             offset (int): byte of the memory at which the first page begins.
-            encoding, bits_per_value: see HostPool. Encoded slots begin at multiples of 16.
+            encoding (str): see HostPool. Encoded slots begin at multiples of 16.
             verify (str): see HostPool. The checksums are this pool's: blocks that another process
                 has written count as never stored.
             pin_in_background (bool): see HostPool.
@@ -308,7 +303,7 @@ class HostPool(NotCopyable):
             ValueError: the memory is on a device, not contiguous, too small, read-only, pinned in
                 part, or pinned by another HostPool; pages would overlap; see also HostPool.
         """
-        slot_encoding = read_encoding(encoding, bits_per_value)
+        slot_encoding = read_encoding(encoding)
         check_layout(layout)
         verify = read_verify(verify, layout.device)
         in_background = read_in_background(pin_in_background, layout.device)
@@ -328,14 +323,13 @@ class HostPool(NotCopyable):
         blocks_per_page: int = 1,
         *,
         encoding: EncodingName = "raw",
-        bits_per_value: float | None = None,
         verify: VerifyName = "off",
         part: tuple[int, int] | None = None,
     ) -> int:
         """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
 
         Args:
-            layout, blocks_per_page, encoding, bits_per_value, verify, part: see HostPool.
+            layout, blocks_per_page, encoding, verify, part: see HostPool.
 
         Returns:
             int: bytes per page.
@@ -343,7 +337,7 @@ class HostPool(NotCopyable):
         Raises:
             TypeError, ValueError: see HostPool.
         """
-        slot_encoding, verify = read_encoding(encoding, bits_per_value), read_verify(verify)
+        slot_encoding, verify = read_encoding(encoding), read_verify(verify)
         shape = PoolShape(layout, 1, blocks_per_page, slot_encoding, verify, read_part(part))
         return shape.page_bytes
 
@@ -381,18 +375,17 @@ class HostPool(NotCopyable):
     def _set_encoding(self, layout: PagedLayout, encoding: Encoding) -> None:
         """Sets the encoding of blocks of the layout in the slots."""
         self._encoding = encoding
-        self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
+        self.encoding: EncodingName = encoding.name
         self._tensors = layout._describe()
         self.layout = self._shape.slabs(self._memory.mapping.tensor, layout, encoding)
 
     def __repr__(self) -> str:
         is_open = self._memory.pages is not None
         ready = f"{self._ready_range.end_page} of {self.num_pages} pages ready"
-        width = "" if self._encoding is RAW else f", bits_per_value={self.bits_per_value}"
         verify = "" if self.verify == "off" else f", verify={self.verify!r}"
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
-            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{width}{verify}, "
+            f"page_bytes={self.page_bytes}, encoding={self.encoding!r}{verify}, "
             f"device={self.device}, {ready if is_open else 'closed'})"
         )
 
@@ -419,7 +412,6 @@ class HostPool(NotCopyable):
         layout: PagedLayout,
         *,
         encoding: EncodingName | None = None,
-        bits_per_value: float | None = None,
     ) -> HostPool:
         """Makes a view of the same pages for another group of layers.
 
@@ -430,7 +422,6 @@ class HostPool(NotCopyable):
             layout (PagedLayout): the other group, whose slots are not larger than this pool's.
             encoding (str | None): the encoding of its blocks; None is that of the pool. They have
                 checksums if the pool has.
-            bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
             ValueError: the slots are larger, the blocks cannot be encoded, or they have more
@@ -439,12 +430,7 @@ class HostPool(NotCopyable):
         """
         self._memory.check_open()
         check_layout(layout)
-        pool = self._memory.encoding
-        if encoding is None:
-            encoding = pool.name
-        if encoding == "lossless" and bits_per_value is None:
-            bits_per_value = pool.bits_per_value
-        slot_encoding = read_encoding(encoding, bits_per_value)
+        slot_encoding = self._memory.encoding if encoding is None else read_encoding(encoding)
         needed = slot_encoding.slot_bytes(layout, "pass encoding='raw' for this view")
         if needed > self._shape.block_room:
             encoded = "" if slot_encoding is RAW else f", encoded in {needed} bytes,"

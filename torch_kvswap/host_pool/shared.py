@@ -20,11 +20,13 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap.encoding.slot import (
+    ENCODINGS,
     RAW,
     VERIFY,
     Encoding,
+    EncodingName,
     VerifyName,
-    encoding_of,
+    read_encoding,
     read_verify,
 )
 from torch_kvswap.host_pool.description import FORMAT_VERSION, describe_page, difference
@@ -55,7 +57,6 @@ class PoolHandle(NotCopyable):
         tensors (list[str]): what a block has in each tensor of the cache that the pool was made
             for: type, shape, and the order of the dimensions in memory.
         encoding (str): HostPool.encoding.
-        bits_per_value (float | None): HostPool.bits_per_value.
         verify (str): HostPool.verify.
         parts (int): number of ranks that have a part of each slot; 0 without HostPool's `part`.
     """
@@ -78,7 +79,7 @@ class PoolHandle(NotCopyable):
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
         self.tensors = list(tensors)
         self._encoding = encoding
-        self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
+        self.encoding: EncodingName = encoding.name
         self.verify: VerifyName = read_verify(verify)
         self.parts = read_int("parts", parts, 0)
         self._file = Descriptors(os.dup, read_int("fd", fd, 0, INT32_MAX))
@@ -119,7 +120,7 @@ class PoolHandle(NotCopyable):
         """
         _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        encoding = self._encoding.width_eighths, VERIFY.index(self.verify)
+        encoding = ENCODINGS.index(self.encoding), VERIFY.index(self.verify)
         text = json.dumps(self.tensors).encode()
         numbers = FORMAT_VERSION, *shape, *encoding, self.parts, len(text)
         message = _HEAD.pack(_MAGIC, *numbers) + text
@@ -145,7 +146,7 @@ class PoolHandle(NotCopyable):
             for fd in came.fds:
                 rendezvous.check_owner("the memory of the host pool", os.fstat(fd).st_uid)
             message = _receive_rest(connection, data, came.fds, _HEAD.size)
-            magic, version, *numbers, width, verify, parts, nbytes = _HEAD.unpack(message)
+            magic, version, *numbers, encoded, verify, parts, nbytes = _HEAD.unpack(message)
             try:
                 # Anything else must not make us wait for more bytes.
                 if magic != _MAGIC:
@@ -155,7 +156,9 @@ class PoolHandle(NotCopyable):
                         f"its format is {version}, that of this library {FORMAT_VERSION}; use the "
                         "same release in both processes"
                     )
-                encoding = encoding_of(width)
+                encoding = read_encoding(
+                    ENCODINGS[read_int("encoding", encoded, 0, len(ENCODINGS) - 1)]
+                )
                 verified = VERIFY[read_int("verify", verify, 0, len(VERIFY) - 1)]
                 nbytes = read_int("the size of its description", nbytes, 1, _MAX_BYTES)
                 tensors = json.loads(_receive_rest(connection, b"", came.fds, nbytes))

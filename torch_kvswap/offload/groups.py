@@ -213,7 +213,5 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 f"{cache} is on {layout.device}, {host} was made for {pool.device}; {advice}"
             )
         # Says what is wrong if the pool encodes blocks and these cannot be encoded.
-        pool._encoding.slot_bytes(
-            layout, f"{advice} with encoding='raw'", is_width_open=False, name=cache
-        )
+        pool._encoding.slot_bytes(layout, f"{advice} with encoding='raw'", name=cache)
         pool._check_blocks(layout, advice, names)

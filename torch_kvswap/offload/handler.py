@@ -25,7 +25,6 @@ from torch_kvswap.copy_method import (
     check_job_method,
     copy_method_options,
 )
-from torch_kvswap.encoding.slot import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
@@ -585,7 +584,7 @@ class OffloadHandler(NotCopyable):
         self.close()
 
     def _warn_of_rejected_blocks(self) -> None:
-        """Warns, once, if stores reject so many blocks that another encoding is better."""
+        """Warns, once, if stores reject so many blocks that raw pages are better."""
         if self._has_warned:
             return
         stores = self.metrics().stores
@@ -593,17 +592,10 @@ class OffloadHandler(NotCopyable):
         if stores.encoded_blocks < _WARN_AFTER_BLOCKS or not is_common:
             return
         self._has_warned = True
-        encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
-        widest = WIDTHS[-1]
-        remedy = "encoding='raw'"
-        if min(encoded) < widest:
-            remedy = (
-                f"what recommend_encoding() says of your cache: bits_per_value={widest} or {remedy}"
-            )
         log.warning(
-            "%d of %d encoded blocks do not fit into slots of %g bits a value and were rejected; "
-            "make the host pool with %s",
-            *(stores.rejected_blocks, stores.encoded_blocks, min(encoded), remedy),
+            "%d of %d encoded blocks do not fit into their slots and were rejected; make the host "
+            "pool with encoding='raw'",
+            *(stores.rejected_blocks, stores.encoded_blocks),
         )
 
     # What a PrefixCache calls: _submit(), _check_options(), _unreported_loads(), and _native.

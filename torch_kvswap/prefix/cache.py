@@ -300,7 +300,6 @@ class PrefixCache(NotCopyable):
         world: int = 1,
         blocks_per_page: int = 1,
         encoding: EncodingName = "raw",
-        bits_per_value: float | None = None,
         verify: VerifyName = "off",
         store_policy: Literal["eager", "lazy"] = "eager",
         copy_method: str | None = None,
@@ -324,7 +323,7 @@ class PrefixCache(NotCopyable):
             model (str): the model, its revision, and the order of axes of equal size, also if the
                 keys cover them. See docs/below.md.
             rank, world (int): this process's part of the model, and the number of parts.
-            blocks_per_page, encoding, bits_per_value, verify: of the pages; see HostPool.
+            blocks_per_page, encoding, verify: of the pages; see HostPool.
             store_policy, copy_method, staging_bytes: see PrefixCache.
 
         Raises:
@@ -343,7 +342,6 @@ class PrefixCache(NotCopyable):
         how: dict[str, Any] = {
             "blocks_per_page": blocks_per_page,
             "encoding": encoding,
-            "bits_per_value": bits_per_value,
             "verify": verify,
         }
         cache = describe(layouts, groups, model, rank, world, **how)

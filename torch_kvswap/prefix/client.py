@@ -711,7 +711,6 @@ def describe(
     world: int,
     blocks_per_page: int,
     encoding: EncodingName,
-    bits_per_value: float | None,
     verify: VerifyName,
     bytes_of: Mapping[str, Any] | None = None,
     parts: int = 1,
@@ -730,7 +729,7 @@ def describe(
     """
     part_of = read_model(model, rank, world)
     contents = describe_contents(groups or [BlockGroup(1)], *part_of, bytes_of)
-    slot_encoding, part = read_encoding(encoding, bits_per_value), (0, parts) if parts > 1 else None
+    slot_encoding, part = read_encoding(encoding), (0, parts) if parts > 1 else None
     pages = []
     for layout, of_group in zip(layouts, contents, strict=True):
         verify = read_verify(verify, layout.device)

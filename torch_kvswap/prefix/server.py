@@ -136,8 +136,7 @@ class _Pages:
         groups = []
         for page, wanted in zip(cache["pages"], cache["num_pages"], strict=True):
             layout = layout_like(page["tensors"])
-            options = {name: page[name] for name in ("encoding", "bits_per_value")}
-            options["verify"] = cache["verify"]
+            options = {"encoding": page["encoding"], "verify": cache["verify"]}
             if page["parts"]:
                 options["part"] = 0, page["parts"]
             per_page = page["blocks_per_page"]

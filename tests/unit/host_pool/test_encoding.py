@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -18,23 +19,19 @@ from slot_model import SlotModel
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.host_pool import PoolHandle
 
-WIDTHS = (12.125, 12.5)
-
 
 def layout_of(dtype: torch.dtype, row: int = 4096) -> PagedLayout:
     return PagedLayout([torch.zeros(4, row, dtype=dtype)])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_slots_have_the_size_of_the_format(width: float) -> None:
+def test_slots_have_the_size_of_the_format() -> None:
     layout = Bf16Cache().layout
-    pool = HostPool(layout, 5, 3, encoding="lossless", bits_per_value=width)
-    slot_bytes = SlotModel(SIZES, width).slot_bytes
-    assert (pool.encoding, pool.bits_per_value, pool.slot_bytes) == ("lossless", width, slot_bytes)
+    pool = HostPool(layout, 5, 3, encoding="lossless")
+    slot_bytes = SlotModel(SIZES).slot_bytes
+    assert (pool.encoding, pool.slot_bytes) == ("lossless", slot_bytes)
     assert pool.pages.shape == (5, 3, slot_bytes)
     assert (pool.page_bytes, pool.nbytes) == (3 * slot_bytes, 15 * slot_bytes)
-    options = {"encoding": "lossless", "bits_per_value": width}
-    assert HostPool.page_bytes_of(layout, 3, **options) == pool.page_bytes  # type: ignore[arg-type]
+    assert HostPool.page_bytes_of(layout, 3, encoding="lossless") == pool.page_bytes
     assert pool.layout.strides.tolist() == [slot_bytes] * len(SIZES)
     assert pool.layout.bases.tolist() == [pool.pages.data_ptr()] * len(SIZES)
     assert pool.layout.sizes.tolist() == SIZES
@@ -47,33 +44,12 @@ def test_bytes_are_encoded_if_the_layout_says_so() -> None:
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize(
-    ("encoding", "bits_per_value", "said"),
-    [
-        ("lossy", None, "encoding is 'lossy'; it can be raw or lossless"),
-        (None, None, "encoding is None; it can be raw or lossless"),
-        ("lossless", 12, "bits_per_value is 12; it can be 12.125 or 12.5"),
-        (
-            "lossless",
-            torch.tensor([12.5]),
-            "bits_per_value is tensor([12.5000]); it can be 12.125 or 12.5",
-        ),
-        (
-            "raw",
-            12.5,
-            "bits_per_value is 12.5, but encoding is 'raw'; leave it out, or pass "
-            "encoding='lossless'",
-        ),
-    ],
-)
-def test_an_encoding_that_there_is_not_is_refused(
-    encoding: object, bits_per_value: object, said: str
-) -> None:
-    options = {"encoding": encoding, "bits_per_value": bits_per_value}
-    layout = Bf16Cache().layout
+@pytest.mark.parametrize("encoding", ["lossy", None])
+def test_an_encoding_that_there_is_not_is_refused(encoding: Any) -> None:
+    layout, said = Bf16Cache().layout, f"encoding is {encoding!r}; it can be raw or lossless"
     for make in (
-        lambda: HostPool(layout, 1, **options),  # type: ignore[arg-type]
-        lambda: HostPool.page_bytes_of(layout, **options),  # type: ignore[arg-type]
+        lambda: HostPool(layout, 1, encoding=encoding),
+        lambda: HostPool.page_bytes_of(layout, encoding=encoding),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             make()
@@ -109,18 +85,8 @@ bytes in every slab; use encoding='raw'""",
     assert_expected_inline(
         error_text(HostPool, small, 1, encoding="lossless"),
         """\
-ValueError: a block of 64 bytes in 1 slab needs 72 bytes encoded, and a slot of 12.125
-bits a value has 48; use encoding='raw'""",
-    )
-
-
-def test_wider_slots_are_advised_where_they_have_room() -> None:
-    small = PagedLayout([torch.zeros(4, 1024, dtype=torch.bfloat16)])
-    assert_expected_inline(
-        error_text(HostPool, small, 1, encoding="lossless"),
-        """\
-ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
-12.125 bits a value has 1552; pass bits_per_value=12.5, or use encoding='raw'""",
+ValueError: a block of 64 bytes in 1 slab needs 72 bytes encoded, and a slot has 48; use
+encoding='raw'""",
     )
 
 
@@ -141,9 +107,9 @@ write them; pin the pool, or make it with encoding='raw'""",
 
 
 def test_a_view_is_encoded_as_its_pool_is() -> None:
-    pool = HostPool(Bf16Cache().layout, 4, 2, encoding="lossless", bits_per_value=12.5)
-    view = pool.view_for(layout_of(torch.bfloat16, 1024))
-    assert (view.encoding, view.bits_per_value) == ("lossless", 12.5)
+    pool = HostPool(Bf16Cache().layout, 4, 2, encoding="lossless")
+    view = pool.view_for(layout_of(torch.bfloat16, 2048))
+    assert view.encoding == "lossless"
     assert (view.slot_bytes, view.page_bytes) == (pool.slot_bytes, pool.page_bytes)
     assert view.layout.strides.tolist() == [pool.slot_bytes]
     assert view.view_for(Bf16Cache().layout).layout.sizes.tolist() == SIZES
@@ -152,7 +118,7 @@ def test_a_view_is_encoded_as_its_pool_is() -> None:
 def test_a_view_of_encoded_pages_can_be_raw() -> None:
     pool = HostPool(Bf16Cache().layout, 4, encoding="lossless")
     view = pool.view_for(layout_of(torch.float32, 512), encoding="raw")
-    assert (view.encoding, view.bits_per_value) == ("raw", None)
+    assert view.encoding == "raw"
     assert view.layout.strides.tolist() == [pool.slot_bytes]
 
 
@@ -160,7 +126,7 @@ def test_a_raw_pool_holds_larger_encoded_blocks() -> None:
     states = layout_of(torch.float32, BLOCK_BYTES // 4 - 256)
     pool = HostPool(states, 4)
     view = pool.view_for(Bf16Cache().layout, encoding="lossless")
-    assert (view.encoding, view.bits_per_value) == ("lossless", 12.125)
+    assert view.encoding == "lossless"
     assert view.slot_bytes == BLOCK_BYTES - 1024
 
 
@@ -195,16 +161,14 @@ def through_a_socket(handle: PoolHandle) -> PoolHandle:
         return PoolHandle.receive(there)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_another_process_loads_encoded_blocks(width: float) -> None:
+def test_another_process_loads_encoded_blocks() -> None:
     cache, other = Bf16Cache(), Bf16Cache()
     cache.fill(3, "outlier channels")
-    options = {"encoding": "lossless", "bits_per_value": width}
-    with HostPool(cache.layout, 4, 2, **options, shared=True) as pool:  # type: ignore[arg-type]
+    with HostPool(cache.layout, 4, 2, encoding="lossless", shared=True) as pool:
         handle = through_a_socket(pool.share())
-        assert (handle.encoding, handle.bits_per_value) == ("lossless", width)
+        assert handle.encoding == "lossless"
         with HostPool.attach(other.layout, handle) as attached:
-            assert (attached.encoding, attached.bits_per_value) == ("lossless", width)
+            assert attached.encoding == "lossless"
             here, there = OffloadHandler(cache.layout, pool), OffloadHandler(other.layout, attached)
             here.store(gpu_block_ids=[3], page_ids=[2], first_slot=1).synchronize()
             there.load(page_ids=[2], gpu_block_ids=[7], first_slot=1).synchronize()
@@ -217,9 +181,8 @@ def test_a_process_with_another_cache_cannot_attach() -> None:
     assert_expected_inline(
         error_text(HostPool.attach, small, handle),
         """\
-ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
-12.125 bits a value has 1552; attach with a layout of the cache that the pool was made
-for""",
+ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot has
+1552; attach with a layout of the cache that the pool was made for""",
     )
 
 

@@ -763,7 +763,7 @@ def make_encoded(per_page=1, kinds=("normal",) * 6, pages=6):
     cache = Bf16Cache()
     for block, kind in enumerate(kinds):
         cache.fill(block, kind, block)
-    pool = HostPool(cache.layout, pages, per_page, encoding="lossless", bits_per_value=12.5)
+    pool = HostPool(cache.layout, pages, per_page, encoding="lossless")
     return PrefixCache(cache.layout, pool), cache
 
 

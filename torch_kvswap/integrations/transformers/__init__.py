@@ -69,7 +69,6 @@ def enable(
     copy_method: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     encoding: EncodingName = "raw",
-    bits_per_value: float | None = None,
     verify: VerifyName = "off",
 ) -> Enabled:
     """Replaces transformers' offloading manager in this process.
@@ -82,7 +81,7 @@ def enable(
         copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down kernels
             beside them less, but launches more.
         staging_bytes (int): GPU memory for staged copies; see OffloadHandler.
-        encoding, bits_per_value: see HostPool. With "lossless", `cpu_offload_space` holds more
+        encoding (str): see HostPool. With "lossless", `cpu_offload_space` holds more
             blocks of a cache in torch.bfloat16. A request with a block that does not fit into its
             slot is computed again.
         verify (str): see HostPool. A request with a block that is not what was stored is computed
@@ -95,11 +94,11 @@ def enable(
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
         TypeError: staging_bytes is not an integer.
-        ValueError: copy_method, encoding, bits_per_value or verify is unknown, staging_bytes is
+        ValueError: copy_method, encoding or verify is unknown, staging_bytes is
             negative, or copy_method="copy_engines" is combined with what takes kernels.
     """
     copy_method_options(copy_method, staging_bytes)  # raises now, not later
-    is_raw = read_encoding(encoding, bits_per_value) is RAW
+    is_raw = read_encoding(encoding) is RAW
     is_unverified = read_verify(verify) == "off"
     if copy_method == COPY_ENGINES and not (is_raw and is_unverified):
         raise ValueError(
@@ -114,7 +113,7 @@ def enable(
 
     if isinstance(continuous_api.OffloadingManager, functools.partial):
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
-    options = SwapOptions(copy_method, staging_bytes, encoding, bits_per_value, verify)
+    options = SwapOptions(copy_method, staging_bytes, encoding, verify)
     return Enabled(continuous_api, functools.partial(SwapManager, view=found, options=options))
 
 

@@ -73,7 +73,7 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
             raise NotImplementedError(
                 f"{len(full)} of {len(layers)} layers have full attention; use a DynamicCache"
             )
-        read_encoding(encoding, None)
+        read_encoding(encoding)
         options = {"encoding": encoding, "verify": read_verify(verify)}
         buffers = min(read_int("buffers", buffers, 2), len(full))
         self._host = _HostLayers(len(full), read_int("max_tokens", max_tokens, 1), buffers, options)

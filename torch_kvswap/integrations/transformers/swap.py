@@ -32,20 +32,17 @@ class SwapOptions:
 
     Attributes:
         copy_method, staging_bytes: see OffloadHandler.
-        encoding, bits_per_value, verify: see HostPool.
+        encoding, verify: see HostPool.
     """
 
     copy_method: str | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
-    bits_per_value: float | None = None
     verify: VerifyName = "off"
 
     def page_bytes(self, layout: PagedLayout) -> int:
         """Bytes of a host page, which holds one unit."""
-        return HostPool.page_bytes_of(
-            layout, encoding=self.encoding, bits_per_value=self.bits_per_value
-        )
+        return HostPool.page_bytes_of(layout, encoding=self.encoding)
 
 
 @dataclass(eq=False)
@@ -103,7 +100,6 @@ class Swap:
             layout,
             num_pages,
             encoding=options.encoding,
-            bits_per_value=options.bits_per_value,
             verify=options.verify,
         )
         # The calling thread also launches the model's kernels, so it should not submit copies.

@@ -13,7 +13,6 @@ from torch_kvswap.encoding.slot import (
     VERIFY,
     EncodingName,
     VerifyName,
-    read_encoding,
 )
 from torch_kvswap.prefix.manager import POLICIES
 
@@ -35,8 +34,7 @@ _OF_VLLMS_MANAGER = {
 _OF_TIERS = ("secondary_tiers", "tier_poll_interval_s", "backpressure")
 # What vLLM's tiers do not do.
 _NOT_OF_TIERS = {
-    **{"host_server": None, "encoding": "raw", "bits_per_value": None, "verify": "off"},
-    "pin_in_background": False,
+    **{"host_server": None, "encoding": "raw", "verify": "off", "pin_in_background": False},
 }
 # What users of vLLM's other connectors type, and what to type instead.
 _OF_OTHERS = {
@@ -68,7 +66,7 @@ class SpecOptions:
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): number of times that a chunk is offered before it is stored.
         copy_method, staging_bytes: see OffloadHandler.
-        encoding, bits_per_value, verify, pin_in_background: see HostPool.
+        encoding, verify, pin_in_background: see HostPool.
         host_server (str | None): "unix:PATH", a server that has the host memory.
     """
 
@@ -78,7 +76,6 @@ class SpecOptions:
     copy_method: str | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
-    bits_per_value: float | None = None
     verify: VerifyName = "off"
     pin_in_background: bool = False
     host_server: str | None = None
@@ -147,12 +144,7 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
             raise _wrong(name, given[name], " or ".join(choices))
     if not isinstance(given.get("pin_in_background", False), bool):
         raise _wrong("pin_in_background", given["pin_in_background"], "true or false")
-    options = SpecOptions(**given)
-    try:
-        read_encoding(options.encoding, options.bits_per_value)
-    except ValueError as error:
-        raise ValueError(f"kv_connector_extra_config: {error}") from error
-    return options
+    return SpecOptions(**given)
 
 
 def _check_server(given: Mapping[str, Any]) -> None:

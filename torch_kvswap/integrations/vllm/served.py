@@ -42,7 +42,7 @@ class ServedPool(RemotePools):
         layouts (Sequence[PagedLayout]): of each group.
         largest (PagedLayout): of the layouts that with the largest blocks.
         blocks_per_page (int): GPU blocks per page.
-        how (dict[str, Any]): encoding, bits_per_value and verify of HostPool.
+        how (dict[str, Any]): encoding and verify of HostPool.
 
     Raises:
         ValueError: the server refuses this cache, and says why.

@@ -159,7 +159,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         block, nbytes = self.config.worker_kv_bytes_per_block, self.options.cpu_bytes_to_use
         if block == 0:
             raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
-        encoding = read_encoding(self.options.encoding, self.options.bits_per_value)
+        encoding = read_encoding(self.options.encoding)
         blocks = self.config.cache.blocks_per_chunk
         copies = 1 if self.replicated_layout else self.config.parallel.world_size
         chunk = encoding.bytes_for(block) * blocks * copies

@@ -119,7 +119,6 @@ class KVSwapWorker(base.OffloadingWorker):
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
-        how |= {"bits_per_value": options.bits_per_value}
         self._served: ServedPool | None = None
         if server is not None:
             self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
