@@ -34,6 +34,7 @@ default_role = "code"
 _OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "torch_kvswap/reference.py": "reference/plain_form.md",
 }
 
