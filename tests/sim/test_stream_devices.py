@@ -32,6 +32,7 @@ def read_block(sim: SimulatedCache, stream: Stream, block: int) -> torch.Tensor:
     gpu = stream.device.index
     found = sim.driver.memory(64, DEVICE, gpu)
     with sim.driver.on(gpu):
+        sim.driver.cuda.enable_peer_access(0)
         sim.driver.cuda.copy(found, sim.tensors[0][block], stream.cuda_stream)
     return found
 
@@ -122,6 +123,8 @@ class TwoGpus:
         self.streams = [stream_of(driver, gpu, name).cuda_stream for gpu, name in enumerate(names)]
         for gpu, stream in enumerate(self.streams):
             driver.set_stream(gpu, stream)
+            with driver.on(gpu):  # as PyTorch does for its own copies between GPUs
+                driver.cuda.enable_peer_access(1 - gpu)
 
     def fill(self, gpu: int, value: int) -> None:
         """A kernel on the GPU's stream writes its block."""

@@ -190,3 +190,10 @@ def compile_check(name: str, include: Path, *options: str) -> None:
 @pytest.mark.parametrize("version", CUDA_HEADERS)
 def test_driver_prototypes_agree_with_cudas_headers(version, tmp_path):
     compile_check("cuda_headers_check.cpp", cuda_headers(version, tmp_path))
+
+
+def test_simulated_functions_agree_with_cudas_header(tmp_path):
+    include = cuda_headers("12.8", tmp_path)  # the version that the simulated driver says it has
+    support = ROOT / "tests" / "support"
+    for source in sorted(support.glob("simulated_driver/simulation/*_calls.cpp")):
+        compile_check(str(source.relative_to(support)), include, "-include", "cuda.h")

@@ -9,6 +9,9 @@ import torch
 _Handle, _Word, _Size, _Int = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
 PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDeviceGetAttribute": (_Handle, _Int, _Int),
+    "cuDeviceCanAccessPeer": (_Handle, _Int, _Int),
+    "cuDevicePrimaryCtxRetain": (_Handle, _Int),
+    "cuCtxEnablePeerAccess": (_Handle, ctypes.c_uint),
     "cuDriverGetVersion": (_Handle,),
     "cuThreadExchangeStreamCaptureMode": (_Handle,),
     "cuPointerGetAttributes": (ctypes.c_uint, _Handle, _Handle, _Word),
@@ -16,7 +19,9 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuMemFreeHost": (_Handle,),
     "cuMemHostRegister": (_Handle, _Size, ctypes.c_uint),
     "cuMemHostUnregister": (_Handle,),
+    "cuMemAlloc": (_Handle, _Size),
     "cuMemcpyAsync": (_Word, _Word, _Size, _Handle),
+    "cuMemcpyPeerAsync": (_Word, _Handle, _Word, _Handle, _Size, _Handle),
     "cuModuleGetFunction": (_Handle, _Handle, _Handle),
     "cuLaunchKernel": (_Handle, *[ctypes.c_uint] * 7, _Handle, _Handle, _Handle),
     "cuMemcpy3DAsync": (_Handle, _Handle),
@@ -98,6 +103,28 @@ class Cuda:
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
         assert dst.nbytes == src.nbytes
         self.check("cuMemcpyAsync", dst.data_ptr(), src.data_ptr(), dst.nbytes, stream)
+
+    def enable_peer_access(self, peer: int) -> None:
+        """Of the GPU that `Driver.on` says to the memory of the peer."""
+        self.check("cuCtxEnablePeerAccess", self._context(peer), 0)
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        can = _Int(77)
+        self.check("cuDeviceCanAccessPeer", ctypes.byref(can), device, peer)
+        return bool(can.value)
+
+    def copy_peer(
+        self, dst: torch.Tensor, to: int, src: torch.Tensor, source: int, stream: int
+    ) -> None:
+        """To GPU `to` from GPU `source`."""
+        assert dst.nbytes == src.nbytes
+        ends = dst.data_ptr(), self._context(to), src.data_ptr(), self._context(source)
+        self.check("cuMemcpyPeerAsync", *ends, dst.nbytes, stream)
+
+    def _context(self, device: int) -> int:
+        context = ctypes.c_void_p()
+        self.check("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        return context.value or 0
 
     def copy_batch(
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], stream: int, *orders: int

@@ -15,6 +15,7 @@ from patience import PATIENCE
 from simulated_driver.cuda import Cuda
 
 HOST, DEVICE = 1, 2
+ALL = HOST_END = -1  # instead of the number of a GPU
 MODES = ("immediate", "manual", "threaded")
 RESULTS = {
     "simulated_function": ctypes.c_void_p,
@@ -151,13 +152,24 @@ class Driver:
     def fail_copy(self, index: int) -> None:
         self.library.simulated_fail_copy(index)
 
-    def limit_allocations(self, nbytes: int) -> None:
+    def limit_allocations(self, nbytes: int, device: int = ALL) -> None:
         """From now on larger allocations of device memory fail, as on a GPU that is nearly full."""
-        self.library.simulated_limit_allocations(nbytes)
+        self.library.simulated_limit_allocations(ctypes.c_size_t(nbytes), device)
 
-    def lose(self, code: int = 700) -> None:
-        """From now on all but destroying fails; what is pending is dropped."""
-        self.library.simulated_lose(code)
+    def lose(self, code: int = 700, device: int = ALL, events_happen: bool = True) -> None:
+        """From now on all but destroying fails; what is pending is dropped. Of one GPU: what is in
+        its context, and its streams and events in any. events_happen: whether other GPUs go on that
+        wait for the events of what was dropped."""
+        self.library.simulated_lose(code, device, events_happen)
+
+    def refuse_peer_access(self, device: int, peer: int) -> None:
+        """The two GPUs cannot access each other's memory."""
+        self.library.simulated_refuse_peers(device, peer)
+
+    def set_link(self, device: int, slowness: int, peer: int = HOST_END) -> None:
+        """Of a GPU's link to the host, or to a peer. slowness: 1 as usual; 0 stands still; n lets
+        a copy begin in the threaded mode at one chance in n."""
+        self.library.simulated_set_link(device, peer, slowness)
 
     def calls(self, name: str) -> int:
         self._check(name)

@@ -15,7 +15,8 @@ bool spoils_a_global_capture(const std::string& name) {
 
 }  // namespace
 
-Call::Call(const char* name) : lock(device().mutex), result(device().faults.next(name)) {
+Call::Call(const char* name)
+    : lock(device().mutex), result(device().faults.next(name, current_context())) {
   if (result != kSuccess) return;
   if (device().global_capture && capture_mode == 0 && spoils_a_global_capture(name)) {
     ++device().capture_spoilt;
@@ -29,10 +30,20 @@ Call::~Call() {
   device().changed.notify_all();  // there may be work for the thread
 }
 
-std::shared_ptr<Stream> Call::stream(const void* handle) {
-  const auto found = device().stream_in_context(reinterpret_cast<uint64_t>(handle));
-  if (found == nullptr) result = current_context() == kNoContext ? kInvalidContext : kInvalidHandle;
-  return found;
+std::shared_ptr<Stream> Call::stream(const void* handle, bool asks) {
+  const auto found = device().stream_in_context(reinterpret_cast<uint64_t>(handle), asks);
+  if (found == nullptr) {
+    result = current_context() == kNoContext ? kInvalidContext : kInvalidHandle;
+    return nullptr;
+  }
+  result = device().faults.lost(found->device);
+  return result == kSuccess ? found : nullptr;
+}
+
+std::shared_ptr<Event> Call::event(const void* handle) {
+  const auto found = device().event(reinterpret_cast<uint64_t>(handle));
+  result = found == nullptr ? kInvalidHandle : device().faults.lost(found->device);
+  return result == kSuccess ? found : nullptr;
 }
 
 }  // namespace simulated

@@ -25,7 +25,8 @@ class Call {
   int result;  // unless success, what the function returns at once
 
   // What a handle means, or null, and why: what the function returns.
-  std::shared_ptr<Stream> stream(const void* handle);
+  std::shared_ptr<Stream> stream(const void* handle, bool asks = false);
+  std::shared_ptr<Event> event(const void* handle);
 };
 
 }  // namespace simulated

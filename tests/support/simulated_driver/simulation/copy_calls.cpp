@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <utility>
+
 #include "call.h"
 #include "calls.h"
 #include "strided_copy.h"
@@ -19,22 +22,32 @@ int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, voi
   Operation operation;
   operation.copies.push_back({dst, src, bytes, {}});
   operation.name = "copy " + std::to_string(bytes) + " bytes";
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
-int copy_peer_async(unsigned long long dst, void*, unsigned long long src, void*, size_t bytes,
-                    void* handle) {
+int copy_peer_async(unsigned long long dst, void* dst_context, unsigned long long src,
+                    void* src_context, size_t bytes, void* handle) {
   Call call("cuMemcpyPeerAsync");
   if (call.result) return call.result;
   const auto stream = call.stream(handle);
   if (stream == nullptr) return call.result;
+  const int to = device_of(dst_context), from = device_of(src_context);
+  for (const int ordinal : {to, from}) {
+    if (const int lost = device().faults.lost(ordinal)) return lost;
+  }
   if (device().faults.copy_fails()) return kInvalidValue;
   Operation operation;
   operation.copies.push_back({dst, src, bytes, {}});
   operation.name = "copy " + std::to_string(bytes) + " bytes between GPUs";
+  if (from != to) operation.link = std::minmax(from, to);
+  for (const auto& [address, ordinal] : {std::pair(dst, to), {src, from}}) {
+    const Range range = device().memory.find(address);
+    if (range.type == 2 && range.device == ordinal && address + bytes <= range.end) continue;
+    device().log.violation(operation.name, " is not within memory of GPU ", ordinal);
+  }
   device().log.add(operation.name, " on stream ", device().name(handle));
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
@@ -62,7 +75,7 @@ int copy_strided_async(const StridedCopy* of, void* handle) {
   operation.name = "strided copy of " + std::to_string(operation.copies.size()) + " x " +
                    std::to_string(of->width) + " bytes";
   device().log.add(operation.name, " on stream ", device().name(handle));
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
@@ -103,7 +116,7 @@ int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t*
   }
   operation.name = "batch of " + std::to_string(operation.copies.size());
   device().check_addresses(operation);
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return fails ? kInvalidValue : kSuccess;
 }
 
@@ -111,10 +124,10 @@ int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t*
 
 Functions copy_calls() {
   return {
-      {"cuMemcpyAsync", reinterpret_cast<void*>(&copy_async)},
-      {"cuMemcpy3DAsync", reinterpret_cast<void*>(&copy_strided_async)},
-      {"cuMemcpyPeerAsync", reinterpret_cast<void*>(&copy_peer_async)},
-      {"cuMemcpyBatchAsync", reinterpret_cast<void*>(&copy_batch_async)},
+      SIMULATED(cuMemcpyAsync, copy_async),
+      SIMULATED(cuMemcpy3DAsync, copy_strided_async),
+      SIMULATED(cuMemcpyPeerAsync, copy_peer_async),
+      SIMULATED(cuMemcpyBatchAsync, copy_batch_async),
   };
 }
 

@@ -30,6 +30,7 @@ uint64_t Device::create_stream() {
   streams_[handle] = std::make_shared<Stream>();
   streams_[handle]->device = current_context();
   streams_[handle]->created = true;
+  streams_[handle]->is_callers = is_test;
   streams_[handle]->capturing = capturing_;
   return handle;
 }
@@ -77,10 +78,11 @@ std::shared_ptr<Stream> Device::stream(uint64_t handle) {
   return nullptr;
 }
 
-std::shared_ptr<Stream> Device::stream_in_context(uint64_t handle) {
+std::shared_ptr<Stream> Device::stream_in_context(uint64_t handle, bool asks) {
   const auto found = stream(handle);
   const int current = current_context();
   if (found == nullptr || current == kNoContext || found->device == current) return found;
+  if (asks && found->created && !found->is_callers) return found;
   log.violation("stream ", name(reinterpret_cast<void*>(handle)), " of GPU ", found->device,
                 " is used in the context of GPU ", current);
   return found;
@@ -149,10 +151,54 @@ bool Device::is_idle() const {
   return true;
 }
 
-void Device::lose(int code) {
-  faults.lose(code);
-  for (const auto& [key, stream] : streams_) stream->drop();
+void Device::lose(int code, int ordinal, bool happens) {
+  faults.lose(code, ordinal);
+  for (const auto& [key, stream] : streams_) {
+    if (ordinal == kAll || stream->device == ordinal) stream->drop(happens);
+  }
+  settle();
   changed.notify_all();
+}
+
+void Device::set_link(Link link, unsigned slowness) {
+  slowness_[link] = slowness;
+  settle();
+  changed.notify_all();
+}
+
+unsigned Device::slowness(const Stream& stream) const {
+  if (stream.queue.empty() || !stream.queue.front().link) return 1;
+  const auto found = slowness_.find(*stream.queue.front().link);
+  return found == slowness_.end() ? 1 : found->second;
+}
+
+void Device::submit(Stream& stream, Operation operation) {
+  check_access(operation, stream.device);
+  const auto is_on_host = [this](uint64_t address) { return memory.find(address).type != 2; };
+  for (const Copy& copy : operation.copies) {
+    if (is_on_host(copy.dst) != is_on_host(copy.src)) operation.link = Link(kHost, stream.device);
+  }
+  stream.push(std::move(operation));
+}
+
+void Device::check_access(const Operation& operation, int ordinal) {
+  const auto check = [&](uint64_t address) {
+    const Range range = memory.find(address);
+    if (range.type != 2 || range.device == ordinal || accesses.count({ordinal, range.device})) {
+      return true;
+    }
+    log.violation(operation.name, " on GPU ", ordinal, " uses memory of GPU ", range.device,
+                  " without access to it");
+    return false;
+  };
+  for (const Copy& copy : operation.copies) {
+    if (!check(copy.dst) || !check(copy.src)) return;
+  }
+  for (const Coding& coding : operation.codings) {
+    for (const auto& [begin, end] : coding.memory) {
+      if (!check(begin)) return;
+    }
+  }
 }
 
 void Device::check_addresses(const Operation& operation) {
@@ -171,6 +217,9 @@ void Device::reset() {
   log.clear();
   memory.clear();
   faults = Faults();
+  unreachable.clear();
+  accesses.clear();
+  slowness_.clear();
   // It is a Hopper, can use 64-bit stream memory operations, and uses registered host memory at the
   // addresses of the process.
   attributes = {{75, 9}, {kRegisteredAtSameAddress, 1}, {122, 1}};

@@ -5,8 +5,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "faults.h"
@@ -25,10 +27,15 @@ enum class Mode {
 // The contexts of the calling thread, each named by its device, whose primary context it is. The
 // last is current.
 inline thread_local std::vector<int> contexts;
-constexpr int kNoContext = -1;
+constexpr int kNoContext = -1, kDevices = 8;
 // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
 constexpr int kRegisteredAtSameAddress = 91;
 inline int current_context() { return contexts.empty() ? kNoContext : contexts.back(); }
+inline int device_of(const void* context) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1;
+}
+
+inline thread_local bool is_test = false;  // the test calls, not the library
 
 // Makes the context of a device current for calls of the test, which log nothing.
 class InContext {
@@ -60,8 +67,10 @@ class Device {
   Faults faults;
   std::map<int, int> attributes;
   int initialized = 1, global_capture = 0, capture_spoilt = 0;
-  double clock = 0;      // milliseconds; each copy takes one
-  int test_context = 0;  // in which the test calls
+  std::set<Link> unreachable;              // GPUs that cannot be peers; the smaller one first
+  std::set<std::pair<int, int>> accesses;  // enabled by the first GPU to memory of the second
+  double clock = 0;                        // milliseconds; each copy takes one
+  int test_context = 0;                    // in which the test calls
 
   // Handles are never used twice, so one from before a reset is known as such.
   uint64_t create_stream();
@@ -74,8 +83,10 @@ class Device {
   // destroyed. A number that is new, above those of
   // the default streams, becomes a stream of the current context.
   std::shared_ptr<Stream> stream(uint64_t handle);
-  // The same for a call of the driver: the context should be that of the stream.
-  std::shared_ptr<Stream> stream_in_context(uint64_t handle);
+  // The same for a call of the driver: the context should be that of the stream. asks: it gives the
+  // stream no work but a wait, which CUDA takes in any context. Only handles of the caller's may
+  // be those of default streams.
+  std::shared_ptr<Stream> stream_in_context(uint64_t handle, bool asks);
   std::shared_ptr<Event> event(uint64_t handle);
   void set_capturing(bool value);  // of all streams, also those to come
   int live_streams() const;
@@ -85,6 +96,9 @@ class Device {
   std::string pending() const;
   // Writes down if the device itself uses addresses that only the process has.
   void check_addresses(const Operation& operation);
+  // Gives the stream an operation. Writes down if its GPU would use memory of another GPU without
+  // access to it: copies would go through the host.
+  void submit(Stream& stream, Operation operation);
   // Whether pending operations touch the memory, those of one stream left out.
   bool in_use(uint64_t begin, uint64_t end, const Stream* except = nullptr) const;
 
@@ -96,18 +110,21 @@ class Device {
   // Waits, and lets the stream and what it waits for go on, until `done()` or the device is lost.
   // Aborts the process when that takes too long.
   template <typename Done>
-  int wait(std::unique_lock<std::mutex>& lock, const std::string& what, uint64_t key,
+  int wait(std::unique_lock<std::mutex>& lock, const std::string& what, int ordinal, uint64_t key,
            const Done& done) {
     const auto deadline = std::chrono::steady_clock::now() + patience_;
-    while (!faults.lost() && !done()) {
+    while (!faults.lost(ordinal) && !done()) {
       if (mode_ != Mode::kThreaded && advance(key, 0)) continue;
       if (std::chrono::steady_clock::now() > deadline) give_up(what);
       changed.wait_for(lock, std::chrono::milliseconds(1));
     }
-    return faults.lost();
+    return faults.lost(ordinal);
   }
 
-  void lose(int code);
+  // happens: whether events that are lost with a GPU count as happened for the others.
+  void lose(int code, int ordinal, bool happens);
+  // One copy in `slowness` goes at once, in the threaded mode; at 0 none does, in no mode.
+  void set_link(Link link, unsigned slowness);
   void reset();
   void set_patience(int milliseconds) { patience_ = std::chrono::milliseconds(milliseconds); }
   // Without the lock: they start and end the thread.
@@ -115,6 +132,9 @@ class Device {
   bool join(int milliseconds);
 
  private:
+  void check_access(const Operation& operation, int ordinal);
+  unsigned slowness(const Stream& stream) const;
+  bool is_ready(const Stream& stream) const { return stream.ready() && slowness(stream) != 0; }
   void execute(Stream& stream);
   void execute_a_part(Stream& stream);
   bool advance(uint64_t key, size_t depth);
@@ -126,6 +146,7 @@ class Device {
 
   std::map<uint64_t, std::shared_ptr<Stream>> streams_;  // by their keys
   std::map<uint64_t, std::shared_ptr<Event>> events_;
+  std::map<Link, unsigned> slowness_;
   uint64_t epoch_ = 0, streams_made_ = 0, events_made_ = 0;
   std::chrono::milliseconds patience_{10000};
   Mode mode_ = Mode::kImmediate;

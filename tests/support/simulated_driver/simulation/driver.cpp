@@ -1,4 +1,5 @@
 // The functions of the simulated driver by their names, and what tests ask of it.
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -119,13 +120,21 @@ void simulated_fail_copy(int index) {
   const Lock lock(device().mutex);
   device().faults.fail_copy(index);
 }
-void simulated_limit_allocations(size_t bytes) {
+void simulated_limit_allocations(size_t bytes, int ordinal) {
   const Lock lock(device().mutex);
-  device().faults.limit_allocations(bytes);
+  device().faults.limit_allocations(bytes, ordinal);
 }
-void simulated_lose(int code) {
+void simulated_lose(int code, int ordinal, bool happens) {
   const Lock lock(device().mutex);
-  device().lose(code);
+  device().lose(code, ordinal, happens);
+}
+void simulated_refuse_peers(int ordinal, int peer) {
+  const Lock lock(device().mutex);
+  device().unreachable.insert(std::minmax(ordinal, peer));
+}
+void simulated_set_link(int ordinal, int other, unsigned slowness) {
+  const Lock lock(device().mutex);
+  device().set_link(std::minmax(ordinal, other), slowness);
 }
 int simulated_calls(const char* name) {
   const Lock lock(device().mutex);
@@ -146,8 +155,12 @@ int simulated_set_context(int ordinal) {
 void simulated_enter() {
   const std::lock_guard<std::mutex> lock(device().mutex);
   simulated::contexts.push_back(device().test_context);
+  simulated::is_test = true;
 }
-void simulated_leave() { simulated::contexts.pop_back(); }
+void simulated_leave() {
+  simulated::contexts.pop_back();
+  simulated::is_test = false;
+}
 // A stream of the test's own numbering, in the context of a device.
 void simulated_unmap(uint64_t begin, uint64_t bytes) {
   const Lock lock(device().mutex);

@@ -23,10 +23,10 @@ int destroy(void* handle) {
 int record(void* handle, void* stream_handle) {
   Call call("cuEventRecord");
   if (call.result) return call.result;
-  const auto event = device().event(number(handle));
   const auto stream = call.stream(stream_handle);
   if (stream == nullptr) return call.result;
-  if (event == nullptr) return kInvalidHandle;
+  const auto event = call.event(handle);
+  if (event == nullptr) return call.result;
   if (event->device != stream->device) {
     device().log.violation("record of event ", event->number, " of GPU ", event->device,
                            " in a stream of GPU ", stream->device);
@@ -38,7 +38,7 @@ int record(void* handle, void* stream_handle) {
   operation.record = event->latest;
   operation.name = "record event " + std::to_string(event->number);
   device().log.add(operation.name, " on stream ", device().name(stream_handle));
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
@@ -52,25 +52,25 @@ bool was_recorded(const Event& event, const char* what) {
 int wait(void* stream_handle, void* handle, unsigned) {
   Call call("cuStreamWaitEvent");
   if (call.result) return call.result;
-  const auto event = device().event(number(handle));
-  const auto stream = call.stream(stream_handle);
+  const auto stream = call.stream(stream_handle, true);
   if (stream == nullptr) return call.result;
-  if (event == nullptr) return kInvalidHandle;
+  const auto event = call.event(handle);
+  if (event == nullptr) return call.result;
   if (!was_recorded(*event, "wait for")) return kSuccess;
   if (stream->capturing && !event->latest->captured) return kCaptureIsolation;
   Operation operation{Operation::kWait};
   operation.record = event->latest;
   operation.name = "wait for event " + std::to_string(event->number);
   device().log.add(operation.name, " on stream ", device().name(stream_handle));
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
 int query(void* handle) {
-  const Call call("cuEventQuery");
+  Call call("cuEventQuery");
   if (call.result) return call.result;
-  const auto event = device().event(number(handle));
-  if (event == nullptr) return kInvalidHandle;
+  const auto event = call.event(handle);
+  if (event == nullptr) return call.result;
   if (!was_recorded(*event, "query of")) return kSuccess;
   return event->latest->happened ? kSuccess : kNotReady;
 }
@@ -78,13 +78,14 @@ int query(void* handle) {
 int synchronize(void* handle) {
   Call call("cuEventSynchronize");
   if (call.result) return call.result;
-  const auto event = device().event(number(handle));
-  if (event == nullptr) return kInvalidHandle;
+  const auto event = call.event(handle);
+  if (event == nullptr) return call.result;
   if (!was_recorded(*event, "synchronize with")) return kSuccess;
   const std::string what = "synchronize event " + std::to_string(event->number);
   device().log.add(what);
   const auto record = event->latest;
-  return device().wait(call.lock, what, record->stream, [&] { return record->happened; });
+  return device().wait(call.lock, what, event->device, record->stream,
+                       [&] { return record->happened; });
 }
 
 int elapsed(float* milliseconds, void* start_handle, void* end_handle) {
@@ -105,13 +106,10 @@ int elapsed(float* milliseconds, void* start_handle, void* end_handle) {
 
 Functions event_calls() {
   return {
-      {"cuEventCreate", reinterpret_cast<void*>(&create)},
-      {"cuEventDestroy", reinterpret_cast<void*>(&destroy)},
-      {"cuEventRecord", reinterpret_cast<void*>(&record)},
-      {"cuStreamWaitEvent", reinterpret_cast<void*>(&wait)},
-      {"cuEventQuery", reinterpret_cast<void*>(&query)},
-      {"cuEventSynchronize", reinterpret_cast<void*>(&synchronize)},
-      {"cuEventElapsedTime", reinterpret_cast<void*>(&elapsed)},
+      SIMULATED(cuEventCreate, create),       SIMULATED(cuEventDestroy, destroy),
+      SIMULATED(cuEventRecord, record),       SIMULATED(cuStreamWaitEvent, wait),
+      SIMULATED(cuEventQuery, query),         SIMULATED(cuEventSynchronize, synchronize),
+      SIMULATED(cuEventElapsedTime, elapsed),
   };
 }
 

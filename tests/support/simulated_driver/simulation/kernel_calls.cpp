@@ -279,7 +279,7 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
   operation.name += " " + std::to_string(blocks) + " blocks";
   device().log.add(operation.name, " on stream ", device().name(handle));
   device().check_addresses(operation);
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
@@ -287,10 +287,10 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
 
 Functions kernel_calls() {
   return {
-      {"cuModuleLoadData", reinterpret_cast<void*>(&load_module)},
-      {"cuModuleGetFunction", reinterpret_cast<void*>(&get_function)},
-      {"cuFuncSetAttribute", reinterpret_cast<void*>(&set_attribute)},
-      {"cuLaunchKernel", reinterpret_cast<void*>(&launch)},
+      SIMULATED(cuModuleLoadData, load_module),
+      SIMULATED(cuModuleGetFunction, get_function),
+      SIMULATED(cuFuncSetAttribute, set_attribute),
+      SIMULATED(cuLaunchKernel, launch),
   };
 }
 

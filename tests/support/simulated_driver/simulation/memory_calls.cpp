@@ -52,7 +52,7 @@ int allocate_device(unsigned long long* address, size_t bytes) {
   const Call call("cuMemAlloc");
   if (call.result) return call.result;
   if (bytes == 0) return kInvalidValue;
-  if (!device().faults.has_memory(bytes)) return kOutOfMemory;
+  if (!device().faults.has_memory(bytes, current_context())) return kOutOfMemory;
   *address = allocate(bytes, kDeviceMemory);
   return kSuccess;
 }
@@ -105,13 +105,13 @@ int register_host(void* address, size_t bytes, unsigned) {
 
 Functions memory_calls() {
   return {
-      {"cuPointerGetAttributes", reinterpret_cast<void*>(&get_pointer_attributes)},
-      {"cuMemHostAlloc", reinterpret_cast<void*>(&allocate_host)},
-      {"cuMemAlloc", reinterpret_cast<void*>(&allocate_device)},
-      {"cuMemFree", reinterpret_cast<void*>(&free_device)},
-      {"cuMemFreeHost", reinterpret_cast<void*>(&free_host)},
-      {"cuMemHostRegister", reinterpret_cast<void*>(&register_host)},
-      {"cuMemHostUnregister", reinterpret_cast<void*>(&unregister)},
+      SIMULATED(cuPointerGetAttributes, get_pointer_attributes),
+      SIMULATED(cuMemHostAlloc, allocate_host),
+      SIMULATED(cuMemAlloc, allocate_device),
+      SIMULATED(cuMemFree, free_device),
+      SIMULATED(cuMemFreeHost, free_host),
+      SIMULATED(cuMemHostRegister, register_host),
+      SIMULATED(cuMemHostUnregister, unregister),
   };
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,10 @@
 #include "event.h"
 
 namespace simulated {
+
+// Two ends: the smaller device first, kHost for the host.
+using Link = std::pair<int, int>;
+constexpr int kHost = -1;
 
 struct Copy {
   uint64_t dst, src;
@@ -37,6 +42,7 @@ struct Operation {
   unsigned comparison = 0;                   // kWaitValue
   std::shared_ptr<bool> released = nullptr;  // kHold
   std::string name = {};
+  std::optional<Link> link = {};  // that the bytes go over
 
   bool ready() const;
   bool touches(uint64_t begin, uint64_t end) const;

@@ -38,7 +38,7 @@ void Device::execute_a_part(Stream& stream) {
 }
 
 bool Device::step(Stream& stream) {
-  if (!stream.ready()) return false;
+  if (!is_ready(stream)) return false;
   execute(stream);
   return true;
 }
@@ -119,7 +119,9 @@ void Device::work() {
   while (!stopping_) {
     std::vector<std::shared_ptr<Stream>> ready;
     for (const auto& [key, stream] : streams_) {
-      if (stream->ready()) ready.push_back(stream);
+      if (!is_ready(*stream)) continue;
+      const unsigned slow = slowness(*stream);
+      if (slow == 1 || random_() % slow == 0) ready.push_back(stream);
     }
     if (ready.empty()) {
       // A value that a stream waits for changes without a word.

@@ -14,6 +14,7 @@ struct Stream {
   std::deque<Operation> queue;
   uint64_t submitted = 0, ended = 0;  // operations so far
   bool created = false;               // by a call; others exist from their first use
+  bool is_callers = false;            // made by the test, which could have passed handle 0
   bool destroyed = false;             // still runs what it holds
   bool capturing = false;
   std::vector<Operation> graph;  // what was submitted while it was captured
@@ -31,9 +32,11 @@ struct Stream {
     ++ended;
   }
 
-  void drop() {
+  // happens: whether the events that it would have recorded do.
+  void drop(bool happens = true) {
     for (Operation& operation : queue) {
-      if (operation.record) operation.record->happened = true;  // lets go who waits for it
+      // Lets go who waits for it.
+      if (operation.kind == Operation::kRecord) operation.record->happened = happens;
     }
     queue.clear();
     ended = submitted;

@@ -41,7 +41,7 @@ int is_capturing(void* handle, int* status) {
 int query(void* handle) {
   Call call("cuStreamQuery");
   if (call.result) return call.result;
-  const auto stream = call.stream(handle);
+  const auto stream = call.stream(handle, true);
   if (stream == nullptr) return call.result;
   if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
   return stream->queue.empty() ? kSuccess : kNotReady;
@@ -50,13 +50,13 @@ int query(void* handle) {
 int synchronize(void* handle) {
   Call call("cuStreamSynchronize");
   if (call.result) return call.result;
-  const auto stream = call.stream(handle);
+  const auto stream = call.stream(handle, true);
   if (stream == nullptr) return call.result;
   const std::string what = "synchronize stream " + device().name(handle);
   device().log.add(what);
   if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
   const uint64_t last = stream->submitted;
-  return device().wait(call.lock, what, device().key(number(handle)),
+  return device().wait(call.lock, what, stream->device, device().key(number(handle)),
                        [&] { return stream->ended >= last; });
 }
 
@@ -69,7 +69,7 @@ int push(const char* name, void* handle, Operation operation) {
   if (!device().attributes[kStreamMemoryOperations]) return kNotSupported;
   if (device().memory.find(operation.address).type == 0) return kInvalidValue;
   device().log.add(operation.name, " on stream ", device().name(handle));
-  stream->push(std::move(operation));
+  device().submit(*stream, std::move(operation));
   return kSuccess;
 }
 
@@ -97,13 +97,10 @@ int write_value(void* handle, unsigned long long address, uint64_t value, unsign
 
 Functions stream_calls() {
   return {
-      {"cuStreamCreateWithPriority", reinterpret_cast<void*>(&create)},
-      {"cuStreamDestroy", reinterpret_cast<void*>(&destroy)},
-      {"cuStreamIsCapturing", reinterpret_cast<void*>(&is_capturing)},
-      {"cuStreamQuery", reinterpret_cast<void*>(&query)},
-      {"cuStreamSynchronize", reinterpret_cast<void*>(&synchronize)},
-      {"cuStreamWaitValue64", reinterpret_cast<void*>(&wait_value)},
-      {"cuStreamWriteValue64", reinterpret_cast<void*>(&write_value)},
+      SIMULATED(cuStreamCreateWithPriority, create), SIMULATED(cuStreamDestroy, destroy),
+      SIMULATED(cuStreamIsCapturing, is_capturing),  SIMULATED(cuStreamQuery, query),
+      SIMULATED(cuStreamSynchronize, synchronize),   SIMULATED(cuStreamWaitValue64, wait_value),
+      SIMULATED(cuStreamWriteValue64, write_value),
   };
 }
 
