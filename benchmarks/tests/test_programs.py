@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme_table
 import torch
 
 from torch_kvswap import OffloadHandler
+from torch_kvswap._native.loader import native
 from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.slow  # of benchmark programs
@@ -122,3 +124,36 @@ def test_every_call_of_a_block_manager_is_timed(tmp_path: Path) -> None:
     cells = json.loads(file.read_text())["cells"]
     assert len(cells) == 3 * 8  # ways of calling, and calls
     assert all(cell["prompt"]["median"] > 0 for cell in cells)
+
+
+# The rule of docs/copy_methods.md against what was measured.
+
+
+RESULTS = sorted((Path(__file__).parents[1] / "results").glob("copy_methods-*.json"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_the_rule_is_within_3_percent_of_best(file: Path) -> None:
+    """In sum over all cells."""
+    chosen = best = 0.0
+    for cell in json.loads(file.read_text())["cells"]:
+        layers, fragment = cell["shape"]["layers"], cell["shape"]["fragment_kib"] << 10
+        runs = 1 if cell["arrangement"] == "one tensor" else layers
+        method, *_ = native.preferred_copy_methods(
+            *(layers * fragment, layers, runs, layers, cell["blocks"]),
+            is_store=cell["direction"] == "store",
+        )
+        for state in cell["states"].values():
+            quartiles = state["total_us"]["quartiles"]
+            median = {way: of_way[1] for way, of_way in quartiles.items()}
+            forced = [median[way] for way in native.copy_methods() if way in median]
+            chosen += median[method]
+            best += min(forced)
+    assert 0 < chosen < 1.03 * best
+
+
+# The table of the README has the committed figures.
+
+
+def test_the_readme_has_the_committed_figures() -> None:
+    assert f"\n\n{readme_table.readme_table()}\n\n" in readme_table.README.read_text()

@@ -1,12 +1,14 @@
-"""On a GPU: which work waits for which. Each test has a control that gives wrong bytes."""
+"""On a GPU: which work waits for which, what submitting costs, and how handlers end. That kernels
+and transfers wait for each other is in test_fuzz_gpu.py, with controls.
+"""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
+from caller_submits import CallerSubmits
 from gpu_cache import NEW, OLD, GpuCache, only
+from patience import PATIENCE
 from processes import run_script
 
 from torch_kvswap.offload.handler import OffloadHandler
@@ -24,7 +26,7 @@ def second_handler(gpu: GpuCache, order: str) -> OffloadHandler:
     return gpu.handler if order == "kept" else gpu.another_handler()
 
 
-# Stores wait for the kernels that write their blocks
+# The default stream, which the fuzz tests give no kernels
 
 
 @pytest.mark.parametrize(("after", "stored"), [(None, NEW), ((), OLD)], ids=["waits", "control"])
@@ -38,54 +40,6 @@ def test_a_store_waits_for_the_writing_kernel(
         gpu.release()
     gpu.handler.synchronize(job)
     assert gpu.page() == stored
-
-
-@pytest.mark.parametrize("named", ["stream", "event", "control"])
-def test_a_store_waits_for_its_after(gpu: GpuCache, named: str) -> None:
-    with torch.cuda.stream(gpu.side):
-        gpu.hold()
-        gpu.cache.fill_(NEW)
-        event = gpu.side.record_event()
-    after = {"stream": gpu.side, "event": event, "control": None}[named]
-    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=after)
-    if named != "control":
-        gpu.release()
-    gpu.handler.synchronize(job)
-    assert gpu.page() == (OLD if named == "control" else NEW)
-
-
-def test_a_thread_waits_for_its_own_current_stream(gpu: GpuCache) -> None:
-    def store() -> None:
-        with torch.cuda.stream(gpu.side):
-            gpu.slow()
-            gpu.cache.fill_(NEW)
-            gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-
-    thread = threading.Thread(target=store)
-    thread.start()
-    thread.join()
-    gpu.handler.synchronize()
-    assert gpu.page() == NEW
-
-
-# Loads wait for the kernels that still read their blocks
-
-
-@pytest.mark.parametrize(("after", "seen"), [(None, OLD), ((), NEW)], ids=["waits", "control"])
-def test_a_load_waits_for_the_reading_kernel(
-    gpu: GpuCache, after: tuple[()] | None, seen: int
-) -> None:
-    gpu.hold()
-    gpu.look()
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
-    if after is None:
-        gpu.release()
-    gpu.handler.synchronize(job)
-    gpu.release()
-    torch.cuda.synchronize()
-    assert only(gpu.seen[1]) == seen
-    assert only(gpu.cache[1]) == NEW
-    assert only(gpu.cache[[0, 2, 3]]) == OLD
 
 
 # Order between the directions, by the pages and the blocks
@@ -133,23 +87,6 @@ def test_jobs_that_share_data_run_in_order(
 # Whoever uses loaded blocks waits for the job
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
-def test_a_waiting_stream_sees_loaded_bytes(gpu: GpuCache, waits: bool) -> None:
-    busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
-    with torch.cuda.stream(gpu.consumer):
-        if waits:
-            job.wait(gpu.consumer)
-        gpu.look()
-    assert not busy.query()  # the host waited for nothing
-    assert not job.query()
-    if waits:
-        gpu.release()
-    gpu.consumer.synchronize()
-    gpu.release()
-    assert only(gpu.seen[1]) == (NEW if waits else OLD)
-
-
 def test_copy_seconds_are_those_of_the_copy(gpu: GpuCache) -> None:
     gpu.slow(200)
     job = gpu.handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[0, 1, 2, 3])
@@ -161,6 +98,24 @@ def test_copy_seconds_are_those_of_the_copy(gpu: GpuCache) -> None:
 
 
 # What submission leaves as it was
+
+
+@pytest.mark.parametrize("method", ["batch", "strided", "staged"])
+def test_many_layer_groups_do_not_fill_the_queue(method: str) -> None:
+    layers = 32
+    with (
+        GpuCache(blocks=64, layers=layers) as gpu,
+        CallerSubmits(gpu.layout, gpu.host, copy_method=method) as handler,
+    ):
+        ids = range(64)
+        handler.synchronize(handler.load(page_ids=[0], gpu_block_ids=[0]))
+        busy = gpu.slow_on(gpu.side)
+        for j in ids:
+            handler.load(page_ids=[j], gpu_block_ids=[j], after=gpu.side, layer_groups=layers)
+        assert not busy.query()
+        assert handler.metrics().loads.queued > 0
+        handler.synchronize(timeout=PATIENCE)
+        assert {only(layer) for layer in gpu.layers} == {NEW}
 
 
 def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:

@@ -272,12 +272,13 @@ def test_blocks_without_bytes_are_nothing_to_copy():
 
 
 @GPU
-def test_ids_on_the_gpu_are_refused():
-    cache = torch.zeros(4, 8, device="cuda")
-    mapping = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
-    assert "block_mapping is on cuda:0; expected a CPU tensor" in message_of(
-        lambda: ops.swap_blocks(cache, cache, 32, mapping)
-    )
+def test_ids_and_addresses_on_the_gpu_are_refused():
+    cache, ids = torch.zeros(4, 8, device="cuda"), torch.zeros(1, 2, dtype=torch.int64).cuda()
+    for call in (
+        lambda: ops.swap_blocks(cache, cache, 32, ids),
+        lambda: ops.swap_blocks_batch(ids[0], ids[0], ids[0]),
+    ):
+        assert "is on cuda:0; expected a CPU tensor" in message_of(call)
 
 
 @GPU

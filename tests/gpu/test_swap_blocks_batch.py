@@ -3,7 +3,6 @@ calls.
 """
 
 import mmap
-import threading
 
 import numpy as np
 import pytest
@@ -182,26 +181,6 @@ def test_another_current_device_stays_current():
 
 
 @GPU
-def test_a_thread_that_never_used_cuda_can_copy():
-    src, dst = buffer(4096, "cuda", True), buffer(4096, "pinned", False)
-    torch.cuda.synchronize()
-    errors = []
-
-    def copy():
-        try:
-            swap(src, torch.tensor([0, 2048]), dst, torch.tensor([2048, 0]), torch.tensor([9, 9]))
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    thread.join()
-    torch.cuda.synchronize()
-    assert not errors
-    assert torch.equal(dst[2048:2057], src[:9].cpu())
-
-
-@GPU
 def test_address_tensors_may_change_after_the_call():
     n, size = 4096, 1024
     src, dst = buffer(n * size, "pinned", True), buffer(n * size, "cuda", False)
@@ -325,11 +304,3 @@ def test_a_mixed_batch_goes_to_the_stream():
     torch.cuda.synchronize()
     assert bool((out[:4096] == 1).all())
     assert torch.equal(out[4096:], pinned)
-
-
-@GPU
-def test_address_tensors_on_the_gpu_are_refused():
-    ptrs = torch.zeros(1, dtype=torch.int64, device="cuda")
-    assert "src_ptrs is on cuda:0; expected a CPU tensor, call .cpu()" in message_of(
-        lambda: ops.swap_blocks_batch(ptrs, ptrs, ptrs)
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,22 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
 from paged_caches import LAYOUTS, check_round_trip
-from patience import in_time
+from patience import PATIENCE, in_time
+from prefix_bytes import make
 from processes import in_child, run_script
-from simulated_driver import Driver, place, simulated
+from simulated_cache import Event, Stream
+from simulated_driver import Driver, cache, place, simulated, without_cuda
 from simulated_driver.cuda import CudaError
 
 import torch_kvswap.results
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
-from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.handler import Job, OffloadHandler
+from torch_kvswap.offload.handler import Job
+from torch_kvswap.offload.streams import resolve_after, resolve_waiting
 from torch_kvswap.reference import ReferenceHandler
 from torch_kvswap.results import TransferError
 
@@ -529,3 +533,131 @@ def test_a_thread_in_a_call_survives_exit(call: str) -> None:
         calls.acquire()
     """
     run_script(script)
+
+
+# poll(timeout) waits for a job to end.
+
+
+@simulated
+@pytest.mark.parametrize("timeout", [PATIENCE, None])
+@pytest.mark.parametrize("kind", [OffloadHandler, PrefixCache])
+def test_it_returns_when_a_job_has_ended(
+    driver: Driver, timeout: float | None, kind: type[OffloadHandler | PrefixCache]
+) -> None:
+    driver.set_mode("manual")
+    with kind(*cache(driver)) as calls:
+        if isinstance(calls, PrefixCache):
+            calls.store(["a"], [1])
+        else:
+            calls.store(gpu_block_ids=[1], page_ids=[1])
+        assert calls.poll(0.02) == []
+        results: list[object] = []
+        waiting = threading.Thread(target=lambda: results.extend(calls.poll(timeout)))
+        waiting.start()
+        driver.run()
+        waiting.join(PATIENCE)
+        assert len(results) == 1
+        assert not isinstance(calls, PrefixCache) or calls.lookup(["a"]).ready == 1
+        driver.set_mode("immediate")
+
+
+@simulated
+def test_a_job_ending_early_is_returned(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+        load = handler.load(page_ids=[2], gpu_block_ids=[2])
+        assert handler.cancel(load) is True
+        driver.fail("cuMemcpyBatchAsync")
+        failed = handler.load(page_ids=[3], gpu_block_ids=[3])
+        assert failed.id in [result.job_id for result in handler.poll(PATIENCE)]
+        driver.set_mode("immediate")
+
+
+def test_it_returns_at_once_with_results() -> None:
+    layout = PagedLayout([torch.zeros(4, 4)])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        assert handler.poll(None) == []
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+        assert len(handler.poll(None)) == 1
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+    assert len(handler.poll(None)) == 1  # closed
+    assert handler.poll(None) == []
+
+
+def test_a_wrong_timeout_is_always_refused() -> None:
+    prefixes, _ = make()
+    with prefixes:
+        prefixes.store(["a"], [1])
+        assert [error_text(prefixes.poll, value) for value in (-1, "1", float("nan"))] == [
+            "ValueError: timeout is -1.0; it must be 0 seconds or more",
+            "TypeError: timeout is a str; it must be a number of seconds",
+            "ValueError: timeout is nan; it must be 0 seconds or more",
+        ]
+        began = time.monotonic()
+        assert len(prefixes.poll(PATIENCE)) == 1
+        assert time.monotonic() - began < PATIENCE
+
+
+# What `after=` accepts, and what may wait for a job.
+
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@without_cuda
+def test_the_driver_gets_stream_and_event_handles() -> None:
+    assert resolve_after(Stream(42), CUDA) == [(False, 42)]
+    assert resolve_after(Stream(0), CUDA) == [(False, 0)]
+    assert resolve_after(Event(7), CUDA) == [(True, 7)]
+    assert resolve_after((Stream(42), Event(7)), CUDA) == [(False, 42), (True, 7)]
+    assert resolve_waiting(Stream(42), CUDA) == (42, 0)
+    assert resolve_waiting(Stream(0, index=1), CUDA) == (0, 1)
+
+
+def test_the_driver_looks_up_the_current_stream() -> None:
+    for device in (CUDA, CPU):
+        assert resolve_after(None, device) is None
+        assert resolve_after((), device) == []
+    assert resolve_waiting(None, CUDA) == (0, -1)
+
+
+@without_cuda
+def test_what_cannot_be_waited_for_is_refused() -> None:
+    calls = [
+        lambda: resolve_after(Event(0), CUDA),
+        lambda: resolve_after(Stream(42, index=1), CUDA),
+        lambda: resolve_after(42, CUDA),
+        lambda: resolve_after((Stream(42), None), CUDA),
+        lambda: resolve_after((Event(7), Event(0)), CUDA),
+        lambda: resolve_after((Stream(42),), CPU),
+        lambda: resolve_after(Stream(42), CPU),
+        lambda: resolve_after(42, CPU),
+        lambda: resolve_waiting(42, CUDA),
+        lambda: resolve_waiting(torch.Stream("cpu"), CUDA),
+        lambda: resolve_waiting(42, CPU),
+    ]
+    assert_expected_inline(
+        "\n".join(error_text(call) for call in calls),
+        """\
+ValueError: after= is an event that was never recorded, so the transfer would wait for
+nothing; record it behind the work it stands for, or pass that stream
+ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
+that stream and pass the event
+TypeError: after= must be None (the current stream), a torch.cuda.Stream or a
+torch.cuda.Event, or a tuple of them, not an int
+TypeError: after[1] must be a torch.cuda.Stream or a torch.cuda.Event, not None
+ValueError: after[1] is an event that was never recorded, so the transfer would wait for
+nothing; record it behind the work it stands for, or pass that stream
+TypeError: after[0] is a Stream, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: after= is an int, but transfers of a cache on the CPU run inside the call and
+cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: stream is an int; pass a torch.cuda.Stream or None
+TypeError: stream is a Stream; pass a torch.cuda.Stream or None
+TypeError: stream is an int, but the cache is on the CPU: its transfers have ended when
+store() or load() returns, so no stream has to wait; pass None""",
+    )

@@ -3,18 +3,24 @@
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from array import array
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import simulated_driver
 import torch
 from expecttest import assert_expected_inline
+from processes import in_child
 from simulated_driver import HOST, error_of, simulated, without_cuda
 
 from torch_kvswap._native import loader
+from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.loader import native
+from torch_kvswap._native.process_lock import is_free, open_lock
 
 
 @simulated
@@ -119,3 +125,36 @@ def test_a_source_tree_hiding_an_installation_says_so(tmp_path: Path) -> None:
     assert hint not in error()  # the control: nothing is installed
     shutil.copytree(loader.FOLDER, installed / "torch_kvswap")
     assert hint in error()
+
+
+# Descriptors that arrived together are closed together, whatever became of one of them.
+
+
+def test_one_unclosable_descriptor_leaves_no_other_open() -> None:
+    gone, other = (os.memfd_create("test") for _ in range(2))
+    fds = array("i", [gone, other]).tobytes()
+    came = Descriptors(lambda _: (b"", [(0, 0, fds)]), None)
+    assert came.fds == [gone, other]
+    os.close(gone)
+    came.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(other)
+    came.close()
+    assert came.fds == []
+
+
+# The lock that says whether a process and all that were forked from it are gone.
+
+
+def test_a_forked_child_has_its_own_lock() -> None:
+    here, there = socket.socketpair()
+
+    def send() -> int:
+        with closing(open_lock()) as lock:
+            return socket.send_fds(there, [b"!"], lock.fds)
+
+    with here, there, closing(open_lock()) as own:
+        assert in_child(send) == 1
+        _, (of_child,), _, _ = socket.recv_fds(here, 1, 1)
+        assert (is_free(own.fd), is_free(of_child)) == (False, True)
+    os.close(of_child)

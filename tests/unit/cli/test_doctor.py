@@ -14,7 +14,9 @@ import pytest
 import torch
 from fake_procfs import write
 
-from torch_kvswap.cli import doctor
+import torch_kvswap as kvs
+from torch_kvswap import __main__ as program
+from torch_kvswap.cli import doctor, serve
 from torch_kvswap.host_pool import system
 
 
@@ -87,3 +89,20 @@ def test_a_big_copy_each_way_is_measured(capsys: pytest.CaptureFixture[str]) -> 
     text = json.loads(capsys.readouterr().out)["link of GPU 0"]["text"]
     rates = map(float, re.findall(r"([\d.]+) GB/s", text)[:2])
     assert all(1 < rate < 1000 for rate in rates)
+
+
+#
+
+
+def test_a_command_gets_arguments_and_gives_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, name in ((doctor, "doctor"), (serve, "serve")):
+        monkeypatch.setattr(module, "main", len)
+        assert program.main([name, "--one", "--two"]) == 2
+    assert program.main(["dance"]) == 2
+    assert capsys.readouterr().err.startswith("torch_kvswap has no command 'dance'\nusage: ")
+    assert program.main([]) == 0
+    capsys.readouterr()
+    assert program.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torch_kvswap {kvs.__version__}\n"

@@ -14,6 +14,8 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
 from host_pools import in_chunks
+from hypothesis import given
+from hypothesis import strategies as st
 from logged import logged
 from processes import in_child, live_fork
 from simulated_driver import HOST, Driver, place, simulated
@@ -24,6 +26,7 @@ from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Registration, map_new
 from torch_kvswap.host_pool.pinning import ONE_CHUNK
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
 
@@ -322,3 +325,23 @@ def test_every_kind_of_memory_is_pinned_and_copied(shared: bool) -> None:
         assert pool.is_pinned
         handler.synchronize(handler.store(gpu_block_ids=[0, 1, 2], page_ids=[15, 16, 63]))
         assert torch.equal(pool.pages[[15, 16, 63], 0], layout.tensors[0][:3].cpu())
+
+
+# How many bytes a page has, and how many pages make a chunk.
+
+
+SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def layout(row_bytes: int = 64) -> PagedLayout:
+    return PagedLayout([torch.zeros(2, row_bytes, dtype=torch.uint8)])
+
+
+@given(st.integers(1, 3 * SYSTEM_PAGE), st.integers(1, 1 << 24))
+def test_chunks_end_between_pages_of_the_system(row_bytes: int, chunk_bytes: int) -> None:
+    shape = PoolShape(layout(row_bytes), 1, 1)
+    chunk = shape.chunk_of(chunk_bytes)
+    assert chunk & (chunk - 1) == 0
+    assert chunk * row_bytes % SYSTEM_PAGE == 0
+    is_least = chunk == 1 or chunk // 2 * row_bytes % SYSTEM_PAGE != 0
+    assert is_least or chunk_bytes // 2 < chunk * row_bytes <= chunk_bytes

@@ -1,5 +1,5 @@
 """Kernels copy blocks of any size and alignment, to host pages or into a packed buffer, and
-touch nothing else.
+touch nothing else. On a GPU so do strided copies.
 """
 
 from __future__ import annotations
@@ -116,12 +116,22 @@ def test_words_divide_blocks_and_distances_on_both_sides(
     assert driver.unexpected_violations() == ""
 
 
-@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
-@pytest.mark.parametrize(("layers", "fragment"), SHAPES)
+@pytest.mark.parametrize(
+    ("copy_method", "mib", "layers", "fragment"),
+    [
+        *[(method, 32, *shape) for method in ("kernel", "staged") for shape in SHAPES],
+        *[("staged", mib, 61, size) for mib in (1, 256) for size in (7, 656, 8192, 18432)],
+        *[("staged", mib, 5, 3 << 20) for mib in (1, 32, 256)],
+        *[("strided", 32, 61, size) for size in (48, 656, 8192, 18432)],
+    ],
+)
 @pytest.mark.gpu
-def test_every_byte_arrives_on_a_gpu(layers: int, fragment: int, copy_method: str) -> None:
-    whole = torch.randint(256, (layers, 40, fragment), dtype=torch.uint8, device="cuda")
-    check(PagedLayout(list(whole)), 23, copy_method)
+def test_every_byte_arrives_on_a_gpu(
+    copy_method: str, mib: int, layers: int, fragment: int
+) -> None:
+    blocks = 40 if fragment <= 1 << 20 else 12
+    whole = torch.randint(256, (layers, blocks, fragment), dtype=torch.uint8, device="cuda")
+    check(PagedLayout(list(whole)), blocks // 2, copy_method, mib << 20)
 
 
 @pytest.mark.parametrize("copy_method", ["kernel", "staged"])
