@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import subprocess
 import sys
 import threading
@@ -519,11 +518,3 @@ def test_states_that_are_not_served_are_named(change: Change, message: str) -> N
 def test_components_without_a_pool_are_refused() -> None:
     with pytest.raises(ValueError, match="MHATokenToKVPool with the tree components FULL, SWA"):
         linker_of(mha_pool(), {FULL, SWA})
-
-
-def test_the_log_says_what_was_made(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        linker_of(mha_pool(), {FULL}, verify="load").close()
-    assert "KVSwapLinker: rank 0 of 1, kv: " in caplog.text
-    assert "pages of 4 tokens are many small copies" in caplog.text
-    assert "encoding raw, verify load, below None; loads go layer by layer" in caplog.text

@@ -272,17 +272,6 @@ def test_a_dropped_manager_gives_its_host_memory_back():
 
 
 @needs_transformers
-def test_tokens_depend_on_the_blocks_that_are_restored():
-    net, inputs = model("full"), prompts()
-    want = tokens(net, inputs, config(500, gib=0.0))
-    with ours() as seen:
-        steps = Steps(net, inputs, config(20))
-        steps.until(lambda: seen.parked > 0)
-        seen.swap.pool.pages.fill_(0x3F)
-        assert steps.finish() != want
-
-
-@needs_transformers
 def test_the_example_of_the_docs_runs():
     page = Path(__file__).parents[2] / "docs" / "transformers.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

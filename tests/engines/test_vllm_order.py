@@ -157,14 +157,3 @@ def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
         assert asked == [(None, 96)], "afterwards all are pinned"
         assert torch.equal(worker._pool.pages[[95, 0], 0], cache)
         worker.shutdown()
-
-
-@simulated
-def test_the_log_says_that_blocks_are_moved(driver: Driver) -> None:
-    """For users who ask whether the connector is in use: nothing else says so."""
-    with mock.patch.object(worker_module._log, "info") as info, worker_of(driver):
-        ((text, pool), _) = info.call_args
-    assert text % pool == (
-        "torch_kvswap moves the KV-cache blocks of vLLM: HostPool(num_pages=16, "
-        "blocks_per_page=1, page_bytes=64, encoding='raw', device=cuda:0, closed)"
-    )

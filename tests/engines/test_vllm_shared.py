@@ -45,7 +45,7 @@ from vllm_serving import (
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix import client
-from torch_kvswap.prefix.engine_sessions import SchedulerSession, WorkerSession
+from torch_kvswap.prefix.engine_sessions import WorkerSession
 from torch_kvswap.prefix.protocol import Op
 
 __all__ = ["folder"]
@@ -155,18 +155,6 @@ def two_of_two(folder: Path) -> Iterator[tuple[Any, Serving, Serving]]:
         engine(folder, "b", **TWO) as b,
     ):
         yield server, a, b
-
-
-def test_ranks_that_use_one_part_of_a_page_read_bytes_of_another(folder, monkeypatch):
-    """The control of the tests with two ranks."""
-    attach = HostPool.attach
-    monkeypatch.setattr(HostPool, "attach", lambda layout, handle, rank: attach(layout, handle))
-    with two_of_two(folder) as (server, a, b):
-        a.serve(PROMPTS)
-        assert in_time(lambda: stats(server).stored == CHUNKS)
-        b.serve(PROMPTS)
-        assert loaded(b) == CHUNKS
-        assert not b.agree
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -373,31 +361,6 @@ def test_other_requests_go_on_while_a_server_does_not_answer(folder, path, is_as
         server.send(signal.SIGCONT)
         a.run()
         assert a.tokens["asks"] == expected_tokens(other, 4)
-
-
-def test_a_scheduler_that_waits_for_answers_hangs_with_the_server(folder, path, monkeypatch):
-    """The control of the test above."""
-
-    def hold(self: Any, *arguments: Any) -> None:
-        send(self, *arguments)
-        self._connection.setblocking(True)
-        self._connection.settimeout(1)
-        try:
-            self._connection.recv(1, 2)  # MSG_PEEK
-        except TimeoutError:
-            hung.append(True)
-        self._connection.setblocking(False)
-
-    hung: list[bool] = []
-    send = SchedulerSession.hold
-    monkeypatch.setattr(SchedulerSession, "hold", hold)
-    with server_process(path) as server, engine(folder, "a") as a:
-        server.send(signal.SIGSTOP)
-        a.add("asks", prompt(2, 40))
-        a.step()
-        assert hung
-        server.send(signal.SIGCONT)
-        a.run()
 
 
 def test_a_server_that_hangs_is_given_up(folder, path, monkeypatch, caplog):

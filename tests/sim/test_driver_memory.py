@@ -102,12 +102,3 @@ def test_only_the_driver_copies_registered_memory_elsewhere(driver: Driver) -> N
     swap_blocks_batch(host.data_ptr() + starts, device.data_ptr() + starts, sizes)
     assert torch.equal(device, host)
     assert driver.log().count(f"copy {BLOCK} bytes") == 4
-
-
-@simulated
-def test_as_a_control_batching_such_memory_is_forbidden(driver: Driver) -> None:
-    driver.set_attribute(91, 0)
-    host, device = torch.zeros(BLOCK, dtype=torch.uint8), driver.memory(BLOCK, DEVICE)
-    driver.cuda.check("cuMemHostRegister", host.data_ptr(), BLOCK, 1)
-    driver.cuda.copy_batch([(device, host)], driver.cuda.create_stream())
-    assert driver.violations() == 1

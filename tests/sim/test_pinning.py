@@ -24,11 +24,10 @@ from simulated_driver import (
     place,
     simulated,
 )
-from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping, map_new
+from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
@@ -61,21 +60,6 @@ def test_chunks_are_registered_one_after_another(driver: Driver) -> None:
     pool.close()
     assert driver.calls("cuMemHostUnregister") == 3
     assert not pool.is_pinned
-
-
-@simulated
-def test_as_a_control_copies_across_registrations_are_refused(driver: Driver) -> None:
-    memory = map_new(2 * BLOCK, BLOCK, shared=False).tensor
-    other = driver.memory(2 * BLOCK, kind=2)
-    for half in (0, BLOCK):
-        driver.cuda.check("cuMemHostRegister", memory.data_ptr() + half, BLOCK, 1)
-    stream = driver.cuda.create_stream()
-    with pytest.raises(CudaError):
-        driver.cuda.copy(other, memory, stream)
-    with pytest.raises(CudaError):
-        driver.cuda.copy_batch([(memory, other)], stream)
-    driver.cuda.copy(other[:BLOCK], memory[BLOCK:], stream)
-    driver.cuda.destroy_stream(stream)
 
 
 @simulated

@@ -13,7 +13,7 @@ class MemoryStore(PageStore):
     """Carries out each call at once, or in release() if it is of those in `held`.
 
     objects: what it keeps; several stores may share it. held, failing: methods that do not return
-    yet, or raise. broken: names that get() cannot read. lying: names that exists() says are there.
+    yet, or raise. lying: names that exists() says are there.
     deleted: what delete() has deleted, or has not found.
     """
 
@@ -21,7 +21,6 @@ class MemoryStore(PageStore):
         self.objects = {} if objects is None else objects
         self.held: set[str] = set()
         self.failing: set[str] = set()
-        self.broken: set[str] = set()
         self.lying: set[str] = set()
         self.calls: list[str] = []
         self.deleted: list[str] = []
@@ -35,8 +34,6 @@ class MemoryStore(PageStore):
 
     def get(self, keys: list[str], buffers: list[memoryview]) -> list[bool]:
         self._begin("get")
-        if not self.broken.isdisjoint(keys):
-            raise OSError("one is broken")
         return [self._get(*one) for one in zip(keys, buffers, strict=True)]
 
     def put(self, keys: list[str], buffers: list[memoryview]) -> None:

@@ -39,21 +39,6 @@ def load(prefixes: PrefixCache, *arguments: Any) -> None:
     job.wait()
 
 
-def check_load_into_other_blocks(device: str) -> None:
-    prefixes, tensor = make(device)
-    with prefixes:
-        assert prefixes.store(["a", "b", "c"], [1, 2, 3]).state == "storing"
-        assert prefixes.lookup(["a", "b", "x"]) == (2, 0, 2, 0)  # nobody has asked for results yet
-        assert prefixes.load(["a", "b"], [8, 9]) is None
-        assert [result.ok for result in results_of(prefixes)] == [True]
-        found = prefixes.lookup(["a", "b", "x"])
-        assert found == (2, 2, 0, 0)
-        load(prefixes, ["a", "b", "x"], [8, 9, 10], found.ready)
-        assert tensor[8:11, 0].tolist() == [1, 2, 10]
-        assert [result.direction for result in results_of(prefixes)] == ["load"]
-        assert prefixes.manager.stats().idle_pages == 3
-
-
 def check_keys_of_whole_pages(device: str) -> None:
     """A key stands for all blocks of a page."""
     for ids in (list, torch.tensor):
@@ -66,24 +51,6 @@ def check_keys_of_whole_pages(device: str) -> None:
             tensor[8:] = 0
             load(prefixes, ["b", "part"], ids([8, 9, 10, 11, 12]))
             assert tensor[8:, 0].tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
-
-
-def check_preemption(device: str) -> None:
-    """A preempted request is held until it is released."""
-    prefixes, tensor = make(device, pages=2)
-    with prefixes:
-        preempted = prefixes.preempt(["a", "b"], [1, 2])
-        assert preempted is not None
-        prefixes.synchronize(preempted.jobs)
-        prefixes.poll()
-        assert prefixes.store(["x"], [3]).state == "full"
-        assert prefixes.preempt(["x"], [3]) is None
-        tensor.zero_()
-        load(prefixes, ["a", "b"], [4, 5])
-        assert prefixes.release(preempted)
-        results_of(prefixes)
-        assert tensor[4:6, 0].tolist() == [1, 2]
-        assert prefixes.store(["x"], [3]).state == "storing"
 
 
 def check_groups(device: str) -> None:
@@ -156,9 +123,7 @@ def check_prompts_that_left(device: str) -> None:
 
 
 CHECKS: list[Callable[[str], None]] = [
-    check_load_into_other_blocks,
     check_keys_of_whole_pages,
-    check_preemption,
     check_groups,
     check_evict_that_raises,
     check_prompts_that_left,

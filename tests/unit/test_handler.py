@@ -18,7 +18,7 @@ from logged import logged
 from paged_caches import LAYOUTS, check_round_trip
 from patience import PATIENCE, in_time
 from prefix_bytes import make
-from processes import in_child, run_script
+from processes import run_script
 from simulated_cache import Event, Stream
 from simulated_driver import Driver, cache, place, simulated, without_cuda
 from simulated_driver.cuda import CudaError
@@ -43,33 +43,6 @@ def make_handler(
     cache = torch.arange(8 * 6, dtype=torch.int16, device=device).view(8, 6)
     layout = PagedLayout([cache])
     return OffloadHandler(layout, HostPool(layout, num_pages, blocks_per_page))
-
-
-@simulated
-def test_what_is_printed_names_sizes_and_states(driver: Driver) -> None:
-    handler = on_gpu(driver, "manual")
-    job = handler.store(gpu_block_ids=[0], page_ids=[0], tag="request 5")
-    printed = [repr(job), repr(handler), repr(handler.pools[0])]
-    driver.run()
-    handler.synchronize()
-    printed += [repr(job), repr(handler)]
-    handler.close()
-    layouts = [PagedLayout([torch.zeros(blocks, 6)]) for blocks in (8, 9)]
-    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as hybrid:
-        printed += [repr(handler), repr(hybrid), repr(layouts[0])]
-        assert in_child(lambda: repr(hybrid).endswith(", unknown)")) == 1
-    assert_expected_inline(
-        "\n".join(printed),
-        """\
-Job(store 0, nbytes=12, state=running, tag='request 5')
-OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 1 job outstanding)
-HostPool(num_pages=4, blocks_per_page=1, page_bytes=12, encoding='raw', device=cuda:0, 4 of 4 pages ready)
-Job(store 0, nbytes=12, state=done, tag='request 5')
-OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 0 jobs outstanding)
-OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, closed)
-OffloadHandler(device=cpu, num_blocks=[8, 9], num_pages=[4, 4], 0 jobs outstanding)
-PagedLayout(tensors=1, num_blocks=8, block_bytes=24, device=cpu)""",
-    )
 
 
 HANDLERS = pytest.mark.parametrize("make", [OffloadHandler, ReferenceHandler])

@@ -77,13 +77,6 @@ def test_no_damage_goes_unnoticed(encoding: str, layer_groups: int, rows: bool) 
     assert seen["noticed"] > 560
 
 
-def test_control_damage_goes_unnoticed_without_checksums() -> None:
-    for encoding in ("raw", "lossless"):
-        with EncodedCache(values=SLAB_VALUES, encodings=[encoding]) as cache:
-            damage = Damage(cache, seed=1)
-            assert set(damage.run(200)) >= {*damage.kinds} - {"checksums"}
-
-
 def test_the_error_names_block_page_and_checksums() -> None:
     cache, pool, handler = stored()
     row = rows_of(pool)[1 + 5, HEAD:].view(np.uint64)
@@ -316,14 +309,6 @@ def test_a_device_without_kernels_is_refused() -> None:
 ValueError: verify='load' needs kernels of this library, which xpu:1 does not have; use
 verify='off'""",
     )
-
-
-def test_a_pool_says_that_it_verifies() -> None:
-    _, pool, handler = stored()
-    with handler:
-        assert "verify='load'" in repr(pool)
-        assert pool.verify == "load"
-        assert pool.nbytes == 8 * pool.page_bytes == pool.pages.numel()
 
 
 # Pages move with the checksums of their blocks, whichever of their slots have one.

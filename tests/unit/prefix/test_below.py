@@ -481,20 +481,6 @@ def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
         assert third.load(PROMPT) == len(PROMPT)
 
 
-def test_a_read_that_fails_deletes_no_page(
-    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one object: the process has no file descriptor left, say."""
-    monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)  # else a read that begins later fails, too
-    before = dict(store.objects)
-    store.broken = {data_of(store, "d")}
-    assert reader.load(PROMPT) == 2, "they are read in pairs"
-    store.broken.clear()
-    works_again(reader)
-    assert reader.load(PROMPT) == len(PROMPT)
-    assert (store.objects, reader.stats.damaged) == (before, 0)
-
-
 def test_a_page_of_an_answer_that_is_late_and_incomplete_is_not_deleted(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,21 +549,6 @@ def test_a_dead_server_is_named_without_its_password() -> None:
     (message,) = messages
     assert message.startswith(f"reading from valkey://127.0.0.1:{port} pauses for 1 s: cannot conn")
     assert "secret" not in message
-
-
-@pytest.mark.parametrize("operation", ["exists", "put"])
-def test_a_page_that_could_not_be_written_is_written_later(
-    operation: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "FIRST_PAUSE", 0.01)
-    with Engine(store) as engine, logged() as messages:
-        store.failing = {operation}
-        engine.compute(PROMPT)
-        engine.until(lambda: engine.stats.failed > 0)
-        store.failing.clear()
-        engine.until(lambda: engine.stats.written == len(PROMPT))
-    # A thread that fails last may tell it again after the first success.
-    assert set(messages) == {f"writing to MemoryStore pauses for 0.01 s: no {operation} today"}
 
 
 def test_pauses_grow_are_told_once_and_end_when_the_store_works(

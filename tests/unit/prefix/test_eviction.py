@@ -3,11 +3,8 @@ policies have in common. A model has LRU (test_manager_states.py)."""
 
 from __future__ import annotations
 
-import heapq
-import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import log
 
 import numpy as np
 import pytest
@@ -94,12 +91,7 @@ def with_scans() -> list[int]:
 
 
 TRACES = {
-    "a sequential scan": list(range(3000)),
-    "a loop that fits": list(range(CAPACITY)) * 50,
-    "a loop that is a little too long": list(range(CAPACITY + 5)) * 50,
-    "zipf": zipf(6000),
     "zipf with scans": with_scans(),
-    "a working set that changes": zipf(2000) + [x + 500 for x in zipf(2000, 2)] + zipf(2000, 3),
     "random": np.random.default_rng(4).integers(0, 2 * CAPACITY, 6000).tolist(),
 }
 
@@ -142,43 +134,6 @@ def test_after_a_reset_arc_knows_nothing_of_what_was_there():
 def test_arc_keeps_what_is_asked_for_again_through_scans_that_empty_an_lru():
     trace = TRACES["zipf with scans"]
     assert sum(hits("arc", trace)) > 1.1 * sum(hits("lru", trace))
-
-
-def conversations(seed: int) -> list[list[int]]:
-    """Prompts of chats, about an eighth of Mooncake's conversation trace: a third of them go on, each
-    at a pace of its own, half of these after 53 requests, and most of those again and again."""
-    rng, trace, last = random.Random(seed), list[list[int]](), 0
-    later: list[tuple[float, int, list[int], float]] = []  # when a chat goes on
-    for now in range(1500):
-        turn, prompt, pace, new = 0, [0], rng.lognormvariate(log(53), 0.8), (log(10), 1.2)
-        if later and later[0][0] <= now:
-            _, turn, prompt, pace = heapq.heappop(later)
-            new = log(2), 1.6
-        first, last = last + 1, last + 1 + min(int(rng.lognormvariate(*new)), 200)
-        trace.append([*prompt, *range(first, last + 1)])
-        if rng.random() < min(0.31 + 0.09 * turn, 0.87):
-            due = now + pace * rng.lognormvariate(0, 0.5)
-            heapq.heappush(later, (due, turn + 1, trace[-1], pace))
-    return trace
-
-
-def share_found(policy: str, pages: int) -> float:
-    """Of the blocks of all prompts, those that were found."""
-    found = asked = 0
-    for seed in range(2):
-        manager = BlockManager(pages, eviction_policy=policy)
-        for prompt in conversations(seed):
-            asked, ready = asked + len(prompt), manager.lookup(prompt).ready
-            found += ready
-            if ready:
-                manager.complete(manager.prepare_load(prompt[:ready]))
-            if (store := manager.prepare_store(prompt)) is not None:
-                manager.complete(store)
-    return found / asked
-
-
-def test_arc_finds_more_than_lru_of_conversations_in_few_pages():
-    assert share_found("arc", 400) > 1.2 * share_found("lru", 400)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

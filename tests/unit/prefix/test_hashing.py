@@ -256,15 +256,6 @@ int, float, str, bytes and tuples of them""",
     )
 
 
-def test_a_printed_hasher_differs_by_its_settings() -> None:
-    one, equal, other = (PrefixHasher("m", "bf16", 16, salt=salt) for salt in ("a", "a", "b"))
-    assert_expected_inline(
-        repr(one),
-        """PrefixHasher(block_tokens=16, settings=52d23f21)""",
-    )
-    assert repr(one) == repr(equal) != repr(other)
-
-
 # Keys of vLLM: a block hash and four bytes with the number of a group
 
 

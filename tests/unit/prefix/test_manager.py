@@ -398,12 +398,6 @@ def test_threads_may_share_a_manager(blocks, resets):
     assert stats.free_pages + stats.idle_pages == pages
 
 
-def test_a_printed_manager_has_the_pages_of_each_group() -> None:
-    manager = BlockManager([BlockGroup(4), BlockGroup(3)])
-    assert manager.prepare_store([["a", "b"], ["c"]]) is not None
-    assert repr(manager) == "BlockManager(num_pages=[4, 3], used_pages=[2, 1])"
-
-
 # Which blocks of each group of layers a prefix needs.
 
 

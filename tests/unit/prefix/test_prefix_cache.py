@@ -186,25 +186,6 @@ def test_a_closed_pool_is_named_not_its_handler() -> None:
             assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
 
 
-def test_a_request_is_resumed_once() -> None:
-    prefixes, tensor = make()
-    with prefixes:
-        held = prefixes.preempt(["a", "b"], [1, 2])
-        with pytest.raises(IndexError):
-            prefixes.resume(held, [5, BLOCKS])
-        assert prefixes.resume(held, [5, 6]).state == "pending"
-        prefixes.poll()
-        assert prefixes.resume(held, [5, 6]).state == "loaded"
-        kept = tensor.clone()
-        with pytest.raises(ValueError, match="resumed or released before"):
-            prefixes.resume(held, [8, 9])
-        assert torch.equal(tensor, kept)
-        released = prefixes.preempt(["a"], [1])
-        assert prefixes.release(released)
-        with pytest.raises(ValueError, match="resumed or released before"):
-            prefixes.resume(released, [8])
-
-
 def test_lookup_warns_of_tokens_instead_of_keys() -> None:
     tokens = list(range(20))
     prefixes, _ = make()
@@ -596,17 +577,22 @@ def test_a_preempted_request_that_ends_inside_a_unit_is_pending_until_poll(
             ]
 
 
-def test_a_request_is_resumed_when_its_blocks_are_there_and_released_when_they_are_lost() -> None:
+def test_a_held_request_is_resumed_once_or_lost() -> None:
     prefixes, tensor = make()
     with prefixes:
         held = prefixes.preempt(["a", "b"], [1, 2])
         assert held is not None
+        with pytest.raises(IndexError):
+            prefixes.resume(held, [5, BLOCKS])
         assert prefixes.resume(held, [8, 9]) == ("pending", None)
         prefixes.poll()
         state, job = prefixes.resume(held, [8, 9], tag="mine")
         assert (state, job and job.tag) == ("loaded", "mine")
         assert tensor[8:10, 0].tolist() == [1, 2]
         assert not prefixes.release(held)
+        with pytest.raises(ValueError, match="resumed or released before"):
+            prefixes.resume(held, [10, 11])
+        assert tensor[10:12, 0].tolist() == [10, 11]
         again = prefixes.preempt(["a", "b"], [8, 9])
         assert again is not None
         prefixes.manager.reset()
@@ -739,20 +725,6 @@ ValueError: keys[1] is the same key as keys[0]; name a block once
 TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
 it by reference, or make another one""",
     )
-
-
-def test_a_printed_prefix_cache_has_the_pages_in_use():
-    prefixes, _ = make(store_policy="lazy")
-    with prefixes:
-        prefixes.manager.complete(prefixes.manager.prepare_store(["a", "b"]))
-        assert in_child(lambda: repr(prefixes.manager).endswith(", used_pages=unknown)")) == 1
-        assert_expected_inline(
-            repr(prefixes).replace(", manager", ",\nmanager").replace(", handler", ",\nhandler"),
-            """\
-PrefixCache(store_policy='lazy',
-handler=OffloadHandler(device=cpu, num_blocks=16, num_pages=6, 0 jobs outstanding),
-manager=BlockManager(num_pages=6, used_pages=2))""",
-        )
 
 
 # Encoded pages: blocks that do not fit
