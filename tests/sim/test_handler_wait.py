@@ -283,18 +283,6 @@ def test_a_host_waiter_respects_the_channels_limit(
     assert sim.is_right(pages=pages)
 
 
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_a_waiter_of_a_queued_job_hears_loss(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
-        job, submitted = queue_large_job(sim, kind)
-        driver.lose()
-        assert "DeviceLostError" in error_text(sim.handler.synchronize, job)
-        assert not submitted()
-        assert job.result is not None
-        assert "the device is lost" in str(job.result.error)
-
-
 @simulated
 def test_a_submitting_wait_spoils_no_capture(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):

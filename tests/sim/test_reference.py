@@ -4,9 +4,7 @@ control that breaks it.
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -126,26 +124,6 @@ ORDER = pytest.mark.parametrize("order", ["kept", "lost as a control"])
 
 
 @ORDER
-@pytest.mark.parametrize("direction", ["store", "load"])
-@simulated
-def test_a_transfer_waits_for_the_current_stream(
-    driver: Driver, direction: str, order: str
-) -> None:
-    sim = Simulated(driver)
-    hold = driver.hold(CURRENT if order == "kept" else SIDE)
-    job = sim.store(1, 2) if direction == "store" else sim.load(2, 1)
-    before = sim.block(1) == sim.page(2)
-    driver.run()
-    assert job.query() == (order != "kept")
-    assert (sim.block(1) == sim.page(2)) == (order != "kept")
-    assert not before
-    driver.release(hold)
-    driver.run()
-    assert job.query()
-    assert sim.block(1) == sim.page(2)
-
-
-@ORDER
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -177,25 +155,6 @@ def test_a_transfer_waits_for_the_one_before_it(
     driver.run()
     found = [sim.block(i) for i in range(4)], [sim.page(i) for i in range(4)]
     assert (found == (blocks, pages)) == (order == "kept")
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("named", [True, False])
-@simulated
-def test_a_stream_waits_and_the_host_does_not(driver: Driver, named: bool, waits: bool) -> None:
-    sim = Simulated(driver)
-    hold = driver.hold(CURRENT)
-    job, page = sim.load(2, 1), sim.page(2)
-    seen = torch.zeros(64, dtype=torch.uint8)
-    with sim.side():
-        if waits:
-            job.wait(Stream(driver, SIDE) if named else None)  # type: ignore[arg-type]
-    driver.cuda.copy(seen, sim.layout.tensors[0][1], SIDE)
-    driver.run()
-    assert not job.query()
-    driver.release(hold)
-    driver.run()
-    assert (seen.numpy().tobytes() == page[:64]) == waits
 
 
 @simulated
@@ -247,30 +206,3 @@ def test_a_lost_device_fails_jobs_and_close_returns(driver: Driver) -> None:
     assert all(job.query() for job in jobs)
     assert {type(result.error) for result in sim.handler.poll()} == {DeviceLostError}
     assert sim.handler.poll() == []
-
-
-@pytest.mark.parametrize("end", ["the pool is closed", "the handler is dropped"])
-@simulated
-def test_memory_stays_until_the_copies_have_ended(driver: Driver, end: str) -> None:
-    sim = Simulated(driver, "threaded")
-    block, pages = sim.block(1), sim.host.pages
-    alive = [weakref.ref(sim.layout), weakref.ref(sim.host)]
-    hold, seen = driver.hold(CURRENT), list[bool]()
-    sim.store(1, 2)
-
-    def release() -> None:
-        seen.extend(reference() is not None for reference in alive)
-        driver.release(hold)
-
-    thread = when_it_waits(driver, release)
-    if end == "the pool is closed":
-        sim.host.close()
-    else:
-        del sim.layout, sim.host, sim.handler
-        gc.collect()
-    assert bytes(pages[2, 0].tolist()) == block
-    thread.join()
-    assert seen == [True, True]
-    if end == "the handler is dropped":
-        gc.collect()
-        assert [reference() for reference in alive] == [None, None]

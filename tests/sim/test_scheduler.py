@@ -231,18 +231,6 @@ def test_a_job_waits_for_another_channels_queue(driver: Driver, pair: str, held:
         assert sim.is_right()
 
 
-@simulated
-def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, early = queue_up(sim, "load")
-        job = sim.submit("expedited", [1], [1])
-        driver.run()
-        assert job.query()
-        assert [result.job_id for result in sim.handler.poll()] == [job.id]
-        assert not early[0].query()
-        sim.release(hold)
-
-
 # Waiting
 
 

@@ -171,25 +171,6 @@ def test_a_failed_call_leaves_a_working_handler(
         assert driver.live("events") <= events + 80
 
 
-@pytest.mark.parametrize("kind", ["store", "load"])
-@needs_kernels
-@simulated
-def test_a_failed_job_does_nothing_more(driver: Driver, kind: str) -> None:
-    whole = numbers(2, 12, MIB // 4)
-    layout = on_device(driver, whole)
-    pool = HostPool(layout, num_pages=12)
-    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
-        driver.set_mode("manual")
-        driver.fail("cuLaunchKernel", 3)
-        ids = [7, 2, 5, 11, 0, 1, 3]
-        job = getattr(handler, kind)(gpu_block_ids=ids, page_ids=ids)
-        assert job.query()
-        assert job.result is not None
-        assert not job.result.ok
-        assert driver.pending() == ""
-        driver.set_mode("immediate")
-
-
 def waits_for_earlier_pieces(steps: str, first: str, second: str) -> list[int]:
     """For each piece that waits for an earlier one to leave its place: how many pieces earlier.
 

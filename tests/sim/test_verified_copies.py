@@ -10,7 +10,6 @@ from itertools import product
 
 import pytest
 import torch
-from caller_submits import CallerBegins
 from damage import Damage
 from encoded_cache import METHODS, EncodedCache, finish
 from encoded_fuzz import Fuzz
@@ -19,9 +18,8 @@ from expecttest import assert_expected_inline
 from fuzz import fuzz
 from host_pools import in_chunks
 from logged import logged
-from patience import in_time
-from simulated_cache import CURRENT, Stream, needs_kernels, rest, threads
-from simulated_driver import Driver, on_device, place, simulated
+from simulated_cache import CURRENT, Stream, needs_kernels
+from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import (
     CorruptedPageError,
@@ -85,28 +83,6 @@ def test_random_jobs_find_nothing_but_what_is_wrong(driver: Driver, method: str)
     assert counts["done"] > 0
     assert counts["rejected"] > 0
     assert counts["compared"] > 0
-
-
-@needs_kernels
-@simulated
-def test_a_block_of_two_stores_is_corrupted(driver: Driver) -> None:
-    layout = on_device(driver, torch.randint(256, (1, 3, 8 << 20), dtype=torch.uint8))
-    pool = HostPool(layout, 1, verify="load")
-    before = threads()
-    with (
-        CallerBegins(layout, pool, copy_method="staged", staging_bytes=4 << 20) as handler,
-        OffloadHandler(layout, pool, copy_method="kernel") as other,
-        logged(),
-    ):
-        other.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
-        handler.load(page_ids=[0], gpu_block_ids=[2]).synchronize()  # starts the worker
-        (worker,) = threads() - before
-        assert in_time(lambda: rest({worker}))
-        with driver.stopped(worker):
-            job = handler.load(page_ids=[0], gpu_block_ids=[2])
-            other.store(gpu_block_ids=[1], page_ids=[0]).synchronize()
-        with pytest.raises(CorruptedPageError, match="stored again while it was loaded"):
-            job.synchronize()
 
 
 @needs_kernels

@@ -28,7 +28,7 @@ from fuzz_cache import Group, MismatchError, make_groups, make_pools, random_sha
 from fuzz_devices import Device
 from transfer_model import Flight, Model
 
-from torch_kvswap import Job, OffloadHandler, Result, TransferError
+from torch_kvswap import Job, Result, TransferError
 
 LOG = 300  # jobs between two audits
 Move = tuple[Group, int, int]  # block and slot
@@ -42,7 +42,6 @@ class Options:
         steps (int): random calls of each session.
         sessions (int): callers. One runs in the calling thread, several in threads of their own.
         handlers (int): on the same cache and pools, for some of the sessions each.
-        wrap: makes a handler that does something else, as a control.
         after_nothing (bool): stores and loads wait for no kernel, as a control.
         no_waits (bool): kernels that read do not wait for loads, as a control.
     """
@@ -50,7 +49,6 @@ class Options:
     steps: int = 150
     sessions: int = 1
     handlers: int = 1
-    wrap: Callable[[OffloadHandler], Any] = lambda handler: handler
     after_nothing: bool = False
     no_waits: bool = False
 
@@ -74,7 +72,7 @@ class Session:
         self.rng = random.Random(f"{scenario.seed} {number}")
         self.lock = threading.RLock()
         self.index = number % len(scenario.handlers)  # of the handler
-        self.handler, self.calls = scenario.handlers[self.index], scenario.wrapped[self.index]
+        self.handler = scenario.handlers[self.index]
         self.streams = self.device.streams(3)
         rows, width = scenario.contents.shape
         self.row = rows_in_turn(self.rng, rows)
@@ -253,11 +251,11 @@ class Session:
                     afters = [()]
                 options["after"] = self.rng.choice(afters)
                 if kind == "store":
-                    job = self.calls.store(
+                    job = self.handler.store(
                         gpu_block_ids=gpu, page_ids=pages, first_slot=first, **options
                     )
                 else:
-                    job = self.calls.load(
+                    job = self.handler.load(
                         page_ids=pages, gpu_block_ids=gpu, first_slot=first, **options
                     )
         except RuntimeError:
@@ -285,7 +283,6 @@ class Session:
         self.recent = [*self.recent[-30:], flight]
         self.jobs += 1
         self.counts["jobs"] += 1
-        self.counts["bytes"] += nbytes
 
     def _ids(
         self, where: tuple[Group, int] | None, avoids_bad: bool
@@ -554,7 +551,6 @@ class Scenario:
             device.handler(self._layouts(), self._hosts(), **self.made)
             for _ in range(options.handlers)
         ]
-        self.wrapped = [options.wrap(handler) for handler in self.handlers]
         self.inboxes: list[list[Result]] = [[] for _ in self.handlers]
         self.reported: list[set[int]] = [set() for _ in self.handlers]
         self.sessions = [Session(self, number) for number in range(options.sessions)]
@@ -738,6 +734,4 @@ def fuzz(make: Callable[[int], Any], scenarios: int) -> Counter[str]:
             again = f"again with KVSWAP_FUZZ_SEED={seed + number}: {scenario}"
             raise kind(f"{type(error).__name__}: {error}\n{again}") from error
         number += 1
-    counts["scenarios"], counts["seed"] = number, seed
-    counts["milliseconds"] = int(1000 * (time.monotonic() - began))
     return counts

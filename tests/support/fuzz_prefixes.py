@@ -29,9 +29,8 @@ class Server:
 
     has_below = False  # whose threads take pages at any time, and may not fill them
 
-    def __init__(self, device: Device, seed: int, steps: int = 120, stale: bool = False) -> None:
+    def __init__(self, device: Device, seed: int, steps: int = 120) -> None:
         self.device, self.rng, self.steps = device, random.Random(f"{seed} prefixes"), steps
-        self.stale = stale  # does not compute blocks before it stores them, as a control
         self.num_blocks = self.rng.randint(40, 60)  # the same for all caches: records name blocks
         self.group, self.pool = self.make_cache()
         self.per_page = self.pool.blocks_per_page
@@ -161,7 +160,7 @@ class Server:
     def store(self) -> None:
         keys = self.some_keys()
         blocks = self.free_blocks(len(keys) * self.per_page)
-        if not blocks or (not self.stale and not self.write(blocks, self.rows(keys))):
+        if not blocks or not self.write(blocks, self.rows(keys)):
             return
         preempts = not self.is_lazy and len(self.held) < 2 and self.rng.random() < 0.3
         passed = self.named(keys), self.passed(blocks)

@@ -22,20 +22,6 @@ def outcome(cache: EncodedCache) -> tuple[str, tuple[int, ...]]:
     return result.state, result.rejected
 
 
-def test_raw_and_encoded_groups_share_a_job() -> None:
-    with EncodedCache(encodings=("raw", "lossless", "lossless"), layers=2) as cache:
-        before = [[cache.block(block, group) for block in range(16)] for group in range(3)]
-        cache.store([[1, 2], [3], [4, 5, 6]], [[0, 1], [2], [3, 4, 5]])
-        assert outcome(cache) == ("done", ())
-        cache.load([[1, 0], [2], [5, 3, 4]], [[8, 9], [10], [11, 12, 13]], layer_groups=3)
-        assert outcome(cache) == ("done", ())
-        for group, (target, source) in [
-            *[(0, (8, 2)), (0, (9, 1)), (1, (10, 3))],
-            *[(2, (11, 6)), (2, (12, 4)), (2, (13, 5))],
-        ]:
-            assert cache.is_same(target, before[group][source], group)
-
-
 def test_a_store_rejects_only_unfitting_blocks() -> None:
     with EncodedCache() as cache:
         cache.spoil(2, 9)
@@ -67,37 +53,6 @@ def test_a_load_rejects_what_its_store_rejected() -> None:
         assert cache.is_same(5, before[1])
         assert cache.is_same(6, before[6])  # nothing of it was written
         assert cache.is_same(7, before[3])
-
-
-def test_a_rejected_store_empties_its_slot() -> None:
-    with EncodedCache() as cache:
-        cache.store([3], [0])
-        cache.spoil(3)
-        cache.store([3], [0])
-        assert [result.state for result in cache.handler.poll()] == ["done", "failed"]
-        cache.load([0], [5])
-        assert outcome(cache) == ("failed", (0,))
-
-
-def test_positions_count_through_the_lists_of_all_groups() -> None:
-    with EncodedCache(encodings=("lossless", "raw", "lossless"), layers=1) as cache:
-        cache.spoil(2, group=0)
-        cache.spoil(2, group=1)  # raw: it fits
-        cache.spoil(6, group=2)
-        cache.store([[1, 2], [2], [4, 5, 6]], [[0, 1], [2], [3, 4, 5]])
-        assert outcome(cache) == ("failed", (1, 5))
-
-
-def test_a_store_of_a_rejected_block_fails() -> None:
-    with EncodedCache() as cache:
-        cache.load([3], [5])
-        cache.store([5], [0])
-        first, second = cache.handler.poll()
-        assert first.rejected == (0,)
-        assert (second.state, second.rejected) == ("failed", ())
-        assert "load 0 failed: 1 of 1 block is not in its host page" in str(second.error)
-        cache.store([5], [0])
-        assert outcome(cache) == ("done", ())
 
 
 def test_metrics_and_results_count_link_bytes() -> None:
