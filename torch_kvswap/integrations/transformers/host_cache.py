@@ -134,7 +134,8 @@ class _HostLayers:
     """All layers with full attention. A step is one layer of one forward pass, from 0 on.
 
     Buffer `step % buffers` has the tokens of the step's layer, and page
-    `layer * blocks + i` has block i of a layer. A buffer is loaded for a later step when the store
+    `i * layers + layer` has block i of a layer: pages are used from the first one on, while the
+    others are still being pinned. A buffer is loaded for a later step when the store
     of its last tokens has ended, because the host page is then the only copy.
     """
 
@@ -179,11 +180,12 @@ class _HostLayers:
         blocks = (self.buffers * self.blocks, BLOCK_TOKENS, batch, heads, size)
         gpu = PagedLayout([tensor.view(blocks) for tensor in memory])
         pages = self.layers * self.blocks
-        self.handler = OffloadHandler(gpu, HostPool(gpu, pages, **self._options))
+        host = HostPool(gpu, pages, **self._options, pin_in_background=like.is_cuda)
+        self.handler = OffloadHandler(gpu, host)
         is_encoded = self._options["encoding"] != "raw"
         raw_pages = max(int(pages * RAW_SHARE), 1) if is_encoded else 1
         raw_pool = HostPool(gpu, raw_pages, verify=self._options["verify"])
-        self.raw = OffloadHandler(gpu, raw_pool, staging_bytes=0)
+        self.raw = OffloadHandler(gpu, raw_pool, staging_bytes=1 << 20)
         self.keys, self.values = memory
         self._shape = shape
 
@@ -208,6 +210,7 @@ class _HostLayers:
             cached[first:] = new.permute(2, 0, 1, 3)
         stored = range(first // BLOCK_TOKENS, -(-last // BLOCK_TOKENS))
         blocks, pages = self._place(step, stored)
+        self.handler.pools[0].wait_ready(pages=pages[-1] + 1)
         self.stores[step] = self.handler.store(gpu_block_ids=blocks, page_ids=pages), stored
         self.lengths[layer], self.step = last, step + 1
         return ours[0].permute(1, 2, 0, 3), ours[1].permute(1, 2, 0, 3)
@@ -233,8 +236,8 @@ class _HostLayers:
 
     def _place(self, step: int, blocks: range) -> tuple[list[int], list[int]]:
         """The GPU blocks and pages of these blocks of the step's layer."""
-        buffer, page = step % self.buffers * self.blocks, step % self.layers * self.blocks
-        return [buffer + i for i in blocks], [page + i for i in blocks]
+        buffer, layer = step % self.buffers * self.blocks, step % self.layers
+        return [buffer + i for i in blocks], [i * self.layers + layer for i in blocks]
 
     def _finish_store(self, step: int) -> None:
         """Waits until the step's tokens are on the host."""
