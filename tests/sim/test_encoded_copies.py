@@ -282,7 +282,7 @@ def test_a_store_behind_a_rejected_load_says_what(driver: Driver, when: str) -> 
 @simulated
 def test_a_job_without_free_states_waits(driver: Driver) -> None:
     most = 1 << 20
-    tensors = [torch.zeros(most + 8, 512, dtype=torch.bfloat16)]
+    tensors = [torch.zeros(most + 8, 2048, dtype=torch.bfloat16)]
     layout = place(driver, PagedLayout(tensors))
     pool = HostPool(layout, 2, encoding="lossless")
     driver.set_mode("manual")
