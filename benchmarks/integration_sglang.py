@@ -146,6 +146,7 @@ class Linker:
     name = OURS
 
     def __init__(self, pool: Any, page: int, host_bytes: int) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -154,16 +155,11 @@ class Linker:
         self.device, self.page = pool.k_buffer[0].device, page
         self._on_gpu = self.device.type == "cuda"
         new_stream: Any = torch.cuda.Stream
-        params = SimpleNamespace(
-            page_size=page,
-            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-            **dict.fromkeys(("tp_cache_group", "attn_tp_cache_group")),
-            **dict.fromkeys(("pp_rank", "attn_cp_rank"), 0),
-            **dict.fromkeys(("pp_size", "attn_cp_size"), 1),
-        )
+        allocator = SimpleNamespace(get_kvcache=lambda: pool)
+        named = ("model_path", "revision", "dtype", "quantization", "kv_cache_dtype")
         self.linker: Any = KVSwapLinker(
-            SimpleNamespace(model_path="benchmark"),
-            params,
+            SimpleNamespace(**dict.fromkeys((*named, "json_model_override_args"))),
+            CacheInitParams(False, None, allocator, page),
             components={ComponentType.FULL},
             extra_config={"host_bytes": host_bytes},
             forward_stream=new_stream() if self._on_gpu else None,
@@ -183,7 +179,7 @@ class Linker:
             return lambda: self.linker.num_completed_offloads() > 0 and self._pop()
         self.linker.load("", self._transfer(self.keys[: len(pages)], slots))
         index = self.linker.start_layer_wise_loading()
-        job: Any = self.linker.layer_done_counter.jobs[index]
+        job: Any = self.linker._loads[index]
         return lambda: job.query() and self.linker.finish_layer_wise_loading(index)
 
     def _pop(self) -> bool:

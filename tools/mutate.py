@@ -67,7 +67,7 @@ TESTS = {
         *("test_stream_devices.py", "test_address_guard.py", "test_compile.py"),
     ],
     "csrc": ["test_memory.py", "test_pinning.py", "test_failures.py", "test_ops.py"],
-    "torch_kvswap/integrations/sglang": ["test_sglang*.py"],
+    "torch_kvswap/integrations/sglang.py": ["test_sglang*.py"],
     "torch_kvswap/integrations/vllm": ["test_vllm*.py"],
     "torch_kvswap/integrations/transformers": ["test_transformers*.py"],
 }

@@ -41,17 +41,19 @@ class Ready:
 def linker(driver: Driver, kvcache: Any, streams: Sequence[int] = (CURRENT, SIDE)) -> Iterator[Any]:
     """On a GPU with the scheduler's stream CURRENT and the forward's SIDE. streams: those that an
     offload waits for."""
-    from torch_kvswap.integrations.sglang import linker as module
-    from torch_kvswap.integrations.sglang import pools
+    from torch_kvswap.host_pool.pool import HostPool
+    from torch_kvswap.integrations import sglang as module
     from torch_kvswap.layout import PagedLayout
 
-    def new_pool(layout: Any, pages: int, **_: object) -> Any:
+    def new_pool(layout: Any, pages: int) -> Any:
         return pool(driver, layout, pages)
+
+    new_pool.page_bytes_of = HostPool.page_bytes_of  # type: ignore[attr-defined]
 
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
     with (
-        mock.patch.object(pools, "PagedLayout", lambda *of: place(driver, PagedLayout(*of))),
+        mock.patch.object(module, "PagedLayout", lambda *of: place(driver, PagedLayout(*of))),
         mock.patch.object(module, "HostPool", new_pool),
         logged(),  # that pages of 4 tokens are small
         mock.patch.object(torch.cuda, "current_stream", return_value=Stream(CURRENT)),
@@ -124,7 +126,7 @@ def test_a_load_waits_for_both_streams(driver: Driver, stream: int, waits: bool)
         before = kvcache.k_buffer[0].clone()
         hold = driver.hold(stream)
         if not waits:
-            one._after = lambda: ()
+            one.record_offload_ready = list
         assert one.load("1", transfers(PAGES[1]))
         index = one.start_layer_wise_loading()
         driver.run()

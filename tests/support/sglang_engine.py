@@ -33,6 +33,7 @@ with warnings.catch_warnings():  # SGLang's own are not ours to mend
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
     from sglang.srt.mem_cache.memory_pool import (
         HybridLinearKVPool,
+        MambaPool,
         MHATokenToKVPool,
         MLATokenToKVPool,
     )
@@ -44,13 +45,15 @@ with warnings.catch_warnings():  # SGLang's own are not ours to mend
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-__all__ = ["HybridLinearKVPool", "PoolName", "PoolTransfer", "UnifiedCacheLinker"]
+__all__ = ["PoolName", "PoolTransfer", "UnifiedCacheLinker"]
 
 PAGE, LAYERS, TOKENS, WINDOW = 4, 3, 64, 6
 
 
-def server_args(**more: Any) -> Any:
-    return SimpleNamespace(model_path="model", **more)
+SERVER_ARGS = SimpleNamespace(  # what the bytes of a page depend on
+    **dict.fromkeys(("revision", "quantization", "json_model_override_args")),
+    **{"model_path": "model", "dtype": "auto", "kv_cache_dtype": "auto"},
+)
 
 
 def mha_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -69,10 +72,29 @@ def swa_pool(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     return SWAKVPool(TOKENS, TOKENS, PAGE, dtype, 2, size, [0, 2], [1], device)
 
 
+def hybrid_pool() -> tuple[Any, Any]:
+    """Layers 1 and 3 have full attention, 0 and 2 a state in the pool of requests, which follows."""
+    shape = SimpleNamespace(conv=[(5,)], temporal=(3,))
+    dtype = SimpleNamespace(conv=torch.float32, temporal=torch.float32)
+    made_of = SimpleNamespace(shape=shape, dtype=dtype, is_kda=False)
+    requests = SimpleNamespace(
+        mamba_pool=MambaPool(
+            size=5, spec_state_size=0, cache_params=made_of, mamba_layer_ids=[0, 2], device="cpu"
+        ),
+        mamba_ckpt_pool=None,
+        register_layer_transfer_counter=lambda counter: None,
+    )
+    states = requests.mamba_pool.mamba_cache
+    for part in (states.temporal, *states.conv):
+        part.copy_(torch.rand_like(part))
+    of_layers = TOKENS, torch.float32, PAGE, 2, 8, [1, 3], "cpu"
+    return HybridLinearKVPool(*of_layers, requests.mamba_pool), requests
+
+
 def make_linker(params: Any, components: Any, stream: Any = None, **extra: Any) -> Any:
     """Through SGLang's factory, as its command line does."""
     return create_unified_cache_linker(
-        extra.pop("server_args", server_args()),
+        SERVER_ARGS,
         params,
         backend="dynamic",
         config={

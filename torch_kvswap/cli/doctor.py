@@ -22,9 +22,9 @@ from torch_kvswap._native.loader import WITHOUT_KERNELS, native
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
 from torch_kvswap.integrations import transformers
-from torch_kvswap.integrations.sglang import options as sglang
 from torch_kvswap.integrations.vllm import options as vllm
 
+_SGLANG = "0.5.23"  # with which KVSwapLinker was tested
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
 _MIN_LINK_SHARE = 0.7  # of the link's bandwidth; an H200 reaches 0.86, packet headers take the rest
 
@@ -138,7 +138,7 @@ def report() -> dict[str, Finding]:
         "scattered copies": _scattered_copies(),
         "host memory": Finding(_host_memory()),
         "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
-        "SGLang": _engine("sglang", sglang.is_tested, " or ".join(sglang.TESTED_VERSIONS)),
+        "SGLang": _engine("sglang", lambda version: version == _SGLANG, _SGLANG),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
     }
 

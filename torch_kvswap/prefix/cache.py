@@ -34,7 +34,7 @@ from torch_kvswap.offload.metrics import Metrics
 from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
-from torch_kvswap.prefix.hashing import Keys, PrefixKeys
+from torch_kvswap.prefix.hashing import KEY_BYTES, Keys, PrefixKeys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.reader import ArgumentReader
@@ -282,6 +282,7 @@ class PrefixCache(NotCopyable):
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
         self._recording = threading.Lock()
         self._was_polled = False  # or was warned of it
+        self._was_too_small = False  # the host, as was warned
         self._preempted: set[int] = set()  # leases that neither resume() nor release() has ended
         self._stored_integers: bool | None = None  # whether as keys; None: nothing is stored yet
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
@@ -595,7 +596,7 @@ class PrefixCache(NotCopyable):
         self._grow()
         reserved = self._reservations.preempt(prompt.keys)
         if reserved is None:
-            self._warn_of_missing_poll()
+            self._warn_of_no_room(prompt.keys)
             return None
         try:
             started = [self._submit_store(reserved, prompt, after, tag)] if reserved.id else []
@@ -830,7 +831,7 @@ class PrefixCache(NotCopyable):
             return Stored("storing", self._submit_store(reserved, prompt, after, tag))
         self._handler._check_options(after)
         if reserved is None:
-            self._warn_of_missing_poll()
+            self._warn_of_no_room(prompt.keys)
             return Stored("full")
         return Stored("skipped" if reserved.skipped else "present")
 
@@ -849,9 +850,18 @@ class PrefixCache(NotCopyable):
         finally:
             reserved.let_go()
 
-    def _warn_of_missing_poll(self) -> None:
-        """Warns, once, if all pages belong to stores that wait for a first poll(). The caller has
-        found no room."""
+    def _warn_of_no_room(self, keys: Sequence[bytes]) -> None:
+        """Warns, once each, if the blocks are more than the host has pages, and if all pages belong
+        to stores that wait for a first poll(). The caller has found no room."""
+        for of_group, pool in zip(keys, self.pools, strict=True):
+            blocks = len(of_group) // KEY_BYTES
+            if blocks > pool.num_pages and not self._was_too_small:
+                self._was_too_small = True
+                log.warning(
+                    "%d blocks at once are more than the %d pages of the host: none of them is "
+                    "stored; make the host pool larger",
+                    *(blocks, pool.num_pages),
+                )
         if self._was_polled:
             return
         for group in range(len(self.pools)):

@@ -92,6 +92,17 @@ def test_a_caller_who_never_polls_is_warned_once(polls):
         assert polls or f"poll() was never called, and all {PAGES} pages" in messages[0]
 
 
+def test_blocks_that_never_fit_are_warned_of_once():
+    prefixes, _ = make()
+    with prefixes, logged() as messages:
+        prefixes.poll()
+        keys = [f"key {number}" for number in range(PAGES + 1)]
+        for _ in range(2):
+            assert prefixes.store(keys, list(range(PAGES + 1))).state == "full"
+        [message] = messages
+        assert f"{PAGES + 1} blocks at once are more than the {PAGES} pages" in message
+
+
 def test_a_wrong_option_is_refused_also_if_nothing_is_copied():
     prefixes, _ = make()
     with prefixes:
