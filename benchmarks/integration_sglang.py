@@ -17,7 +17,8 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import torch
 from big_copy import BigCopy
-from computes import computes
+from computes import Compute, computes
 from program import device_of, finish, new_parser
 from report import Column, table_of
 from sglang_stubs import install
@@ -52,9 +53,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     device = device_of(options)
     install(on_gpu=device.type == "cuda")
+    decode = None
+    if device.type == "cuda":
+        compile_kernels([SHAPES[number][1] * SIZE * 2 for number in options.shapes])
+        decode = computes(device)[0]
     rows, wrong = list[dict[str, Any]](), 0
     for number in options.shapes:
-        found, bad = measure(device, *SHAPES[number], options)
+        found, bad = measure(device, *SHAPES[number], decode, options)
         rows, wrong = rows + found, wrong + bad
     names = ("store", "store host", "first layer", "load", "load host", "store lost", "load lost")
     columns = [Column(name, partial(_figure, name)) for name in ("shape", "blocks", "way", *names)]
@@ -67,8 +72,27 @@ def _figure(name: str, row: dict[str, Any]) -> object:
     return row.get(name)
 
 
+def compile_kernels(sizes: Sequence[int]) -> None:
+    """SGLang's kernels for rows of these sizes, all at once: nvcc takes long for each."""
+    from sglang.kernels.ops.kvcache import hicache
+
+    jobs = [partial(hicache._jit_hicache_tma_module, block_quota=hicache.TMA_BLOCK_QUOTA)]
+    for size in set(sizes):
+        how = {"element_size": size, "unroll": hicache._default_unroll(size)}
+        for make in (hicache._jit_hicache_module, hicache._jit_hicache_staged_module):
+            jobs.append(partial(make, **how, block_quota=hicache.DEFAULT_BLOCK_QUOTA))
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for built in [threads.submit(job) for job in jobs]:
+            built.result()
+
+
 def measure(
-    device: torch.device, layers: int, heads: int, page: int, options: Namespace
+    device: torch.device,
+    layers: int,
+    heads: int,
+    page: int,
+    decode: Compute | None,
+    options: Namespace,
 ) -> tuple[list[dict[str, Any]], int]:
     """The rows of a shape, and the pages with wrong bytes."""
     most = max(options.blocks)
@@ -96,16 +120,11 @@ def measure(
             row |= {"blocks": blocks, "way": name}
             row |= {what: median(one[what] for one in samples[2:]) for what in samples[0]}
             rows.append(row)
-    for way in ways if device.type == "cuda" else []:
-        decode = computes(device)[0]
-        for direction in ("store", "load"):
-            floor = beside(decode, None)[0]
-            moving = Moving(way, direction, most, page_bytes)
-            beside(decode, moving)
-            took, gigabytes, _ = beside(decode, moving)
-            last = next(row for row in reversed(rows) if row["way"] == way.name)
-            last[f"{direction} lost"] = (took - floor) / gigabytes
     for way in ways:
+        if decode is not None:
+            last = next(row for row in reversed(rows) if row["way"] == way.name)
+            for direction in ("store", "load"):
+                last[f"{direction} lost"] = lost(decode, Moving(way, direction, most, page_bytes))
         way.close()
     return rows, wrong
 
@@ -293,7 +312,15 @@ class HiCache:
         return {"first layer": first, "load": end, "load host": host}
 
     def close(self) -> None:
-        self.host = None
+        self.host.destroy()
+
+
+def lost(decode: Compute, moving: Moving) -> float:
+    """Milliseconds that the compute loses for each GB."""
+    floor = beside(decode, None)[0]
+    beside(decode, moving)
+    took, gigabytes, _ = beside(decode, moving)
+    return (took - floor) / gigabytes
 
 
 class Moving:
