@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Descriptors:
-    """Those that a call returns, closed by close() or when this object is dropped.
+    """File descriptors of a call, closed by close() or when this object is dropped.
 
     KeyboardInterrupt comes between byte codes. From the call until the descriptors are stored here
     there is none, nor from closing until they are forgotten: both are one call of a C function.

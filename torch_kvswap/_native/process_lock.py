@@ -1,4 +1,4 @@
-"""A lock that is free when nothing writes to the memory of this process any more.
+"""A lock that is held until this process, and all children forked from it, have ended.
 
 The kernel frees it with the last descriptor of its file, which forked children inherit, as they
 inherit what keeps copies of a GPU running: those of a process that has forked after CUDA started go

@@ -26,7 +26,7 @@ _LEAST_DIRECT = 8192
 _UNFINISHED = ".unfinished"
 # A link is not followed, and opening a named pipe waits for nobody.
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_OURS = re.compile(r"[0-9a-f]{16}-\d+")  # names of files that are being written
+_OURS = re.compile(r"[0-9a-f]{16}-\d+")  # names of unfinished files
 # Pages are of the same layers if these fields are equal.
 _LAYERS = ("model", "rank", "world", "group")
 

@@ -1,4 +1,4 @@
-"""The format of a page below: its bytes, and a trailer that says what they are.
+"""The format of a page in a second tier: its bytes, and a trailer that describes them.
 
 A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer:
 magic, version, namespace, key, length, checksum, the checksums of the blocks if the pool has them
@@ -23,7 +23,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.description import FORMAT_VERSION, page_text
 from torch_kvswap.host_pool.pool import HostPool
 
-ALIGNMENT = 4096  # bytes, of trailers, and of memory that O_DIRECT needs
+ALIGNMENT = 4096  # bytes: of trailers, and of memory for O_DIRECT
 _MAGIC = b"KVSWPAGE"
 _FIELDS = struct.Struct("<8sI4x32s32sQ16s")  # 104 bytes
 _NAMES = ("magic", "version", "namespace", "key", "length", "checksum")

@@ -1,4 +1,4 @@
-"""A store in the memory of the machines of a Mooncake store."""
+"""A store in the memory of several machines, by Mooncake."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from torch_kvswap.below.store import PageStore, split_url
 
-TIMEOUT = 5.0  # seconds, of the first connection
+TIMEOUT = 5.0  # seconds, for the first connection
 _PORT = 50051
-_MOST_CALLS = 2  # Mooncake has threads of its own: with more calls at once, pages are slower
+_MOST_CALLS = 2  # at once: Mooncake has threads of its own, and more calls are slower
 _NOT_THERE = -704
 
 

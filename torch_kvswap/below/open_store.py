@@ -1,4 +1,4 @@
-"""What `below=` of a PrefixCache may be."""
+"""Opens the store that `below=` of a PrefixCache names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store of pages must have."""
+"""The interface of a store of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that call a store, and what they do when it fails or does not answer."""
+"""Threads that call a store, and pauses after it has failed or not answered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch_kvswap._native.log import log
 
 # Seconds, read at each use so that tests can set them.
-DEADLINE = 5.0  # of a call
+DEADLINE = 5.0  # seconds within which a call must return
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # how long the store is left alone after a failure
 
 

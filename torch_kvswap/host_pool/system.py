@@ -18,7 +18,7 @@ _LANE_BYTES = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
 
 # Files of pools, see memory.create_file() and memory.promise().
 _POOL_FILE = re.compile(r"/memfd:torch_kvswap(?: (\d+) ([0-9a-f]+)-([0-9a-f]+))? \(deleted\)")
-_SMALL_PART = 1 << 10  # of the room: a smaller pool need not know what others have been promised
+_SMALL_PART = 1 << 10  # of the free memory: smaller pools ignore what others were promised
 
 ROOT = Path("/")  # contains proc and sys; tests use another folder
 

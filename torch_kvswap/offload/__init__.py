@@ -1,4 +1,4 @@
-"""Transfers as jobs: what is copied, when it runs, and what has become of it.
+"""Transfers as jobs: what is copied, when it runs, and how it ended.
 
 Public besides `torch_kvswap.OffloadHandler` and `Job`: what `metrics()` returns, for
 annotations and exporters (`Metrics`, `ChannelMetrics`, `Histogram`).

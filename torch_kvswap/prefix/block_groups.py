@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, count_of, kind_of, read_int
 
-MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
+MAX_PAGES = 1 << 29  # pages, and as many ARC ghosts, have numbers of 32 bits
 
 
 @dataclass(frozen=True)

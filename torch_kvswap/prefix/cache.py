@@ -41,7 +41,7 @@ from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
 
-_BELOW_BYTES = 256 << 20  # in flight to the second tier, and from there
+_BELOW_BYTES = 256 << 20  # in flight, in each direction of the second tier
 
 
 class _Prompt(NamedTuple):

@@ -64,8 +64,8 @@ from torch_kvswap.prefix.protocol import (
 )
 
 # Seconds, read at each use so that tests can set them.
-DEADLINE = 1.0  # of an answer: the longest that a call waits for a server that hangs
-JOINING = 10.0  # of an answer while a connection is made, which no call waits for but connect()
+DEADLINE = 1.0  # seconds that a call waits for an answer of a server that hangs
+JOINING = 10.0  # the same while a connection is made: only connect() waits for that
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
 
 _NOTHING = Lookup(0, 0, 0)

@@ -26,10 +26,10 @@ from enum import IntEnum
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
 VERSION = 10
-HEAD = struct.Struct("=IBI")  # bytes that follow; Op or Status; how many numbers
-MAX_BYTES = 64 << 20  # of a message: two million keys
-READ_BYTES = 1 << 16  # at once
-MAGIC = b"KVSWSERV"  # a server begins with it, its version and its generation
+HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
+MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
+READ_BYTES = 1 << 16  # in one call
+MAGIC = b"KVSWSERV"  # a server first sends it, its version and its generation
 
 
 class Op(IntEnum):
@@ -89,7 +89,7 @@ class Status(IntEnum):
 
 
 class ProtocolError(ConnectionError):
-    """What came is no message of this protocol."""
+    """The bytes received are not a message of this protocol."""
 
 
 def pack(kind: int, numbers: Iterable[int] = (), data: bytes = b"") -> bytes:

@@ -52,13 +52,13 @@ from torch_kvswap.prefix.protocol import (
 )
 from torch_kvswap.prefix.tier import Tier
 
-QUARANTINE = 5.0  # seconds in which no page is used that a dead engine may have been writing
-_LOCK_SECONDS = 0.1  # how late it is seen at most that a dead engine's forked children have ended
-_HELLO_SECONDS = 30.0  # until a connection has said who it is
-_PAUSE_SECONDS = 1.0  # of the listener, while there are no file descriptors
-_TIER_SECONDS = 1.0  # how late what has run out of time in the tier is ended at most
-_BELOW_BYTES = 64 << 20  # in flight to the second tier, and from there
-_MAX_LENT_SHARE = 1 / 4  # of the pages, divided among the engines that have borrowed some
+QUARANTINE = 5.0  # seconds before pages that a dead engine was writing are reused
+_LOCK_SECONDS = 0.1  # between checks whether a dead engine's forked children have ended
+_HELLO_SECONDS = 30.0  # within which a new connection must say who it is
+_PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have run out
+_TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
+_BELOW_BYTES = 64 << 20  # in flight, in each direction of the second tier
+_MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
@@ -111,7 +111,7 @@ class _Session:
 
 
 class _Pages:
-    """The memory, the block manager and the tier, made for the first engine that comes.
+    """The memory, the block manager and the tier, made for the first engine to connect.
 
     Args:
         cache: what an engine says of its cache; see client.describe().

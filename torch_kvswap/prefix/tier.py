@@ -28,13 +28,13 @@ from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
 from torch_kvswap.prefix.manager import BlockManager, Lookup
 
 # Seconds, read at each use so that tests can set them.
-LEASE = 30.0  # how long blocks that were read stay in memory if nobody loads them
-ABSENT = 1.0  # for how long the store is not asked again for what it does not have
+LEASE = 30.0  # seconds that blocks from the store stay in memory if nobody loads them
+ABSENT = 1.0  # seconds before the store is asked again for a missing key
 
 # Of each direction. With more, pages are no faster, and lookups wait for the GIL.
 # A call of the store moves such a part of the bytes in flight.
 _THREADS = 4
-_MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool, held while they are written
+_MAX_SHARE_IN_WRITES = 1 / 8  # of the pages of a pool that may be held for writing
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 _Access = TypeVar("_Access", bound="Access")
-_GROUP = slice(-4, None)  # the bytes of a key with the number of its group of layers
+_GROUP = slice(-4, None)  # the bytes of a key that number its group of layers
 
 
 class Access:

@@ -29,7 +29,7 @@ _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
 # What a request knows of a key without a page. ASKED: the server was asked, or will be. ARRIVES: it
 # is being stored, or read from the second tier of the server. ABSENT: neither.
 _ASKED, _ARRIVES, _ABSENT = -1, -2, -3
-_MOST_KEYS = 8192  # that are asked for at once
+_MOST_KEYS = 8192  # in one request to the server
 _STATS_SECONDS = 1.0
 
 

@@ -22,7 +22,7 @@ from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
 
 _log = logging.getLogger(__name__)
-_LAYER_GROUPS = 16  # of an in-step load, at most
+_LAYER_GROUPS = 16  # at most, of an in-step load
 
 
 class Failure(NamedTuple):
