@@ -217,7 +217,7 @@ def layout_like(described: Sequence[str]) -> PagedLayout:
     for text in described:
         match = _DESCRIBED.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} describes no tensor of a cache")
+            raise ValueError(f"{text!r} does not describe a tensor of a cache")
         sizes = match["shape"].split(", ")
         block_dim = sizes.index(_BLOCKS)
         shape = [1 if size == _BLOCKS else int(size) for size in sizes]
@@ -225,7 +225,7 @@ def layout_like(described: Sequence[str]) -> PagedLayout:
         if match["order"]:
             order = list(map(int, match["order"].split(", ")))
         if sorted(order) != list(range(len(shape))):
-            raise ValueError(f"{text!r} names no order of {len(shape)} dimensions")
+            raise ValueError(f"{text!r} does not order {len(shape)} dimensions")
         memory = torch.empty(
             [shape[dim] for dim in order], dtype=_dtype_named(match["dtype"]), device="cpu"
         )
@@ -237,7 +237,7 @@ def layout_like(described: Sequence[str]) -> PagedLayout:
         return PagedLayout(tensors, block_dim, dtype=dtype)
     named = dict(zip(names, tensors, strict=True))
     if None in named or len(named) < len(tensors):
-        raise ValueError(f"{names} are no names of {len(tensors)} tensors")
+        raise ValueError(f"{names} do not name {len(tensors)} tensors")
     return PagedLayout(named, block_dim, dtype=dtype)
 
 
@@ -411,7 +411,7 @@ def _dtype_named(name: str) -> torch.dtype:
     """Raises ValueError if this PyTorch has no such type."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no type of PyTorch")
+        raise ValueError(f"{name!r} is not a type of PyTorch")
     return dtype
 
 

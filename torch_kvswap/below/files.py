@@ -79,7 +79,7 @@ class FileStore(PageStore):
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):  # it is read all the same
                 log.warning(
-                    "%s may have pages of another format, which nothing shows: %s",
+                    "cannot tell whether %s has pages of another format: %s",
                     *(self._path, error),
                 )
             return
@@ -166,7 +166,7 @@ class FileStore(PageStore):
         try:
             of_file = os.fstat(file)
             if not _is_ours(of_file):
-                raise PermissionError(f"{key} is no file of this user")
+                raise PermissionError(f"{key} is not a regular file of this user")
             done = 0
             if of_file.st_size == len(buffer):
                 while done < len(buffer) and (step := os.preadv(file, [buffer[done:]], done)):

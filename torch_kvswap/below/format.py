@@ -76,7 +76,7 @@ class PageFormat:
         self._pool, self._group, self._checksum = pool, contents["group"], load_checksum()
         self._end = _FIELDS.size + len(pool._read_checksums(0, self._group))
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
-        log.info("pages below are named %s@...: %s", self.name, self.description)
+        log.info("pages in the second tier are named %s@...: %s", self.name, self.description)
 
     def page_name(self, key: bytes) -> str:
         """The name of the object with the bytes of a page."""

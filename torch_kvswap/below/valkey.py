@@ -152,14 +152,14 @@ class _Connection:
         if line.startswith(b"-"):
             raise OSError(line[1:].decode(errors="replace").strip())
         if not line.startswith(kind) or not line.endswith(b"\r\n"):
-            raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
+            raise ConnectionAbortedError(f"not a Valkey server: it answers {line[:80]!r}")
         return line[1:-2]
 
     def number(self, kind: bytes) -> int:
         """Reads a line of this kind with a number."""
         line = self.answer(kind)
         if len(line) > _MOST_DIGITS or not line.removeprefix(b"-").isdigit():
-            raise ConnectionAbortedError(f"it is no Valkey server, which answers {line[:80]!r}")
+            raise ConnectionAbortedError(f"not a Valkey server: it answers {line[:80]!r}")
         return int(line)
 
     def value(self, buffer: memoryview) -> bool:

@@ -150,7 +150,7 @@ class PoolHandle(NotCopyable):
             try:
                 # Anything else must not make us wait for more bytes.
                 if magic != _MAGIC:
-                    raise ValueError("it is none")
+                    raise ValueError("it does not begin like one")
                 if version != FORMAT_VERSION:
                     raise ValueError(
                         f"its format is {version}, that of this library {FORMAT_VERSION}; use the "

@@ -275,7 +275,7 @@ class Session(NotCopyable):
                     return
             try:
                 self.join()
-                log.info("the server at %s is there again", self._path)
+                log.info("the server at %s is back", self._path)
                 joined, told = time.monotonic(), ""
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 if str(error) != told and not self._is_closing:
@@ -331,7 +331,7 @@ class Session(NotCopyable):
         """The caller holds the lock."""
         if self._connection is None or self._is_closing:  # the thread reads until close() closes it
             return
-        log.warning("the server at %s is lost, and its pages: %s", self._path, why)
+        log.warning("lost the server at %s and its pages: %s", self._path, why)
         self._connection.close()
         self._connection = None
         self._forget()
@@ -759,7 +759,9 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
         with _needs_server(path):
             numbers, magic = receive(connection)
         if magic != MAGIC or len(numbers) != 2:
-            raise ConnectionError(f"what answers at {path} is no server of this library")
+            raise ConnectionError(
+                f"the process that answers at {path} is not a server of this library"
+            )
         version, generation = numbers
         if version != VERSION:
             raise ConnectionError(

@@ -245,7 +245,7 @@ class PageServer:
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(self._path)
             if not stat.S_ISSOCK(status.st_mode):
-                raise FileExistsError(f"{self._path} is there, and is no socket")
+                raise FileExistsError(f"{self._path} exists and is not a socket")
             rendezvous.check_owner(self._path, status.st_uid)
             os.unlink(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -374,7 +374,7 @@ class PageServer:
     def _end_silent(self, session: _Session) -> None:
         is_silent = not (session.is_member or session.waits)
         if is_silent and session.connection is not None and session.deadline <= self._clock():
-            log.warning("process %d has said nothing for %g s", session.pid, _HELLO_SECONDS)
+            log.warning("process %d has sent nothing for %g s", session.pid, _HELLO_SECONDS)
             self._disconnect(session)
 
     def _serve(self, session: _Session, events: int) -> None:
@@ -557,7 +557,7 @@ class PageServer:
     def _on_hello(self, session: _Session, _: array[int], data: bytes) -> None:
         """Takes in an engine, and sends it the memory."""
         if session.lock is None or is_free(session.lock.fd):
-            raise ValueError("this engine has sent no lock that its process holds")
+            raise ValueError("this engine has not sent a lock that its process holds")
         cache = json.loads(data)
         self._enter(session, cache)
         if self._made is None:

@@ -512,7 +512,9 @@ class Tier:
             self._damaged += 1
             is_first = self._damaged == 1
         if is_first:
-            log.warning("a page below is refused and deleted: %s (key %s)", problem, key.hex())
+            log.warning(
+                "refused and deleted a page of the second tier: %s (key %s)", problem, key.hex()
+            )
 
     def _wake_writers(self) -> None:
         if self._writes.is_idle and not self._writes.is_away:  # else one comes anyway, or later

@@ -265,7 +265,7 @@ def test_only_regular_files_of_this_user_are_read(store: FileStore) -> None:
     assert store.exists(keys) == [True, False, False]
     assert store.get(keys[:1], pages(b".")) == [True]
     for key in keys[1:]:
-        with pytest.raises(OSError, match=r"symbolic links|is no file of this user"):
+        with pytest.raises(OSError, match=r"symbolic links|is not a regular file of this user"):
             store.get([key], pages(b"."))
 
 

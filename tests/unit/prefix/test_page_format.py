@@ -179,5 +179,5 @@ def test_descriptions_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     with logged() as messages, Engine(f"file:{tmp_path}"):
         pass
     assert [message.partition(":")[0] for message in messages] == [
-        f"{tmp_path} may have pages of another format, which nothing shows"
+        f"cannot tell whether {tmp_path} has pages of another format"
     ]

@@ -367,7 +367,7 @@ def test_a_second_server_is_refused_and_one_that_was_killed_leaves_no_trace(
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match="is there, and is no socket"):
+    with pytest.raises(FileExistsError, match="exists and is not a socket"):
         PageServer(str(tmp_path / "file"), PAGE_BYTES)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -521,7 +521,7 @@ def test_a_connection_that_says_nothing_is_closed(path: str) -> None:
                 server._clock = lambda: time.monotonic() + 30
                 server._wake()
                 wait_until_closed(silent)
-        assert warnings == [f"process {os.getpid()} has said nothing for 30 s"]
+        assert warnings == [f"process {os.getpid()} has sent nothing for 30 s"]
         assert engine.load("a") == 1
 
 
