@@ -152,7 +152,6 @@ def test_jobs_are_those_that_vllm_makes(tmp_path, monkeypatch, policy, is_async,
             part = engine.scheduler.connector.connector_scheduler
             if not is_ours:
                 part._looks_up_at_once = part._has_one_source = False
-                part._add_keys = lambda status: None
             schedule, count = engine.scheduler.schedule, part.get_external_cache_hit_sources
 
             def scheduled() -> Any:
@@ -276,13 +275,11 @@ def test_the_front_end_finds_our_metrics(tmp_path):
     ("how", "said"),
     [
         ({}, "layer by layer in the step that computes the rest"),
+        ({"drafts": 3}, "waits for all layers, because decoding is speculative"),
         ({"transfer": RECOMPUTE}, "because kv_load_failure_policy is 'recompute'"),
         ({"window": 40}, "because the model has several groups of layers, a sliding window or"),
         ({"states": True}, "vLLM's runner V2 writes to new blocks of this model before stores"),
-        (
-            {"extra": {"sync_load_budget_bytes": 9, "tier_poll_interval_s": 1}},
-            "sync_load_budget_bytes and tier_poll_interval_s of its options are ignored",
-        ),
+        ({"extra": {"sync_load_budget_bytes": 9}}, "sync_load_budget_bytes is ignored"),
     ],
 )
 def test_one_line_says_what_engines_get(tmp_path, caplog, how, said):

@@ -16,11 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 SOURCES = Path(__file__).parents[2] / "torch_kvswap/integrations/vllm"
-SCHEDULER = "acquire_step chunks_being_loaded current_batch_allocated_block_ids jobs req_status"
-SCHEDULER += " current_batch_load_jobs current_batch_sync_loads generate_job_id"
-SCHEDULER += " maximal_prefix_lookup"
 PRIVATE = {
-    OffloadingConnectorScheduler: SCHEDULER.split(),
+    OffloadingConnectorScheduler: ["jobs", "maximal_prefix_lookup", "req_status"],
     OffloadingConnectorWorker: ["connector_worker_meta", "load_jobs", "unsubmitted_store_jobs"],
     CPUOffloadingWorker: ["store_handler"],
 }

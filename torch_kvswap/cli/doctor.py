@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,8 @@ from torch_kvswap._native.arguments import count_of
 from torch_kvswap._native.loader import WITHOUT_KERNELS, native
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.host_pool import system
-from torch_kvswap.integrations import transformers
-from torch_kvswap.integrations.vllm import options as vllm
+from torch_kvswap.integrations import TESTED, is_tested, transformers
 
-_SGLANG = "0.5.23"  # with which KVSwapLinker was tested
 _MEASURED_BYTES, _COPIES = 256 << 20, 5
 _MIN_LINK_SHARE = 0.7  # of the link's bandwidth, or a fault is reported; an H200 reaches 0.86
 
@@ -137,8 +136,8 @@ def report() -> dict[str, Finding]:
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
         "host memory": Finding(_host_memory()),
-        "vLLM": _engine("vllm", vllm.is_tested, " or ".join(vllm.TESTED_VERSIONS)),
-        "SGLang": _engine("sglang", lambda version: version == _SGLANG, _SGLANG),
+        "vLLM": _engine("vllm", partial(is_tested, "vllm"), TESTED["vllm"]),
+        "SGLang": _engine("sglang", partial(is_tested, "sglang"), TESTED["sglang"]),
         "transformers": _engine("transformers", transformers.is_known, transformers.KNOWN),
     }
 

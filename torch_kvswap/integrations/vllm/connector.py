@@ -22,7 +22,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -31,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
-    TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
@@ -40,24 +38,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
-    TransferJobStatus,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
     OffloadingSpec,
-    OffloadPolicy,
-    make_offload_key,
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from torch_kvswap.integrations.vllm.options import TESTED_VERSIONS, is_tested
+from torch_kvswap.integrations import TESTED, is_tested
 from torch_kvswap.integrations.vllm.scheduler_side import (
     FAILURES,
     PAGES,
@@ -256,7 +249,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         vllm_config (VllmConfig): vLLM's configuration.
         kv_cache_config (KVCacheConfig): the groups of layers.
         loads_in_step (bool): in-step loads are possible.
-        has_one_source (bool): all tokens that are loaded come from the host memory.
     """
 
     def __init__(
@@ -265,27 +257,29 @@ class SchedulerPart(OffloadingConnectorScheduler):
         vllm_config: Any,
         kv_cache_config: Any,
         loads_in_step: bool,
-        has_one_source: bool,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._loads_in_step, self._has_one_source = loads_in_step, has_one_source
+        self._loads_in_step = loads_in_step
         self._failed_stores: dict[int, Any] = {}  # keys of jobs that some worker has not ended yet
         if not isinstance(self.manager, HostManager):
             self._complete_store = self.manager.complete_store
             self.manager.complete_store = self._end_store
         notes_hits = spec.kv_events_config.self_describing_kv_events
-        self._looks_up_at_once = isinstance(self.manager, HostManager) and not notes_hits
+        is_ours = isinstance(self.manager, HostManager)
+        self._looks_up_at_once = is_ours and not notes_hits
+        windows = [group.sliding_window_size_in_chunks for group in self.config.kv_group_configs]
+        self._has_one_source = is_ours and windows == [None]
         self._failures = Counter[tuple[str, str]]()  # since get_stats()
         self._in_step: set[int] = set()  # jobs that the workers have not reported
         self._running: set[str] = set()  # requests of the last step that have not ended
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
-        self._can_load = self._most_loaded  # tokens in this step
+        self._loaded = 0  # tokens of in-step loads in this step
         self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
         self.kv_cache_manager: Any = None
-        self.config: Any = self.config._replace(sync_load_budget_bytes=0)
+        self.config: Any
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **options: Any
@@ -297,27 +291,24 @@ class SchedulerPart(OffloadingConnectorScheduler):
         because others may wait for it. vLLM still reserves the blocks of that load, and would
         reserve as many again for another one. If the GPU has fewer, it schedules nothing any more.
         """
-        name = request.request_id
-        self._current_batch_sync_loads.discard(name)
-        self._add_keys(self._req_status[name])
-        hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
-        if hit != 0 and self._failed_loads.get(name) == request.num_preemptions:
-            return 0, False
-        if not self._loads_in_step or not is_async:
-            return hit, is_async
-        end = num_computed_tokens + hit
+        has_failed = self._failed_loads.get(request.request_id) == request.num_preemptions
+        most = 0
         # Loads of a step are joined page by page, and it must not write to a block that is loaded.
         tokens_per_chunk = self.config.kv_group_configs[0].tokens_per_chunk
-        if num_computed_tokens % tokens_per_chunk or end % tokens_per_chunk:
-            return hit, is_async
-        computed, most = request.num_tokens - end, self._can_load
-        if self._running:
-            most = min(most, _LOADED_PER_COMPUTED * computed)
-        if computed == 0 or hit > most:
-            return hit, is_async
-        self._can_load -= hit
-        self._current_batch_sync_loads.add(name)
-        return hit, False
+        if self._loads_in_step and not has_failed and num_computed_tokens % tokens_per_chunk == 0:
+            most = self._most_loaded
+            if self._running:
+                missing = request.num_tokens - num_computed_tokens
+                of_request = missing * _LOADED_PER_COMPUTED // (_LOADED_PER_COMPUTED + 1)
+                most = min(most, self._loaded + of_request)
+        most *= self.config.kv_bytes_per_token
+        self.config = self.config._replace(sync_load_budget_bytes=most)
+        hit, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, **options)
+        if hit != 0 and has_failed:
+            return 0, False
+        if hit and not is_async:
+            self._loaded += hit
+        return hit, is_async
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, *others: Any) -> int | None:
         """As vLLM's, which calls lookup() for each key, and may note the hits for events."""
@@ -327,54 +318,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         elif keys:
             hits = self.manager.lookup_prefix(keys, req_context)
         return hits
-
-    def _add_keys(self, status: Any) -> None:
-        """As update_offload_keys() of vLLM's request, which makes keys one by one."""
-        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
-            done, step = len(state.offload_keys), group.hashes_per_chunk
-            number = make_offload_key(b"", group.group_idx)
-            hashes = status.req.block_hashes[step * done + step - 1 :: step]
-            keys = [one + number for one in hashes]
-            state.offload_keys += keys
-            ends = count((done + 1) * group.tokens_per_chunk, group.tokens_per_chunk)
-            deque(map(status.req_context.set_offload_key_position, keys, ends), 0)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """As vLLM's, which notes the source of each block for get_external_cache_hit_sources().
-
-        That takes longer than all else, and with one source it is known.
-        """
-        if num_external_tokens and self._has_one_source:
-            (taken,) = blocks.blocks
-            numbers = [block.block_id for block in taken]
-            self._add_load(self._req_status[request.request_id], numbers, num_external_tokens)
-        else:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def _add_load(self, status: Any, blocks: list[int], num_tokens: int) -> None:
-        """Makes a load of so many tokens into blocks of a request, of the only group of layers."""
-        self._acquire_step()
-        name = status.req.request_id
-        is_in_step = name in self._current_batch_sync_loads
-        (group,), (state,) = self.config.kv_group_configs, status.group_states
-        begin = status.num_locally_computed_tokens // group.tokens_per_block
-        end = status.num_locally_computed_tokens + num_tokens
-        chunks = cdiv(end, group.tokens_per_chunk)
-        keys = state.offload_keys[begin // self.config.blocks_per_chunk : chunks]
-        self._current_batch_allocated_block_ids.update(blocks)
-        if status.offloading_context.policy != OffloadPolicy.REQUEST_LEVEL:
-            state.next_stored_chunk_idx = chunks
-        source = self.manager.prepare_load(keys, status.req_context)
-        blocks = blocks[begin : cdiv(end, group.tokens_per_block)]
-        target = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[begin])
-        number = self._generate_job_id()
-        self._current_batch_load_jobs[number] = TransferJob(name, source, target, sync=is_in_step)
-        status.transfer_jobs.add(number)
-        self._jobs[number] = TransferJobStatus(
-            *(name, self.config.num_workers, set(keys)), is_store=False, is_sync_load=is_in_step
-        )
-        if self._chunks_being_loaded is not None and not is_in_step:
-            self._chunks_being_loaded.update(keys)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         """As vLLM's, which takes microseconds for each block of a load."""
@@ -391,7 +334,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             taken.update(*(groups or ()))
         self._spoiled.append(taken)
         self._running = set(scheduler_output.num_scheduled_tokens)
-        self._can_load = self._most_loaded
+        self._loaded = 0
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -484,7 +427,6 @@ class KVSwapConnector(OffloadingConnector):
             self.connector_scheduler = SchedulerPart(
                 *(spec, vllm_config, kv_cache_config),
                 loads_in_step=not why_before,
-                has_one_source=names_blocks and spec_class is KVSwapOffloadingSpec,
             )
         else:
             self.connector_worker = WorkerPart(
@@ -601,6 +543,8 @@ def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
     how = "layer by layer in the step that computes the rest, if enough is left to compute"
     if why_before:
         how = f"before the step that computes the rest, because {why_before}"
+    elif why_whole := _why_whole(vllm_config):
+        how = f"in the step that computes the rest, which waits for all layers, because {why_whole}"
     said = [f"KVSwapConnector loads prompts {how}"]
     if writes_first:
         said.append(
@@ -608,15 +552,12 @@ def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
             "contents can end, so that each step waits for the stores that run beside it, and a "
             "store that has not begun when its blocks are given out again is dropped"
         )
-    ignored = [] if options.get("secondary_tiers") else ["tier_poll_interval_s", "backpressure"]
-    ignored = [name for name in ("sync_load_budget_bytes", *ignored) if options.get(name)]
-    if ignored:
-        said.append(f"{' and '.join(ignored)} of its options are ignored")
+    if options.get("sync_load_budget_bytes"):
+        said.append("sync_load_budget_bytes is ignored")
     _log.info("%s", "; ".join(said))
     version = importlib.metadata.version("vllm")
-    if not is_tested(version):
-        tested = " and ".join(TESTED_VERSIONS)
-        _log.warning("KVSwapConnector was tested with vLLM %s, this is %s", tested, version)
+    if not is_tested("vllm", version):
+        _log.warning("KVSwapConnector was tested with vLLM %s, this is %s", TESTED["vllm"], version)
 
 
 def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:
@@ -640,6 +581,16 @@ def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:
     if not names_blocks:
         return "the model has several groups of layers, a sliding window or states"
     return "" if stages == 1 else f"pipeline_parallel_size is {stages}"
+
+
+def _why_whole(vllm_config: Any) -> str:
+    """Why steps wait for all layers of their loads before the first one. Empty if most do not."""
+    if vllm_config.speculative_config is not None:
+        return "decoding is speculative"
+    if vllm_config.parallel_config.use_ubatching:
+        return "steps are divided into micro-batches"
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return "cudagraph_mode is FULL" if mode and mode.mixed_mode() == CUDAGraphMode.FULL else ""
 
 
 def _can_name_blocks(kv_cache_config: Any) -> bool:

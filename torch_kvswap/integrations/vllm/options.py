@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,31 +17,19 @@ from torch_kvswap.encoding.slot import (
 )
 from torch_kvswap.prefix.manager import POLICIES
 
-TESTED_VERSIONS = ("0.33.0",)
-
-_OF_CONNECTOR = ("spec_name", "spec_module_path")  # it writes them
-# Options that vLLM reads itself.
+# Options that vLLM reads itself, or that the connector writes.
 _OF_VLLM = (
     *("block_size", "blocks_per_chunk", "offload_prompt_only"),
-    *("self_describing_kv_events", "sync_load_budget_bytes"),
+    *("self_describing_kv_events", "sync_load_budget_bytes", "spec_name", "spec_module_path"),
 )
-# What only vLLM's own manager does, or its tiers. Their defaults are no reason to refuse.
-_OF_VLLMS_MANAGER = {
-    "canonical_layout": "leave it out: it is for secondary_tiers",
-    "cache_policy_module_path": "leave it out, and set eviction_policy to lru or arc",
-    "max_tracker_size": "leave it out: the offers of as many chunks are counted as the host memory "
-    "holds",
-}
-_OF_TIERS = ("secondary_tiers", "tier_poll_interval_s", "backpressure")
+# What only vLLM's tiers do, and their manager.
+_OF_TIERS = (
+    *("secondary_tiers", "tier_poll_interval_s", "backpressure", "canonical_layout"),
+    *("cache_policy_module_path", "max_tracker_size"),
+)
 # What vLLM's tiers do not do.
 _NOT_OF_TIERS = {
     **{"host_server": None, "encoding": "raw", "verify": "off", "pin_in_background": False},
-}
-# What users of vLLM's other connectors type, and what to type instead.
-_OF_OTHERS = {
-    "num_cpu_blocks": "set cpu_bytes_to_use, bytes of host memory of all workers together",
-    "cpu_bytes_to_use_per_rank": "set cpu_bytes_to_use, bytes of all workers together",
-    "lazy_offload": "leave it out: a chunk is stored when it has been computed",
 }
 _CHOICES = {
     "eviction_policy": POLICIES,
@@ -84,11 +73,6 @@ class SpecOptions:
 _OURS = tuple(field.name for field in fields(SpecOptions))
 
 
-def is_tested(version: str) -> bool:
-    """Whether KVSwapConnector was tested with this version of vLLM."""
-    return version.partition("+")[0] in TESTED_VERSIONS
-
-
 def read_options(config: Mapping[str, Any]) -> SpecOptions:
     """Reads the options. With `secondary_tiers` vLLM reads its own, and those of its manager.
 
@@ -100,22 +84,24 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
             the others.
     """
     has_tiers = bool(config.get("secondary_tiers"))
-    for name, instead in () if has_tiers else _OF_VLLMS_MANAGER.items():
+    for name in () if has_tiers else _OF_TIERS:
         if config.get(name):
             raise ValueError(
-                f"kv_connector_extra_config: {name} is for vLLM's own manager; {instead}"
+                f"kv_connector_extra_config: {name} is for vLLM's manager of secondary_tiers, and "
+                f"there are none; leave {name} out"
             )
-    known = {*_OURS, *_OF_CONNECTOR, *_OF_VLLM, *_OF_VLLMS_MANAGER, *_OF_TIERS}
-    unknown = sorted(set(config) - known)
-    if unknown:
-        instead = _OF_OTHERS.get(unknown[0], "")
-        if unknown[0].startswith("kv_") or unknown[0] == "engine_id":
-            instead = "put it beside kv_connector_extra_config, in kv_transfer_config itself"
-        if instead:
-            raise ValueError(f"kv_connector_extra_config has {unknown[0]}; {instead}")
+    for name in config:
+        if name.startswith("kv_") or name == "engine_id":
+            raise ValueError(
+                f"kv_connector_extra_config has {name}; put it beside kv_connector_extra_config, "
+                "in kv_transfer_config itself"
+            )
+    known = *_OURS, *_OF_VLLM, *_OF_TIERS
+    for name in config.keys() - known:
+        meant = difflib.get_close_matches(name, known, 1) or known
         raise ValueError(
-            f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapConnector does not "
-            f"know; it takes {', '.join(_OURS)} and vLLM's {', '.join(_OF_VLLM)}"
+            f"kv_connector_extra_config has {name}, which KVSwapConnector does not know; did you "
+            f"mean {' or '.join(meant)}?"
         )
     given = {name: config[name] for name in _OURS if name in config}
     if given.get("host_server") is not None:
