@@ -16,6 +16,8 @@ from simulated_cache import CURRENT, SIDE
 from simulated_driver import Driver, place, pool, simulated
 from simulated_driver.handles import Event, Stream
 
+import torch_kvswap as kvs
+
 KEYS = [f"{number:064x}" for number in range(2)]
 PAGES = torch.arange(4, 12), torch.arange(20, 28)  # slots of two pages
 
@@ -41,20 +43,18 @@ class Ready:
 def linker(driver: Driver, kvcache: Any, streams: Sequence[int] = (CURRENT, SIDE)) -> Iterator[Any]:
     """On a GPU with the scheduler's stream CURRENT and the forward's SIDE. streams: those that an
     offload waits for."""
-    from torch_kvswap.host_pool.pool import HostPool
-    from torch_kvswap.integrations import sglang as module
-    from torch_kvswap.layout import PagedLayout
 
     def new_pool(layout: Any, pages: int) -> Any:
         return pool(driver, layout, pages)
 
-    new_pool.page_bytes_of = HostPool.page_bytes_of  # type: ignore[attr-defined]
+    new_layout = kvs.PagedLayout
+    new_pool.page_bytes_of = kvs.HostPool.page_bytes_of  # type: ignore[attr-defined]
 
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
     with (
-        mock.patch.object(module, "PagedLayout", lambda *of: place(driver, PagedLayout(*of))),
-        mock.patch.object(module, "HostPool", new_pool),
+        mock.patch.object(kvs, "PagedLayout", lambda *of: place(driver, new_layout(*of))),
+        mock.patch.object(kvs, "HostPool", new_pool),
         logged(),  # that pages of 4 tokens are small
         mock.patch.object(torch.cuda, "current_stream", return_value=Stream(CURRENT)),
     ):
