@@ -407,6 +407,9 @@ class PyBlockManager {
   }
 
   void complete(nb::handle reservation, nb::handle rejected) { end(reservation, true, rejected); }
+  void complete_corrupted(nb::handle reservation, nb::handle rejected) {
+    end(reservation, true, rejected, true);
+  }
   void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
 
   void touch(nb::handle keys) {
@@ -475,13 +478,13 @@ class PyBlockManager {
   }
 
   // rejected: mostly (), which read_ids() would give to Python.
-  void end(nb::handle reservation, bool succeeded, nb::handle rejected) {
+  void end(nb::handle reservation, bool succeeded, nb::handle rejected, bool is_corrupted = false) {
     const int64_t id = id_of(reservation);
     if (id == 0) return;
     std::vector<int64_t> positions;
     const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
     if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
-    busy([&](bool wait) { manager_.end(id, succeeded, positions, wait); });
+    busy([&](bool wait) { manager_.end(id, succeeded, positions, is_corrupted, wait); });
   }
 
   static std::vector<int64_t> read_pages(nb::handle pages) {
@@ -541,16 +544,14 @@ void bind_block_manager(nb::module_& module) {
   nb::class_<Reservation>(module, "Reservation")
       .def(
           "__init__",
-          [](Reservation* self, int64_t id, const PyEndedPages& ended, size_t num_pages,
-             bool is_load) {
+          [](Reservation* self, int64_t id, const PyEndedPages& ended, bool is_load) {
             auto pages = std::make_unique<prefix::ReservedPages>();
             pages->manager = ended.pages;
             pages->id = id;
-            pages->num_pages = num_pages;
             pages->has_succeeded = is_load;
             new (self) Reservation(id, id == 0 ? nullptr : std::move(pages));
           },
-          "id"_a, "ended"_a, "num_pages"_a, "is_load"_a)
+          "id"_a, "ended"_a, "is_load"_a)
       .def_ro("id", &Reservation::id)
       .def("let_go", &Reservation::let_go, "Ends the reservation, unless a job has taken it.");
 
@@ -682,6 +683,8 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
+      .def("_complete_corrupted", &PyBlockManager::complete_corrupted, "reservation"_a.none(),
+           "rejected"_a.none())
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
            nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),

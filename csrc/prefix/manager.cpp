@@ -53,18 +53,14 @@ std::unique_lock<std::mutex> BlockManager::lock_for(size_t visits, bool wait) {
 void BlockManager::end_reported() {
   while (reported_ != nullptr || (reported_ = ended_pages_->take()) != nullptr) {
     const ReservedPages& first = *reported_;
-    const bool notes = first.is_corrupted && below_ != BelowPolicy::kNothing;
-    // If there is no memory, a later call begins here.
-    if (notes) corrupted_.reserve(corrupted_.size() + first.rejected.size());
     const auto found = reservations_.find(first.id);
     if (found != reservations_.end()) {  // else somebody else has ended it
       const auto& rejected = first.rejected;
-      end(found, first.has_succeeded, [&](const Pin& pin) {
+      const size_t num_corrupted = first.is_corrupted ? rejected.size() : 0;
+      // If there is no memory, a later call begins here.
+      end(found, first.has_succeeded, num_corrupted, [&](const Pin& pin) {
         const std::pair<uint32_t, int64_t> page{pin.group, pin.page};
-        const bool is_rejected = std::binary_search(rejected.begin(), rejected.end(), page);
-        if (is_rejected && notes)
-          corrupted_.emplace_back(pin.group, groups_[pin.group].pages->key(pin.page));
-        return is_rejected;
+        return std::binary_search(rejected.begin(), rejected.end(), page);
       });
     }
     delete std::exchange(reported_, first.next);
@@ -94,8 +90,12 @@ int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) 
       pins.push_back({g, found_pages_[at], false});
     }
   }
-  const auto& [id, reservation] = *reserve(Kind::kLoad, std::move(pins), false);
-  for (const Pin& pin : reservation.pins) groups_[pin.group].pages->use(pin.page);
+  const auto& [id, reservation] = *reserve(Kind::kLoad, std::move(pins));
+  for (const Pin& pin : reservation.pins) {
+    Pages& held = *groups_[pin.group].pages;
+    held.hold(pin.page);
+    held.use(pin.page);
+  }
   return id;
 }
 
@@ -116,17 +116,13 @@ int64_t BlockManager::hold(const Keys& keys, Assigned& held, bool wait) {
     }
   }
   if (pins.empty()) return 0;
-  return reserve(Kind::kLoad, std::move(pins), true)->first;
+  const auto& [id, reservation] = *reserve(Kind::kLoad, std::move(pins));
+  for (const Pin& pin : reservation.pins) groups_[pin.group].pages->hold_in_place(pin.page);
+  return id;
 }
 
-BlockManager::Reservations::iterator BlockManager::reserve(Kind kind, std::vector<Pin> pins,
-                                                           bool keeps_places) {
-  const auto made = reservations_.emplace(next_id(), Reservation{kind, std::move(pins)}).first;
-  for (const Pin& pin : made->second.pins) {
-    Pages& pages = *groups_[pin.group].pages;
-    keeps_places ? pages.hold_in_place(pin.page) : pages.hold(pin.page);
-  }
-  return made;
+BlockManager::Reservations::iterator BlockManager::reserve(Kind kind, std::vector<Pin> pins) {
+  return reservations_.emplace(next_id(), Reservation{kind, std::move(pins)}).first;
 }
 
 bool BlockManager::is_pending(const Keys& keys, bool wait) {
@@ -214,14 +210,14 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found
 }
 
 void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,
-                       bool wait) {
+                       bool is_corrupted, bool wait) {
   const auto lock = lock_for(0, wait);
   const auto of = find(id);
   if (!wait && of->second.pins.size() > kFewKeys) throw Busy{};
   check_positions(of->second, rejected);
   auto next = rejected.begin();
   int64_t position = 0;
-  end(of, succeeded, [&](const Pin&) {
+  end(of, succeeded, is_corrupted ? rejected.size() : 0, [&](const Pin&) {
     const bool is_rejected = next != rejected.end() && *next == position++;
     next += is_rejected;
     return is_rejected;
@@ -229,13 +225,16 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
 }
 
 template <class IsRejected>
-void BlockManager::end(Reservations::iterator of, bool succeeded,
-                       const IsRejected& is_rejected_next) noexcept {
+void BlockManager::end(Reservations::iterator of, bool succeeded, size_t num_corrupted,
+                       const IsRejected& is_rejected_next) {
+  const bool notes = num_corrupted > 0 && below_ != BelowPolicy::kNothing;
+  if (notes) corrupted_.reserve(corrupted_.size() + num_corrupted);
   const Reservation& reservation = of->second;
   for (const Pin& pin : reservation.pins) {
     if (!reservation.moves(pin)) continue;  // cached before
     Group& group = groups_[pin.group];
     const bool is_rejected = is_rejected_next(pin);
+    if (is_rejected && notes) corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
     if (reservation.kind == Kind::kWrite) {
       group.pages->end_write(pin.page, succeeded && !is_rejected);
     } else if (!succeeded || is_rejected) {

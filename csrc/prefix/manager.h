@@ -93,8 +93,8 @@ class BlockManager {
   ~BlockManager();
 
   const std::shared_ptr<EndedPages>& ended_pages() const { return ended_pages_; }
-  // The group and key of pages that jobs have found to be corrupted since the last call, if there
-  // is a second tier, which has the same.
+  // The group and key of pages that were found to be corrupted since the last call, if there is a
+  // second tier, which has the same.
   std::vector<std::pair<uint32_t, Key>> take_corrupted();
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
@@ -125,8 +125,10 @@ class BlockManager {
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their
   // positions among the pages that the reservation was made for, ascending.
-  // Pages of hold_due() stay filled, and are then below or due again.
-  void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
+  // Pages of hold_due() stay filled, and are then below or due again. is_corrupted: the rejected
+  // pages are, and take_corrupted() says so.
+  void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected,
+           bool is_corrupted, bool wait);
   // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
   // known yet. They ascend. A reset does not end that.
   std::vector<int64_t> lend(size_t count, bool wait);
@@ -185,15 +187,17 @@ class BlockManager {
   std::unique_ptr<Pages> make_pages(size_t group);
   // Throws if there is no such reservation.
   Reservations::iterator find(int64_t id);
-  // Holds pages that are ready. keeps_places: in the order of eviction.
-  Reservations::iterator reserve(Kind kind, std::vector<Pin> pins, bool keeps_places);
+  // Before the pages are held.
+  Reservations::iterator reserve(Kind kind, std::vector<Pin> pins);
   // Takes the lock, for a call that visits this many keys or pages, and ends what has ended.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   std::unique_lock<std::mutex> lock() { return lock_for(0, true); }
   void end_reported();
-  // is_rejected: called for each page of the copy in turn.
+  // is_rejected: called for each page of the copy in turn; true for num_corrupted of them, or for
+  // others, if that is 0. Throws only std::bad_alloc, with nothing changed.
   template <class IsRejected>
-  void end(Reservations::iterator of, bool succeeded, const IsRejected& is_rejected) noexcept;
+  void end(Reservations::iterator of, bool succeeded, size_t num_corrupted,
+           const IsRejected& is_rejected);
   size_t num_keys(const Keys& keys) const;
   // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
   // without a window, keys after the first miss may be left at kNone.

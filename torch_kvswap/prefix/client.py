@@ -45,7 +45,6 @@ from torch_kvswap.prefix.block_groups import (
 from torch_kvswap.prefix.hashing import (
     KEY_BYTES,
     Keys,
-    check_distinct_keys,
     read_keys,
 )
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
@@ -290,7 +289,8 @@ class Session(NotCopyable):
         raise NotImplementedError
 
     def _receive(self) -> None:
-        """Takes what has come. Raises OSError if that is nothing, or the server refuses."""
+        """Takes what has come. Raises OSError if that is nothing, and ValueError if the server
+        refuses what was asked."""
         assert self._connection is not None
         data = self._connection.recv(READ_BYTES)
         if not data:
@@ -298,12 +298,13 @@ class Session(NotCopyable):
         self._inbox += data
         while (message := next_message(self._inbox)) is not None:
             status, numbers, text = message
-            if status == Status.DONE:
-                self._awaited.popleft()(numbers)
-            elif status == Status.RESET:
+            if status == Status.RESET:
                 self._note_reset()
-            else:
-                raise ConnectionError(text.decode())
+                continue
+            answered = self._awaited.popleft()
+            if status == Status.REFUSED:
+                raise ValueError(text.decode())
+            answered(numbers)
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines.
@@ -377,15 +378,15 @@ class RemoteManager(Session):
         # For what depends on the groups only: it never has a block.
         self._of_one_page = BlockManager(of_one_page)._for_jobs()
         self.resets = 0
-        # The numbers of loads and stores that have not ended. Guarded by _lock, as are the others.
-        self._open: set[int] = set()
+        # The pages, by group, of loads and stores that have not ended. Guarded by _lock, as are the
+        # others.
+        self._open: dict[int, list[Int64Array]] = {}
         self._leases: set[int] = set()
         self._dropped = 0  # stores without a server
         self._ended = native.EndedPages()
         # Taken from there: the reservation, whether it has succeeded, which pages were rejected,
         # and whether these are corrupted.
         self._reported: list[tuple[int, bool, list[tuple[int, int]], bool]] = []
-        self._pages_of: dict[int, list[Int64Array]] = {}  # of reservations, by group
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
@@ -419,14 +420,16 @@ class RemoteManager(Session):
                 group_keys[needed.start * KEY_BYTES : needed.stop * KEY_BYTES]
                 for group_keys, needed in zip(keys, ranges, strict=True)
             ]
-        with self._lock, self._reserving() as number:
-            answer = self._ask(Op.ASK, [Ask.LOAD, number], keys)
+        made = self._new_reservation(is_load=True)
+        with self._lock:
+            answer = self._ask(Op.ASK, [Ask.LOAD, made.id], keys)
             pages, _ = _split_numbers(answer[4:], len(ranges)) if answer else ([], [])
-            if not answer or sum(map(len, pages)) < sum(map(len, ranges)):
+            if sum(map(len, pages)) < sum(map(len, ranges)) or not answer:
+                self._drop(made.id)
                 return None
-            self._open.add(number)
-            indices = [np.arange(needed.start, needed.stop) for needed in ranges]
-            return self._made(number, indices, pages, is_load=True)
+            made.key_indices = [np.arange(needed.start, needed.stop) for needed in ranges]
+            made.pages = self._open[made.id] = pages
+        return made
 
     def prepare_store(
         self, keys: list[bytes], *, resets: int | None = None
@@ -510,6 +513,8 @@ class RemoteManager(Session):
             self._lose(f"it did not answer within {DEADLINE:g} s")
         except OSError as error:
             self._lose(str(error))
+        except ValueError:  # the server has refused it, and reserves nothing
+            raise
         except BaseException:  # an answer, or what it reserves, would be nobody's
             self._lose("a call was interrupted")
             raise
@@ -531,30 +536,10 @@ class RemoteManager(Session):
 
     # Reservations.
 
-    @contextlib.contextmanager
-    def _reserving(self) -> Iterator[int]:
-        """The number of a reservation. Gives the server up if the caller raises: nobody would end
-        what it has reserved."""
-        number = next(self._numbers)
-        try:
-            yield number
-        except BaseException:
-            self._lose("a call was interrupted")
-            self._drop(number)
-            raise
-
-    def _made(
-        self,
-        number: int,
-        indices: list[Int64Array],
-        pages: list[Int64Array],
-        lease: int = 0,
-        *,
-        is_load: bool = False,
-    ) -> RemoteReservation:
-        made = RemoteReservation(number, self._ended, sum(map(len, pages)), is_load)
-        made.key_indices, made.pages, made.lease = indices, pages, lease
-        self._pages_of[number] = pages
+    def _new_reservation(self, is_load: bool = False) -> RemoteReservation:
+        """Made before the server is asked: if the caller raises then, it ends as any other."""
+        made = RemoteReservation(next(self._numbers), self._ended, is_load)
+        self._open[made.id] = []
         return made
 
     def _borrow(
@@ -562,26 +547,28 @@ class RemoteManager(Session):
     ) -> RemoteReservation | None:
         """Borrows a page for each key that has none. is_leased: all keys keep theirs until
         release()."""
-        for group, joined in enumerate(keys):
-            check_distinct_keys("keys" if len(keys) == 1 else f"keys[{group}]", joined)
-        with self._lock, self._reserving() as number:
-            lease = next(self._numbers) if is_leased else 0
-            answer = self._ask(Op.BORROW, [number, lease], keys)
+        made, lease = self._new_reservation(), next(self._numbers) if is_leased else 0
+        with self._lock:
+            answer = self._ask(Op.BORROW, [made.id, lease], keys)
             if self._connection is None:
                 self._dropped += 1
             if not answer:
+                self._drop(made.id)
                 return None
-            pages, indices = _split_numbers(answer, len(keys))
-            if not any(map(len, pages)):
-                number = 0
-            else:
-                self._open.add(number)
-            if resets not in (None, self._resets):
-                self._end(number, Outcome.FAILED, ())
-                return None
-            if is_leased:
-                self._leases.add(lease)
-            return self._made(number, indices, pages, lease)
+            try:
+                if is_leased:
+                    self._leases.add(lease)
+                pages, indices = _split_numbers(answer, len(keys))
+                if any(map(len, pages)):
+                    self._open[made.id] = pages
+                else:
+                    self._drop(made.id)
+                    made = RemoteReservation(0, self._ended, False)
+                made.key_indices, made.pages, made.lease = indices, pages, lease
+            except BaseException:  # nobody has the lease
+                self.release(lease)
+                raise
+            return made if resets in (None, self._resets) else None
 
     def end_reported(self) -> None:
         """Tells the server which copies have ended."""
@@ -594,11 +581,10 @@ class RemoteManager(Session):
                 outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
                 self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
                 self._reported.pop(0)
-                self._pages_of.pop(number, None)
 
     def _positions(self, number: int, pages: Sequence[tuple[int, int]]) -> list[int]:
         """Where these pages, with their groups, are among all pages of a reservation."""
-        of_groups = enumerate(self._pages_of.get(number, ()))
+        of_groups = enumerate(self._open.get(number, ()))
         every = [(group, page) for group, numbers in of_groups for page in numbers.tolist()]
         return [at for at, page in enumerate(every) if page in pages]
 
@@ -615,7 +601,7 @@ class RemoteManager(Session):
 
     def _drop(self, number: int) -> None:
         """Forgets a reservation. The caller holds the lock."""
-        self._open.discard(number)
+        self._open.pop(number, None)
         self._job_ended()
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:

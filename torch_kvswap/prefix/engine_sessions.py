@@ -153,7 +153,7 @@ class SchedulerSession(Session):
                     self._moved = time.monotonic()
             except BlockingIOError:
                 pass
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._failure = str(error)
             self._flush()
             is_waiting = self._awaited or self._outbox

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 10
+VERSION = 11
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -39,13 +39,13 @@ class Op(IntEnum):
     HELLO = 1  # JSON, and open_lock(). Behind the answer come the PoolHandles
     MEET = 2  # JSON. The answer comes when the others have come
     # Ask, number, keys of one list or of several: what is held of them has this number and those
-    # that follow. The answer for each list: a Lookup, of each group the number of pages held, the
-    # pages, and unless all keys are held the indices of theirs.
+    # that follow. The answer for each list: a Lookup, and for what is to be held: of each group the
+    # number of pages held, the pages, and unless all keys are held the indices of theirs.
     ASK = 3
     # With keys: number, lease, keys. Lends a page for each key that has none. These are pending
     # until END says with this number how their store has ended. A lease that is not 0 is the number
     # with which all keys are held, too. The answer: of each group the number of pages lent, the
-    # pages, the indices of their keys; nothing if there is not enough room.
+    # pages, the indices of their keys; nothing if there is not enough room; or it is refused.
     # Without: 0, and how many pages of the first group at most. The answer: how many, the pages.
     BORROW = 4
     STATS = 5  # group. The answer: BlockStats
@@ -77,7 +77,7 @@ class Outcome(IntEnum):
 
     FAILED = 0  # nobody finds its blocks any more
     DONE = 1  # the same holds for rejected ones only
-    DAMAGED = 2  # the rejected ones were not what was stored: they are deleted below, too
+    DAMAGED = 2  # the same, and the rejected ones are deleted below: they have other bytes
 
 
 class Status(IntEnum):

@@ -18,9 +18,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from torch_kvswap._C import StoreReservation
 from torch_kvswap._native import rendezvous
@@ -35,7 +33,7 @@ from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
-from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
+from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
 from torch_kvswap.prefix.protocol import (
     MAGIC,
@@ -59,15 +57,9 @@ _PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have
 _TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
 _BELOW_BYTES = 64 << 20  # in flight, in each direction of the second tier
 _MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
+_NOTHING = Lookup(0, 0, 0)
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
-
-
-class _Held(NamedTuple):
-    """A load or a store of an engine, and the keys of each group."""
-
-    reservation: Reservation
-    of_groups: list[bytes]
 
 
 @dataclass(eq=False)
@@ -93,7 +85,7 @@ class _Session:
     deadline: float = 0.0  # by which it must have said HELLO or MEET
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
-    held: dict[int, list[_Held]] = field(default_factory=dict)  # by the numbers of the engine
+    held: dict[int, list[Reservation]] = field(default_factory=dict)  # by the engine's numbers
     leases: dict[int, int] = field(default_factory=dict)  # the manager's, by these numbers too
     lent: set[int] = field(default_factory=set)  # pages that it has borrowed
 
@@ -419,8 +411,11 @@ class PageServer:
             self._handlers[op](session, numbers, data)
         except ValueError as error:
             if not session.is_member:
-                self._send(session, pack(Status.REFUSED, data=str(error).encode()))
+                self._refuse(session, error)
             raise
+
+    def _refuse(self, session: _Session, error: ValueError) -> None:
+        self._send(session, pack(Status.REFUSED, data=str(error).encode()))
 
     def _answer(self, session: _Session, numbers: Iterable[int] = ()) -> None:
         self._send(session, pack(Status.DONE, numbers))
@@ -511,9 +506,9 @@ class PageServer:
         if session.lock is not None:
             session.lock.close()
         leases, lent = list(session.leases.values()), list(session.lent)
-        loads, stores = list[_Held](), list[_Held]()
+        loads, stores = list[Reservation](), list[Reservation]()
         for held in itertools.chain(*session.held.values()):
-            (stores if isinstance(held.reservation, StoreReservation) else loads).append(held)
+            (stores if isinstance(held, StoreReservation) else loads).append(held)
         for owned in (session.held, session.leases, session.lent):
             owned.clear()
         self._disconnect(session)
@@ -635,38 +630,32 @@ class PageServer:
             raise ProtocolError(f"keys of {len(lists)} groups")
         for at in range(0, len(lists), groups):
             of_groups = lists[at : at + groups]
-            answer += self._ask(session, Ask(how), number + at // groups, of_groups)
+            if how in (Ask.LOOK, Ask.AGAIN):
+                answer.extend(self._look(of_groups, how == Ask.AGAIN))
+            elif how == Ask.PENDING:
+                answer.extend((0, 0, self._manager.is_pending(of_groups), 0))
+            else:
+                answer += self._hold(session, number + at // groups, Ask(how), of_groups)
         self._answer(session, answer)
 
-    def _ask(self, session: _Session, how: Ask, number: int, of_groups: list[bytes]) -> array[int]:
-        """What is answered for a list of keys."""
-        held, found = None, Lookup(0, 0, 0)
-        if how == Ask.HOLD:
-            held = self._manager.hold(of_groups)
-        elif how == Ask.LOAD:
-            held = self._manager.prepare_load(of_groups)
-        elif how == Ask.PENDING:
-            found = Lookup(0, 0, int(self._manager.is_pending(of_groups)))
-        pages: Sequence[Any] = [()] * len(of_groups)
-        if held is not None:
-            self._hold(session, number, held, of_groups)
-            self._pages.use_leases(of_groups)
-            pages = held.pages
-        counts = list(map(len, pages))
+    def _look(self, of_groups: list[bytes], again: bool) -> Lookup:
+        return self._pages.ask(self._manager.lookup(of_groups, again=again), of_groups)
+
+    def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:
+        """What is answered for a list of keys whose pages are to be held."""
+        call = self._manager.prepare_load if how == Ask.LOAD else self._manager.hold
+        held = call(of_groups)
+        counts = [0] * len(of_groups) if held is None else list(map(len, held.pages))
         is_part = sum(counts) * KEY_BYTES < sum(map(len, of_groups))
-        if is_part and how not in (Ask.LOAD, Ask.PENDING):
-            found = self._manager.lookup(of_groups, again=how != Ask.LOOK)
-            found = self._pages.ask(found, of_groups)
-        answer = array("q", (*found, *counts))
+        looks_on = is_part and how == Ask.HOLD
+        answer = array("q", self._look(of_groups, True) if looks_on else _NOTHING)
+        answer.extend(counts)
         if held is not None:
-            for numbers in (*pages, *(held.key_indices if is_part else ())):
+            session.held.setdefault(number, []).append(held)
+            self._pages.use_leases(of_groups)
+            for numbers in (*held.pages, *(held.key_indices if is_part else ())):
                 answer.frombytes(numbers.tobytes())
         return answer
-
-    def _hold(
-        self, session: _Session, number: int, held: Reservation, of_groups: list[bytes]
-    ) -> None:
-        session.held.setdefault(number, []).append(_Held(held, of_groups))
 
     def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
         number, outcome, *rejected = numbers.tolist()
@@ -675,30 +664,23 @@ class PageServer:
         several = session.held.get(number, [])  # it may have held nothing
         if rejected and len(several) != 1:
             raise ProtocolError("it rejects pages that are not of one load")
-        self._end(several, Outcome(outcome), rejected)
+        self._end(several, outcome, rejected)
         session.held.pop(number, None)
         self._some_ended = True
 
     def _end(
         self,
-        several: Iterable[_Held],
-        outcome: Outcome = Outcome.DONE,
+        several: Iterable[Reservation],
+        outcome: int = Outcome.DONE,
         rejected: Sequence[int] = (),
     ) -> None:
         for held in several:
             if outcome == Outcome.FAILED:
-                self._manager.fail(held.reservation)
-                continue
-            self._manager.complete(held.reservation, rejected)
-            if outcome == Outcome.DAMAGED and self._pages.tier is not None:
-                keys = list(map(split_keys, held.of_groups))
-                indices = held.reservation.key_indices
-                of_pages = [
-                    (group, keys[group][index])
-                    for group, of_group in enumerate(indices)
-                    for index in of_group
-                ]
-                self._pages.tier.delete([of_pages[position] for position in rejected])
+                self._manager.fail(held)
+            elif outcome == Outcome.DAMAGED:
+                self._manager._complete_corrupted(held, rejected)
+            else:
+                self._manager.complete(held, rejected)
 
     def _on_borrow(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, most, *counts = numbers.tolist()
@@ -715,16 +697,19 @@ class PageServer:
     ) -> None:
         """Lends a page for each of these keys that has none, or for none of them."""
         call = self._manager.preempt if lease else self._manager.prepare_store
-        store = call(of_groups)
+        try:
+            store = call(of_groups)
+        except ValueError as error:  # a key occurs twice
+            return self._refuse(session, error)
         if store is None:
             return self._answer(session)
         if store.id:
-            self._hold(session, number, store, of_groups)
+            session.held[number] = [store]
         if store.lease:
             session.leases[lease] = store.lease
         answer = array("q", map(len, store.pages))
         for numbers in (*store.pages, *store.key_indices):
-            answer.frombytes(np.asarray(numbers, np.int64).tobytes())
+            answer.frombytes(numbers.tobytes())
         self._answer(session, answer)
 
     def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
