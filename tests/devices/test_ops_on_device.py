@@ -157,15 +157,3 @@ def test_errors_name_the_device(accelerator):
         assert message_of(call) == f"torch_kvswap::{text}"
     assert not there.any().item()
     assert ops.expand_block_ids(ids[:2], 4, out=ids[2:10]).tolist() == list(range(8))
-
-
-@on_fake_accelerator
-def test_a_copy_of_addresses_is_refused(accelerator):
-    src, dst = torch.ones(4, device=DEVICE_TYPE), torch.zeros(4)
-    addresses = [torch.tensor([tensor.data_ptr()]) for tensor in (src, dst)]
-    assert message_of(lambda: ops.swap_blocks_batch(*addresses, torch.tensor([16]))) == (
-        "torch_kvswap::swap_blocks_batch: the accelerator of this process is fakeaccel, whose "
-        "addresses only torch knows; use swap_blocks or swap_kv_blocks, which take tensors of any "
-        "device"
-    )
-    assert not dst.any()

@@ -183,31 +183,3 @@ def test_a_lost_device_fails_all_jobs_at_once() -> None:
         os._exit(0)  # how torch itself ends on a lost device is not ours to test
     """
     assert run_script(script).splitlines() == ["True", "{'failed'} True", "True", "closed"]
-
-
-def test_a_forked_child_is_told_before_cuda() -> None:
-    script = """
-        import os
-        from gpu_cache import GpuCache
-        gpu = GpuCache()
-        job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
-        gpu.handler.synchronize(job)
-        child = os.fork()
-        if child == 0:
-            for call in (
-                gpu.handler.poll, gpu.handler.close, gpu.host.close, gpu.handler.synchronize,
-                lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[0]), lambda: gpu.handler.cancel(job),
-                gpu.handler.metrics,
-            ):
-                try:
-                    call()
-                except RuntimeError as error:
-                    assert "forked from it" in str(error), error
-                else:
-                    raise AssertionError("the call went on")
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        gpu.handler.synchronize(gpu.handler.load(page_ids=[0], gpu_block_ids=[1]))
-        print(gpu.page())
-    """
-    assert run_script(script) == "17\n"

@@ -194,26 +194,6 @@ def test_a_stream_waits_for_no_ended_job(driver: Driver) -> None:
 # Transfers of different channels: who waits for whom
 
 
-@pytest.mark.parametrize("between", [0, 3])
-@pytest.mark.parametrize("pair", SHARE)
-@simulated
-def test_jobs_that_write_the_same_run_in_order(driver: Driver, pair: str, between: int) -> None:
-    (first, block, page), (second, other_block, other_page) = SHARE[pair]
-    with SimulatedCache(driver) as sim:
-        hold, earlier = sim.hold_up(first, block, page)
-        for i in range(between):
-            sim.submit(second, [8 + i], [8 + i])
-        sim.log()
-        later = sim.submit(second, [other_block], [other_page])
-        assert sim.log().count("wait for") == 1
-        driver.run()
-        assert not later.query()
-        sim.release(hold)
-        assert states(sim.finish()) == ["done"] * (2 + between)
-        assert earlier.query()
-        assert sim.is_right()
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [(a, b) for a in CHANNELS for b in CHANNELS if a != b],

@@ -115,47 +115,6 @@ def test_a_store_of_an_unloaded_block_fails(driver: Driver, end: str, kind: str)
 
 
 @simulated
-def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold = sim.held(SIDE)
-        first = sim.store(1, 1, after=Stream(SIDE))
-        chain = [sim.load(1, 2), sim.store(2, 2), sim.submit("expedited", [3], [2])]
-        chain.append(sim.store(3, 3))
-        beside = [sim.load(4, 4), sim.store(4, 5), sim.load(5, 6)]
-        assert sim.handler.cancel(first)
-        sim.release(hold)
-        sim.finish()
-        assert [state(job) for job in [first, *chain, *beside]] == [
-            "cancelled",
-            *["failed"] * 4,
-            *["done"] * 3,
-        ]
-        assert [error(job) for job in chain] == [
-            invalid_page(1, first),
-            invalid_block(2, chain[0]),
-            invalid_page(2, chain[1]),
-            invalid_block(3, chain[2]),
-        ]
-
-
-@pytest.mark.parametrize("end", ["failed", "cancelled in the queue"])
-@simulated
-def test_a_job_merely_behind_another_does_not_fail(driver: Driver, end: str) -> None:
-    with SimulatedCache(driver) as sim:
-        store = ENDS[end](sim, "store", 1, 2)
-        over_the_page = sim.store(3, 2)
-        into_the_block = sim.load(5, 1)
-        load = ENDS[end](sim, "load", 7, 8)
-        over_the_block = sim.submit("expedited", [7], [9])
-        into_the_page = sim.store(10, 8)
-        sim.finish()
-        for job in (over_the_page, into_the_block, over_the_block, into_the_page):
-            assert state(job) == "done"
-        assert {state(store), state(load)} <= {"failed", "cancelled"}
-        assert sim.is_right(without=[store, load])
-
-
-@simulated
 def test_an_older_store_makes_no_page_valid(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -169,17 +128,6 @@ def test_an_older_store_makes_no_page_valid(driver: Driver) -> None:
         sim.finish()
         assert state(job) == "failed"
         assert error(job) == invalid_page(2, newer)
-
-
-@simulated
-def test_a_failed_store_spoils_no_newer_one(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        older, newer = sim.store(1, 2), sim.store(3, 2)
-        load = sim.load(2, 4)
-        assert sim.handler.cancel(older)
-        sim.finish()
-        assert [state(job) for job in (older, newer, load)] == ["cancelled", "done", "done"]
-        assert (sim.block(4) == sim.block(3)).all()
 
 
 @simulated
@@ -197,36 +145,6 @@ def test_a_store_failing_for_its_block_invalidates_pages(driver: Driver) -> None
             load.synchronize()
         assert of_the_first.type is TransferError
         assert f"load {load.id} failed" in error(store)
-
-
-@simulated
-def test_only_the_stores_own_slots_are_invalid(driver: Driver) -> None:
-    with SimulatedCache(driver, pages=4, per_page=3) as sim:
-        before = sim.submit("store", [0, 1], [1])
-        driver.fail("cuMemcpyAsync")  # their bytes lie in one piece
-        failed = sim.submit("store", [2, 3, 4], [1, 2], first_slot=2)
-        assert (state(before), state(failed)) == ("open", "failed")
-        jobs = {
-            "slots 0 and 1 of page 1": sim.submit("load", [8, 9], [1]),
-            "slot 2 of page 1": sim.submit("load", [10], [1], first_slot=2),
-            "slots 0 and 1 of page 2": sim.submit("load", [11, 12], [2]),
-            "slot 2 of page 2": sim.submit("load", [13], [2], first_slot=2),
-            "all of page 1": sim.submit("load", [5, 6, 7], [1]),
-        }
-        sim.finish()
-        assert [state(job) for job in jobs.values()] == [
-            "done",
-            "failed",
-            "failed",
-            "done",
-            "failed",
-        ]
-        assert (sim.block(8) == sim.block(0)).all()
-        sim.submit("store", [2], [1], first_slot=2)
-        whole = sim.submit("load", [5, 6, 7], [1])
-        sim.finish()
-        assert state(whole) == "done"
-        assert (sim.block(7) == sim.block(2)).all()
 
 
 @simulated

@@ -14,10 +14,11 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
-from host_pools import in_chunks
+from host_pools import in_chunks, registered
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
+from simulated_cache import needs_kernels
 from simulated_driver import (
     DEVICE,
     Driver,
@@ -33,7 +34,6 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.ops import swap_blocks, swap_blocks_batch
 
-needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
 MIB = 1 << 20
 BLOCK = 4096
 
@@ -42,12 +42,6 @@ def gpu_cache(driver: Driver, blocks: int = 16, layers: int = 2) -> PagedLayout:
     """Blocks of BLOCK bytes together, with random bytes."""
     rows = [torch.randint(256, (blocks, BLOCK // layers), dtype=torch.uint8) for _ in range(layers)]
     return place(driver, PagedLayout(rows))
-
-
-def registered(driver: Driver) -> list[int]:
-    """The bytes of each registration since the log was read last."""
-    lines = driver.log().splitlines()
-    return [int(line.split()[1]) for line in lines if line.startswith("register ")]
 
 
 @simulated

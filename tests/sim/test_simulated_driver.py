@@ -1,16 +1,13 @@
 """A test on the simulated driver fails when its body fails, or uses the driver wrongly."""
 
 import importlib.util
-import logging
 import os
 import re
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from simulated_driver import DEVICE, HOST, Driver, simulated, without_cuda
-from simulated_driver.simulated import workers
+from simulated_driver import Driver, simulated, without_cuda
 
 
 @without_cuda
@@ -29,12 +26,11 @@ def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     example.test_a_store_waits_for_the_current_stream()
 
 
-# Bodies that the tests below run in a worker of their own.
+# Bodies that the test below runs in a worker.
 
 
 @simulated
 def pass_if(driver: Driver, good: bool) -> None:
-    print("said by the body")
     assert good, "it is bad"
 
 
@@ -45,66 +41,18 @@ def use_wrongly(driver: Driver) -> None:
 
 
 @simulated
-def fail_in_a_thread(driver: Driver) -> None:
-    thread = threading.Thread(target=lambda: 1 // 0)
-    thread.start()
-    thread.join()
-
-
-@simulated
-def warn(driver: Driver) -> None:
-    import warnings
-
-    warnings.warn("look out", stacklevel=1)
-
-
-@simulated
-def log_a_warning(driver: Driver) -> None:
-    logging.getLogger("torch_kvswap").warning("look out")
-
-
-@simulated
 def die(driver: Driver) -> None:
     os.abort()
 
 
-@simulated
-def wait_for_what_never_comes(driver: Driver) -> None:
-    driver.set_mode("manual")
-    driver.set_patience(0.2)
-    driver.hold(42)
-    driver.cuda.copy(driver.memory(16, DEVICE), driver.memory(16, HOST), 42)
-    driver.cuda.synchronize(stream=42)
-
-
-worker = workers.fixture()
-
-
 @pytest.mark.slow
 @without_cuda
-def test_a_body_that_goes_wrong_fails(worker):
-    for body, *texts in (
-        ("use_wrongly", "used wrongly:\nwait for event 1, which was never recorded"),
-        ("fail_in_a_thread", "ZeroDivisionError"),
-        ("warn", "UserWarning: look out"),
-        ("log_a_warning", "logged: look out"),
-        # The last one, which ends the process.
-        (
-            *("wait_for_what_never_comes", "-6"),
-            "synchronize stream 42 waits for ever; pending:\nstream 42: hold\n",
-        ),
+def test_what_goes_wrong_in_a_worker_fails():
+    for body, text in (
+        (die, "ended with status -6"),
+        (use_wrongly, "used wrongly:\nwait for event 1, which was never recorded"),
+        (lambda: pass_if(good=False), "it is bad"),
     ):
-        failure = worker.call(__name__, body, {})
-        assert failure is not None
-        assert [text for text in texts if text not in failure] == []
-
-
-@pytest.mark.slow
-@without_cuda
-def test_after_a_death_comes_a_new_process():
-    with pytest.raises(pytest.fail.Exception, match="ended with status -6"):
-        die()
-    pass_if(good=True)
-    with pytest.raises(pytest.fail.Exception, match="it is bad"):
-        pass_if(good=False)
-    pass_if(good=True)
+        with pytest.raises(pytest.fail.Exception, match=text):
+            body()
+        pass_if(good=True)

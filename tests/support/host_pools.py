@@ -1,15 +1,22 @@
-"""Host pools as options of HostPool do not make them."""
+"""Host pools as options of HostPool do not make them, and what many of their tests do with one."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from torch_kvswap.host_pool import pinning
+import torch
+
+from torch_kvswap.host_pool import PoolHandle, pinning
 from torch_kvswap.host_pool.memory import map_new
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
+
+if TYPE_CHECKING:
+    from simulated_driver import Driver
 
 
 def unpinned(*shape: Any, make: Callable[..., HostPool] = HostPool, **options: Any) -> HostPool:
@@ -31,3 +38,28 @@ def in_chunks(
     """A pool that is registered so many bytes at a time."""
     with mock.patch.object(pinning, "CHUNK_BYTES", chunk_bytes):
         return make(*shape, **options)
+
+
+def through_a_socket(handle: PoolHandle) -> PoolHandle:
+    here, there = socket.socketpair()
+    with here, there:
+        handle.send(here)
+        return PoolHandle.receive(there)
+
+
+def registered(driver: Driver) -> list[int]:
+    """The bytes of each registration since the log was read last."""
+    lines = driver.log().splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("register ")]
+
+
+def round_trip(layout: PagedLayout, pool: HostPool, **options: Any) -> None:
+    """Blocks 0 to 7 come back as they were, from neighbouring pages."""
+    kept, ids = [tensor[:8].clone() for tensor in layout.tensors], list(range(8))
+    with OffloadHandler(layout, pool, **options) as handler:
+        handler.store(gpu_block_ids=ids, page_ids=ids).synchronize()
+        for tensor in layout.tensors:
+            tensor.zero_()
+        handler.load(page_ids=ids, gpu_block_ids=ids).synchronize()
+    for tensor, before in zip(layout.tensors, kept, strict=True):
+        assert torch.equal(tensor[:8], before)

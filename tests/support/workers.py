@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import Pipe
 from typing import Any
 
@@ -91,17 +91,6 @@ class Workers:
 
     def new(self, seconds: float = 3 * PATIENCE) -> Worker:
         return Worker(self._program, self._environment(), seconds)
-
-    def fixture(self) -> Any:
-        """A fixture of pytest: a worker that no other test uses."""
-
-        @pytest.fixture(name="worker")
-        def new_worker() -> Iterator[Worker]:
-            made = self.new()
-            yield made
-            made.close()
-
-        return new_worker
 
     def call(self, module: str, name: str, arguments: dict[str, Any]) -> str | None:
         fuzz = float(os.environ.get("KVSWAP_FUZZ_SECONDS", "0"))

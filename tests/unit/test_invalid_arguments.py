@@ -20,17 +20,6 @@ from torch_kvswap import (
 from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.prefix import BlockManager
 
-WRONG_INTEGERS: list[tuple[Any, type[Exception]]] = [
-    ("1", TypeError),
-    (1.5, TypeError),
-    (None, TypeError),
-    ([1], TypeError),
-    (np.array([1, 2]), TypeError),
-    (2**63, ValueError),
-    (2**64 + 1, ValueError),
-    (-(2**63) - 1, ValueError),
-]
-
 
 def make_layout(tensors: int = 2) -> PagedLayout:
     return PagedLayout([torch.zeros(8, 16, dtype=torch.uint8) for _ in range(tensors)])
@@ -83,22 +72,20 @@ INTEGERS: list[tuple[Callable[..., object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 @pytest.mark.parametrize(
     ("call", "name"), [(call, name) for call, names in INTEGERS for name in names.split()]
 )
-def test_a_wrong_integer_is_refused(
-    call: Callable[..., object], name: str, value: Any, error: type[Exception]
-) -> None:
-    if value is None and name.endswith("?"):
-        return
-    is_refused(name.rstrip("?"), error, call, **{name.rstrip("?"): value})
+def test_a_wrong_integer_is_refused(call: Callable[..., object], name: str) -> None:
+    """All are read by read_int(), of which test_ids.py has the kinds of integers."""
+    may_be_none, name = name.endswith("?"), name.rstrip("?")
+    for value, error in ((1.5, TypeError), (2**64 + 1, ValueError), (None, TypeError)):
+        if value is not None or not may_be_none:
+            is_refused(name, error, call, **{name: value})
 
 
-@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_a_wrong_integer_in_a_list_is_refused(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"^first_slot\[1\] "):
-        store_hybrid(first_slot=[0, value])
+def test_a_wrong_integer_in_a_list_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^first_slot\[1\] "):
+        store_hybrid(first_slot=[0, "1"])
 
 
 def test_integers_that_are_too_large_are_refused(handler: OffloadHandler) -> None:
@@ -158,7 +145,7 @@ SWITCHES = [
 ]
 
 
-@pytest.mark.parametrize("value", ["no", "yes", 0, 1, 2**40, None, []])
+@pytest.mark.parametrize("value", ["no", 1, None])
 @pytest.mark.parametrize(("call", "name"), SWITCHES)
 def test_a_switch_must_be_true_or_false(call: Callable[..., None], name: str, value: Any) -> None:
     expected = f"TypeError: {name} is {value!r}; it must be True or False"
@@ -185,19 +172,11 @@ def test_a_jobs_copy_methods_are_two(
         )
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(float("nan"), ValueError), (-1, ValueError), (-0.5, ValueError), ("1", TypeError)],
-)
-@pytest.mark.parametrize("what", ["handler", "pool"])
-def test_a_wrong_timeout_is_refused(
-    handler: OffloadHandler, what: str, value: Any, error: type[Exception]
-) -> None:
-    if what == "handler":
-        handler.store(gpu_block_ids=[0], page_ids=[0])
-        is_refused("timeout", error, lambda: handler.synchronize(timeout=value))
-    else:
-        is_refused("timeout", error, lambda: handler.pools[0].wait_ready(timeout=value))
+def test_a_wrong_timeout_is_refused(handler: OffloadHandler) -> None:
+    handler.store(gpu_block_ids=[0], page_ids=[0])
+    for wait in (handler.synchronize, handler.pools[0].wait_ready, handler.poll):
+        for value, error in ((float("nan"), ValueError), (-0.5, ValueError), ("1", TypeError)):
+            is_refused("timeout", error, lambda value=value, wait=wait: wait(timeout=value))
 
 
 def test_a_timeout_may_be_longer_than_any_clock(handler: OffloadHandler) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 from bf16_cache import BLOCK_BYTES, SIZES, Bf16Cache
 from error_text import error_text
 from expecttest import assert_expected_inline
+from host_pools import through_a_socket
 from logged import logged
 from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
 from slot_model import SlotModel
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.host_pool import PoolHandle
 
 
 def layout_of(dtype: torch.dtype, row: int = 4096) -> PagedLayout:
@@ -152,13 +151,6 @@ from the layout with the largest slots""",
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
 torch.float32; pass encoding='raw' for this view""",
     )
-
-
-def through_a_socket(handle: PoolHandle) -> PoolHandle:
-    here, there = socket.socketpair()
-    with here, there:
-        handle.send(here)
-        return PoolHandle.receive(there)
 
 
 def test_another_process_loads_encoded_blocks() -> None:

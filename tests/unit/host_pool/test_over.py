@@ -8,7 +8,6 @@ import re
 import textwrap
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from bf16_cache import BLOCK_BYTES, Bf16Cache
 from error_text import one_line
 from expecttest import assert_expected_inline
 from fake_procfs import write
-from host_pools import in_chunks
+from host_pools import in_chunks, registered, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
@@ -411,26 +410,8 @@ def test_a_gpu_copies_to_and_from_a_region(owner: str) -> None:
     assert not native.pinned_until(0, first)
 
 
-def registered(driver: Driver) -> list[int]:
-    """The bytes of each registration since the log was read last."""
-    lines = driver.log().splitlines()
-    return [int(line.split()[1]) for line in lines if line.startswith("register ")]
-
-
 def in_chunks_over(chunk_bytes: int, region: Region, *shape: object, **options: object) -> HostPool:
     return in_chunks(chunk_bytes, region.tensor, *shape, make=HostPool.over, **options)
-
-
-def round_trip(layout: PagedLayout, pool: HostPool, **options: Any) -> None:
-    """Blocks come back as they were, from neighbouring pages."""
-    kept = [tensor.clone() for tensor in layout.tensors]
-    ids, pages = list(range(8)), list(range(8))
-    with OffloadHandler(layout, pool, **options) as handler:
-        handler.store(gpu_block_ids=ids, page_ids=pages).synchronize()
-        for tensor in layout.tensors:
-            tensor.zero_()
-        handler.load(page_ids=pages, gpu_block_ids=ids).synchronize()
-    assert all(map(torch.equal, layout.tensors, kept))
 
 
 def test_memory_of_the_cache_is_refused() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from host_pools import in_chunks
+from host_pools import in_chunks, through_a_socket
 from interrupts import Interrupter
 from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
@@ -38,13 +38,6 @@ BLOCK = 4096
 
 def layout(block_bytes: int = BLOCK, blocks: int = 8) -> PagedLayout:
     return PagedLayout([torch.zeros(blocks, block_bytes, dtype=torch.uint8)])
-
-
-def through_a_socket(handle: PoolHandle) -> PoolHandle:
-    here, there = socket.socketpair()
-    with here, there:
-        handle.send(here)
-        return PoolHandle.receive(there)
 
 
 def test_a_handle_goes_through_a_socket() -> None:
@@ -240,44 +233,21 @@ def test_processes_with_other_slabs_cannot_attach() -> None:
     pool = HostPool(of_slabs(1024, 3072), 4, 2, shared=True)
     attached = HostPool.attach(of_slabs(1024, 3072), through_a_socket(pool.share()))
     for handle in (pool.share(), attached.share(), through_a_socket(attached.share())):
-        assert_expected_inline(
-            error_text(HostPool.attach, of_slabs(3072, 1024), handle),
-            """\
-ValueError: the handle is for other pages: tensors[0]: uint8 [blocks, 3072] here, uint8
-[blocks, 1024] in the pool; attach with a layout of the cache that the pool was made for""",
-        )
-        assert_expected_inline(
-            error_text(HostPool.attach, of_slabs(4096), handle),
-            """\
-ValueError: the handle is for other pages: tensors[0]: uint8 [blocks, 4096] here, uint8
-[blocks, 1024] in the pool; attach with a layout of the cache that the pool was made for""",
-        )
+        for sizes in ((3072, 1024), (4096,)):
+            assert error_text(HostPool.attach, of_slabs(*sizes), handle).startswith(
+                f"ValueError: the handle is for other pages: tensors[0]: uint8 [blocks, {sizes[0]}]"
+            )
 
 
 def test_processes_with_other_axes_cannot_attach() -> None:
+    """The table of what differs is in test_page_format.py."""
     cache = torch.zeros(8, 16, 8, 4)
-    pool = HostPool(PagedLayout([cache, cache.clone()]), 4, shared=True)
-    handle = through_a_socket(pool.share())
-    padded = [torch.zeros(5, 2, 16, 8, 4)[:, 0] for _ in range(2)]
-    assert HostPool.attach(PagedLayout(padded), handle).num_pages == 4
-    others = [
-        [cache, torch.zeros(8, 8, 16, 4)],
-        [cache, torch.zeros(8, 8, 16, 4).transpose(1, 2)],
-        [cache, cache.clone().view(torch.int32)],
-    ]
-    assert_expected_inline(
-        "\n".join(error_text(HostPool.attach, PagedLayout(other), handle) for other in others),
-        """\
-ValueError: the handle is for other pages: tensors[1]: float32 [blocks, 8, 16, 4] here,
-float32 [blocks, 16, 8, 4] in the pool; attach with a layout of the cache that the pool
-was made for
-ValueError: the handle is for other pages: tensors[1]: float32 [blocks, 16, 8, 4] in the
-order [0, 2, 1, 3] here, float32 [blocks, 16, 8, 4] in the pool; attach with a layout of
-the cache that the pool was made for
-ValueError: the handle is for other pages: tensors[1]: int32 [blocks, 16, 8, 4] here,
-float32 [blocks, 16, 8, 4] in the pool; attach with a layout of the cache that the pool
-was made for""",
-    )
+    handle = through_a_socket(HostPool(PagedLayout([cache]), 4, shared=True).share())
+    padded = torch.zeros(5, 2, 16, 8, 4)[:, 0]
+    assert HostPool.attach(PagedLayout([padded]), handle).num_pages == 4
+    for other in (torch.zeros(8, 8, 16, 4).transpose(1, 2), cache.view(torch.int32)):
+        with pytest.raises(ValueError, match=r"tensors\[0\]: "):
+            HostPool.attach(PagedLayout([other]), handle)
 
 
 def test_a_handle_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
