@@ -13,6 +13,7 @@ import torch
 from bf16_blocks import KINDS, make_block, random_bits
 from fuzz_cache import Group, Memory, MismatchError, Slab, make_groups, make_pools, random_shapes
 from fuzz_devices import Device
+from logged import logged
 
 from torch_kvswap import HostPool, Job, PrefixCache
 from torch_kvswap.prefix import BlockGroup
@@ -28,6 +29,9 @@ class Server:
     """A scheduler that gives random GPU blocks to random prompts, and the bytes of every key."""
 
     has_below = False  # whose threads take pages at any time, and may not fill them
+    says = (
+        "blocks at once are more than"  # in what it logs: some prompts have more blocks than pages
+    )
 
     def __init__(self, device: Device, seed: int, steps: int = 120) -> None:
         self.device, self.rng, self.steps = device, random.Random(f"{seed} prefixes"), steps
@@ -330,6 +334,12 @@ class Server:
         assert self.jobs == {}
 
     def run(self) -> Counter[str]:
+        with logged() as messages:
+            self.run_all()
+        assert all(self.says in message for message in messages), messages
+        return self.counts
+
+    def run_all(self) -> None:
         actions = self.actions()
         for _ in range(self.steps):
             with self.device.using(self.stream):
@@ -343,7 +353,6 @@ class Server:
         self.pool.close()
         wrong = self.device.finish()
         assert not wrong, f"the driver was used wrongly:\n{wrong}"
-        return self.counts
 
     def check_pages(self) -> None:
         """All jobs have ended."""
