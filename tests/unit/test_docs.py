@@ -55,6 +55,14 @@ def test_every_named_source_file_exists(page):
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
+def test_files_that_the_layout_names_exist():
+    rows = re.findall(r"^\| `(\w[\w/]+)/` \| (.*) \|$", PAGES[1].read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for folder, contents in rows:
+        names = re.findall(r"`(\w+\.(?:py|h|cpp)|\w+/)`", contents)
+        assert not [name for name in names if not (ROOT / folder / name).exists()]
+
+
 BLOCK = re.compile(r"(<!-- not run: .+ -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
