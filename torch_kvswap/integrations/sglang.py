@@ -116,7 +116,9 @@ class KVSwapLinker(UnifiedCacheLinker):
         whole = sum(kvs.HostPool.page_bytes_of(one, **how) * one.num_blocks for one in layouts)
         if not isinstance(size, int) or size * min(blocks) < whole:
             least = -(-whole // min(blocks))
-            raise ValueError(f"linker_extra_config: host_bytes is {size!r}; set {least} or more")
+            raise ValueError(
+                f"linker_extra_config: host_bytes is {size!r}; set an integer from {least} on"
+            )
         pages = [count * size // whole for count in blocks]  # in the proportions on the GPU
         groups = list[BlockGroup]()
         for name, count in zip(self.pools, pages, strict=True):
