@@ -23,10 +23,18 @@ NATIVE = "\n".join(
 )
 
 
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_to_one(page):
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    assert not [target for target in targets if not (page.parent / target).exists()]
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text())
+    for file, anchor in links:
+        target = page.parent / file if file else page
+        assert target.exists()
+        assert not anchor or anchor in anchors_of(target)
 
 
 @pytest.mark.parametrize("page", PAGES + REFERENCE, ids=lambda page: page.name)
