@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from patience import in_time
+from processes import Process
 from sglang_engine import (
     LAYERS,
     PAGE,
@@ -272,14 +271,9 @@ def test_ranks_load_what_all_of_them_have() -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     path = f"{tmp_path}/pages"
-    command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
-    process = subprocess.Popen([*command, "--memory", "4MiB"], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield path
-    process.terminate()
-    process.wait()
-    process.stdout.close()
+    command = ["-m", "torch_kvswap", "serve", "--socket", path, "--memory", "4MiB"]
+    with Process(command, "serving"):
+        yield path
 
 
 def test_engines_find_the_pages_of_a_server(server: str) -> None:

@@ -7,9 +7,10 @@ import functools
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +60,42 @@ def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
     """Runs a script in another process, with the module search path of this one, and returns what it
     printed. The script can also import the modules of `folder`."""
     return _fork_server().run(textwrap.dedent(script), os.environ, arguments, folder)
+
+
+class Process:
+    """A program in a process of its own, killed at the end. It has printed `line` when it is made."""
+
+    def __init__(self, arguments: Sequence[str], line: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        try:
+            printed = self._process.stdout.readline().decode()
+            assert printed.startswith(line), printed
+        except BaseException:
+            self.kill()
+            raise
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        return self._process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 def free_port() -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 from below_engine import BLOCK_BYTES, Engine, bytes_of, key_of
 from patience import PATIENCE, in_time
+from processes import Process
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockStats, client
@@ -38,42 +36,6 @@ def serving(path: str, pages: int = 32, **options: Any) -> Iterator[PageServer]:
         server.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()
-
-
-class Process:
-    """A program in a process of its own, killed at the end. It has printed `line` when it is made."""
-
-    def __init__(self, arguments: Sequence[str], line: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        try:
-            printed = self._process.stdout.readline().decode()
-            assert printed.startswith(line), printed
-        except BaseException:
-            self.kill()
-            raise
-
-    def send(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def wait(self) -> int:
-        return self._process.wait(PATIENCE)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
 
 def server_process(path: str, pages: int = 32, *options: str) -> Process:

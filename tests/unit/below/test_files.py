@@ -6,15 +6,12 @@ import errno
 import mmap
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from logged import logged
-from processes import in_child
+from processes import Process, in_child
 from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages
 
 from torch_kvswap.below import FileStore
@@ -180,29 +177,13 @@ files.os.pwritev = stay
 import mmap
 files.FileStore(sys.argv[1]).put(["key"], [memoryview(mmap.mmap(-1, 4096))])
 """
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for _ in range(2)
-    ]
-    try:
-        for writer in writers:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"writing\n"
+    one = Process(["-c", program, str(tmp_path)], "writing")
+    with one, Process(["-c", program, str(tmp_path)], "writing"):
         unfinished = tmp_path / ".unfinished"
         assert len(list(unfinished.iterdir())) == 2
-        writers[0].send_signal(signal.SIGKILL)
-        writers[0].wait()
+        one.kill()
         FileStore(str(tmp_path))
         assert len(list(unfinished.iterdir())) == 1
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.communicate()
     FileStore(str(tmp_path))
     assert not list((tmp_path / ".unfinished").iterdir())
     assert not (tmp_path / "key").exists()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from below_engine import Engine
 from mooncake_cluster import cluster
-from processes import in_child, run_script
+from processes import Process, in_child, run_script
 from valkey_server import server
 
 __all__ = ["cluster", "server"]
@@ -58,18 +55,7 @@ engine = Engine(f"file:{sys.argv[1]}", below_bytes=8192)
 engine.compute("abcdefgh")
 sys.stdin.read()
 """
-    writer = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), str(at)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"stopped\n"
-    finally:
-        writer.kill()
-        writer.communicate()
+    Process(["-c", program, str(tmp_path), str(at)], "stopped").kill()
     with Engine(f"file:{tmp_path}") as engine:
         assert engine.load(PROMPT) == (at - 1) // 2  # a page is two files
         engine.compute(PROMPT)
