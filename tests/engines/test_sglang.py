@@ -109,7 +109,7 @@ def test_layers_land_one_by_one(engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_a_model_that_waits_for_no_layer_reads_old_bytes(engine: Engine) -> None:
+def test_a_model_without_waits_reads_old_bytes(engine: Engine) -> None:
     """The control of all tests in which copies are late."""
     engine.serve(PROMPT)
     engine.forget_gpu()
@@ -150,7 +150,7 @@ def test_pages_that_go_before_the_load_abort_it(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("call", ["load", "store"])
-def test_a_copy_that_cannot_be_submitted_ends_no_engine(call: str, engine: Engine) -> None:
+def test_a_refused_copy_ends_no_engine(call: str, engine: Engine) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
@@ -168,7 +168,7 @@ def test_a_copy_that_cannot_be_submitted_ends_no_engine(call: str, engine: Engin
     assert engine.serve([*range(9)]) == (0, True)  # it was not published
 
 
-def test_a_prompt_larger_than_the_host_is_not_published(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_beyond_the_host_is_not_published(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(mha_pool(), host_bytes=3 * 1536)
     for _ in range(2):
         engine.serve(PROMPT)

@@ -139,7 +139,7 @@ def test_a_load_waits_for_both_streams(driver: Driver, stream: int, waits: bool)
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
 @simulated
-def test_a_layer_waits_on_the_stream_and_not_on_the_host(driver: Driver, waits: bool) -> None:
+def test_a_layer_waits_on_the_stream_only(driver: Driver, waits: bool) -> None:
     kvcache = random_pool()
     with linker(driver, kvcache) as one:
         assert one.offload(transfers(PAGES[0]))

@@ -45,7 +45,7 @@ def make(rank: int, world: int, engine: str, timeout: float = PATIENCE) -> HostP
     return replicated_pool(layout(), 6, 2, Replicas(rank, world, engine), timeout)
 
 
-def test_a_worker_loads_what_another_one_has_stored_with_checksums_and_notices_damage(engine):
+def test_workers_share_checksums_and_notice_damage(engine):
     gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([one]) for one in gpu]
 
@@ -199,7 +199,7 @@ def test_a_caller_of_another_user_is_sent_nothing(listener, caller, monkeypatch)
     assert caller.recv(1) == b""
 
 
-def test_a_worker_that_closes_its_end_once_it_has_the_handle_is_counted(listener, caller):
+def test_a_worker_that_closes_early_is_counted(listener, caller):
     handle = mock.Mock()
     handle.send.side_effect = lambda connection: caller.close()
     worker_pools.send_to_next(listener, handle, deadline=time.monotonic())

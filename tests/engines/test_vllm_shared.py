@@ -112,7 +112,7 @@ def test_an_engine_finds_what_another_has_stored(folder, path, is_async, ranks, 
 
 
 @pytest.mark.parametrize(("ranks", "pages"), [({}, 12), (TWO, 12), ({}, 32)])
-def test_tokens_are_right_while_two_engines_evict_each_others_pages(folder, path, ranks, pages):
+def test_tokens_are_right_while_engines_evict_each_other(folder, path, ranks, pages):
     """Steps of both take turns. Requests are aborted, and the GPU forgets."""
     chance = random.Random(pages)
     documents = [prompt(100 + n, 120) for n in range(12)]
@@ -171,7 +171,7 @@ def test_what_one_rank_has_not_stored_nobody_finds(folder, rank):
         assert in_time(lambda: stats(server).stored == CHUNKS)
 
 
-def test_a_rank_that_has_lost_its_connection_stores_its_part(folder):
+def test_a_rank_without_connection_stores_its_part(folder):
     with two_of_two(folder) as (server, a, b):
         sessions = server._sessions.values()
         (one,) = [of for of in sessions if (of.engine, of.worker, of.workers) == ("a", 1, 0)]
@@ -202,7 +202,7 @@ def serve_late(engine: Serving) -> Callable[[], None]:
     return begin
 
 
-def test_a_chunk_is_not_found_before_all_ranks_have_stored_it(folder):
+def test_a_chunk_is_found_once_all_ranks_stored(folder):
     with two_of_two(folder) as (server, a, b):
         begin = serve_late(a)
         b.serve(PROMPTS)
@@ -214,7 +214,7 @@ def test_a_chunk_is_not_found_before_all_ranks_have_stored_it(folder):
         assert in_time(lambda: nothing_is_held(server))
 
 
-def test_a_chunk_that_one_rank_has_stored_has_wrong_bytes(folder):
+def test_control_a_partly_stored_chunk_is_wrong(folder):
     """The control of the test above: jobs end with the first rank."""
     with two_of_two(folder) as (server, a, b):
         jobs = a.scheduler.connector.connector_scheduler
@@ -244,9 +244,7 @@ def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> 
 
 @pytest.mark.parametrize("ranks", [{}, TWO])
 @pytest.mark.parametrize("moment", ["lookup", "load", "store"])
-def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next(
-    folder, path, ranks, moment
-):
+def test_an_engine_outlives_a_killed_server(folder, path, ranks, moment):
     with (
         server_process(path, 128) as server,
         engine(folder, "a", **ranks) as a,
@@ -277,7 +275,7 @@ def test_an_engine_goes_on_without_a_killed_server_and_begins_anew_with_the_next
             assert loaded(b) >= CHUNKS
 
 
-def test_a_load_reads_the_next_servers_pages_if_its_worker_does_not_wait(folder, path, monkeypatch):
+def test_control_a_load_reads_the_next_servers_pages(folder, path, monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr(WorkerSession, "_await_jobs", lambda self, connection: None)
     with server_process(path, 128) as server, engine(folder, "b") as b:
@@ -309,7 +307,7 @@ def may_pin(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return may
 
 
-def test_an_engine_uses_the_next_server_when_all_ranks_have_its_memory(folder, path, monkeypatch):
+def test_all_ranks_join_before_a_server_is_used(folder, path, monkeypatch):
     may = may_pin(monkeypatch)
     with server_process(path, 128) as server, engine(folder, "b", **TWO) as b:
         may.clear()
@@ -328,9 +326,7 @@ def test_an_engine_uses_the_next_server_when_all_ranks_have_its_memory(folder, p
             assert loaded(b) == CHUNKS
 
 
-def test_a_rank_gets_pages_that_it_does_not_have_if_its_scheduler_does_not_wait_for_it(
-    folder, path, monkeypatch
-):
+def test_control_a_rank_gets_pages_without_memory(folder, path, monkeypatch):
     """The control of the test above."""
     may = may_pin(monkeypatch)
     with server_process(path, 128) as server, engine(folder, "b", **TWO) as b:
@@ -345,7 +341,7 @@ def test_a_rank_gets_pages_that_it_does_not_have_if_its_scheduler_does_not_wait_
 
 
 @SCHEDULERS
-def test_other_requests_go_on_while_a_server_does_not_answer(folder, path, is_async):
+def test_a_silent_server_stops_no_other_request(folder, path, is_async):
     """The server is stopped, and calls would wait for it much longer than this test."""
     assert client.DEADLINE == PATIENCE
     one, other = prompt(1, 40), prompt(2, 40)
@@ -381,7 +377,7 @@ def test_a_server_that_hangs_is_given_up(folder, path, monkeypatch, caplog):
         assert loaded(a) >= CHUNKS
 
 
-def test_an_engine_starts_without_a_server_and_uses_one_that_comes(folder, path, caplog):
+def test_an_engine_uses_a_server_that_comes_later(folder, path, caplog):
     with engine(folder, "a") as a:
         assert f"no server answers at {path}" in caplog.text
         a.serve(PROMPTS)
@@ -396,7 +392,7 @@ def test_an_engine_starts_without_a_server_and_uses_one_that_comes(folder, path,
 
 
 @SCHEDULERS
-def test_a_reset_forgets_the_blocks_of_all_engines_and_loses_no_page(folder, path, is_async):
+def test_a_reset_forgets_all_blocks_and_loses_none(folder, path, is_async):
     how = {"is_async": is_async}
     with page_server(path, 128) as server:
         with engine(folder, "a", **how) as a, engine(folder, "b", **how) as b:
@@ -425,7 +421,7 @@ def test_a_reset_forgets_the_blocks_of_all_engines_and_loses_no_page(folder, pat
         assert in_time(lambda: nothing_is_held(server))
 
 
-def test_what_was_found_before_a_reset_by_another_engine_is_no_hit(folder, path):
+def test_another_engines_reset_turns_hits_into_misses(folder, path):
     with page_server(path, 64):
         of = caches([[(0, 4096)]], [4096], "cpu")
         a, b = (ServedRanks(name, path, of, block_bytes=4096) for name in "ab")
@@ -457,7 +453,7 @@ def test_requests_that_another_engines_reset_overtakes_store_nothing(folder, pat
         b.shutdown()
 
 
-def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path):
+def test_pages_are_lent_before_a_miss_is_told(folder, path):
     with page_server(path, 64) as server:
         a = ServedRanks("a", path, caches([[(0, 4096)]], [4096], "cpu"), block_bytes=4096)
         hold, lent = server._handlers[Op.ASK], []
@@ -473,7 +469,7 @@ def test_an_engine_has_pages_when_it_hears_what_there_is_to_compute(folder, path
 
 
 @SCHEDULERS
-def test_an_engine_without_requests_has_no_page_and_stores_the_next_prompts(folder, path, is_async):
+def test_an_idle_engine_has_no_page(folder, path, is_async):
     with page_server(path, 512) as server, engine(folder, "a", is_async=is_async) as a:
         for turn in range(1, 4):
             a.serve({f"{turn} {name}": [turn, *one] for name, one in PROMPTS.items()})
@@ -499,7 +495,7 @@ def test_chunks_that_others_have_evicted_are_stored_again(folder, path):
         assert loaded(b) > 0
 
 
-def test_a_damaged_page_is_computed_again_and_forgotten_for_all(folder, path):
+def test_a_damaged_page_is_forgotten_for_all(folder, path):
     how = {"extra": {"verify": "load"}}
     with (
         page_server(path, 128) as server,
@@ -521,7 +517,7 @@ def test_a_damaged_page_is_computed_again_and_forgotten_for_all(folder, path):
 
 
 @pytest.mark.parametrize("below_policy", ["all", "reused"])
-def test_what_the_server_has_evicted_comes_from_the_store_below(folder, path, below_policy):
+def test_what_was_evicted_comes_from_below(folder, path, below_policy):
     pytest.importorskip("xxhash")
     below = {"below": f"file:{folder}/below", "below_policy": below_policy}
     with page_server(path, 8, **below) as server, engine(folder, "a") as a:
@@ -599,7 +595,7 @@ class ServedRanks(Ranks):
 @pytest.mark.parametrize("verify", ["off", "load"])
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
 @pytest.mark.parametrize("wide", [[(2,)], [(), (2,)]], ids=["one rank", "two ranks"])
-def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, wide, encoding, verify):
+def test_a_page_needs_the_blocks_of_all_ranks(folder, path, wide, encoding, verify):
     """And is not, if one of them did not fit, or was damaged."""
     how: dict[str, Any] = {"block_bytes": 4096, "encoding": encoding, "verify": verify}
     named, fits = keys(1, 2, 3), encoding == "raw"
@@ -622,7 +618,7 @@ def test_a_page_is_found_with_the_blocks_of_all_ranks(folder, path, wide, encodi
         b.shutdown()
 
 
-def test_ranks_with_equal_caches_share_one_copy_also_with_an_engine_of_one_rank(folder, path):
+def test_ranks_with_equal_caches_share_one_copy(folder, path):
     how: dict[str, Any] = {"block_bytes": 4096}
     with page_server(path, 64):
         a = ServedRanks("a", path, bf16_cache(0), bf16_cache(0), replicated=True, **how)
@@ -638,7 +634,7 @@ def test_ranks_with_equal_caches_share_one_copy_also_with_an_engine_of_one_rank(
 
 
 @pytest.mark.parametrize("verify", ["off", "load"])
-def test_pages_of_two_ranks_come_back_from_the_store_below(folder, path, verify):
+def test_pages_of_two_ranks_come_from_below(folder, path, verify):
     pytest.importorskip("xxhash")
     below: dict[str, Any] = {"below": f"file:{folder}/below", "below_policy": "all"}
     how: dict[str, Any] = {"block_bytes": 4096, "verify": verify}

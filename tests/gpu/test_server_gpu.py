@@ -52,7 +52,7 @@ def test_two_processes_share_pages() -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "forked", "control"])
-def test_copies_of_a_killed_engine_have_ended_when_its_pages_are_free(
+def test_a_killed_engines_copies_end_before_its_pages(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the quarantine. As a control the server trusts the pidfd of a process that has forked."""

@@ -44,14 +44,14 @@ def test_an_example_runs(example: Path, device: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
-def test_as_a_control_a_long_prompt_differs_without_waits(encoding: str, tmp_path: Path) -> None:
+def test_control_a_long_prompt_differs_without_waits(encoding: str, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "long_prompt.py")
     options = "--device", "cpu", "--encoding", encoding, "--control"
     assert run_late(tmp_path, example, *options).stderr == "the outputs differ\n"
 
 
 @pytest.mark.slow
-def test_blocks_of_a_long_prompt_that_do_not_fit_are_kept() -> None:
+def test_long_prompts_keep_blocks_that_overflow() -> None:
     names = runpy.run_path(str(ROOT / "examples" / "long_prompt.py"))
     torch.manual_seed(0)
     model = names["Model"](layers=4, heads=4, kv_heads=2, size=32, device="cpu")

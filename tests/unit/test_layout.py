@@ -18,7 +18,7 @@ def block_bytes_of(layout: PagedLayout, slab: int, block: int) -> int:
     return int(layout.bases[slab] + block * layout.strides[slab])
 
 
-def test_k_and_v_split_makes_two_slabs_of_a_tensor() -> None:
+def test_k_and_v_split_makes_two_slabs() -> None:
     cache = torch.zeros(2, 5, 4, 3, dtype=torch.bfloat16)
     layout = PagedLayout([cache, cache.clone()], block_dim=1)
     assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (4, 5, 4 * 24)
@@ -28,7 +28,7 @@ def test_k_and_v_split_makes_two_slabs_of_a_tensor() -> None:
             assert block_bytes_of(layout, slab, block) == cache[slab, block].data_ptr()
 
 
-def test_two_blocks_or_keys_and_values_must_be_said() -> None:
+def test_a_dimension_of_two_must_be_named() -> None:
     cache = torch.zeros(2, 9, 4, 3)
     assert_expected_inline(
         error_text(PagedLayout, [cache]),
@@ -41,7 +41,7 @@ or 2 blocks; pass block_dim=1 or block_dim=0""",
     assert PagedLayout([torch.zeros(2, 576)]).num_blocks == 2  # rows
 
 
-def test_blocks_first_makes_one_slab_of_a_tensor_whatever_follows() -> None:
+def test_blocks_first_makes_one_slab() -> None:
     cache = torch.zeros(5, 2, 4, 3, dtype=torch.float32)
     layout = PagedLayout([cache])
     assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (1, 5, 96)
@@ -57,7 +57,7 @@ def test_every_slab_knows_its_tensor() -> None:
         assert begin <= base < begin + tensors[tensor].nbytes
 
 
-def test_tensors_of_different_widths_and_dtypes_share_a_layout() -> None:
+def test_different_tensors_share_a_layout() -> None:
     tensors = [
         torch.zeros(6, 656, dtype=torch.uint8),
         torch.zeros(6, 16, 64, dtype=torch.float8_e4m3fn),
@@ -71,7 +71,7 @@ def test_tensors_of_different_widths_and_dtypes_share_a_layout() -> None:
     assert layout.device == torch.device("cpu")
 
 
-def test_blocks_may_lie_apart_and_start_anywhere_in_a_storage() -> None:
+def test_blocks_may_lie_apart_anywhere() -> None:
     storage = torch.zeros(1000, dtype=torch.int16)
     cache = storage[7:].as_strided((9, 4, 8), (100, 8, 1), storage_offset=7)
     layout = PagedLayout([cache])
@@ -79,7 +79,7 @@ def test_blocks_may_lie_apart_and_start_anywhere_in_a_storage() -> None:
     assert layout.bases.tolist() == [storage.data_ptr() + 14]
 
 
-def test_a_block_may_be_dense_in_another_order_of_dimensions() -> None:
+def test_a_block_may_be_dense_in_any_order() -> None:
     cache = torch.zeros(5, 2, 16, 4).permute(0, 2, 1, 3)  # heads before tokens in memory
     layout = PagedLayout([cache])
     assert layout.sizes.tolist() == [2 * 16 * 4 * 4]
@@ -151,7 +151,7 @@ blocks that overlap: they are 4 elements apart, but 8 long; copy it to memory of
 
 
 @pytest.mark.parametrize("left", [0, 16, 47])
-def test_a_tensor_whose_storage_was_freed_or_shrank_is_refused(left: int) -> None:
+def test_a_freed_or_smaller_storage_is_refused(left: int) -> None:
     tensor = torch.zeros(3, 4)
     tensor.untyped_storage().resize_(left)
 
@@ -203,7 +203,7 @@ def test_tensors_side_by_side_share_no_byte(tensors: Callable[[Tensor], list[Ten
     assert len(PagedLayout(tensors(torch.zeros(16, 8))).bases) == len(tensors(torch.zeros(16, 8)))
 
 
-def test_whether_slabs_share_bytes_is_what_their_bytes_say() -> None:
+def test_slabs_share_bytes_as_their_bytes_say() -> None:
     """Against every byte, for random rows of one storage. Rows at other distances than their
     neighbours' may be refused without need, and never accepted when they meet."""
     random = Random(0)
@@ -229,7 +229,7 @@ def test_whether_slabs_share_bytes_is_what_their_bytes_say() -> None:
     assert 40 < accepted < 360
 
 
-def test_the_type_of_the_values_is_that_of_the_tensors_if_they_have_one() -> None:
+def test_values_have_the_type_of_their_tensors() -> None:
     halves = [torch.zeros(4, 8, dtype=torch.float16) for _ in range(2)]
     assert PagedLayout(halves).dtype == torch.float16
     assert PagedLayout([*halves, torch.zeros(4, 8)]).dtype is None
@@ -240,7 +240,7 @@ def test_bytes_have_the_type_that_the_caller_names() -> None:
     assert PagedLayout(tensors, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_type_that_the_values_cannot_have_is_refused() -> None:
+def test_an_impossible_value_type_is_refused() -> None:
     assert_expected_inline(
         error_text(PagedLayout, [torch.zeros(4, 8)], dtype=torch.bfloat16),
         """\
@@ -317,7 +317,7 @@ def test_names_and_their_order_are_described() -> None:
 
 
 @pytest.mark.parametrize("names", [("k: ", "k: "), ("k: ", ""), ("", "k: ")])
-def test_descriptions_that_do_not_name_each_tensor_are_refused(names: tuple[str, str]) -> None:
+def test_descriptions_must_name_each_tensor(names: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="do not name 2 tensors"):
         layout_like([f"{name}uint8 [blocks, 8]" for name in names])
 

@@ -276,7 +276,7 @@ def test_a_new_folder_is_private(store: FileStore) -> None:
     assert modes == {0o700}
 
 
-def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"below is no folder and cannot be made one: .*/file"):
         FileStore(str(tmp_path / "file"))

@@ -98,7 +98,7 @@ def test_an_engine_loads_what_another_one_has_computed(
         assert two.stats.written == 0, "it is below already"
 
 
-def test_two_engines_may_write_the_same_pages_at_once(tmp_path: Path) -> None:
+def test_two_engines_may_write_the_same_pages(tmp_path: Path) -> None:
     with Engine(f"file:{tmp_path}") as one, Engine(f"file:{tmp_path}") as two:
         for engine in (one, two):
             engine.compute(PROMPT)
@@ -109,9 +109,7 @@ def test_two_engines_may_write_the_same_pages_at_once(tmp_path: Path) -> None:
     assert len([file for file in tmp_path.iterdir() if file.is_file()]) == 2 * len(PROMPT)
 
 
-def test_a_lookup_asks_once_and_tells_it_until_a_poll_has_the_answer(
-    store: MemoryStore, reader: Engine
-) -> None:
+def test_a_lookup_asks_once_until_a_poll(store: MemoryStore, reader: Engine) -> None:
     store.held = {"exists"}
     keys = list(map(key_of, PROMPT))
     for again in (False, True):
@@ -131,7 +129,7 @@ def test_a_lookup_asks_once_and_tells_it_until_a_poll_has_the_answer(
 
 
 @pytest.mark.parametrize("call", ["lookup", "submit", "a control that gives it away"])
-def test_a_lookup_keeps_the_gil_also_when_it_wakes_a_thread(call: str, store: MemoryStore) -> None:
+def test_waking_a_thread_keeps_the_gil(call: str, store: MemoryStore) -> None:
     """Beside threads that compute in Python, getting it back takes 5 ms."""
     interval, fd, others = sys.getswitchinterval(), os.eventfd(0), []
 
@@ -165,9 +163,7 @@ def test_a_lookup_keeps_the_gil_also_when_it_wakes_a_thread(call: str, store: Me
         os.close(fd)
 
 
-def test_only_the_part_of_a_prompt_that_is_there_is_read(
-    store: MemoryStore, reader: Engine
-) -> None:
+def test_only_what_is_there_is_read(store: MemoryStore, reader: Engine) -> None:
     del store.objects[trailer_of(store, PROMPT[5])]
     assert reader.load(PROMPT) == 5
     assert reader.stats.promoted == 5
@@ -175,7 +171,7 @@ def test_only_the_part_of_a_prompt_that_is_there_is_read(
     assert reader.load(PROMPT) == len(PROMPT)
 
 
-def test_what_is_not_there_is_not_asked_for_again_at_once(
+def test_what_is_missing_is_asked_for_once(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(store) as engine:
@@ -190,7 +186,7 @@ def test_what_is_not_there_is_not_asked_for_again_at_once(
         assert store.calls == ["exists", "exists"]
 
 
-def test_a_page_that_was_read_stays_until_it_is_loaded_or_its_lease_ends(
+def test_a_page_stays_until_loaded_or_leased_out(
     reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = reader.prefixes.manager
@@ -208,7 +204,7 @@ def test_a_page_that_was_read_stays_until_it_is_loaded_or_its_lease_ends(
     assert manager.stats().idle_pages == 8
 
 
-def test_a_hybrid_model_reads_of_each_group_what_the_prefix_needs(tmp_path: Path) -> None:
+def test_each_group_reads_what_the_prefix_needs(tmp_path: Path) -> None:
     sizes = (4096, 8192)
 
     def engine() -> tuple[list[torch.Tensor], PrefixCache]:
@@ -307,7 +303,7 @@ def stored_in(engine: Engine, page: int, name: object) -> bool:
     return torch.equal(engine.pool.read_block(page), bytes_of(key_of(name)))
 
 
-def test_a_trailer_has_room_for_the_checksums_of_large_blocks(tmp_path: Path) -> None:
+def test_a_trailer_has_room_for_many_checksums(tmp_path: Path) -> None:
     slabs = [torch.zeros(4, 5 << 20, dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([slab]) for slab in slabs]
     slabs[0].random_(256)
@@ -347,7 +343,7 @@ def test_a_server_below_may_come_and_go(server: ValkeyServer) -> None:
 # What is written
 
 
-def test_only_pages_that_were_used_are_written_unless_all_are(store: MemoryStore) -> None:
+def test_only_reused_pages_are_written_unless_all_are(store: MemoryStore) -> None:
     with Engine(store, policy="reused") as engine:
         engine.compute(PROMPT)
         engine.load(PROMPT[:3])
@@ -370,7 +366,7 @@ def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
         engine.until(lambda: engine.stats.written == len(PROMPT))
 
 
-def test_a_page_that_is_being_written_is_not_given_to_another_block(store: MemoryStore) -> None:
+def test_a_page_being_written_is_not_given_away(store: MemoryStore) -> None:
     store.held = {"put"}
     with Engine(store, pages=8) as engine:
         engine.compute(PROMPT)
@@ -387,7 +383,7 @@ def test_a_page_that_is_being_written_is_not_given_to_another_block(store: Memor
         assert torch.equal(page[:BLOCK_BYTES], bytes_of(key_of(name)))
 
 
-def test_a_page_that_the_store_has_is_not_written_again(store: MemoryStore, reader: Engine) -> None:
+def test_a_page_in_the_store_is_written_once(store: MemoryStore, reader: Engine) -> None:
     reader.compute(PROMPT)
     reader.until(lambda: reader.stats.written == len(PROMPT))
     assert "put" not in store.calls
@@ -437,7 +433,7 @@ def replace(store: MemoryStore, *names_of: NameOf) -> None:
         (lambda store: replace(store, data_of, trailer_of), "its key is "),
     ],
 )
-def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(
+def test_a_damaged_page_is_deleted_and_written_anew(
     damage: Any, problem: str, store: MemoryStore, reader: Engine
 ) -> None:
     damage(store)
@@ -455,9 +451,7 @@ def test_a_page_with_other_bytes_is_refused_told_once_deleted_and_written_anew(
 @pytest.mark.parametrize(
     "damage", ["truncated", "without bytes", "longer", "trailer truncated", "lying"]
 )
-def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
-    damage: str, store: MemoryStore, reader: Engine
-) -> None:
+def test_a_missing_page_is_written_anew(damage: str, store: MemoryStore, reader: Engine) -> None:
     name = data_of(store, "d")
     if damage == "truncated":
         store.objects[name] = store.objects[name][:4096]
@@ -481,7 +475,7 @@ def test_a_page_whose_bytes_do_not_come_is_not_there_and_is_written_anew(
         assert third.load(PROMPT) == len(PROMPT)
 
 
-def test_a_page_of_an_answer_that_is_late_and_incomplete_is_not_deleted(
+def test_a_late_incomplete_answer_deletes_no_page(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a server that hangs in the middle."""
@@ -513,7 +507,7 @@ def test_another_model_or_rank_finds_nothing(
 
 
 @pytest.mark.parametrize("operation", ["exists", "get"])
-def test_a_read_that_fails_is_told_counted_and_pauses(
+def test_a_failed_read_is_told_and_pauses(
     operation: str, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "FIRST_PAUSE", 1000.0)
@@ -551,7 +545,7 @@ def test_a_dead_server_is_named_without_its_password() -> None:
     assert "secret" not in message
 
 
-def test_pauses_grow_are_told_once_and_end_when_the_store_works(
+def test_pauses_grow_and_are_told_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, seconds = [0.0], []
@@ -579,7 +573,7 @@ def test_pauses_grow_are_told_once_and_end_when_the_store_works(
 
 
 @pytest.mark.parametrize("operation", ["exists", "get"])
-def test_a_store_that_hangs_has_nothing_and_its_pages_wait_for_its_answer(
+def test_a_hung_read_keeps_its_pages(
     operation: str, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch)
@@ -609,9 +603,7 @@ def test_a_store_that_hangs_has_nothing_and_its_pages_wait_for_its_answer(
     reader.until(lambda: reader.stats.hung == 0)
 
 
-def test_a_write_that_hangs_keeps_its_pages_and_the_others_are_lost(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_write_keeps_its_pages(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.held = {"put"}
     with Engine(store, pages=16) as engine:
         with logged() as messages:
@@ -644,7 +636,7 @@ def test_nothing_is_written_during_a_pause(
         assert engine.stats.failed <= 4, "an eighth of the pages, which were on their way before"
 
 
-def test_an_ask_that_waits_for_others_is_not_late_while_the_store_answers(
+def test_an_ask_behind_answers_is_not_late(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(MemoryStore(store.objects)) as writer:
@@ -680,7 +672,7 @@ def test_a_late_call_ends_its_own_lookup_only(
     store.release()
 
 
-def test_lookups_do_not_wait_for_threads_that_all_hang(
+def test_lookups_wait_for_no_hung_threads(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch)
@@ -699,7 +691,7 @@ def test_lookups_do_not_wait_for_threads_that_all_hang(
         assert engine.prefixes.lookup([key_of("a")]).asking == 1
 
 
-def test_after_a_hang_one_lookup_tries_and_the_others_do_not_wait(
+def test_after_a_hang_one_lookup_tries(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)
@@ -728,7 +720,7 @@ def test_dropping_closes_the_store(store: MemoryStore) -> None:
     assert in_time(lambda: store.is_closed)
 
 
-def test_a_store_that_does_not_close_keeps_the_pages_that_it_may_write(
+def test_an_unclosed_store_keeps_pages_it_may_write(
     store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch)
@@ -748,7 +740,7 @@ def test_a_store_that_does_not_close_keeps_the_pages_that_it_may_write(
     assert in_time(lambda: store.is_closed)
 
 
-def test_a_pool_can_be_used_again_when_its_store_has_been_closed(reader: Engine) -> None:
+def test_a_pool_outlives_its_closed_store(reader: Engine) -> None:
     assert reader.load(PROMPT) == len(PROMPT)
     reader.prefixes.close()
     PrefixCache(PagedLayout([reader.tensor]), reader.pool).close()

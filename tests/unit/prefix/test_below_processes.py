@@ -35,7 +35,7 @@ def test_a_process_loads_what_another_one_has_computed(
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
-def test_what_a_killed_process_has_not_finished_is_not_there(at: int, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_unfinished_page(at: int, tmp_path: Path) -> None:
     """It is killed while it writes the file with this number, with the pages held."""
     program = """
 import sys
@@ -82,7 +82,7 @@ def test_a_process_ends_while_a_store_hangs() -> None:
     assert run_script(program) == "ends\n"
 
 
-def test_a_forked_child_leaves_the_store_to_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
     with Engine(f"file:{tmp_path}") as engine:
         engine.share(PROMPT)
 

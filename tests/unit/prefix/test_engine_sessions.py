@@ -132,7 +132,7 @@ def test_held_pages_are_not_evicted(path: str) -> None:
         assert b.indices("abcd") == []
 
 
-def test_a_key_that_two_engines_have_stored_keeps_one_page(path: str) -> None:
+def test_a_key_stored_twice_keeps_one_page(path: str) -> None:
     with serving(path) as server:
         with split(path, "a") as a, split(path, "b") as b:
             pages, others = a.take(2), b.take(2)
@@ -144,7 +144,7 @@ def test_a_key_that_two_engines_have_stored_keeps_one_page(path: str) -> None:
         assert in_time(lambda: (stats(server).idle_pages, stats(server).free_pages) == (3, 29))
 
 
-def test_pages_that_were_not_filled_are_used_again_and_no_key_is_on_them(path: str) -> None:
+def test_unfilled_pages_are_used_again_without_keys(path: str) -> None:
     with serving(path), split(path, "a") as a:
         pages = a.take(3)
         a.end(pages, ["x", None, "z"])
@@ -152,7 +152,7 @@ def test_pages_that_were_not_filled_are_used_again_and_no_key_is_on_them(path: s
         assert set(pages).intersection(a.take(8)) == {pages[1]}
 
 
-def test_a_failed_load_makes_its_pages_unknown_to_all(path: str) -> None:
+def test_a_failed_load_makes_its_pages_unknown(path: str) -> None:
     with serving(path), split(path, "a") as a, split(path, "b") as b:
         pages = a.store("abc")
         held = [b.find("abc")]
@@ -162,7 +162,7 @@ def test_a_failed_load_makes_its_pages_unknown_to_all(path: str) -> None:
         assert a.indices("abc") == [0, 2]
 
 
-def test_after_a_reset_nothing_is_found_that_was_reserved_before(path: str) -> None:
+def test_a_reset_forgets_what_was_reserved(path: str) -> None:
     with serving(path, 128) as server:
         with split(path, "a") as a, split(path, "b") as b:
             a.store("abc")
@@ -195,7 +195,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("last", [1, 2], ids=["worker", "scheduler"])
-def test_the_pages_of_a_killed_engine_come_back_when_all_its_processes_have_ended(
+def test_pages_come_back_when_all_processes_ended(
     path: str, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copies are those of the workers, and what they copy the scheduler has reserved."""
@@ -221,7 +221,7 @@ def test_the_pages_of_a_killed_engine_come_back_when_all_its_processes_have_ende
         assert stats(server).filling_pages == before.filling_pages
 
 
-def test_a_scheduler_that_leaves_gives_its_pages_to_its_worker(path: str) -> None:
+def test_a_leaving_scheduler_leaves_its_worker_pages(path: str) -> None:
     """At a shutdown the worker may still copy."""
     with serving(path) as server, split(path, "a") as a:
         a.store("ab")
@@ -236,7 +236,7 @@ def test_a_scheduler_that_leaves_gives_its_pages_to_its_worker(path: str) -> Non
 
 
 @pytest.mark.parametrize("lost", [["scheduler"], ["worker"], ["scheduler", "worker"]])
-def test_an_engine_that_is_closed_without_its_connections_keeps_no_page(
+def test_an_engine_closed_without_connections_keeps_nothing(
     path: str, monkeypatch: pytest.MonkeyPatch, lost: list[str]
 ) -> None:
     monkeypatch.setattr(client, "FIRST_PAUSE", PATIENCE)  # before it comes again
@@ -256,7 +256,7 @@ def test_an_engine_that_is_closed_without_its_connections_keeps_no_page(
         assert in_time(lambda: not server._sessions)
 
 
-def test_a_worker_keeps_the_old_memory_until_its_scheduler_has_come(path: str) -> None:
+def test_a_worker_keeps_memory_until_its_scheduler_comes(path: str) -> None:
     with server_process(path) as server:
         worker = worker_of(path, "a")
         scheduler = Scheduler(path, "a")
@@ -277,7 +277,7 @@ def test_a_worker_keeps_the_old_memory_until_its_scheduler_has_come(path: str) -
             worker.close()
 
 
-def test_a_scheduler_comes_to_the_next_server_when_all_workers_have_its_memory(path: str) -> None:
+def test_a_scheduler_joins_behind_all_its_workers(path: str) -> None:
     class Slow(RemotePools):
         may_pin = threading.Event()
 
@@ -310,7 +310,7 @@ def test_a_scheduler_comes_to_the_next_server_when_all_workers_have_its_memory(p
                 one.close()
 
 
-def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:
+def test_waiting_sessions_can_be_closed(path: str) -> None:
     with server_process(path) as server:
         worker = worker_of(path, "a")
         scheduler = Scheduler(path, "a")
@@ -328,7 +328,7 @@ def test_sessions_that_wait_for_each_other_can_be_closed(path: str) -> None:
             assert in_time(lambda: not fresh._sessions)
 
 
-def test_pages_that_steps_do_not_need_any_more_come_back(path: str) -> None:
+def test_pages_that_no_step_needs_come_back(path: str) -> None:
     """Also if other pages of the same loan were used."""
     with serving(path, 4096) as server, split(path, "a") as a:
         pages = a.take(1000)
@@ -351,7 +351,7 @@ def test_the_pages_of_an_idle_engine_serve_another(path: str) -> None:
         b.until(lambda: b.end_step() or stats(server).filling_pages == 16)
 
 
-def test_engines_that_have_pages_leave_some_to_the_others(path: str) -> None:
+def test_engines_leave_pages_to_the_others(path: str) -> None:
     with serving(path, 64) as server, contextlib.ExitStack() as stack:
         for name in range(6):
             one = stack.enter_context(split(path, str(name)))
@@ -361,12 +361,12 @@ def test_engines_that_have_pages_leave_some_to_the_others(path: str) -> None:
         assert len(stack.enter_context(split(path, "a")).take(2)) == 2
 
 
-def test_a_store_takes_what_there_is_if_the_server_gives_no_more(path: str) -> None:
+def test_a_store_takes_what_there_is(path: str) -> None:
     with serving(path, 64), split(path, "a") as a:
         assert len(a.take(40)) == 16
 
 
-def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
+def test_filled_pages_are_no_part_of_a_share(path: str) -> None:
     with serving(path, 64) as server, split(path, "a") as a:
         a.store(range(10))
         a.until(lambda: stats(server).stored == 10)
@@ -375,7 +375,7 @@ def test_pages_that_have_their_blocks_are_no_part_of_a_share(path: str) -> None:
         assert len(a.take(16)) == 16
 
 
-def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) -> None:
+def test_a_step_gets_few_pages_more(path: str) -> None:
     with serving(path, 1024), split(path, "a") as a:
         for turn in range(4):
             count = 64 + 3 * turn
@@ -383,7 +383,7 @@ def test_a_step_that_needs_few_pages_more_than_are_there_gets_them(path: str) ->
 
 
 @pytest.mark.parametrize("when", ["it waits", "the server takes no more", "it has given up"])
-def test_a_scheduler_that_leaves_a_server_that_hangs_keeps_no_page(
+def test_leaving_a_hung_server_keeps_no_page(
     path: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     with server_process(path) as server, split(path, "watch") as watch:
@@ -410,7 +410,7 @@ def test_a_scheduler_that_leaves_a_server_that_hangs_keeps_no_page(
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_server_has_a_deadline_from_when_it_has_got_the_question(
+def test_a_deadline_begins_when_the_question_is_sent(
     is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -438,7 +438,7 @@ def test_a_server_has_a_deadline_from_when_it_has_got_the_question(
         assert not a.is_joined
 
 
-def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier_one(
+def test_a_reset_with_an_earlier_number_is_noticed(
     path: str,
 ) -> None:
     with server_process(path) as server, split(path, "a") as a:
@@ -455,7 +455,7 @@ def test_a_reset_of_the_next_server_is_noticed_that_has_the_number_of_an_earlier
             assert a.indices("y") == [0]
 
 
-def test_a_reset_that_comes_right_behind_the_answer_of_joining_is_noticed(
+def test_a_reset_right_behind_joining_is_noticed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(path) as server, split(path, "a") as a, contextlib.closing(worker_of(path, "b")):
@@ -476,7 +476,7 @@ def test_a_reset_that_comes_right_behind_the_answer_of_joining_is_noticed(
 
 
 @pytest.mark.parametrize("when", ["it is lost", "it hangs"])
-def test_a_reset_that_a_server_has_not_heard_is_told_when_it_is_joined_again(
+def test_an_unheard_reset_is_told_again(
     path: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     with server_process(path) as server, split(path, "a") as a:
@@ -499,9 +499,7 @@ def test_a_reset_that_a_server_has_not_heard_is_told_when_it_is_joined_again(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_worker_that_could_not_pin_the_memory_joins_later(
-    path: str, error: type[Exception]
-) -> None:
+def test_a_worker_that_could_not_pin_joins_later(path: str, error: type[Exception]) -> None:
     class Pools(RemotePools):
         can_pin, has_failed = True, False
 

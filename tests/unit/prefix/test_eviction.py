@@ -105,7 +105,7 @@ def test_arc_hits_when_its_plain_algorithm_does(name):
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=30, max_size=200))
-def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, trace):
+def test_arc_is_its_plain_algorithm_on_small_traces(capacity, trace):
     reference, manager = PlainArc(capacity), BlockManager(capacity, eviction_policy="arc")
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
     cached = {x for x in range(13) if manager.lookup([x]).ready}
@@ -114,7 +114,7 @@ def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, tra
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(0, 12), min_size=30, max_size=200))
-def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
+def test_arc_counts_only_the_pages_ready(ready, trace):
     manager = BlockManager(7, num_ready_pages=ready, eviction_policy="arc")
     reference = PlainArc(ready)
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
@@ -123,7 +123,7 @@ def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
     assert manager.lookup(list(range(100, 107))).ready == 7
 
 
-def test_after_a_reset_arc_knows_nothing_of_what_was_there():
+def test_a_reset_makes_arc_forget():
     manager = BlockManager(CAPACITY, eviction_policy="arc")
     trace = TRACES["random"]
     hits("arc", trace, manager)
@@ -131,7 +131,7 @@ def test_after_a_reset_arc_knows_nothing_of_what_was_there():
     assert hits("arc", trace, manager) == hits("arc", trace)
 
 
-def test_arc_keeps_what_is_asked_for_again_through_scans_that_empty_an_lru():
+def test_arc_keeps_reused_blocks_through_scans():
     trace = TRACES["zipf with scans"]
     assert sum(hits("arc", trace)) > 1.1 * sum(hits("lru", trace))
 
@@ -151,7 +151,7 @@ def test_holding_pages_without_use_changes_no_order(policy, is_use):
     assert [key for key in "acde" if not manager.lookup([key]).ready] == [gone]
 
 
-def test_arc_survives_sides_of_which_all_pages_are_held():
+def test_arc_survives_sides_that_are_held():
     manager, rng = BlockManager(8, eviction_policy="arc"), np.random.default_rng(5)
     held = []
     for _ in range(3000):
@@ -174,7 +174,7 @@ def test_arc_knows_nothing_of_stores_that_failed():
     assert hits("arc", trace, manager) == hits("arc", trace)
 
 
-def test_arc_has_room_to_remember_an_eviction_while_a_forgotten_page_is_held():
+def test_arc_remembers_evictions_beside_held_pages():
     manager = BlockManager(2, eviction_policy="arc")
     for key in ("a", "b", "c", "d"):  # all of them used again: "a" and "b" are remembered
         fill(manager, [key])
@@ -205,7 +205,7 @@ def evicted_by(manager: BlockManager, count: int) -> list[int]:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("names", ["all keys so far", "new keys, then their order"])
-def test_a_prompt_that_is_stored_in_steps_is_evicted_from_its_end(policy, names):
+def test_a_prompt_is_evicted_from_its_end(policy, names):
     manager = BlockManager(6, eviction_policy=policy)
     prompt = list(range(6))
     for first in (0, 2, 4):
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_stored_in_steps_is_evicted_from_its_end(policy, names)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_new_keys_alone_are_newer_than_those_in_front_of_them(policy):
+def test_control_new_keys_alone_are_newer(policy):
     """The control of the test above."""
     manager = BlockManager(6, eviction_policy=policy)
     prompt = list(range(6))
@@ -227,7 +227,7 @@ def test_new_keys_alone_are_newer_than_those_in_front_of_them(policy):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_renewed_blocks_are_the_newest_and_for_arc_not_used_twice(policy):
+def test_renewed_blocks_are_newest_but_not_reused(policy):
     manager = BlockManager(6, eviction_policy=policy)
     prompt, other = [0, 1, 2], [10, 11, 12]
     fill(manager, prompt)
@@ -237,7 +237,7 @@ def test_renewed_blocks_are_the_newest_and_for_arc_not_used_twice(policy):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_held_blocks_are_skipped_and_keep_the_place_that_they_were_given(policy):
+def test_held_blocks_are_skipped_and_keep_their_place(policy):
     manager = BlockManager(4, eviction_policy=policy)
     store = manager.prepare_store([0, 1])
     assert store is not None
@@ -263,7 +263,7 @@ def test_blocks_that_are_not_there_have_no_order():
     assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[1], prompt[3]]
 
 
-def test_a_key_that_is_named_twice_is_ordered_once():
+def test_a_key_named_twice_is_ordered_once():
     manager = BlockManager(3)
     fill(manager, ["a", "b", "c"])
     manager.order(["b", "b"])
@@ -280,7 +280,7 @@ def test_no_keys_have_no_order(renew):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_store_tells_which_pages_it_has_evicted_in_that_order(policy):
+def test_a_store_names_evicted_pages_in_order(policy):
     manager = BlockManager([BlockGroup(3, 16), BlockGroup(2, 16)], eviction_policy=policy)
     pages = {}
     for at in range(2):

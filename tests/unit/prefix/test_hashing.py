@@ -39,14 +39,14 @@ def keys(tokens=TOKENS, **settings) -> list[bytes]:
     return list(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens))
 
 
-def test_prompts_share_the_keys_of_the_tokens_that_they_begin_with():
+def test_prompts_share_keys_of_equal_beginnings():
     first, second = keys(), keys([*TOKENS[:40], 5, *TOKENS[41:]])
     assert len(first) == 4
     assert first[:2] == second[:2]
     assert not set(first[2:]) & set(second[2:])  # the last block has equal tokens in both
 
 
-def test_keys_are_the_same_for_lists_and_arrays_and_in_every_process():
+def test_keys_are_the_same_in_every_process():
     assert (
         keys() == keys(np.array(TOKENS)) == keys(np.array(TOKENS, np.uint16)) == keys(tuple(TOKENS))
     )
@@ -78,7 +78,7 @@ def test_equal_tokens_under_other_settings_share_nothing(name, values):
         assert not one & other
 
 
-def test_a_hash_of_one_kind_is_none_of_another_kind():
+def test_hashes_of_different_kinds_differ():
     (block,) = keys(TOKENS[:16])
     assert hash_key(block) == block
     assert hash_key(block[:-1]) != sha256(block[:-1]).digest()
@@ -109,7 +109,7 @@ def test_different_values_never_have_equal_bytes(one, other):
 @pytest.mark.parametrize(
     ("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2), (64, 3)]
 )
-def test_a_fully_cached_prompt_of_n_tokens_yields_n_minus_1_at_most(tokens, blocks):
+def test_a_lookup_leaves_one_token_to_compute(tokens, blocks):
     hasher, manager = PrefixHasher(**SETTINGS), BlockManager(10)
     prompt = TOKENS[:tokens]
     manager.complete(manager.prepare_store(hasher.keys(prompt)))
@@ -119,7 +119,7 @@ def test_a_fully_cached_prompt_of_n_tokens_yields_n_minus_1_at_most(tokens, bloc
     assert max(tokens - 1, 0) - 15 <= blocks * 16 <= max(tokens - 1, 0)
 
 
-def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
+def test_a_part_full_block_has_its_own_key():
     hasher = PrefixHasher(**SETTINGS)
 
     def part_of(tokens: list[int]) -> bytes:
@@ -182,7 +182,7 @@ def test_known_blocks_are_not_hashed_again(monkeypatch):
     assert len(hashed) == 3  # the first and the last one that are known, and the new one
 
 
-def test_known_keys_of_other_tokens_or_settings_are_refused():
+def test_known_keys_of_other_settings_are_refused():
     hasher, other = PrefixHasher(**SETTINGS), PrefixHasher(**SETTINGS, salt="other")
     of_8 = PrefixHasher("m", "bfloat16", 8).keys(TOKENS)
     known = hasher.keys(TOKENS[:48])
@@ -259,7 +259,7 @@ int, float, str, bytes and tuples of them""",
 # Keys of vLLM: a block hash and four bytes with the number of a group
 
 
-def test_the_key_for_a_key_of_vllm_is_the_block_hash_which_other_groups_change():
+def test_a_key_of_vllm_is_its_block_hash():
     block, groups = bytes(range(32)), [number.to_bytes(4, "big") for number in range(300)]
     folded = split(fold_keys([block + group for group in groups]))
     assert folded[0] == block
@@ -271,7 +271,7 @@ def test_the_key_for_a_key_of_vllm_is_the_block_hash_which_other_groups_change()
     assert len(set(split(fold_keys(neighbours)))) == len(neighbours)
 
 
-def test_keys_of_vllm_with_other_hashes_are_hashed_as_all_keys_are():
+def test_other_hashes_of_vllm_are_hashed():
     short = b"x" * 20
     assert fold_keys((short, bytes(36))) == hash_key(short) + bytes(32)
     assert fold_keys([]) == b""

@@ -64,13 +64,13 @@ class Server:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_blocks_that_a_load_left_out_are_not_stored(seed: int) -> None:
+def test_blocks_left_out_are_not_stored(seed: int) -> None:
     server = Server(seed, marks=True)
     with server.prefixes:
         assert all(server.serve() for _ in range(150))
 
 
-def test_as_a_control_blocks_that_a_load_left_out_spoil_the_cache_if_they_are_not_marked() -> None:
+def test_control_unmarked_blocks_left_out_spoil_the_cache() -> None:
     right = []
     for seed in range(8):
         server = Server(seed, marks=False)

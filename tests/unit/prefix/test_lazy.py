@@ -26,7 +26,7 @@ def evicting(storing, blocks):
     return chains
 
 
-def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
+def test_what_leaves_is_named_with_its_prefix():
     storing = LazyStorePolicy()
     storing.record(keys_of(1), [5, 6, 7, 8])
     storing.record(keys_of(2), [5, 6, 9, 10])
@@ -41,7 +41,7 @@ def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
     assert evicting(storing, [18, 17]) == []
 
 
-def test_naming_all_blocks_of_a_prompt_takes_little_more_memory_than_naming_its_last():
+def test_naming_all_blocks_takes_little_more_memory():
     storing, count = LazyStorePolicy(), 1000
     storing.record(b"".join(number.to_bytes(32, "big") for number in range(count)), range(count))
 
@@ -57,7 +57,7 @@ def test_naming_all_blocks_of_a_prompt_takes_little_more_memory_than_naming_its_
     assert memory(range(count)) < 10 * memory([count - 1])
 
 
-def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
+def test_a_reused_block_loses_its_first_prompt():
     storing = LazyStorePolicy()
     storing.record(keys_of(1), [5, 6, 7, 8])
     storing.record(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
@@ -67,7 +67,7 @@ def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first()
     assert evicting(storing, [21]) == [(keys_of(3)[3 * KEY_BYTES :], [21], ())]
 
 
-def test_of_two_copies_of_a_block_one_may_leave():
+def test_one_of_two_copies_may_leave():
     storing = LazyStorePolicy()
     storing.record(keys_of(1), [5, 6, 7, 8])
     storing.record(keys_of(1), [15, 16, 17, 18])
@@ -75,7 +75,7 @@ def test_of_two_copies_of_a_block_one_may_leave():
     assert evicting(storing, [18]) == [(keys_of(1), [15, 16, 17, 18], ())]
 
 
-def test_a_page_leaves_with_the_first_of_its_blocks():
+def test_a_page_leaves_with_its_first_block():
     storing = LazyStorePolicy(2)
     storing.record(keys_of(1, 0), [1, 2, 3])  # the last one is part full
     assert evicting(storing, [3, 2]) == [(keys_of(1, 0), [1, 2, 3], ())]
@@ -98,7 +98,7 @@ def test_lazy_storing_stores_less_and_finds_as_much():
 
 
 @pytest.mark.parametrize("storing", ["eager", "lazy"])
-def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
+def test_a_threshold_stores_what_was_asked_twice(storing):
     with PrefixServer(8, 200, store_policy=storing, store_threshold=2) as server:
         assert [server.serve(prompt(1)), server.serve(prompt(2))] == [0, 0]
         server.forget_gpu()
@@ -113,7 +113,7 @@ def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
         )  # what is on the GPU was asked for too
 
 
-def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
+def test_prompts_that_fit_are_not_stored():
     with PrefixServer(20, 200, store_policy="lazy") as server:
         for _ in range(10):
             server.serve(prompt(1))
@@ -121,7 +121,7 @@ def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
         assert server.prefixes.manager.stats().stored == 0
 
 
-def test_what_leaves_is_left_out_where_the_host_has_no_room():
+def test_what_leaves_a_full_host_is_left_out():
     with PrefixServer(8, 5, store_policy="lazy") as server:
         server.serve(prompt(1, blocks=6))
         assert server.take(8) is not None  # all of its 8 pages leave, there is room for 5
@@ -129,7 +129,7 @@ def test_what_leaves_is_left_out_where_the_host_has_no_room():
         assert server.prefixes.manager.stats().refused == 1
 
 
-def test_a_block_that_has_left_is_never_stored_under_its_old_key():
+def test_a_block_that_left_loses_its_key():
     tensor = torch.arange(4.0)[:, None].repeat(1, 4)
     layout = PagedLayout([tensor])
     with PrefixCache(layout, HostPool(layout, 4), store_policy="lazy") as prefixes:
@@ -142,7 +142,7 @@ def test_a_block_that_has_left_is_never_stored_under_its_old_key():
         assert prefixes.lookup(["a"]).found == 0
 
 
-def test_what_a_load_has_overwritten_is_never_stored_under_its_old_key():
+def test_an_overwritten_block_loses_its_key():
     tensor = torch.arange(4.0)[:, None].repeat(1, 4)
     layout = PagedLayout([tensor])
     with PrefixCache(layout, HostPool(layout, 4), store_policy="lazy") as prefixes:

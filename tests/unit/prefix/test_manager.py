@@ -31,7 +31,7 @@ def stored(manager, keys):
     )
 
 
-def test_a_prompt_is_one_bytes_object_of_keys_or_a_list_of_any_keys():
+def test_a_prompt_is_bytes_or_key_list():
     manager = BlockManager(8)
     hashed = [os.urandom(32) for _ in range(3)]
     store = manager.prepare_store(b"".join(hashed))
@@ -45,7 +45,7 @@ def test_a_prompt_is_one_bytes_object_of_keys_or_a_list_of_any_keys():
     assert manager.lookup([hashed[0].hex()[:32], "x" * 32]).found == 0  # as long as a key
 
 
-def test_only_new_blocks_are_stored_and_their_pages_are_neighbours():
+def test_only_new_blocks_are_stored_on_neighbouring_pages():
     manager = BlockManager(100)
     stored(manager, list(range(10)))
     store = manager.prepare_store(list(range(20)))
@@ -65,7 +65,7 @@ def test_pages_of_an_evicted_prompt_are_neighbours_again():
     assert store.pages.tolist() == list(range(16))
 
 
-def test_each_group_has_its_own_number_of_pages_that_are_ready():
+def test_each_group_has_its_own_ready_pages():
     manager = BlockManager([BlockGroup(4), BlockGroup(4)], num_ready_pages=[0, 2])
     assert manager.prepare_store([["a"], ["a"]]) is None
     manager.complete(manager.prepare_store([[], ["a", "b"]]))
@@ -75,7 +75,7 @@ def test_each_group_has_its_own_number_of_pages_that_are_ready():
     assert [manager.stats(group).pages for group in range(2)] == [1, 2]
 
 
-def test_blocks_are_stored_when_they_were_asked_for_often_enough():
+def test_blocks_are_stored_once_asked_often_enough():
     manager = BlockManager(8, store_threshold=2)
     manager.lookup(["a", "b"])
     assert manager.prepare_store(["a", "b"]).key_indices.tolist() == []
@@ -86,7 +86,7 @@ def test_blocks_are_stored_when_they_were_asked_for_often_enough():
     assert manager.stats().skipped == 2 + 2 + 2
 
 
-def test_what_was_asked_for_longest_ago_is_not_counted_for_ever():
+def test_old_demand_is_not_counted_for_ever():
     manager = BlockManager(4, store_threshold=2)
     manager.lookup(["a"])
     manager.lookup([1, 2, 3])
@@ -98,7 +98,7 @@ def test_what_was_asked_for_longest_ago_is_not_counted_for_ever():
     assert manager.prepare_store(["b"]).key_indices.tolist() == []
 
 
-def test_of_too_many_keys_those_at_the_end_of_a_prompt_are_forgotten_first():
+def test_the_end_of_a_prompt_is_forgotten_first():
     manager = BlockManager(4, store_threshold=2)  # remembers as many keys as it has pages
     for keys in ("abcd", "e", "f"):
         manager.lookup(list(keys))
@@ -108,7 +108,7 @@ def test_of_too_many_keys_those_at_the_end_of_a_prompt_are_forgotten_first():
     assert manager.prepare_store(["d"]).key_indices.tolist() == []
 
 
-def test_a_threshold_stores_no_block_whose_prefix_it_leaves_out():
+def test_a_threshold_stores_no_block_without_its_prefix():
     manager = BlockManager(4, store_threshold=2)
     manager.lookup(["a", "b", "c"])
     manager.lookup(["a", "b", "c"])
@@ -149,7 +149,7 @@ def keys_of(tokens):
     return [[(g, i) for i in range(tokens // size)] for g, size in enumerate((4, 2, 8))]
 
 
-def test_a_hit_needs_of_each_group_only_what_is_needed_behind_it():
+def test_a_hit_needs_of_groups_what_follows():
     manager = hybrid()
     assert manager.unit_tokens == 8
     full, window, state = keys_of(24)
@@ -165,7 +165,7 @@ def test_a_hit_needs_of_each_group_only_what_is_needed_behind_it():
     assert load.pages[1].tolist() == store.pages[1].tolist()
 
 
-def test_a_prefix_ends_where_all_groups_have_what_it_needs():
+def test_a_prefix_ends_where_all_groups_are_ready():
     manager = hybrid()
     full, window, state = keys_of(32)
     manager.complete(manager.prepare_store([full, window[2:4] + window[14:], [state[0], state[2]]]))
@@ -177,7 +177,7 @@ def test_a_prefix_ends_where_all_groups_have_what_it_needs():
     assert [manager.stats(group).hits for group in range(3)] == [2 + 2 + 6, 2 + 2 + 2, 1 + 1 + 1]
 
 
-def test_a_lookup_does_not_check_all_blocks_again_for_each_state_that_is_missing():
+def test_a_lookup_checks_blocks_once_for_missing_states():
     count = 20_000
     keys = b"".join(number.to_bytes(32, "big") for number in range(count))
     full, window = BlockGroup(count), BlockGroup(count, window_tokens=count // 4)
@@ -198,7 +198,7 @@ def test_a_lookup_does_not_check_all_blocks_again_for_each_state_that_is_missing
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(data):
+def test_the_longest_prefix_equals_a_plain_search(data):
     kinds = st.sampled_from([{}, {"window_tokens": 3}, {"window_tokens": 9}, {"is_state": True}])
     groups = [
         BlockGroup(40, data.draw(st.sampled_from([1, 2, 4])), **data.draw(kinds))
@@ -248,7 +248,7 @@ def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(d
     assert manager._longest_prefix(first, there) == longest(lambda there, ready: there)
 
 
-def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
+def test_a_refused_store_evicts_in_no_group():
     manager = BlockManager([BlockGroup(2), BlockGroup(1)])
     manager.complete(manager.prepare_store([["a", "b"], []]))
     running = manager.prepare_store([[], ["x"]])
@@ -259,7 +259,7 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
     assert [pages.tolist() for pages in store.pages] == [[0, 1], [0]]
 
 
-def test_hold_takes_what_is_ready_in_each_group_and_is_no_use():
+def test_hold_takes_what_is_ready_without_use():
     manager = BlockManager([BlockGroup(2), BlockGroup(2)])
     store = manager.prepare_store([["a", "b"], ["c"]])
     manager.complete(store)
@@ -405,7 +405,7 @@ def test_threads_may_share_a_manager(blocks, resets):
     ("window_tokens", "block_tokens", "blocks"),
     [(None, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 1), (18, 16, 2), (33, 16, 2), (128, 16, 8)],
 )
-def test_a_window_needs_the_blocks_that_its_next_token_sees(window_tokens, block_tokens, blocks):
+def test_a_window_needs_what_its_token_sees(window_tokens, block_tokens, blocks):
     group = BlockGroup(1, block_tokens, window_tokens)
     assert group.window == blocks
     if window_tokens is not None and window_tokens > 1:
@@ -414,7 +414,7 @@ def test_a_window_needs_the_blocks_that_its_next_token_sees(window_tokens, block
         assert [*BlockManager([group]).needed_blocks(100)[0]] == sorted(seen)
 
 
-def test_a_prefix_ends_where_blocks_of_all_groups_end():
+def test_a_prefix_ends_where_all_blocks_end():
     groups = [BlockGroup(1, 6), BlockGroup(1, 4, window_tokens=9), BlockGroup(1, 12, is_state=True)]
     assert unit_tokens(groups) == 12
     manager = BlockManager(groups)
@@ -422,7 +422,7 @@ def test_a_prefix_ends_where_blocks_of_all_groups_end():
     assert manager.needed_blocks(0) == [range(0), range(0), range(0)]
 
 
-def test_the_fields_of_a_group_are_checked_when_it_is_made():
+def test_a_groups_fields_are_checked_when_made():
     errors = [
         error_text(BlockGroup, 0),
         error_text(BlockGroup, 4, 1.5),
@@ -470,7 +470,7 @@ def evicted(manager: BlockManager, count: int) -> list[int]:
     return list(store.evicted)
 
 
-def test_blocks_are_due_once_when_they_are_stored_or_when_they_are_used() -> None:
+def test_blocks_are_due_once_stored_or_used() -> None:
     everything, used = (BlockManager(8, below_policy=policy) for policy in ("all", "reused"))  # type: ignore[arg-type]
     for manager in (everything, used, BlockManager(8)):
         stored(manager, list("abc"))
@@ -486,7 +486,7 @@ def test_blocks_are_due_once_when_they_are_stored_or_when_they_are_used() -> Non
         assert due(manager, "abcd") == ("d" if manager is everything else "")
 
 
-def test_blocks_that_were_due_first_come_first_and_again_if_they_were_not_written() -> None:
+def test_due_blocks_come_first_and_again() -> None:
     manager = BlockManager(8, below_policy="all")
     for key in "abcd":
         stored(manager, [key])
@@ -509,7 +509,7 @@ def test_each_group_has_blocks_that_are_due() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_held_blocks_are_not_evicted_and_keep_their_turn(policy: str) -> None:
+def test_held_blocks_stay_and_keep_their_turn(policy: str) -> None:
     def order(is_held: bool) -> list[int]:
         manager = BlockManager(6, eviction_policy=policy, below_policy="all")
         for key in "abcdef":
@@ -532,7 +532,7 @@ def test_held_blocks_are_not_evicted_and_keep_their_turn(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_store_that_names_a_block_renews_it_also_while_it_is_written(policy: str) -> None:
+def test_a_store_renews_a_block_being_written(policy: str) -> None:
     def order(is_held: bool) -> list[int]:
         manager = BlockManager(4, eviction_policy=policy, below_policy="all")
         for key in "abc":
@@ -546,7 +546,7 @@ def test_a_store_that_names_a_block_renews_it_also_while_it_is_written(policy: s
     assert order(True) == order(False)
 
 
-def test_blocks_that_are_evicted_while_they_are_due_are_counted_as_lost() -> None:
+def test_due_blocks_evicted_count_as_lost() -> None:
     manager = BlockManager(4, below_policy="all")
     stored(manager, list("abcd"))
     assert due(manager, "abcd", 1) != ""
@@ -558,7 +558,7 @@ def test_blocks_that_are_evicted_while_they_are_due_are_counted_as_lost() -> Non
 
 
 @pytest.mark.parametrize("by", ["a failed load", "a reset"])
-def test_blocks_that_are_forgotten_while_they_are_written_are_not_below(by: str) -> None:
+def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
     manager = BlockManager(4, below_policy="all")
     stored(manager, ["a"])
     held = manager.hold_due(1)
@@ -573,7 +573,7 @@ def test_blocks_that_are_forgotten_while_they_are_written_are_not_below(by: str)
     assert due(manager, "a") == "a", "it is another page"
 
 
-def test_promoted_blocks_are_pending_then_leased_and_not_written_again() -> None:
+def test_promoted_blocks_are_pending_then_leased() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
     promotion = manager.promote(["a", "b"])
     assert promotion is not None
@@ -590,7 +590,7 @@ def test_promoted_blocks_are_pending_then_leased_and_not_written_again() -> None
     assert manager.promote(list("abcde")) is None
 
 
-def test_an_abandoned_promotion_is_forgotten_and_holds_its_pages_until_it_ends() -> None:
+def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     manager = BlockManager(4)
     promotion = manager.promote(["a", "b"])
     assert promotion is not None

@@ -80,7 +80,7 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0)  # another thread may need the GIL first
 
 
-def test_calls_with_many_keys_let_other_threads_run_and_those_with_few_do_not() -> None:
+def test_only_calls_with_many_keys_release_the_gil() -> None:
     seen: set[str] = set()
     with watched() as lets_others_run:
 
@@ -118,7 +118,7 @@ def test_keys_of_all_groups_together_are_many() -> None:
         until(lambda: lets_others_run(manager.lookup, more))
 
 
-def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go() -> None:
+def test_a_waiting_call_releases_the_gil() -> None:
     manager, over = BlockManager(FEW), threading.Event()
     manager.complete(manager.prepare_store(MANY[:32]))
     keys = os.urandom(32 * 100_000)

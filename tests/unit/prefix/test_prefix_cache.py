@@ -37,9 +37,7 @@ from torch_kvswap.reference import ReferenceHandler
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_prefix_cache_loads_the_bytes_that_it_stored(
-    check: Callable[[str], None], device: str
-) -> None:
+def test_a_prefix_cache_loads_what_it_stored(check: Callable[[str], None], device: str) -> None:
     check(device)
 
 
@@ -103,7 +101,7 @@ def test_blocks_that_never_fit_are_warned_of_once():
         assert f"{PAGES + 1} blocks at once are more than the {PAGES} pages" in message
 
 
-def test_a_wrong_option_is_refused_also_if_nothing_is_copied():
+def test_a_wrong_option_is_refused_without_a_copy():
     prefixes, _ = make()
     with prefixes:
         prefixes.store(["a"], [1])  # has not been polled: "a" can neither be stored nor loaded
@@ -113,7 +111,7 @@ def test_a_wrong_option_is_refused_also_if_nothing_is_copied():
         assert prefixes.manager.stats().filling_pages == 1
 
 
-def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
+def test_after_is_checked_without_a_copy():
     prefixes, _ = make()
     with prefixes:
         prefixes.store(["a"], [1])
@@ -139,7 +137,7 @@ def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
     ]
 
 
-def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
+def test_a_load_takes_blocks_beyond_the_prefix():
     prefixes, tensor = make()
     with prefixes:
         prefixes.store(["a", "b", "c"], [1, 2, 3])
@@ -164,7 +162,7 @@ def test_a_preemption_that_cannot_be_submitted_holds_nothing():
         assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
 
 
-def test_a_prefix_cache_has_the_calls_of_its_handler() -> None:
+def test_a_prefix_cache_has_its_handlers_calls() -> None:
     prefixes, tensor = make()
     with prefixes:
         job = prefixes.store(["a"], [1]).job
@@ -216,7 +214,7 @@ def test_lookup_warns_of_tokens_instead_of_keys() -> None:
 
 
 @simulated
-def test_a_prefix_cache_that_was_refused_has_taken_no_memory(driver: Driver) -> None:
+def test_a_refused_prefix_cache_takes_no_memory(driver: Driver) -> None:
     layout, host = cache(driver, 4, 4)
     before = driver.calls("cuMemAlloc"), driver.calls("cuStreamCreateWithPriority")
     for wrong in ({"eviction_policy": "never"}, {"groups": [BlockGroup(4)]}):
@@ -226,7 +224,7 @@ def test_a_prefix_cache_that_was_refused_has_taken_no_memory(driver: Driver) -> 
 
 
 @pytest.mark.parametrize("kind", [OffloadHandler, ReferenceHandler, PrefixCache])
-def test_no_other_handler_has_the_pages_of_a_prefix_cache(kind: Any) -> None:
+def test_no_other_handler_has_a_caches_pages(kind: Any) -> None:
     layout = PagedLayout([torch.zeros(4, 4)])
     pool = HostPool(layout, 4)
     for first, second in ((PrefixCache, kind), (kind, PrefixCache)):
@@ -246,7 +244,7 @@ def test_no_other_handler_has_the_pages_of_a_prefix_cache(kind: Any) -> None:
     OffloadHandler([layout, layout], views).close()
 
 
-def test_keys_of_another_number_of_tokens_than_their_group_are_refused() -> None:
+def test_keys_of_other_block_sizes_are_refused() -> None:
     layout = PagedLayout([torch.zeros(4, 4)])
     groups = [BlockGroup(4, block_tokens=2), BlockGroup(4, block_tokens=4)]
     tokens = list(range(8))
@@ -292,7 +290,7 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
 
 
 @simulated
-def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
+def test_a_prefix_cache_starts_during_pinning(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
@@ -321,7 +319,7 @@ def test_a_prefix_cache_starts_while_its_pool_is_being_pinned(driver: Driver) ->
 
 
 @simulated
-def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
+def test_a_prefix_cache_uses_the_pinned_pages(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
     with in_chunks(4 * 4096, layout, 12, pin_in_background=True) as pool:
@@ -340,7 +338,7 @@ def test_a_prefix_cache_goes_on_with_the_pages_that_could_be_pinned(driver: Driv
 
 
 @pytest.mark.gpu
-def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu() -> None:
+def test_lazy_storing_during_pinning_on_a_gpu() -> None:
     rows = torch.randint(256, (64, 1 << 20), dtype=torch.uint8, device="cuda")
     layout, ids = PagedLayout([rows]), list(range(64))
     kept = rows.clone()
@@ -393,7 +391,7 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
 
 
 @simulated
-def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
+def test_blocks_of_a_cancelled_load_are_found(driver: Driver) -> None:
     driver.set_mode("manual")
     with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a", "b"], [1, 3])
@@ -407,7 +405,7 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert prefixes.manager.stats().idle_pages == 2
 
 
-def test_threads_that_submit_and_one_that_collects_lose_no_job():
+def test_submitting_and_collecting_threads_lose_no_job():
     prefixes, _ = make(pages=8)
     over, deadline = threading.Event(), time.monotonic() + PATIENCE
 
@@ -436,7 +434,7 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_poll_that_sees_a_job_before_its_call_has_returned_ends_its_reservation(
+def test_an_early_poll_ends_the_reservation(
     direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job ends, and another thread polls, before the call that submits it returns."""
@@ -464,7 +462,7 @@ def test_a_poll_that_sees_a_job_before_its_call_has_returned_ends_its_reservatio
         assert stats.free_pages + stats.idle_pages == PAGES
 
 
-def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
+def test_a_block_is_stored_for_one_key():
     """Placeholders for blocks that were not loaded would be found later as what their keys say."""
     prefixes, _ = make()
     lazy, _ = make(store_policy="lazy")
@@ -491,7 +489,7 @@ def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("per_page", [1, 2])
-def test_keys_with_a_block_that_is_not_on_the_gpu_are_left_out(per_page: int, policy: str) -> None:
+def test_keys_without_gpu_block_are_left_out(per_page: int, policy: str) -> None:
     prefixes, tensor = make(per_page=per_page, store_policy=policy)
     keys, last = ["a", "b", "c", "d"], 4 * per_page - per_page // 2
     blocks = list(range(last))  # the last page is part full
@@ -517,7 +515,7 @@ def test_keys_with_a_block_that_is_not_on_the_gpu_are_left_out(per_page: int, po
         assert prefixes.release(held)
 
 
-def test_a_load_needs_a_block_on_the_gpu_for_each_block_that_its_prefix_needs() -> None:
+def test_a_load_needs_all_blocks_of_its_prefix() -> None:
     layouts = [PagedLayout([torch.arange(8.0)[:, None].repeat(1, 4)]) for _ in range(2)]
     pools = [HostPool(layouts[0], 4), HostPool(layouts[1], 4, blocks_per_page=2)]
     groups = [BlockGroup(4), BlockGroup(4, block_tokens=2, window_tokens=2)]
@@ -562,9 +560,7 @@ that is not on the GPU""",
     ],
     ids=["full attention", "window", "state"],
 )
-def test_a_preempted_request_that_ends_inside_a_unit_is_pending_until_poll(
-    other: BlockGroup, blocks: list[int]
-) -> None:
+def test_a_request_ending_inside_a_unit_is_pending(other: BlockGroup, blocks: list[int]) -> None:
     # 10 tokens; both groups have whole blocks at 4 and 8.
     layouts = [PagedLayout([torch.arange(8.0)[:, None].repeat(1, 4)]) for _ in range(2)]
     with PrefixCache(
@@ -614,7 +610,7 @@ def test_a_held_request_is_resumed_once_or_lost() -> None:
         assert stats.free_pages + stats.idle_pages == PAGES
 
 
-def test_a_request_is_pending_also_if_a_poll_ends_its_store_while_it_is_resumed(
+def test_a_poll_during_resume_leaves_it_pending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefixes, _ = make()
@@ -633,7 +629,7 @@ def test_a_request_is_pending_also_if_a_poll_ends_its_store_while_it_is_resumed(
         assert prefixes.resume(held, [8, 9]).state == "loaded"
 
 
-def test_a_request_whose_first_block_is_not_on_the_gpu_is_pending_and_then_loaded() -> None:
+def test_a_request_without_first_block_is_loaded() -> None:
     prefixes, tensor = make()
     with prefixes:
         held = prefixes.preempt(["a", "b", "c"], [-1, 1, 2])
@@ -645,7 +641,7 @@ def test_a_request_whose_first_block_is_not_on_the_gpu_is_pending_and_then_loade
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_blocks_of_a_preempted_request_are_not_stored_under_its_keys_once_they_have_other_contents(
+def test_reused_blocks_of_a_preemption_are_not_stored(
     is_told: bool,
 ) -> None:
     prefixes, tensor = make(store_policy="lazy")
@@ -667,7 +663,7 @@ def test_blocks_of_a_preempted_request_are_not_stored_under_its_keys_once_they_h
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_no_call_of_a_prefix_cache_works_in_a_forked_child(policy: str) -> None:
+def test_no_call_works_in_a_forked_child(policy: str) -> None:
     prefixes, _ = make(store_policy=policy)
     with prefixes:
         held = prefixes.preempt(["a"], [1])
@@ -750,7 +746,7 @@ def make_encoded(per_page=1, kinds=("normal",) * 6, pages=6):
     return PrefixCache(cache.layout, pool), cache
 
 
-def test_only_the_blocks_that_do_not_fit_are_forgotten():
+def test_only_blocks_that_overflow_are_forgotten():
     prefixes, cache = make_encoded(kinds=["normal", "zeros", None, "normal"])
     with prefixes:
         keys = ["a", "b", "c", "d"]
@@ -768,7 +764,7 @@ def test_only_the_blocks_that_do_not_fit_are_forgotten():
         assert prefixes.lookup(keys).ready == 4  # the block behind was never lost
 
 
-def test_blocks_of_a_load_that_are_not_there_are_forgotten():
+def test_missing_blocks_of_a_load_are_forgotten():
     prefixes, cache = make_encoded()
     with prefixes:
         prefixes.store(["a", "b", "c"], [0, 1, 2])
@@ -782,7 +778,7 @@ def test_blocks_of_a_load_that_are_not_there_are_forgotten():
         assert prefixes.manager.stats().idle_pages == 2
 
 
-def test_a_preempted_request_with_a_block_that_does_not_fit_is_lost():
+def test_a_preemption_with_an_overflowing_block_is_lost():
     prefixes, _ = make_encoded(kinds=["normal", None, "normal"])
     with prefixes:
         held = prefixes.preempt(["a", "b", "c"], [0, 1, 2])

@@ -16,9 +16,7 @@ from torch_kvswap import PagedLayout, PrefixCache
 
 @simulated
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_blocks_that_are_reused_wait_for_all_stores_that_read_them(
-    driver: Driver, policy: str
-) -> None:
+def test_reused_blocks_wait_for_their_stores(driver: Driver, policy: str) -> None:
     driver.set_mode("manual")
     gpu, host = cache(driver)
     with PrefixCache(gpu, host, store_policy=policy) as prefixes:
@@ -41,7 +39,7 @@ def test_blocks_that_are_reused_wait_for_all_stores_that_read_them(
 
 
 @simulated
-def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driver: Driver) -> None:
+def test_a_preemption_waits_for_queued_stores(driver: Driver) -> None:
     driver.set_mode("manual")
     with PrefixCache(*cache(driver)) as prefixes:
         store = prefixes.store(["a", "b"], [1, 2]).job
@@ -55,7 +53,7 @@ def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driv
 
 
 @simulated
-def test_blocks_that_are_reused_wait_for_a_load_that_still_writes_them(driver: Driver) -> None:
+def test_reused_blocks_wait_for_their_loads(driver: Driver) -> None:
     with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a", "b"], [1, 2])
         prefixes.synchronize()
@@ -72,7 +70,7 @@ def test_blocks_that_are_reused_wait_for_a_load_that_still_writes_them(driver: D
         assert prefixes.evict([3, 4]) == []
 
 
-def test_a_cache_that_has_moved_and_grown_has_blocks_that_nothing_reads() -> None:
+def test_nothing_reads_blocks_of_a_moved_cache() -> None:
     prefixes, _ = make()
     with prefixes:
         prefixes.store(["a"], [1])
@@ -85,7 +83,7 @@ def test_a_cache_that_has_moved_and_grown_has_blocks_that_nothing_reads() -> Non
 @simulated
 @pytest.mark.parametrize("ending", ["failed", "cancelled", "done"])
 @pytest.mark.parametrize("policy", ["eager", "lazy", "preempt"])
-def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
+def test_what_unloaded_blocks_computed_is_not_found(
     driver: Driver, policy: str, ending: str
 ) -> None:
     with PrefixCache(
@@ -122,9 +120,7 @@ def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
 
 @simulated
 @pytest.mark.parametrize("overtakes", [True, False])
-def test_a_store_is_reported_behind_the_load_that_it_was_computed_from_and_fails_with_it(
-    driver: Driver, overtakes: bool
-) -> None:
+def test_a_store_fails_with_its_load(driver: Driver, overtakes: bool) -> None:
     with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a"], [1])
         prefixes.poll()
@@ -152,7 +148,7 @@ def test_a_store_is_reported_behind_the_load_that_it_was_computed_from_and_fails
 
 
 @simulated
-def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: Driver) -> None:
+def test_recorded_blocks_of_failed_loads_stay_unstored(driver: Driver) -> None:
     with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
         prefixes.preempt(["a", "b"], [1, 2])
         prefixes.poll()
@@ -169,7 +165,7 @@ def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: D
 
 
 @simulated
-def test_blocks_that_leave_one_by_one_behind_a_load_that_failed_are_not_found(
+def test_blocks_leaving_behind_failed_loads_are_lost(
     driver: Driver,
 ) -> None:
     with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
@@ -189,7 +185,7 @@ def test_blocks_that_leave_one_by_one_behind_a_load_that_failed_are_not_found(
 
 
 @simulated
-def test_blocks_that_a_later_load_has_filled_are_found(driver: Driver) -> None:
+def test_blocks_of_a_later_load_are_found(driver: Driver) -> None:
     with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a"], [1])
         prefixes.store(["b"], [2])

@@ -38,7 +38,7 @@ def test_an_engine_loads_what_another_process_has_computed(path: str) -> None:
         assert (engine.pages.stored, engine.pages.loaded) == (8, 8)
 
 
-def test_what_an_engine_is_storing_is_pending_for_all(path: str) -> None:
+def test_what_is_being_stored_is_pending(path: str) -> None:
     with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
         keys = list(map(key_of, PROMPT))
         engine.compute("abxy")
@@ -71,7 +71,7 @@ def test_of_two_engines_only_one_stores_a_block(path: str) -> None:
         assert second.load("abcdef") == first.load("abcdef") == 6
 
 
-def test_a_preempted_request_keeps_what_an_earlier_store_brings(path: str) -> None:
+def test_a_preemption_keeps_what_earlier_stores_bring(path: str) -> None:
     with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
         keys = list(map(key_of, "abcd"))
         engine.hold("ab")
@@ -99,7 +99,7 @@ def test_a_reset_ends_what_preempted_requests_hold(path: str) -> None:
         assert not engine.prefixes.release(held)
 
 
-def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
+def test_block_manager_calls_reach_the_server(path: str) -> None:
     with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
         manager = engine.prefixes.manager
         engine.compute("abcd")
@@ -119,7 +119,7 @@ def test_the_calls_of_a_block_manager_reach_the_server(path: str) -> None:
 
 
 @pytest.mark.parametrize("is_control", [False, True])
-def test_a_page_that_a_load_reads_is_not_given_to_another_engine(
+def test_a_page_being_loaded_is_not_given_away(
     is_control: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a control the server is told too early that the load has ended."""
@@ -143,7 +143,7 @@ engine.prefixes.poll()
         assert right == [not is_control] * 4
 
 
-def test_a_preempted_request_keeps_its_pages_until_it_is_resumed(path: str) -> None:
+def test_a_preemption_keeps_its_pages_until_resumed(path: str) -> None:
     with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
         keys = list(map(key_of, "abcd"))
         for _ in range(2):  # the second one is in memory already
@@ -261,7 +261,7 @@ def test_pages_that_leave_memory_are_found_below(path: str, tmp_path: Any) -> No
         assert engine.pages.evicted == 8
 
 
-def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: Any) -> None:
+def test_a_damaged_page_is_deleted_below(path: str, tmp_path: Any) -> None:
     below = {"below": f"file:{tmp_path}", "below_policy": "all"}
     with serving(path, **below), ServedEngine(path, verify="load") as engine:
         engine.compute(PROMPT)
@@ -280,7 +280,7 @@ def test_a_page_that_a_load_finds_damaged_is_deleted_below(path: str, tmp_path: 
         assert engine.load(PROMPT) == 8
 
 
-def test_a_page_whose_store_failed_can_be_loaded_after_another_engine_has_stored_it(
+def test_another_engines_store_repairs_a_failed_page(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
@@ -291,7 +291,7 @@ def test_a_page_whose_store_failed_can_be_loaded_after_another_engine_has_stored
         assert engine.load("b") == 1
 
 
-def test_an_engine_that_leaves_gives_its_pages_back_and_lets_others_go_on(path: str) -> None:
+def test_a_leaving_engine_gives_its_pages_back(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine:
         with ServedEngine(path) as other:
             other.compute("ab")
@@ -307,7 +307,7 @@ def test_an_engine_that_leaves_gives_its_pages_back_and_lets_others_go_on(path: 
         assert engine.pages.filling_pages == 0
 
 
-def test_an_engine_that_is_closed_keeps_no_memory_of_the_server(path: str) -> None:
+def test_a_closed_engine_keeps_no_server_memory(path: str) -> None:
     with serving(path), ServedEngine(path) as engine:
         (pool,) = engine.prefixes.pools
         engine.prefixes.close()
@@ -315,9 +315,7 @@ def test_an_engine_that_is_closed_keeps_no_memory_of_the_server(path: str) -> No
         assert error_text(lambda: pool.pages) == closed
 
 
-def test_a_cache_moves_while_no_other_thread_gives_the_handler_new_pages(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_moves_while_pages_stay(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(path), ServedEngine(path) as engine:
         engine.compute("ab")
         changing, rebind, held = engine.prefixes.manager._pools.changing, OffloadHandler.rebind, []
@@ -348,7 +346,7 @@ def test_a_rebound_cache_lets_the_old_one_go(path: str) -> None:
             assert engine.load("ab") == 2
 
 
-def test_a_cache_that_does_not_fit_is_refused_with_the_difference(path: str) -> None:
+def test_a_cache_with_other_pages_is_refused(path: str) -> None:
     tensor = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
     wider = torch.zeros(4, BLOCK_BYTES + 1, dtype=torch.uint8)
     layout = PagedLayout([tensor])

@@ -72,7 +72,7 @@ def counts(engine: ServedEngine) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("dies", DYING)
-def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: str) -> None:
+def test_a_killed_engines_pages_come_back(dies: str, path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine:
         with engine_process(path, HOLDS + DYING[dies]) as other:
             if dies == "after it has lost the connection":  # its copies may still run
@@ -89,9 +89,7 @@ def test_the_pages_of_a_killed_engine_come_back_and_not_before(dies: str, path: 
         assert engine.load(PROMPT) == 8
 
 
-def test_a_forked_child_keeps_the_pages_of_its_killed_engine(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_keeps_its_engines_pages(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     is_free, answers = page_server.is_free, list[bool]()
     monkeypatch.setattr(
         page_server, "is_free", lambda lock: answers.append(is_free(lock)) or answers[-1]
@@ -122,9 +120,7 @@ open({path + ".child"!r}, "w").write(str(child))
         engine.until(lambda: counts(engine) == (28, 4, 0, 0))
 
 
-def test_pages_that_a_killed_engine_was_writing_are_quarantined(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_being_written_are_quarantined(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_server, "QUARANTINE", 5.0)
     now = 0.0
     with serving(path) as server, ServedEngine(path) as engine:
@@ -143,7 +139,7 @@ def test_pages_that_a_killed_engine_was_writing_are_quarantined(
         engine.until(lambda: counts(engine) == (28, 4, 0, 0))
 
 
-def test_an_engine_that_is_closed_without_its_connection_keeps_no_page(
+def test_an_engine_closed_without_connection_keeps_nothing(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "FIRST_PAUSE", PATIENCE)  # before it comes again
@@ -169,9 +165,7 @@ def test_a_stopped_engine_keeps_its_pages(path: str) -> None:
 
 
 @pytest.mark.parametrize("pages", [8, 32, 64])
-def test_engines_go_on_without_a_killed_server_and_begin_anew_with_the_next(
-    pages: int, path: str
-) -> None:
+def test_engines_outlive_a_killed_server(pages: int, path: str) -> None:
     """The next server has fewer pages, as many, or more."""
     with server_process(path) as server, ServedEngine(path) as engine:
         engine.compute(PROMPT)
@@ -216,7 +210,7 @@ def test_lazy_records_end_with_their_server(path: str) -> None:
             assert engine.load("ab") == 2
 
 
-def test_a_request_preempted_at_an_earlier_server_does_not_end_one_of_the_next(path: str) -> None:
+def test_an_earlier_servers_preemption_ends_no_other(path: str) -> None:
     """Each server is a process, so that both count their leases from the same number on."""
     with server_process(path) as server, ServedEngine(path) as engine:
         lost = engine.prefixes.preempt(KEYS, range(8))
@@ -234,7 +228,7 @@ def test_a_request_preempted_at_an_earlier_server_does_not_end_one_of_the_next(p
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
+def test_jobs_end_before_new_pages_are_used(
     direction: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
@@ -271,7 +265,7 @@ def test_jobs_in_flight_end_on_the_old_pages_before_new_ones_are_used(
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again_unless_reset(
+def test_a_hung_server_costs_one_deadline(
     path: str, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
     with server_process(path) as server, ServedEngine(path) as engine:
@@ -305,7 +299,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_its_pages_are_found_again_un
 
 
 @pytest.mark.parametrize("within", ["next_message", "_split_numbers"])
-def test_an_interrupted_call_reserves_nothing_and_the_next_gets_its_own_answer(
+def test_an_interrupted_call_reserves_nothing(
     within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(path), ServedEngine(path) as engine:
@@ -331,7 +325,7 @@ CALLS: dict[str, Callable[[ServedEngine], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_no_interrupted_call_keeps_a_page_of_the_server(call: str, path: str) -> None:
+def test_no_interrupted_call_keeps_a_page(call: str, path: str) -> None:
     interrupter = Interrupter()
     with serving(path) as server, ServedEngine(path) as engine:
         for at in count(1):
@@ -350,9 +344,7 @@ def test_no_interrupted_call_keeps_a_page_of_the_server(call: str, path: str) ->
     assert at > 20
 
 
-def test_a_second_server_is_refused_and_one_that_was_killed_leaves_no_trace(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_server_is_refused(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with server_process(path, 4), ServedEngine(path) as engine:
         engine.compute("abcd")
         with pytest.raises(RuntimeError, match="another server has the socket /"):
@@ -364,7 +356,7 @@ def test_a_second_server_is_refused_and_one_that_was_killed_leaves_no_trace(
         assert engine.find("abcd").found == 0
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Any) -> None:
+def test_other_files_are_left_alone(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a socket"):
         PageServer(str(tmp_path / "file"), PAGE_BYTES)
@@ -420,9 +412,7 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
         assert counts(engine) == (24, 8, 0, 0)
 
 
-def test_the_collector_may_close_a_cache_within_a_call_of_its_manager(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_collector_may_close_during_a_call(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(path) as server:
         engine: Any = ServedEngine(path)
         monkeypatch.setattr(client, "DEADLINE", 0.1)
@@ -441,7 +431,7 @@ def test_the_collector_may_close_a_cache_within_a_call_of_its_manager(
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
-def test_an_engine_that_has_gone_before_it_is_accepted_harms_nobody(
+def test_an_engine_gone_before_accept_is_harmless(
     has_pidfd: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_pidfd:  # as on kernels before 6.5
@@ -589,7 +579,7 @@ def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
         assert len(connection.recv(100)) == HEAD.size + 4 * 8
 
 
-def test_an_answer_longer_than_the_socket_takes_comes_in_parts(path: str) -> None:
+def test_long_answers_come_in_parts(path: str) -> None:
     """A prompt of 100,000 keys."""
     tensor = torch.zeros(100_000, 1, dtype=torch.uint8)
     with serving(path, 400):
