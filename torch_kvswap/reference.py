@@ -70,7 +70,7 @@ class ReferenceHandler(NotCopyable):
         host (HostPool): the host pages, made for such blocks.
 
     Raises:
-        TypeError: gpu is no PagedLayout, or host no HostPool.
+        TypeError: gpu is not a PagedLayout, or host is not a HostPool.
         ValueError: gpu and host do not match, the pages are encoded or have checksums, or PyTorch
             has no streams or events for the device.
         RuntimeError: the pool is closed.
@@ -145,8 +145,8 @@ class ReferenceHandler(NotCopyable):
             jobs (Job | Iterable[Job] | None): None is every job that poll() has not reported.
 
         Raises:
-            TypeError: jobs are no jobs of a ReferenceHandler.
-            ValueError: a job is another handler's.
+            TypeError: jobs contains something that is not a Job of a ReferenceHandler.
+            ValueError: a job belongs to another handler.
             TransferError: some of the jobs failed; its `results` are theirs.
         """
         if jobs is None:

@@ -57,10 +57,10 @@ class _Offload:
 
 
 class KVSwapLinker(UnifiedCacheLinker):
-    """SGLang's prefixes in host memory, in a PrefixCache. SGLang makes one in each rank.
+    """Keeps SGLang's KV cache in a PrefixCache. SGLang makes a linker in each rank.
 
-    Its scheduler thread makes all calls. They return without waiting for copies, except
-    finish_layer_wise_loading(), reset() and close(), which are for waiting.
+    All calls come from SGLang's scheduler thread, and none waits for copies except
+    finish_layer_wise_loading(), reset() and close(). docs/sglang.md has the options.
 
     Raises:
         TypeError, ValueError: an option is wrong, or the model or configuration is not served.

@@ -52,7 +52,7 @@ class Enabled:
     def disable(self) -> None:
         """Makes new managers transformers' own again. Idempotent.
 
-        Managers that were made meanwhile stay as they are.
+        Managers that exist stay as they are.
         """
         if self._module.OffloadingManager is self._ours:
             self._module.OffloadingManager = self._theirs
@@ -74,18 +74,18 @@ def enable(
     """Replaces transformers' offloading manager in this process.
 
     Affects every continuous batching that starts afterwards: `generate_batch`,
-    `init_continuous_batching` and the context manager. A persistent one that already exists stays
-    as it is.
+    `init_continuous_batching` and the context manager. A persistent manager that already exists
+    stays as it is.
 
     Args:
-        copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down kernels
-            beside them less, but launches more.
+        copy_method (str | None): see OffloadHandler. With "copy_engines", copies slow down other
+            kernels less, and kernel launches more.
         staging_bytes (int): GPU memory for staged copies; see OffloadHandler.
         encoding (str): see HostPool. With "lossless", `cpu_offload_space` holds more
             blocks of a cache in torch.bfloat16. A request with a block that does not fit into its
             slot is computed again.
-        verify (str): see HostPool. A request with a block that is not what was stored is computed
-            again. The checksums are not part of `cpu_offload_space`.
+        verify (str): see HostPool. A request with a damaged block is computed again. The checksums
+            are not part of `cpu_offload_space`.
 
     Returns:
         Enabled: a context manager that undoes the replacement.
@@ -94,8 +94,8 @@ def enable(
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
         TypeError: staging_bytes is not an integer.
-        ValueError: copy_method, encoding or verify is unknown, staging_bytes is
-            negative, or copy_method="copy_engines" is combined with what takes kernels.
+        ValueError: copy_method, encoding or verify is unknown, staging_bytes is negative, or
+            copy_method="copy_engines" is combined with an option that needs kernels.
     """
     copy_method_options(copy_method, staging_bytes)  # raises now, not later
     is_raw = read_encoding(encoding) is RAW

@@ -398,11 +398,12 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
 
 class KVSwapConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector with our spec, and failures that end no engine.
+    """vLLM's OffloadingConnector with our copies and block manager. A failed copy ends no engine.
 
     Args:
-        vllm_config (VllmConfig): kv_connector_extra_config has the SpecOptions.
-        role (KVConnectorRole): which part to make, that of the scheduler or of a worker.
+        vllm_config (VllmConfig): its kv_connector_extra_config has the SpecOptions: see
+            docs/vllm.md.
+        role (KVConnectorRole): whether to make the scheduler's part or a worker's.
         kv_cache_config (KVCacheConfig): the groups of layers.
 
     Raises:

@@ -48,7 +48,7 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The options of KVSwapConnector.
+    """The options of KVSwapConnector in kv_connector_extra_config, beside those of vLLM.
 
     Attributes:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
