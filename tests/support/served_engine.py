@@ -18,7 +18,7 @@ from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.server import PageServer
 
 # No test depends on speed; those of a server that hangs set their own.
-client.DEADLINE = client.JOINING = PATIENCE
+client.JOINING = page_server.JOINING = PATIENCE
 client.FIRST_PAUSE = client.LONGEST_PAUSE = 0.01
 page_server.QUARANTINE = 0.0
 PAGE_BYTES = HostPool.page_bytes_of(PagedLayout([torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)]))
@@ -27,7 +27,7 @@ PAGE_BYTES = HostPool.page_bytes_of(PagedLayout([torch.zeros(1, BLOCK_BYTES, dty
 @contextmanager
 def serving(path: str, pages: int = 32, **options: Any) -> Iterator[PageServer]:
     """A server in this process."""
-    server = PageServer(path, pages * PAGE_BYTES, **options)
+    server = PageServer(path, pages * PAGE_BYTES, **{"deadline": PATIENCE, **options})
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -39,8 +39,8 @@ def serving(path: str, pages: int = 32, **options: Any) -> Iterator[PageServer]:
 
 
 def server_process(path: str, pages: int = 32, *options: str) -> Process:
-    memory = ["--socket", path, "--memory", str(pages * PAGE_BYTES)]
-    return Process(["-m", "torch_kvswap", "serve", *memory, *options], "serving")
+    options = *("--memory", str(pages * PAGE_BYTES), "--deadline", str(PATIENCE)), *options
+    return Process(["-m", "torch_kvswap", "serve", "--socket", path, *options], "serving")
 
 
 def engine_process(path: str, does: str, device: str = "cpu") -> Process:

@@ -3,13 +3,17 @@ other end before it uses a byte of it, and file descriptors are passed."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 
 from torch_kvswap._native.descriptors import Descriptors
 
+_SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -57,3 +61,62 @@ def receive(connection: socket.socket, nbytes: int) -> tuple[bytes, Descriptors]
     flags = socket.MSG_CMSG_CLOEXEC
     came = Descriptors(connection.recvmsg, nbytes, socket.CMSG_LEN(4), flags)
     return came.returned[0][0], came
+
+
+def listen(path: str) -> tuple[socket.socket, int]:
+    """A socket at this path for processes of this user, and the file that stays locked until it is
+    closed. What a killed process has left there is removed.
+
+    Raises:
+        RuntimeError: another server has this socket.
+        OSError: the socket cannot be made. FileExistsError: a file that is no socket has this name.
+            PermissionError: one of another user has it.
+    """
+    with contextlib.ExitStack() as undo:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(f"{path}.lock", flags, 0o600)
+        undo.callback(os.close, lock)
+        check_owner(f"{path}.lock", os.fstat(lock).st_uid)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"another server has the socket {path}") from error
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(path)
+            if not stat.S_ISSOCK(status.st_mode):
+                raise FileExistsError(f"{path} exists and is not a socket")
+            check_owner(path, status.st_uid)
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        undo.callback(listener.close)
+        os.fchmod(listener.fileno(), 0o600)  # the file gets this mode
+        listener.bind(path)
+        listener.listen()
+        listener.setblocking(False)
+        undo.pop_all()
+    return listener, lock
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The number of the process at the other end of a connection that does not block, and a file
+    descriptor that is readable when this process has ended.
+
+    Raises OSError if it has gone, or there are no descriptors, and PermissionError if it is another
+    user's.
+    """
+    pid, uid = credentials_of(connection)
+    check_owner(f"process {pid}", uid)
+    try:
+        return pid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:  # an older kernel
+        process = os.pidfd_open(pid)
+    # If that process had ended, another one might have its number now.
+    try:
+        if not connection.recv(1, socket.MSG_PEEK):
+            raise ProcessLookupError("the engine has gone")
+    except BlockingIOError:  # it is there, and has sent nothing yet
+        pass
+    except BaseException:
+        os.close(process)
+        raise
+    return pid, process

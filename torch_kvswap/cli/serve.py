@@ -15,7 +15,7 @@ import sys
 
 from torch_kvswap._native.arguments import bytes_text
 from torch_kvswap.prefix.manager import BELOW_POLICIES
-from torch_kvswap.prefix.server import PageServer
+from torch_kvswap.prefix.server import DEADLINE, PageServer
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -31,9 +31,17 @@ def main(arguments: list[str]) -> int:
     add("--memory", required=True, type=_bytes, help="of all pages, such as 64GiB")
     add("--below", help="a store for pages that leave memory, such as file:PATH")
     add("--below-policy", choices=BELOW_POLICIES, default="reused", help="which pages it gets")
+    add(
+        "--deadline",
+        type=float,
+        default=DEADLINE,
+        metavar="SECONDS",
+        help="that an engine waits for an answer before it gives this server up",
+    )
     options = parser.parse_args(arguments)
+    below = options.below, options.below_policy
     try:
-        server = PageServer(options.socket, options.memory, options.below, options.below_policy)
+        server = PageServer(options.socket, options.memory, *below, options.deadline)
     except (RuntimeError, OSError, ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -50,6 +50,7 @@ from torch_kvswap.prefix.hashing import (
 from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
 from torch_kvswap.prefix.protocol import (
     HEAD,
+    JOINING,
     MAGIC,
     READ_BYTES,
     VERSION,
@@ -63,8 +64,6 @@ from torch_kvswap.prefix.protocol import (
 )
 
 # Seconds, read at each use so that tests can set them.
-DEADLINE = 1.0  # seconds that a call waits for an answer of a server that hangs
-JOINING = 10.0  # the same while a connection is made: only connect() waits for that
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a lost server is tried again
 
 _NOTHING = Lookup(0, 0, 0)
@@ -89,8 +88,8 @@ class Session(NotCopyable):
     """A connection to a server, of an engine, or of its scheduler or one of its workers.
 
     Requests are sent, and their answers come later, in the same order. A server that does not
-    answer for DEADLINE, or has closed the connection, is given up. A thread then tries to join it
-    again, once no job uses its pages.
+    answer within its deadline, or has closed the connection, is given up. A thread then tries to
+    join it again, once no job uses its pages.
 
     Args:
         path (str): the server's socket.
@@ -115,6 +114,7 @@ class Session(NotCopyable):
         self._names = {"engine": engine, "worker": worker, "workers": workers}
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
+        self._deadline = JOINING  # seconds for an answer; as the server says it
         self._resets = 0  # of the index, as far as the server has said it
         self._numbers = count(1)  # of what is held
         # Guarded by _lock; _changed is notified when the thread may have something to do.
@@ -140,7 +140,7 @@ class Session(NotCopyable):
             ValueError: the server refuses this cache, and says why.
             RuntimeError: the kernel does not map the memory.
         """
-        connection, generation = connect_to(self._path)
+        connection, generation, self._deadline = connect_to(self._path)
         try:
             if generation != self._generation and self._generation:
                 # First the old memory is freed: there may be no room for both.
@@ -161,7 +161,7 @@ class Session(NotCopyable):
                     self._pools.attach(handles)
             connection.settimeout(None)
             # The kernel's own timeouts cost no system call.
-            seconds = struct.pack("ll", int(DEADLINE), int(DEADLINE % 1 * 1e6))
+            seconds = struct.pack("ll", int(self._deadline), int(self._deadline % 1 * 1e6))
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 connection.setsockopt(socket.SOL_SOCKET, option, seconds)
         except BaseException:
@@ -190,7 +190,7 @@ class Session(NotCopyable):
                         connection.shutdown(socket.SHUT_RDWR)
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(DEADLINE)  # it may read from what is closed next
+            self._thread.join(self._deadline)  # it may read from what is closed next
         if left is not None:
             left.close()
         if not was_told and self._session:
@@ -208,7 +208,7 @@ class Session(NotCopyable):
         """Ends the session on another connection: a server that has closed its own, or has taken
         nothing for long, would keep the pages until this process ends. Waits for no answer."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(DEADLINE)
+            connection.settimeout(self._deadline)
             connection.connect(self._path)
             rendezvous.check_peer(connection, f"the server at {self._path}")
             connection.sendall(pack(Op.LEAVE, [self._session, self._generation]))
@@ -347,7 +347,7 @@ class Session(NotCopyable):
 class RemoteManager(Session):
     """The BlockManager of a server, with the same calls; other engines change it too.
 
-    A call that needs an answer waits for it, for DEADLINE at most. Without a server lookups find
+    A call that needs an answer waits for it, until its deadline. Without a server lookups find
     nothing, and loads and stores get no pages. What one engine is storing is pending for all.
 
     Any thread may call any method. In a forked child every call raises RuntimeError.
@@ -510,7 +510,7 @@ class RemoteManager(Session):
             while self._awaited:
                 self._receive()
         except BlockingIOError:
-            self._lose(f"it did not answer within {DEADLINE:g} s")
+            self._lose(f"it did not answer within {self._deadline:g} s")
         except OSError as error:
             self._lose(str(error))
         except ValueError:  # the server has refused it, and reserves nothing
@@ -728,8 +728,9 @@ def describe(
     }
 
 
-def connect_to(path: str) -> tuple[socket.socket, int]:
-    """A connection to the server, and its generation: another one has other memory.
+def connect_to(path: str) -> tuple[socket.socket, int, float]:
+    """A connection to the server, its generation, as another one has other memory, and the seconds
+    within which it answers.
 
     Raises OSError if there is none or it is another user's, ValueError if it refuses, and TypeError
     if the path is no str.
@@ -744,11 +745,11 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
         rendezvous.check_peer(connection, f"the server at {path}")
         with _needs_server(path):
             numbers, magic = receive(connection)
-        if magic != MAGIC or len(numbers) != 2:
+        if magic != MAGIC or len(numbers) < 2:
             raise ConnectionError(
                 f"the process that answers at {path} is not a server of this library"
             )
-        version, generation = numbers
+        version, generation, *deadline = numbers
         if version != VERSION:
             raise ConnectionError(
                 f"the server at {path} has version {version} of the protocol, this library "
@@ -757,7 +758,7 @@ def connect_to(path: str) -> tuple[socket.socket, int]:
     except BaseException:
         connection.close()
         raise
-    return connection, generation
+    return connection, generation, deadline[0] / 1e6
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from torch_kvswap.prefix import client
 from torch_kvswap.prefix.client import RemotePools, Session, connect_to
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
@@ -78,8 +77,8 @@ class SchedulerSession(Session):
     """The index of a server for a scheduler that never waits for it.
 
     Calls send messages, and poll() takes the answers. It gives up a server that has closed the
-    connection, or has neither answered nor taken anything for DEADLINE. A thread joins it again
-    when all jobs have ended and all workers have pinned its memory.
+    connection, or has neither answered nor taken anything within its deadline. A thread joins it
+    again when all jobs have ended and all workers have pinned its memory.
 
     One thread makes all calls.
 
@@ -132,7 +131,7 @@ class SchedulerSession(Session):
 
     def join(self) -> None:
         """Waits for the workers, and connects. See Session.join()."""
-        connection, generation = connect_to(self._path)
+        connection, generation, self._deadline = connect_to(self._path)
         try:
             known = self._session if generation == self._generation else 0
             session, resets, self.num_pages = self._meet(connection, known)
@@ -157,8 +156,8 @@ class SchedulerSession(Session):
                 self._failure = str(error)
             self._flush()
             is_waiting = self._awaited or self._outbox
-            if is_waiting and time.monotonic() - self._moved > client.DEADLINE:
-                self._failure = self._failure or f"it did not answer within {client.DEADLINE:g} s"
+            if is_waiting and time.monotonic() - self._moved > self._deadline:
+                self._failure = self._failure or f"it did not answer within {self._deadline:g} s"
             if self._failure:
                 self._lose(self._failure)
                 self.losses += 1

@@ -25,11 +25,13 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 11
+VERSION = 12
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
-MAGIC = b"KVSWSERV"  # a server first sends it, its version and its generation
+MAGIC = b"KVSWSERV"  # a server first sends it, VERSION, its generation and its deadline, us
+# Seconds within which each end must have said who it is; tests set it, where it is used.
+JOINING = 10.0
 
 
 class Op(IntEnum):

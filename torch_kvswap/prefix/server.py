@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import heapq
 import itertools
 import json
@@ -12,7 +11,6 @@ import os
 import secrets
 import selectors
 import socket
-import stat
 import time
 import weakref
 from array import array
@@ -36,6 +34,7 @@ from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
 from torch_kvswap.prefix.protocol import (
+    JOINING,
     MAGIC,
     READ_BYTES,
     VERSION,
@@ -50,16 +49,16 @@ from torch_kvswap.prefix.protocol import (
 )
 from torch_kvswap.prefix.tier import Tier
 
+DEADLINE = 1.0  # seconds that an engine waits for an answer, unless a server has others
 QUARANTINE = 5.0  # seconds before pages that a dead engine was writing are reused
+_LEAST_DEADLINE, _MOST_DEADLINE = 0.001, 3600.0
 _LOCK_SECONDS = 0.1  # between checks whether a dead engine's forked children have ended
-_HELLO_SECONDS = 30.0  # within which a new connection must say who it is
 _PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have run out
 _TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
 _BELOW_BYTES = 64 << 20  # in flight, in each direction of the second tier
 _MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
 _NOTHING = Lookup(0, 0, 0)
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
-_SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
 
 
 @dataclass(eq=False)
@@ -178,12 +177,14 @@ class PageServer:
         path (str): of the socket, which is made with mode 0600.
         memory (int): bytes of all pages, at most. They are made for the first engine that comes.
         below (str | None), below_policy (str): see PrefixCache.
+        deadline (float): seconds that an engine waits for an answer before it gives the server up.
 
     Raises:
         RuntimeError: another server has this socket.
         OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
             that is no socket has this name. PermissionError: one of another user has it.
-        ImportError, ValueError: see `below` of PrefixCache.
+        ImportError: see `below` of PrefixCache.
+        ValueError: deadline is out of range; and see `below` of PrefixCache.
     """
 
     def __init__(
@@ -192,8 +193,14 @@ class PageServer:
         memory: int,
         below: str | None = None,
         below_policy: BelowPolicy = "reused",
+        deadline: float = DEADLINE,
     ) -> None:
         self._path, self._memory = path, read_int("memory", memory, 1)
+        if not _LEAST_DEADLINE <= deadline <= _MOST_DEADLINE:
+            raise ValueError(
+                f"deadline is {deadline!r}; it can be {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g} s"
+            )
+        self._deadline = deadline
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
         self._numbers = itertools.count(1)
@@ -213,11 +220,8 @@ class PageServer:
                 load_checksum()  # raises here, not when an engine comes
                 self._store = open_store(below)
                 undo.callback(self._store.close)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock_file = os.open(f"{path}.lock", flags, 0o600)
+            self._listener, self._lock_file = rendezvous.listen(path)
             undo.callback(os.close, self._lock_file)
-            rendezvous.check_owner(f"{path}.lock", os.fstat(self._lock_file).st_uid)
-            self._listener = self._listen()
             undo.callback(self._listener.close)
             self._spare: int | None = os.dup(self._lock_file)  # see _refuse_next()
             undo.pop_all()
@@ -227,29 +231,6 @@ class PageServer:
         self._is_full = False  # whether it was said that there are no descriptors
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
-
-    def _listen(self) -> socket.socket:
-        """The socket. What a killed server has left of its own is removed."""
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RuntimeError(f"another server has the socket {self._path}") from error
-        with contextlib.suppress(FileNotFoundError):
-            status = os.lstat(self._path)
-            if not stat.S_ISSOCK(status.st_mode):
-                raise FileExistsError(f"{self._path} exists and is not a socket")
-            rendezvous.check_owner(self._path, status.st_uid)
-            os.unlink(self._path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            os.fchmod(listener.fileno(), 0o600)  # the file gets this mode
-            listener.bind(self._path)
-            listener.listen()
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
 
     def run(self) -> None:
         """Serves until stop() is called, then closes everything. Engines go on without pages."""
@@ -308,15 +289,13 @@ class PageServer:
             if error.errno in _NO_DESCRIPTORS:
                 self._refuse_next()
             return  # else it has gone already
-        pid, uid = rendezvous.credentials_of(connection)
         connection.setblocking(False)
         try:
-            rendezvous.check_owner(f"process {pid}", uid)
-            process = _process_of(connection, pid)
+            pid, process = rendezvous.peer_of(connection)
         except OSError as error:
             if error.errno in _NO_DESCRIPTORS:
                 return self._refuse_full(connection)
-            log.warning("process %d is not served: %s", pid, error)
+            log.warning("a process is not served: %s", error)
             return _refuse(connection, str(error))
         self._is_full = False
         session = _Session(next(self._numbers), connection, process, pid)
@@ -327,7 +306,8 @@ class PageServer:
         self._selector.register(
             connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
         )
-        self._send(session, pack(Status.DONE, (VERSION, self._generation), MAGIC))
+        greeting = VERSION, self._generation, int(self._deadline * 1e6)
+        self._send(session, pack(Status.DONE, greeting, MAGIC))
         self._expect_hello(session)
 
     def _refuse_next(self) -> None:
@@ -360,13 +340,13 @@ class PageServer:
 
     def _expect_hello(self, session: _Session) -> None:
         """Disconnects a session that does not say HELLO or MEET in time."""
-        session.deadline = self._clock() + _HELLO_SECONDS
-        self._later(_HELLO_SECONDS, lambda: self._end_silent(session))
+        session.deadline = self._clock() + JOINING
+        self._later(JOINING, lambda: self._end_silent(session))
 
     def _end_silent(self, session: _Session) -> None:
         is_silent = not (session.is_member or session.waits)
         if is_silent and session.connection is not None and session.deadline <= self._clock():
-            log.warning("process %d has sent nothing for %g s", session.pid, _HELLO_SECONDS)
+            log.warning("process %d has sent nothing for %g s", session.pid, JOINING)
             self._disconnect(session)
 
     def _serve(self, session: _Session, events: int) -> None:
@@ -763,21 +743,3 @@ class PageServer:
 def _refuse(connection: socket.socket, why: str) -> None:
     with connection, contextlib.suppress(OSError):
         connection.send(pack(Status.REFUSED, data=why.encode()))
-
-
-def _process_of(connection: socket.socket, pid: int) -> int:
-    """A file descriptor that is readable when the process at the other end has ended."""
-    try:
-        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:  # an older kernel
-        process = os.pidfd_open(pid)
-    # If that process had ended, another one might have its number now.
-    try:
-        if not connection.recv(1, socket.MSG_PEEK):
-            raise ProcessLookupError("the engine has gone")
-    except BlockingIOError:  # it is there, and has sent nothing yet
-        pass
-    except BaseException:
-        os.close(process)
-        raise
-    return process

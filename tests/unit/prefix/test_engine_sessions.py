@@ -30,7 +30,7 @@ def new_worker(
     path: str, name: str, kind: type[RemotePools] = RemotePools, rank: int = 0, world: int = 1
 ) -> WorkerSession:
     layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
-    cache = describe([layout], None, "m", 0, 1, 1, "raw", None, "off", bytes_of={}, parts=world)
+    cache = describe([layout], None, "m", 0, 1, 1, "raw", "off", bytes_of={}, parts=world)
     return WorkerSession(path, name, cache, kind([layout], {}, rank), rank)
 
 
@@ -383,9 +383,7 @@ def test_a_step_gets_few_pages_more(path: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["it waits", "the server takes no more", "it has given up"])
-def test_leaving_a_hung_server_keeps_no_page(
-    path: str, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_leaving_a_hung_server_keeps_no_page(path: str, when: str) -> None:
     with server_process(path) as server, split(path, "watch") as watch:
         with split(path, "a") as a:
             a.store("abcd")
@@ -395,9 +393,9 @@ def test_leaving_a_hung_server_keeps_no_page(
             while when == "the server takes no more" and not a._outbox:
                 a.touch(bytes(1 << 16))
             if when == "it has given up":
-                monkeypatch.setattr(client, "DEADLINE", 0.1)
+                a._deadline = 0.1
                 a.until(lambda: not a.is_joined)
-                monkeypatch.setattr(client, "DEADLINE", PATIENCE)
+                a._deadline = PATIENCE
             a.close()
             server.send(signal.SIGCONT)
         answers: list[BlockStats] = []
@@ -415,7 +413,7 @@ def test_a_deadline_begins_when_the_question_is_sent(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(
-        engine_sessions, "time", SimpleNamespace(monotonic=lambda: now * client.DEADLINE)
+        engine_sessions, "time", SimpleNamespace(monotonic=lambda: now * client.JOINING)
     )
     ours, server = socket.socketpair()
     ours.setblocking(False)
@@ -484,7 +482,7 @@ def test_an_unheard_reset_is_told_again(
         assert a.indices("abc") == [0, 1, 2]
         server.send(signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(client, "DEADLINE", 0.1)
+            patch.setattr(a, "_deadline", 0.1)
             if when == "it hangs":
                 a.reset()
             a.hold([a.keys("a")], lambda _: None)

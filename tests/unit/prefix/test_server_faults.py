@@ -36,6 +36,7 @@ from served_engine import (
 )
 
 from torch_kvswap import PagedLayout, PrefixCache
+from torch_kvswap._native import rendezvous
 from torch_kvswap.cli import serve
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix import server as page_server
@@ -298,6 +299,15 @@ def test_a_hung_server_costs_one_deadline(
         assert engine.prefixes.pools[0].pages.data_ptr() == memory
 
 
+def test_engines_wait_as_long_as_their_server_says(path: str) -> None:
+    with serving(path, deadline=2.5 * PATIENCE), ServedEngine(path) as engine:
+        manager: Any = engine.prefixes.manager
+        seconds = manager._connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+        assert struct.unpack("ll", seconds)[0] == manager._deadline == 2.5 * PATIENCE
+    with pytest.raises(ValueError, match=r"deadline is 0; it can be 0\.001 to 3600 s"):
+        PageServer(path, PAGE_BYTES, deadline=0)
+
+
 @pytest.mark.parametrize("within", ["next_message", "_split_numbers"])
 def test_an_interrupted_call_reserves_nothing(
     within: str, path: str, monkeypatch: pytest.MonkeyPatch
@@ -412,11 +422,11 @@ def test_nonsense_harms_nobody_else(nonsense: str, is_member: bool, path: str) -
         assert counts(engine) == (24, 8, 0, 0)
 
 
-def test_the_collector_may_close_during_a_call(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_may_close_during_a_call(path: str) -> None:
     with serving(path) as server:
         engine: Any = ServedEngine(path)
-        monkeypatch.setattr(client, "DEADLINE", 0.1)
         engine.itself, manager = engine, engine.prefixes.manager
+        manager._deadline = 0.1
         del engine
 
         def call() -> None:
@@ -435,8 +445,8 @@ def test_an_engine_gone_before_accept_is_harmless(
     has_pidfd: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_pidfd:  # as on kernels before 6.5
-        monkeypatch.setattr(page_server, "_SO_PEERPIDFD", 9999)
-    server = PageServer(path, 4 * PAGE_BYTES)  # accepts nobody yet
+        monkeypatch.setattr(rendezvous, "_SO_PEERPIDFD", 9999)
+    server = PageServer(path, 4 * PAGE_BYTES, deadline=PATIENCE)  # accepts nobody yet
     for message in (b"", pack(Op.LEAVE)):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(path)
@@ -507,10 +517,10 @@ def test_a_connection_that_says_nothing_is_closed(path: str) -> None:
             engine.until(lambda: len(server._sessions) == 2)
             engine.compute("a")
             with logged() as warnings:
-                server._clock = lambda: time.monotonic() + 30
+                server._clock = lambda: time.monotonic() + PATIENCE
                 server._wake()
                 wait_until_closed(silent)
-        assert warnings == [f"process {os.getpid()} has sent nothing for 30 s"]
+        assert warnings == [f"process {os.getpid()} has sent nothing for {PATIENCE:g} s"]
         assert engine.load("a") == 1
 
 
@@ -518,7 +528,7 @@ def test_a_server_without_descriptors_says_so_and_waits(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    server = PageServer(path, 4 * PAGE_BYTES)
+    server = PageServer(path, 4 * PAGE_BYTES, deadline=PATIENCE)
     connections = [socket.socket(socket.AF_UNIX) for _ in range(4)]
     with contextlib.ExitStack() as stack, logged() as warnings:
         for connection in connections:
