@@ -4,9 +4,9 @@
 
 #include "kernels/host_device.h"
 
-// Checksums of blocks, with which loads find that a block is not the one that was stored:
-// docs/encoding.md describes them. What the CPU and the kernel of checksum.cu share. Read by nvcc
-// and by the C++ compiler, so it has nothing but numbers.
+// Checksums of blocks, with which loads find that a block is not the one that was stored: what the
+// CPU and the kernel of checksum.cu share. tests/support/checksum_model.py has the function in
+// plain Python. Read by nvcc and by the C++ compiler, so it has nothing but numbers.
 namespace kvswap {
 
 // A slab's part of a block is cut into tiles, each with a checksum. All are this large but its last

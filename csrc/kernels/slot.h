@@ -6,8 +6,8 @@
 #include "kernels/host_device.h"
 
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the
-// kernels of codec.cu. docs/encoding.md describes the format. Read by nvcc and by the C++ compiler,
-// so it has nothing but numbers.
+// kernels of codec.cu. tests/support/slot_model.py reads and writes slots in plain Python. Read by
+// nvcc and by the C++ compiler, so it has nothing but numbers.
 namespace kvswap {
 
 // A slab's part of a block is cut into tiles. All are this large but its last one.

@@ -1,4 +1,4 @@
-"""The checksums of docs/encoding.md in plain Python."""
+"""The checksums of blocks in plain Python: NH of tiles, bound to a slot and a store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = np.array(
 
 
 def checksum_of(tile: bytes, number: int) -> int:
-    """As docs/encoding.md has it."""
+    """Of the tile with this number in its block."""
     words = np.frombuffer(tile.ljust(-(-len(tile) // UNIT) * UNIT, b"\0"), np.uint32)
     sums = []
     for shift in (0, UNIT // 4):

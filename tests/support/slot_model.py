@@ -1,4 +1,4 @@
-"""The format of encoded slots, as docs/encoding.md describes it, read and written value by value.
+"""The format of encoded slots in plain Python, read and written value by value.
 
 Nothing here is shared with the library. Tests let it read what the library has written, and the
 other way round.
