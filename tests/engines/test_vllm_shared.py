@@ -695,7 +695,8 @@ def test_what_engines_cannot_share_is_refused(folder):
     [
         (
             {"block_bytes": 2000},
-            "pages[0].bytes_of.groups[0][0]: int8 [blocks, 2000] here, int8 [blocks, 1000]",
+            "pages[0].bytes_of.groups[0][0]: a to b, tensor 0: int8 [blocks, 2000] here, "
+            "a to b, tensor 0: int8 [blocks, 1000]",
         ),
         ({"verify": "load"}, "pages[0].verify: load here, off"),
         ({"chunk": 2}, "pages[0].blocks_per_page: 2 here, 1"),

@@ -126,6 +126,7 @@ def _contract() -> dict[str, types.ModuleType]:
             "CPUOffloadingMetrics": types.SimpleNamespace(),
         },
         f"{connector}.metrics": {"OffloadingConnectorStats": object},
+        "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": object},
     }
     made = {name: module(name, **names) for name, names in modules.items()}
     for name in list(made):

@@ -14,8 +14,6 @@ import vllm_engine  # noqa: F401  skips where vLLM's tests do not run
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu import spec as cpu_spec
 
-from torch_kvswap.integrations.vllm import spec as spec_module
-from torch_kvswap.integrations.vllm.worker_pools import this_host
 from torch_kvswap.ops import swap_blocks_batch
 
 
@@ -27,12 +25,6 @@ def tier(folder: Path, **more: Any) -> dict[str, Any]:
 def files(folder: Path) -> dict[Path, int]:
     """The chunks in the tier, and when they were written."""
     return {one: one.stat().st_mtime_ns for one in (folder / "rows").rglob("*.bin")}
-
-
-def on_one_host(patch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads of this process, without vLLM's groups of processes."""
-    hosts = lambda replicas: [this_host()] * replicas.world  # noqa: E731
-    patch.setattr(spec_module, "_hosts_of_workers", hosts)
 
 
 class _OnCpu:

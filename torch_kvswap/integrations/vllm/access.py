@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ class Access:
 
     Attributes:
         keys (list[bytes]): in the order of the prompt.
-        is_reused (dict[bytes, bool]): of the keys that it found or stored, whether it found them.
+        is_reused (dict[bytes, bool]): whether it found a key before it stored it.
         manager (object): the manager that keeps this in the ReqContext.
         cache (object): identifies the manager's contents; reset_cache() makes a new one.
     """
@@ -46,15 +46,23 @@ class Access:
         context.set_state(access)
         return access
 
-    def use(self, keys: Iterable[bytes], is_reused: bool) -> None:
-        """Records keys that the request has found, or stores. What it did first counts."""
-        for key in keys:
-            self.is_reused.setdefault(key, is_reused)
+    def see(self, context: Any, keys: Iterable[bytes], is_reused: bool = False) -> None:
+        """Records keys of the prompt. is_reused: the request found them."""
+
+        def position(key: bytes) -> int:  # 0 if vLLM does not tell: then in the order of arrival
+            return context.get_offload_key_position(key) or 0
+
+        new = [key for key in keys if key not in self.is_reused]
+        places = [position(key) for key in (*self.keys[-1:], *new)]
+        self.keys += new
+        self.is_reused.update(dict.fromkeys(new, is_reused))
+        if places != sorted(places):  # vLLM names the keys of a sliding window later
+            self.keys.sort(key=position)
 
     def sort(self, keys: Iterable[bytes]) -> list[bytes]:
         """The keys, all of them seen, in the order of the prompt."""
         keys = list(keys)
-        if self._has(keys):
+        if keys == self.keys[-len(keys) :]:  # as most are
             return keys
         wanted = set(keys)
         return [key for key in self.keys if key in wanted]
@@ -64,35 +72,3 @@ class Access:
         keys, backwards = self.sort(keys), self.keys[::-1]
         fronts = islice(backwards, backwards.index(keys[0]) + 1, None)
         return [*islice(filter(known.__contains__, fronts), 1), *keys]
-
-    def see(self, context: Any, keys: Iterable[bytes]) -> None:
-        """Records keys of the prompt, stored or not."""
-        keys = list(keys)
-
-        def position(key: bytes) -> int:  # 0 if vLLM does not tell: then in the order of arrival
-            return context.get_offload_key_position(key) or 0
-
-        if self._has(keys) or self._follow(keys, position):
-            return
-        known = set(self.keys)
-        self.keys += [key for key in keys if key not in known]
-        self.keys.sort(key=position)  # vLLM names the keys of a sliding window later
-
-    def _follow(self, keys: list[bytes], position: Callable[[bytes], int]) -> bool:
-        """Adds keys of one group of layers that are behind all others, as most are."""
-        known = self.keys
-        is_one_group = len({key[_GROUP] for key in (*known[:1], keys[0], keys[-1])}) == 1
-        if not is_one_group or (known and position(known[-1]) >= position(keys[0])):
-            return False
-        known += keys
-        return True
-
-    def _has(self, keys: list[bytes]) -> bool:
-        """Whether `keys` has these side by side. Most are the last ones."""
-        known, count = self.keys, len(keys)
-        if not keys or known[-count:] == keys:
-            return True
-        if keys[0] not in known:
-            return False
-        at = known.index(keys[0])
-        return known[at : at + count] == keys

@@ -31,10 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
-    build_offloading_config,
-    get_offloading_group_ids,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -49,14 +46,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap.integrations import TESTED, is_tested
-from torch_kvswap.integrations.vllm.scheduler_side import (
-    FAILURES,
-    PAGES,
-    HostManager,
-    load_source,
-)
+from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES, HostManager
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
 from torch_kvswap.integrations.vllm.vllm_logging import write_where_vllm_does
@@ -104,6 +97,10 @@ class WorkerPart(OffloadingConnectorWorker):
         is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
         writes_first (bool): a step writes to its new blocks (zeros, copies of other blocks) before
             it calls handle_preemptions(), which waits for the stores of their old contents.
+
+    Attributes:
+        failed_blocks (set[int]): GPU blocks that were not loaded, if vLLM can compute single ones.
+        failed_requests (set[str]): else the requests whose loads have failed.
     """
 
     def __init__(
@@ -119,8 +116,8 @@ class WorkerPart(OffloadingConnectorWorker):
         self._writes_first = writes_first
         self._failed_pages: dict[int, set[int]] = {}
         self._failure_counts = Counter[tuple[str, str]]()
-        self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
+        self.failed_blocks: set[int] = set()
+        self.failed_requests: set[str] = set()
         self._in_step: set[int] = set()  # loads of this step
         self._in_step_job: Job | None = None  # that does them all
         self._waited = -1  # layer group
@@ -130,10 +127,7 @@ class WorkerPart(OffloadingConnectorWorker):
         self._stores: set[int] = set()  # that have not ended
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """As vLLM's. Tells the spec which layers the tensors are of."""
-        groups = self.kv_cache_config.kv_cache_groups
-        ids = get_offloading_group_ids(self.kv_cache_config)
-        self.spec.layers = [groups[group].layer_names for group in ids]
+        """As vLLM's."""
         super().register_kv_caches(kv_caches)
         self._ours = self.worker if isinstance(self.worker, KVSwapWorker) else None
 
@@ -193,9 +187,9 @@ class WorkerPart(OffloadingConnectorWorker):
             if number not in requests:
                 continue
             if self._names_blocks:
-                self._failed_blocks |= failure.blocks
+                self.failed_blocks |= failure.blocks
             else:
-                self._failed_requests.add(requests[number])
+                self.failed_requests.add(requests[number])
         if not in_step.isdisjoint(failures):
             self._fail_stores(self._metadata)
             self._next_is_spoiled = self._is_ahead
@@ -219,16 +213,6 @@ class WorkerPart(OffloadingConnectorWorker):
         self._unsubmitted_store_jobs[:] = [
             one for one in self._unsubmitted_store_jobs if one[0] not in self._failed_pages
         ]
-
-    def take_failed_blocks(self) -> set[int]:
-        """GPU blocks that were not loaded, of the loads reported since the last call."""
-        taken, self._failed_blocks = self._failed_blocks, set()
-        return taken
-
-    def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed since the last call, if vLLM takes no blocks."""
-        taken, self._failed_requests = self._failed_requests, set()
-        return taken
 
     def build_connector_worker_meta(self) -> KVSwapWorkerMetadata | None:
         """As vLLM's, with the failures of the jobs that it reports."""
@@ -322,7 +306,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         """As vLLM's, which takes microseconds for each block of a load."""
         if self._has_one_source and num_external_tokens:
-            return {load_source(): num_external_tokens}
+            return {CacheHitSource.HOST: num_external_tokens}
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -460,13 +444,14 @@ class KVSwapConnector(OffloadingConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As vLLM's, with the requests whose loads have failed."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= self.connector_worker.take_failed_requests()
+        failed, self.connector_worker.failed_requests = self.connector_worker.failed_requests, set()
+        results.failed_recving |= failed
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The GPU blocks that this step reports as not loaded."""
-        blocks: set[int] = self.connector_worker.take_failed_blocks()
-        return blocks
+        failed, self.connector_worker.failed_blocks = self.connector_worker.failed_blocks, set()
+        return set(failed)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *others: Any) -> Any:

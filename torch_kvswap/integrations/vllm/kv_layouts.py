@@ -81,7 +81,7 @@ class Move(NamedTuple):
 def group_layouts(
     kv_caches: Any,
     dtype: torch.dtype | None = None,
-    layers: Sequence[Sequence[str]] | None = None,
+    layers: Sequence[Sequence[str]] = (),
 ) -> list[PagedLayout | None]:
     """Makes a layout for each group of layers; None for a group without layers in this worker.
 
@@ -92,7 +92,7 @@ def group_layouts(
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
-        layers (Sequence[Sequence[str]] | None): names of the layers of each group.
+        layers (Sequence[Sequence[str]]): names of the layers of each group; empty if not known.
     """
     layouts: list[PagedLayout | None] = []
     for group, refs in enumerate(kv_caches.group_data_refs):
@@ -100,7 +100,7 @@ def group_layouts(
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
         tensors: Any = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
-        if layers is not None:
+        if layers:
             names = _tensor_names(refs, layers[group])
             tensors = dict(zip(map(names.__getitem__, sizes), tensors, strict=True))
         layouts.append(PagedLayout(tensors, 0, dtype=dtype) if tensors else None)

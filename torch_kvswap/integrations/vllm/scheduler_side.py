@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, Generic, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
 from torch_kvswap.integrations.vllm.access import Access
@@ -90,7 +90,7 @@ class HostManager(base.OffloadingManager):
         return [self._info]
 
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        return load_source()
+        return CacheHitSource.HOST
 
     def _stats_with(self, usage: Usage) -> OffloadingConnectorStats:
         """Statistics under the names of vLLM's own manager, so that dashboards keep working, and
@@ -186,7 +186,7 @@ class KVSwapManager(HostManager):
             )
         self._loads.add(req_context, keys, load)
         access = self._access(req_context)
-        self._use(keys, access, req_context, is_reused=True)
+        access.see(req_context, keys, is_reused=True)
         placed = access.sort(keys)
         self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
         self._usage = None
@@ -214,13 +214,6 @@ class KVSwapManager(HostManager):
             access = Access.start(req_context, self, self._cache)
         return access
 
-    def _use(
-        self, keys: Collection[Key], access: Access, req_context: base.ReqContext, is_reused: bool
-    ) -> None:
-        access.see(req_context, keys)
-        if self._counts_uses:
-            access.use(keys, is_reused)
-
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
@@ -239,7 +232,7 @@ class KVSwapManager(HostManager):
             return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keys = list(keys)
         ready = self._ready(keys)
-        self._use(ready, access, req_context, is_reused=True)
+        access.see(req_context, ready, is_reused=True)
         folded = fold_keys(keys)
         skipped = 0
         if self._counts_offers:
@@ -264,7 +257,7 @@ class KVSwapManager(HostManager):
         self._stores[store] = new
         self._sizes.append(len(new))
         self._usage = None
-        self._use(new, access, req_context, is_reused=False)
+        access.see(req_context, new)
         self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
@@ -361,15 +354,6 @@ class KVSwapManager(HostManager):
             self._events.append(
                 base.OffloadingEvent(list(keys), base.Medium.CPU, removed, **details)
             )
-
-
-@cache
-def load_source() -> Any:
-    """What get_load_source() says, which vLLM calls for each block of a load. The tests' stand-in
-    for vLLM has no such module."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    return CacheHitSource.HOST
 
 
 def usage_of(now: BlockStats) -> Usage:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.worker_pools import Replicas
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
@@ -22,13 +21,19 @@ class HostServer(NamedTuple):
 
     Attributes:
         path (str): its socket.
-        worker (Replicas): this worker, of an engine whose name is unique at the server.
+        engine_id (str): name of this engine, unique at the server.
+        rank (int): this worker, 0 to world - 1.
+        world (int): workers of the engine.
+        is_split (bool): each worker has a part of each page; else all of them have the same cache.
         model (str): name of the model.
         bytes_of (Mapping[str, Any]): what else the key and the bytes of a block depend on.
     """
 
     path: str
-    worker: Replicas
+    engine_id: str
+    rank: int
+    world: int
+    is_split: bool
     model: str
     bytes_of: Mapping[str, Any]
 
@@ -58,13 +63,12 @@ class ServedPool(RemotePools):
         how: dict[str, Any],
     ) -> None:
         shape = [largest], None, server.model, 0, 1, blocks_per_page
-        worker = server.worker
-        rank, parts = worker.part or (0, 1)
+        rank, parts = (server.rank, server.world) if server.is_split else (0, 1)
         bytes_of = {**server.bytes_of, "groups": [layout._describe() for layout in layouts]}
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page}
         super().__init__([largest], alone, rank)
-        self._session = WorkerSession(server.path, worker.engine_id, cache, self, worker.rank)
+        self._session = WorkerSession(server.path, server.engine_id, cache, self, server.rank)
         try:
             self._session.join()
         except OSError as error:

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
 from torch_kvswap.integrations.vllm.served import HostServer
 from torch_kvswap.integrations.vllm.server_manager import SharedManager
 from torch_kvswap.integrations.vllm.worker import KVSwapWorker
-from torch_kvswap.integrations.vllm.worker_pools import Host, Replicas, check_one_host, this_host
+from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
 from torch_kvswap.prefix.engine_sessions import SchedulerSession
 
 _log = logging.getLogger(__name__)
@@ -40,13 +41,9 @@ class KVSwapOffloadingSpec(OffloadingSpec):
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
 
-    Attributes:
-        layers (Sequence[Sequence[str]] | None): names of the layers of each group, which the
-            connector sets before it asks for the worker.
-
     Raises:
-        ValueError: an option is unknown, missing or invalid. With a pipeline, get_manager() and
-            get_worker() say if there are too few bytes for a chunk.
+        ValueError: an option is unknown, missing or invalid. get_manager() and get_worker() say if
+            there are too few bytes for a chunk.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -54,54 +51,46 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         self.options = read_options(config.extra_config)
         # All workers have equal caches. vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(config.replicated_layout)
-        self.layers: Sequence[Sequence[str]] | None = None
         self._check()
-        self.num_pages, self._chunk_bytes, self._problem = 0, 0, ""
-        try:
-            self._size_pools()
-        except ValueError as error:
-            if config.parallel.pp_size == 1:
-                raise
-            # Only the first stage of a pipeline decides, and the others wait in get_worker().
-            self._problem = str(error)
-        self._manager: OffloadingManager | None = None
-        self._worker: OffloadingWorker | None = None
+        copies = 1 if self.replicated_layout else config.parallel.world_size
+        block = read_encoding(self.options.encoding).bytes_for(config.worker_kv_bytes_per_block)
+        self._chunk_bytes = int(block * config.cache.blocks_per_chunk * copies)  # in all workers
+        # Equal in the scheduler and in all workers with as many layers as the first one.
+        self.num_pages = self.options.cpu_bytes_to_use // max(self._chunk_bytes, 1)
 
     def get_manager(self) -> OffloadingManager:
-        """The manager, made at the first call."""
-        if self._manager is not None:
-            return self._manager
-        if self._problem:
-            raise ValueError(self._problem)
+        """Makes the manager."""
         options, server = self.options, self._host_server()
         if server is None:
+            num_pages = self._check_size(self.num_pages, self._chunk_bytes)
             events = self.kv_events_config.enable_kv_cache_events
             how = options.eviction_policy, options.store_threshold, events
-            self._manager = KVSwapManager(self.num_pages, *how, self._info(self.num_pages))
-            return self._manager
-        session = SchedulerSession(server.path, server.worker.engine_id, server.worker.world)
+            return KVSwapManager(num_pages, *how, self._info(num_pages))
+        session = SchedulerSession(server.path, server.engine_id, server.world)
         try:
             session.join()
         except OSError as error:  # a worker has told why
             _log.debug("%s", error)
         session.start()
-        self._manager = SharedManager(session, self._info(session.num_pages))
-        return self._manager
+        return SharedManager(session, self._info(session.num_pages))
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker, made at the first call."""
-        if self._worker is not None:
-            return self._worker
-        server, replicas = self._host_server(), None
-        if server is None and self.replicated_layout and self.config.parallel.world_size > 1:
-            replicas = self._among_workers(is_split=False)
-            check_one_host(_hosts_of_workers(replicas))
+        """Makes the worker."""
+        parallel, server, make_pool = self.config.parallel, self._host_server(), None
+        if server is None and self.replicated_layout and parallel.world_size > 1:
+            make_pool = partial(replicated_pool, rank=parallel.rank, exchange=exchange)
+        sizes = self.num_pages, self._chunk_bytes
+        if parallel.pp_size > 1:
+            # Stages can have different numbers of layers, and thus of pages: the scheduler knows
+            # those of the first. The group of all workers exists only if they are on several nodes.
+            sizes = get_pp_group().broadcast_object(sizes, src=0)
+        num_pages = 0 if server is not None else self._check_size(*sizes)
+        layers = [group.layer_names for group in self.config.groups]
         try:
-            self._worker = KVSwapWorker(
-                *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk, self.options),
-                replicas=replicas,
+            return KVSwapWorker(
+                *(kv_caches, num_pages, self.blocks_per_chunk, self.options, layers, make_pool),
                 server=server,
-                layers=self.layers,
+                has_writers=server is not None,
             )
         except NoRoomError as error:
             chunk = max(self._chunk_bytes, 1)
@@ -111,7 +100,6 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 f"kv_connector_extra_config: cpu_bytes_to_use is {self.options.cpu_bytes_to_use}, "
                 f"but {error.problem}; {smaller}{error.otherwise}"
             ) from error
-        return self._worker
 
     def _check(self) -> None:
         """Raises ValueError if an option does not fit the model or the other ones."""
@@ -148,27 +136,20 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         if why:
             raise ValueError(f"kv_connector_extra_config: {why}")
 
-    def _size_pools(self) -> None:
-        """Sets how many chunks fit into the bytes of all workers, and the bytes of one in all.
-
-        Equal in the scheduler and in all workers with as many layers as the first one.
+    def _check_size(self, num_pages: int, chunk_bytes: int) -> int:
+        """The number of pages that the scheduler knows.
 
         Raises:
-            ValueError: not a single chunk fits, or the model has no KV cache.
+            ValueError: there is none.
         """
-        block, nbytes = self.config.worker_kv_bytes_per_block, self.options.cpu_bytes_to_use
-        if block == 0:
+        if chunk_bytes == 0:
             raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
-        encoding = read_encoding(self.options.encoding)
-        blocks = self.config.cache.blocks_per_chunk
-        copies = 1 if self.replicated_layout else self.config.parallel.world_size
-        chunk = encoding.bytes_for(block) * blocks * copies
-        if self.options.host_server is None and nbytes < chunk:
+        if num_pages == 0:
             raise ValueError(
-                f"cpu_bytes_to_use is {nbytes}, but one chunk of {blocks} blocks takes {chunk} "
-                "bytes in all workers together"
+                f"cpu_bytes_to_use is {self.options.cpu_bytes_to_use}, but one chunk of "
+                f"{self.blocks_per_chunk} blocks takes {chunk_bytes} bytes in all workers together"
             )
-        self.num_pages, self._chunk_bytes = int(nbytes // chunk), int(chunk)
+        return num_pages
 
     def _host_server(self) -> HostServer | None:
         """The server that has the host memory."""
@@ -182,31 +163,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
         }
         path = self.options.host_server.removeprefix(SERVER)
-        worker = self._among_workers(is_split=not self.replicated_layout)
-        return HostServer(path, worker, config.model.name, bytes_of)
-
-    def _pages_of_scheduler(self) -> int:
-        """The number of pages that the scheduler knows: that of the first worker.
-
-        Only the stages of a pipeline can have different numbers of layers, and thus of pages.
-
-        Raises:
-            ValueError: the first stage has no room for a page, or no layers.
-        """
-        if self.config.parallel.pp_size == 1:
-            return self.num_pages
-        # The group of all workers of an engine exists only if they are on several nodes.
-        num_pages = int(get_pp_group().broadcast_object(self.num_pages, src=0))
-        if num_pages == 0:
-            raise ValueError(
-                self._problem or "the first stage of the pipeline has no room for a chunk"
-            )
-        return num_pages
-
-    def _among_workers(self, is_split: bool) -> Replicas:
-        """This worker. is_split: each worker has a part of each page."""
-        rank, world = self.config.parallel.rank, self.config.parallel.world_size
-        return Replicas(rank, world, self.config.engine_id, (rank, world) if is_split else None)
+        worker = config.engine_id, config.parallel.rank, config.parallel.world_size
+        return HostServer(path, *worker, not self.replicated_layout, config.model.name, bytes_of)
 
     def _info(self, num_pages: int) -> Any:
         """What config_info() reports."""
@@ -214,8 +172,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         return CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
 
 
-def _hosts_of_workers(replicas: Replicas) -> list[Host]:
-    """The hosts of all workers with the same cache, by rank. Each of them must call it."""
-    hosts: list[Any] = [None] * replicas.world
-    torch.distributed.all_gather_object(hosts, this_host(), group=get_tp_group().cpu_group)
-    return hosts
+def exchange(mine: object) -> Sequence[Any]:
+    """What each of the workers with the same cache says, by rank. Each of them must call it."""
+    said: list[Any] = [None] * get_tp_group().world_size
+    torch.distributed.all_gather_object(said, mine, group=get_tp_group().cpu_group)
+    return said

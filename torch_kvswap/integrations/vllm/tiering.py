@@ -12,9 +12,11 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.kv_layouts import group_layouts
 from torch_kvswap.integrations.vllm.options import read_options
-from torch_kvswap.integrations.vllm.worker import HostRegion, KVSwapWorker
+from torch_kvswap.integrations.vllm.worker import KVSwapWorker
+from torch_kvswap.layout import PagedLayout
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +31,6 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
 
-    Attributes:
-        layers (Sequence[Sequence[str]] | None): see KVSwapOffloadingSpec.
-
     Raises:
         ValueError: an option is unknown, missing or invalid, or is not possible with tiers.
     """
@@ -39,7 +38,6 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         self.options = read_options(config.extra_config)
         super().__init__(config)
-        self.layers: Sequence[Sequence[str]] | None = None
 
     def create_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Our worker, or vLLM's own. vLLM's is made in any case: it maps and pins the memory."""
@@ -58,10 +56,16 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
             memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
                 chunks[0].untyped_storage()
             )
-            offset = chunks[0].storage_offset()
-            region = HostRegion(memory, chunks[0].stride(0), offset, theirs.shutdown)
+            place = {"page_bytes": chunks[0].stride(0), "offset": chunks[0].storage_offset()}
+
+            def make_pool(layout: PagedLayout, pages: int, blocks: int, **how: Any) -> HostPool:
+                return HostPool.over(memory, layout, blocks, **place, **how)
+
+            layers = [group.layer_names for group in self.config.groups]
             return KVSwapWorker(
-                kv_caches, self.num_chunks, 1, self.options, region=region, layers=self.layers
+                *(kv_caches, self.num_chunks, 1, self.options, layers, make_pool),
+                has_writers=True,
+                at_end=theirs.shutdown,
             )
         except BaseException:
             theirs.shutdown()

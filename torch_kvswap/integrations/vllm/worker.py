@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from vllm.v1.kv_offload import base
 
 from torch_kvswap._native.arguments import Int64Array
@@ -17,7 +16,6 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.kv_layouts import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
-from torch_kvswap.integrations.vllm.worker_pools import Replicas, replicated_pool
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
 
@@ -38,22 +36,6 @@ class Failure(NamedTuple):
     blocks: set[int]
     pages: set[int]
     reason: str
-
-
-class HostRegion(NamedTuple):
-    """Host memory of vLLM, which its secondary tiers read and write, too.
-
-    Attributes:
-        memory (Tensor): all of it.
-        page_bytes (int): from page to page.
-        offset (int): of this worker's part of the first page.
-        close (Callable[[], None]): gives the memory back, when nothing uses it any more.
-    """
-
-    memory: Tensor
-    page_bytes: int
-    offset: int
-    close: Callable[[], None]
 
 
 class _Open(NamedTuple):
@@ -80,12 +62,12 @@ class KVSwapWorker(base.OffloadingWorker):
         num_pages (int): host pages.
         blocks_per_page (int): GPU blocks per page.
         options (SpecOptions): copy options.
-        replicas (Replicas | None): set if the workers share one pool. If their caches are equal,
-            vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
-            store in rank 0 before any worker loads its pages.
+        layers (Sequence[Sequence[str]]): see group_layouts().
+        make_pool (Callable[..., HostPool] | None): makes the pool as HostPool does, in memory that
+            other workers share. None: this worker has its own.
         server (HostServer | None): has the pages, and decides how many there are.
-        region (HostRegion | None): has the pages.
-        layers (Sequence[Sequence[str]] | None): see group_layouts().
+        has_writers (bool): others write the pages, too. vLLM loads them only when they are whole.
+        at_end (Callable[[], None]): called when nothing uses the pages any more.
 
     Attributes:
         layer_groups (dict[str | None, int]): of an in-step load, by layer; empty if not known.
@@ -100,10 +82,11 @@ class KVSwapWorker(base.OffloadingWorker):
         num_pages: int,
         blocks_per_page: int,
         options: SpecOptions,
-        replicas: Replicas | None = None,
+        layers: Sequence[Sequence[str]] = (),
+        make_pool: Callable[..., HostPool] | None = None,
         server: HostServer | None = None,
-        region: HostRegion | None = None,
-        layers: Sequence[Sequence[str]] | None = None,
+        has_writers: bool = False,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._failures: dict[int, Failure] = {}  # key: vLLM's number
         self.layer_groups = _layer_groups(kv_caches, layers) if layers else {}
@@ -119,23 +102,14 @@ class KVSwapWorker(base.OffloadingWorker):
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
-        self._served: ServedPool | None = None
+        self._served = self._own_pool = None
         if server is not None:
             self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
-        how |= {"pin_in_background": options.pin_in_background}
-        shape = largest, num_pages, blocks_per_page
-        if self._served is not None:
-            self._own_pool = None
-        elif region is not None:
-            how |= {"page_bytes": region.page_bytes, "offset": region.offset}
-            self._own_pool = HostPool.over(region.memory, largest, blocks_per_page, **how)
-        elif replicas is None:
-            self._own_pool = HostPool(*shape, **how)
         else:
-            self._own_pool = replicated_pool(*shape, replicas, **how)
-        self._close_region = None if region is None else region.close
-        # Others write the pages, too, which vLLM loads only when they are whole.
-        self._has_writers = server is not None or region is not None
+            how |= {"pin_in_background": options.pin_in_background}
+            make_pool = make_pool or HostPool
+            self._own_pool = make_pool(largest, num_pages, blocks_per_page, **how)
+        self._has_writers, self._at_end = has_writers, at_end
         pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
@@ -223,8 +197,7 @@ class KVSwapWorker(base.OffloadingWorker):
             self._handler.close()
             self._served.close()
         self._pool.close()
-        if self._close_region is not None:
-            self._close_region()
+        self._at_end()
 
     @property
     def _pool(self) -> HostPool:
