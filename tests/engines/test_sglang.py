@@ -58,15 +58,15 @@ def test_the_linker_has_the_interface_of_sglang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("kind", "dtype", "options"),
     [
-        (torch.float32, {}),
-        (torch.float32, {"verify": "load"}),
-        (torch.bfloat16, {"encoding": "lossless"}),
+        ("mha", torch.float32, {}),
+        ("mla", torch.float32, {}),
+        ("swa", torch.float32, {"verify": "load"}),
+        ("mha", torch.bfloat16, {"encoding": "lossless"}),
     ],
-    ids=["raw", "verified", "lossless"],
+    ids=["mha", "mla", "swa-verified", "mha-lossless"],
 )
-@pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.usefixtures("late")
 def test_prompts_come_back_from_the_host(kind: str, dtype: torch.dtype, options: Any) -> None:
     engine = Engine(POOLS[kind](dtype), **options)
