@@ -29,6 +29,7 @@ autodoc_mock_imports = ["transformers", "vllm", "sglang"]  # their classes are b
 napoleon_use_ivar = True
 napoleon_use_rtype = True
 default_role = "code"
+smartquotes = False  # "raw" is a string
 
 # Where the site has what lies outside of docs/.
 _OUTSIDE = {

@@ -183,9 +183,9 @@ class PrefixCache(NotCopyable):
         eviction_policy, store_threshold: see BlockManager.
         copy_method, staging_bytes: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier for pages that leave host
-            memory, which other processes may share: "file:PATH" or a path, "valkey://HOST:PORT",
-            "mooncake://HOST:PORT", or a PageStore, which close() closes. Needs the package xxhash.
-            See docs/below.md.
+            memory, which other processes may share: `"file:PATH"` or a path,
+            `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a PageStore, which close() closes.
+            Needs the package xxhash. See docs/below.md.
         below_model (str | None): with `below`, the model, its revision, and the order of axes of
             equal size, also if the keys cover them. See docs/below.md.
         below_rank, below_world (int): this process's part of the model, and the number of parts.
