@@ -150,7 +150,7 @@ def test_without_host_memory_all_are_computed_again():
 @needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoded_blocks_come_back_with_the_same_bytes(kind):
-    net = model(kind, dtype=torch.bfloat16)
+    net = model(kind, dtype=torch.bfloat16, head_dim=128)
     with first_parts_of(4096), ours(encoding="lossless") as seen:
         tokens(net, prompts(), config(small(kind)))
     assert seen.parked == seen.back > 0
@@ -163,7 +163,7 @@ def test_encoded_blocks_come_back_with_the_same_bytes(kind):
 
 @needs_transformers
 def test_the_same_memory_holds_more_encoded_blocks():
-    net, pages = model("full", dtype=torch.bfloat16), []
+    net, pages = model("full", dtype=torch.bfloat16, head_dim=128), []
     for options in ({}, {"encoding": "lossless"}):
         with ours(**options) as seen:
             tokens(net, prompts(), config(small("full")))
@@ -173,7 +173,7 @@ def test_the_same_memory_holds_more_encoded_blocks():
 
 @needs_transformers
 def test_a_request_with_a_rejected_block_is_recomputed():
-    net, inputs = model("full", dtype=torch.bfloat16), prompts()
+    net, inputs = model("full", dtype=torch.bfloat16, head_dim=128), prompts()
 
     class Spoiling(OffloadHandler):
         """Slots lose their headers before the first load, as if stores had rejected blocks."""

@@ -30,7 +30,9 @@ def is_old() -> bool:
     return transformers.__version__.startswith("5.17.")
 
 
-def model(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+def model(
+    kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 16
+) -> Any:
     """Llama, or Gemma 3 with three windows to a full attention, or Mistral with windows only."""
     import transformers as hf
 
@@ -42,7 +44,7 @@ def model(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
         "intermediate_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "max_position_embeddings": 512,
     }
     window = {"sliding_window": 32 if kind == "sliding" else 16}
