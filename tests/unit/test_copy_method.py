@@ -69,6 +69,11 @@ def test_a_kernel_copies_4_mib_unless_expedited() -> None:
     assert chosen(4, 256, ONE, 1, is_expedited=True) == "strided"
 
 
+def test_large_fragments_without_batches_are_staged() -> None:
+    assert chosen(1, 2048, ONE, 8, without="batch") == "staged"
+    assert chosen(1, 2048, ONE, 1, without="batch") == "strided"
+
+
 @pytest.mark.parametrize(
     ("layers", "arrangement", "method"),
     [(4, ONE, "strided"), (3, ONE, "batch"), (160, APART, "batch"), (160, WHOLE, "batch")],
