@@ -78,9 +78,7 @@ def put_back(cache: Any, blocks: list[Tensor]) -> None:
         layer.keys[0], layer.values[0] = keys, values
 
 
-def test_a_model_gets_equal_tokens_from_encoded_pages(
-    model_and_prompt: tuple[Any, Tensor],
-) -> None:
+def test_a_model_gets_equal_tokens_from_encoded_pages(model_and_prompt: tuple[Any, Tensor]) -> None:
     model, tokens = model_and_prompt
     want = continuation(model, keys_and_values(model, tokens))
     output = keys_and_values(model, tokens)

@@ -186,10 +186,7 @@ def test_a_request_with_a_rejected_block_is_recomputed():
             return super().load(**arguments)
 
     spoiled: list[int] = []
-    with (
-        mock.patch.object(swap, "OffloadHandler", Spoiling),
-        ours(encoding="lossless") as seen,
-    ):
+    with mock.patch.object(swap, "OffloadHandler", Spoiling), ours(encoding="lossless") as seen:
         got = tokens(net, inputs, config(small("full")))
     assert spoiled
     assert list(map(len, got)) == list(map(len, tokens(net, inputs, config(500, gib=0.0))))

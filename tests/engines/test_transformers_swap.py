@@ -221,10 +221,7 @@ def test_a_failed_load_is_reported_at_once():
     _, swap = make()
     stored = swap.store([[1]])
     load = swap.load(stored, [[2]])
-    with (
-        mock.patch.object(Job, "_is_done", False),
-        mock.patch.object(swap.handler, "poll") as poll,
-    ):
+    with mock.patch.object(Job, "_is_done", False), mock.patch.object(swap.handler, "poll") as poll:
         swap.store([[2]])
     assert load.ok is False
     poll.assert_called_once_with()

@@ -180,9 +180,7 @@ def test_a_captured_stream_cannot_be_waited_for(gpu: GpuCache) -> None:
     assert gpu.page(1) == OLD
 
 
-def test_jobs_without_waits_are_submitted_while_capturing(
-    gpu: GpuCache,
-) -> None:
+def test_jobs_without_waits_are_submitted_while_capturing(gpu: GpuCache) -> None:
     event = gpu.side.record_event()
 
     def meanwhile() -> None:

@@ -11,15 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from bf16_blocks import (
-    KINDS,
-    Values,
-    escapes_of,
-    make_block,
-    random_bits,
-    real_page,
-    with_escapes,
-)
+from bf16_blocks import KINDS, Values, escapes_of, make_block, random_bits, real_page, with_escapes
 from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
 from slot_model import OVERFLOW, SlotModel
@@ -88,10 +80,7 @@ def slot_of(pool: HostPool, page: int) -> np.ndarray:
 
 
 def check(
-    blocks: Sequence[Sequence[Values]],
-    on_gpu: MakeLayout,
-    copy_method: str,
-    layer_groups: int = 1,
+    blocks: Sequence[Sequence[Values]], on_gpu: MakeLayout, copy_method: str, layer_groups: int = 1
 ) -> None:
     """The GPU encodes and the model decodes; the model encodes and the GPU decodes."""
     cache = Cache(blocks, on_gpu)
@@ -256,9 +245,7 @@ def test_a_load_of_a_changing_page_ends() -> None:
 
 @pytest.mark.parametrize("encoding", ["raw", "lossless"])
 @pytest.mark.gpu
-def test_blocks_beyond_4_gib_are_moved(
-    encoding: Literal["raw", "lossless"],
-) -> None:
+def test_blocks_beyond_4_gib_are_moved(encoding: Literal["raw", "lossless"]) -> None:
     values, blocks, pages = 1 << 20, 2200, 2800
     cache = torch.zeros(blocks, values, dtype=torch.bfloat16, device="cuda")
     cache[-1] = torch.randn(values)

@@ -132,9 +132,7 @@ def test_a_transfer_starts_behind_streams_at_the_call(driver: Driver) -> None:
 
 
 @simulated
-def test_a_stream_waits_for_its_layer_group(
-    driver: Driver,
-) -> None:
+def test_a_stream_waits_for_its_layer_group(driver: Driver) -> None:
     with SimulatedCache(driver, layers=4) as sim:
         job = sim.load(2, 1, layer_groups=3)
         assert_expected_inline(
@@ -195,8 +193,7 @@ def test_a_stream_waits_for_no_ended_job(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(a, b) for a in CHANNELS for b in CHANNELS if a != b],
+    ("first", "second"), [(a, b) for a in CHANNELS for b in CHANNELS if a != b]
 )
 @simulated
 def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, second: str) -> None:
@@ -259,9 +256,7 @@ def start_waiting_load(driver: Driver, sim: SimulatedCache) -> threading.Thread:
 
 
 @simulated
-def test_events_are_kept_for_waiting_threads(
-    driver: Driver,
-) -> None:
+def test_events_are_kept_for_waiting_threads(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, other = sim.held(SIDE), sim.held(CURRENT)
         sim.start_log()

@@ -30,20 +30,12 @@ from simulated_driver import Driver, cache, on_device, place, run, simulated, wi
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import warn_once
-from torch_kvswap.copy_method import (
-    AUTO,
-    CHOICES,
-    COPY_ENGINES,
-    COPY_METHODS,
-    copy_method_options,
-)
+from torch_kvswap.copy_method import AUTO, CHOICES, COPY_ENGINES, COPY_METHODS, copy_method_options
 
 FORCED = [copy_method for copy_method in CHOICES if copy_method not in (AUTO, COPY_ENGINES)]
 
 
-def test_a_method_is_forced_by_argument_or_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_method_is_forced_by_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for copy_method in FORCED:
         assert copy_method_options(copy_method, 0).copy_method == COPY_METHODS.index(copy_method)
     monkeypatch.setenv("KVSWAP_COPY_METHOD", "strided")
@@ -399,9 +391,7 @@ def test_the_link_is_as_fast_as_seen(driver: Driver) -> None:
 
 
 @simulated
-def test_missing_kernels_warn_and_copy_engines_do(
-    driver: Driver,
-) -> None:
+def test_missing_kernels_warn_and_copy_engines_do(driver: Driver) -> None:
     driver.limit_allocations(1 << 19)
     layout = on_device(driver, whole_cache(4, 4, 512))
     with (

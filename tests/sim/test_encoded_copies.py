@@ -14,14 +14,7 @@ from encoded_cache import METHODS, STAGING_BYTES, VALUES, EncodedCache, finish
 from encoded_fuzz import Fuzz
 from fuzz import fuzz
 from patience import PATIENCE
-from simulated_cache import (
-    CURRENT,
-    SIDE,
-    Stream,
-    let_threads_look,
-    needs_kernels,
-    run_until,
-)
+from simulated_cache import CURRENT, SIDE, Stream, let_threads_look, needs_kernels, run_until
 from simulated_driver import Driver, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout

@@ -316,9 +316,7 @@ def test_a_done_job_survives_loss(driver: Driver) -> None:
 
 
 @simulated
-def test_a_refused_wait_can_be_tried_again(
-    driver: Driver,
-) -> None:
+def test_a_refused_wait_can_be_tried_again(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
         driver.fail("cuStreamIsCapturing")

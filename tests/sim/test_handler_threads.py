@@ -43,10 +43,7 @@ def test_jobs_of_many_threads_are_reported_once(
                     job = handler.store(gpu_block_ids=blocks, page_ids=pages, after=())
                 else:
                     job = handler.load(
-                        page_ids=pages,
-                        gpu_block_ids=blocks,
-                        after=(),
-                        expedited=rng.random() < 0.5,
+                        page_ids=pages, gpu_block_ids=blocks, after=(), expedited=rng.random() < 0.5
                     )
                 jobs[number].append(job)
                 if rng.random() < 0.1:

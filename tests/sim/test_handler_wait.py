@@ -248,9 +248,7 @@ def test_a_wait_submits_nothing_longer_than_its_timeout(driver: Driver) -> None:
 
 
 @simulated
-def test_a_waiter_respects_the_drivers_queue(
-    driver: Driver,
-) -> None:
+def test_a_waiter_respects_the_drivers_queue(driver: Driver) -> None:
     with (
         SimulatedCache(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as sim,
         late_worker(sim, "store"),
@@ -262,9 +260,7 @@ def test_a_waiter_respects_the_drivers_queue(
 
 
 @simulated
-def test_a_host_waiter_respects_the_channels_limit(
-    driver: Driver,
-) -> None:
+def test_a_host_waiter_respects_the_channels_limit(driver: Driver) -> None:
     """Also while a thread waits until a later job is on the device, which asks for just that."""
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim:
         pages = sim.host.pages

@@ -162,9 +162,7 @@ def test_a_job_fails_for_one_unreadable_block(driver: Driver) -> None:
 
 
 @simulated
-def test_errors_of_long_chains_stay_short(
-    driver: Driver,
-) -> None:
+def test_errors_of_long_chains_stay_short(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         first = fails(sim, "store", 1, 1)
         for _ in range(100):  # the pages stay invalid, although all is polled
@@ -246,9 +244,7 @@ def test_jobs_using_a_block_have_not_ended(driver: Driver) -> None:
 
 
 @simulated
-def test_an_ended_store_hides_no_earlier_one(
-    driver: Driver,
-) -> None:
+def test_an_ended_store_hides_no_earlier_one(driver: Driver) -> None:
     """It can have failed before the earlier one has ended, and be reported before it."""
     with SimulatedCache(driver) as sim:
         sim.fill("store", 15, 15)
@@ -293,9 +289,7 @@ def test_groups_of_one_memory_share_block_jobs(driver: Driver) -> None:
 
 
 @simulated
-def test_a_page_that_the_caller_wrote_is_loaded(
-    driver: Driver,
-) -> None:
+def test_a_page_that_the_caller_wrote_is_loaded(driver: Driver) -> None:
     with SimulatedCache(driver, per_page=2) as sim:
         store = fails(sim, "store", 1, 2)
         sim.finish()

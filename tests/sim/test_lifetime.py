@@ -114,9 +114,7 @@ def test_interrupted_drops_of_handlers_keep_memory_pinned(
 
 
 @simulated
-def test_interrupted_drops_of_pools_keep_memory_mapped(
-    driver: Driver,
-) -> None:
+def test_interrupted_drops_of_pools_keep_memory_mapped(driver: Driver) -> None:
     interrupter = Interrupter()
     for at in count(1):
         dropped = make_dropped(driver, "pool")

@@ -19,12 +19,7 @@ from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
 from simulated_cache import needs_kernels
-from simulated_driver import (
-    DEVICE,
-    Driver,
-    place,
-    simulated,
-)
+from simulated_driver import DEVICE, Driver, place, simulated
 
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import system

@@ -177,9 +177,7 @@ def test_a_host_wait_ends_with_the_job(driver: Driver) -> None:
 
 
 @simulated
-def test_a_partly_submitted_copy_fails_at_its_end(
-    driver: Driver,
-) -> None:
+def test_a_partly_submitted_copy_fails_at_its_end(driver: Driver) -> None:
     sim = Simulated(driver, "threaded")
     everything, hold = list(range(BLOCKS)), driver.hold(CURRENT)
     driver.fail("cuMemcpyBatchAsync", nth=2)

@@ -171,9 +171,7 @@ def test_layer_groups_and_unkernelled_jobs_are_not_joined(
 
 
 @simulated
-def test_a_job_that_must_wait_is_not_joined(
-    driver: Driver,
-) -> None:
+def test_a_job_that_must_wait_is_not_joined(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, "store")
         before = sim.store(1, 1)
@@ -468,9 +466,7 @@ def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
 
 
 @simulated
-def test_queued_jobs_behind_a_stream_share_events(
-    driver: Driver,
-) -> None:
+def test_queued_jobs_behind_a_stream_share_events(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=512, pages=512) as sim:
         hold, _ = queue_up(sim, "store")
         written = driver.memory(512 * 64, DEVICE).view(512, 64).random_(256)

@@ -293,12 +293,7 @@ def _memory(rng: random.Random, device: Device, nbytes: int, name: str) -> Memor
 
 
 def _view(
-    shape: TensorShape,
-    blocks: int,
-    memory: Memory,
-    offset: int,
-    block_stride: int,
-    distance: int,
+    shape: TensorShape, blocks: int, memory: Memory, offset: int, block_stride: int, distance: int
 ) -> tuple[Tensor, list[Slab]]:
     """The tensor at this byte of the memory, and where its blocks are. distance: between the
     indices of the dimensions in front, in elements like block_stride."""

@@ -119,10 +119,7 @@ class Torn:
     def _load(self, number: int, pages: list[int]) -> None:
         blocks = self._free_blocks(number, len(pages))
         job = self.handlers[number].load(
-            page_ids=pages,
-            gpu_block_ids=blocks,
-            layer_groups=self.rng.randint(1, LAYERS),
-            after=(),
+            page_ids=pages, gpu_block_ids=blocks, layer_groups=self.rng.randint(1, LAYERS), after=()
         )
         moves = list(zip(blocks, pages, strict=True))
         contents = {page: list(self.contents[page]) for page in pages}

@@ -227,8 +227,7 @@ def test_the_documented_scheduler_moves_a_request(scheduler):
 
 
 @pytest.mark.parametrize(
-    ("state", "rejected", "valid"),
-    [("cancelled", (), 0), ("failed", (2, 3), 2)],
+    ("state", "rejected", "valid"), [("cancelled", (), 0), ("failed", (2, 3), 2)]
 )
 def test_the_documented_scheduler_recomputes_after_failures(
     scheduler, monkeypatch, state, rejected, valid

@@ -216,9 +216,7 @@ def on_gpu(driver: Driver, mode: str = "immediate") -> OffloadHandler:
 
 
 @simulated
-def test_polling_during_anothers_capture_is_safe(
-    driver: Driver,
-) -> None:
+def test_polling_during_anothers_capture_is_safe(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     handler.store(gpu_block_ids=[0], page_ids=[0])
     driver.run()
@@ -438,9 +436,7 @@ def test_missing_streams_leave_nothing_behind(driver: Driver, nth: int) -> None:
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
 
-def test_a_handler_that_cannot_wait_keeps_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_handler_that_cannot_wait_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
     handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
     handler.store(gpu_block_ids=[0], page_ids=[0])

@@ -163,9 +163,7 @@ def test_a_cache_survives_its_last_users_interruption(what: str) -> None:
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_memory_not_waited_for_is_never_freed(
-    is_interrupted: bool,
-) -> None:
+def test_memory_not_waited_for_is_never_freed(is_interrupted: bool) -> None:
     script = """
         import os, sys, torch
         from torch_kvswap import HostPool, OffloadHandler, PagedLayout

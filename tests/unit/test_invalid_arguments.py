@@ -10,13 +10,7 @@ import pytest
 import torch
 from error_text import error_text
 
-from torch_kvswap import (
-    HostPool,
-    Job,
-    OffloadHandler,
-    PagedLayout,
-    ops,
-)
+from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, ops
 from torch_kvswap.host_pool import PoolHandle
 from torch_kvswap.prefix import BlockManager
 
@@ -160,9 +154,7 @@ def test_a_switch_may_be_numpys_bool(handler: OffloadHandler) -> None:
 
 
 @pytest.mark.parametrize("call", [store, load])
-def test_a_jobs_copy_methods_are_two(
-    call: Callable[..., None],
-) -> None:
+def test_a_jobs_copy_methods_are_two(call: Callable[..., None]) -> None:
     call(copy_method="copy_engines")
     call(copy_method=None)
     for value in ("staged", "auto", "", True, 0, []):

@@ -124,9 +124,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(torch_kvswap.reference, "swap_blocks_batch", fail)
 
 
-def test_a_failed_copy_is_a_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_copy_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = make()
     failing(monkeypatch, RuntimeError("the driver refuses"))
     bad, good = job_of(handler), job_of(handler)

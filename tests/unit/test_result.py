@@ -81,9 +81,7 @@ KINDS = (TransferError, DeviceLostError, SourceFailedError, BlocksRejectedError)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_has_its_jobs_common_kind(
-    kind: type[TransferError],
-) -> None:
+def test_an_error_has_its_jobs_common_kind(kind: type[TransferError]) -> None:
     one, other = failed(kind("why")), failed(kind("why"))
     for duplicate in (copy.copy, lambda it: pickle.loads(pickle.dumps(it))):
         assert type(duplicate(error_of([one, other]))) is kind

@@ -13,10 +13,7 @@ from expecttest import assert_expected_inline
 from no_number import NoNumber
 from processes import run_script
 
-from torch_kvswap._native.arguments import (
-    read_int,
-    read_timeout,
-)
+from torch_kvswap._native.arguments import read_int, read_timeout
 from torch_kvswap._native.ids import read_ids as read_checked_ids
 from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.hashing import PrefixHasher

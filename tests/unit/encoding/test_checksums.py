@@ -55,11 +55,7 @@ def test_the_table_has_the_documented_checksums(sizes: tuple[int, ...]) -> None:
     assert rows[0, :8].view(np.uint64)[0] == 3  # stores of blocks
     for slot, block, store in ((2, 2, 2), (3, 4, 3)):
         expected = checksums_of([bytes(tensor[block].numpy()) for tensor in cache.tensors])
-        (
-            tag,
-            number,
-            *_,
-        ) = rows[1 + slot, :HEAD].view(np.uint64)
+        (tag, number, *_) = rows[1 + slot, :HEAD].view(np.uint64)
         assert (tag, number) == (tag_of(slot, store), store)
         found = rows[1 + slot, HEAD:].view(np.uint64)[: len(expected)]
         assert [int(one) ^ tag_of(slot, store) for one in found] == expected

@@ -209,9 +209,7 @@ def test_damage_to_one_slab_is_refused_by_all(slabs: range) -> None:
 
 
 @pytest.mark.parametrize("change", ["lowest", "first escape", "place"])
-def test_a_changing_slot_writes_only_its_block(
-    change: str,
-) -> None:
+def test_a_changing_slot_writes_only_its_block(change: str) -> None:
     # The values of the first slab, which have no escapes, take the place of the slot's metadata
     # while the second slab still needs it.
     sizes, model = [4096, 4096], SlotModel([4096, 4096])
@@ -283,13 +281,7 @@ def test_unsampled_values_may_be_a_little_larger() -> None:
 
 
 def test_blocks_that_cannot_be_encoded_are_refused() -> None:
-    calls = [
-        [2048, 96],
-        [2048, 0],
-        [64],
-        [1024] * 160,
-        [1 << 31, 1 << 31, 64],
-    ]
+    calls = [[2048, 96], [2048, 0], [64], [1024] * 160, [1 << 31, 1 << 31, 64]]
     errors = [one_line(native.lossless_encoding, call) for call in calls]
     for call in (
         lambda: native.encode_block([0], [96], 0),

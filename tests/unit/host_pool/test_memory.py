@@ -257,9 +257,7 @@ def test_where_binding_is_forbidden_the_nodes_cpus_touch(
     calls = []
     touch = native.touch_host
     monkeypatch.setattr(
-        native,
-        "touch_host",
-        lambda *arguments: (calls.append(arguments[4]), touch(*arguments))[1],
+        native, "touch_host", lambda *arguments: (calls.append(arguments[4]), touch(*arguments))[1]
     )
     mapped = Mapping(MIB)
     mapped.place(GPU)

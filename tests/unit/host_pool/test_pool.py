@@ -142,8 +142,7 @@ def test_waiting_for_too_many_pages_is_refused() -> None:
     pool = HostPool(make_layout(), 4)
     assert pool.wait_ready(0, pages=4)
     assert_expected_inline(
-        error_text(pool.wait_ready, 0, pages=5),
-        """ValueError: pages is 5; it must be 0 to 4""",
+        error_text(pool.wait_ready, 0, pages=5), """ValueError: pages is 5; it must be 0 to 4"""
     )
 
 

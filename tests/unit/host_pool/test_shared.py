@@ -52,9 +52,7 @@ def test_a_handle_goes_through_a_socket() -> None:
     assert other.pages.data_ptr() != pool.pages.data_ptr()
 
 
-def test_another_users_memory_is_neither_sent_nor_received(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_users_memory_is_neither_sent_nor_received(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, own = HostPool(layout(), 4, shared=True), os.geteuid()
     handle = pool.share()
     here, there = socket.socketpair()

@@ -45,8 +45,7 @@ def test_the_tensor_ops_pass_opcheck():
     mapping = torch.tensor([[0, 1], [5, 4]])
     opcheck(OPS.swap_blocks.default, (src, dst, 16, mapping))
     opcheck(
-        OPS.swap_kv_blocks.default,
-        ([src, src], [dst, dst.clone()], mapping[:, 0], mapping[:, 1]),
+        OPS.swap_kv_blocks.default, ([src, src], [dst, dst.clone()], mapping[:, 0], mapping[:, 1])
     )
     ids = torch.tensor([3, 1, 4])
     for arguments in [(ids, 2), (ids, 4, 3), (ids, 4, 3, 5), (ids, 4, 0, 0)]:
@@ -158,10 +157,7 @@ def test_gradients_are_those_without_the_write():
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [
-        (torch._C, "_after_ADInplaceOrView_keyset"),
-        (torch._ops.OpOverload, "redispatch"),
-    ],
+    [(torch._C, "_after_ADInplaceOrView_keyset"), (torch._ops.OpOverload, "redispatch")],
 )
 def test_an_unsuitable_torch_is_named_at_import(module, name, monkeypatch):
     ops._check_torch()

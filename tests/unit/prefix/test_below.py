@@ -545,9 +545,7 @@ def test_a_dead_server_is_named_without_its_password() -> None:
     assert "secret" not in message
 
 
-def test_pauses_grow_and_are_told_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pauses_grow_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, seconds = [0.0], []
     monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
     now[0] = 1000.0

@@ -67,10 +67,7 @@ CALLS: dict[str, tuple[Callable[[Engine, MemoryStore], None], Callable[[Engine],
     "poll with an answer": (have_answer, lambda engine: engine.prefixes.poll()),
     "poll without one": (be_late, lambda engine: engine.prefixes.poll()),
     # Of a load, which may hold pages that nobody knows when it is interrupted.
-    "end of leases": (
-        have_pages,
-        lambda engine: engine.tier.use_leases([b"".join(KEYS)]),
-    ),
+    "end of leases": (have_pages, lambda engine: engine.tier.use_leases([b"".join(KEYS)])),
 }
 
 

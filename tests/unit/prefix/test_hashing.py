@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 
 from torch_kvswap._C import fold_keys
 from torch_kvswap.prefix import hashing
-from torch_kvswap.prefix.hashing import (
-    KEY_BYTES,
-    PrefixHasher,
-    PrefixKeys,
-    encode,
-    hash_key,
-)
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixHasher, PrefixKeys, encode, hash_key
 from torch_kvswap.prefix.manager import BlockManager
 
 TOKENS = list(range(1000, 1064))

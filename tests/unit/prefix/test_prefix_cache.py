@@ -23,14 +23,7 @@ from prefix_bytes import BLOCKS, CHECKS, PAGES, make
 from processes import in_child
 from simulated_driver import Driver, cache, place, simulated
 
-from torch_kvswap import (
-    HostPool,
-    OffloadHandler,
-    PagedLayout,
-    PrefixCache,
-    PrefixHasher,
-    Result,
-)
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache, PrefixHasher, Result
 from torch_kvswap.prefix import BlockGroup
 from torch_kvswap.reference import ReferenceHandler
 
@@ -610,9 +603,7 @@ def test_a_held_request_is_resumed_once_or_lost() -> None:
         assert stats.free_pages + stats.idle_pages == PAGES
 
 
-def test_a_poll_during_resume_leaves_it_pending(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_poll_during_resume_leaves_it_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes, _ = make()
     with prefixes:
         held = prefixes.preempt(["a", "b"], [1, 2])
@@ -641,9 +632,7 @@ def test_a_request_without_first_block_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_reused_blocks_of_a_preemption_are_not_stored(
-    is_told: bool,
-) -> None:
+def test_reused_blocks_of_a_preemption_are_not_stored(is_told: bool) -> None:
     prefixes, tensor = make(store_policy="lazy")
     with prefixes:
         prefixes.store(["a", "b"], [1, 2])

@@ -165,9 +165,7 @@ def test_recorded_blocks_of_failed_loads_stay_unstored(driver: Driver) -> None:
 
 
 @simulated
-def test_blocks_leaving_behind_failed_loads_are_lost(
-    driver: Driver,
-) -> None:
+def test_blocks_leaving_behind_failed_loads_are_lost(driver: Driver) -> None:
     with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
         prefixes.preempt(["a", "kept"], [1, 2])
         prefixes.poll()
