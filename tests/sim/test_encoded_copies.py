@@ -176,35 +176,6 @@ def test_an_expedited_load_overtakes_by_the_kernel_method(driver: Driver) -> Non
 @pytest.mark.parametrize("method", METHODS)
 @needs_kernels
 @simulated
-def test_joined_jobs_have_their_own_rejected_blocks(driver: Driver, method: str) -> None:
-    with EncodedCache(driver, blocks=64, pages=64, copy_method=method) as cache:
-        spoiled = [10, 21, 32, 33]
-        cache.spoil(*spoiled)
-        before = [cache.block(block) for block in range(64)]
-        hold = driver.hold(SIDE)
-        fill = [cache.store([0], [0], after=Stream(SIDE))]
-        while not cache.handler.metrics().stores.queued:
-            fill.append(cache.store([0], [0]))
-        done = cache.handler.metrics().stores.transfers
-        stores = [cache.store([63 - i, i], [i, 63 - i]) for i in range(1, 30)]
-        driver.release(hold)
-        results = finish(cache, *fill, *stores)[len(fill) :]
-        transfers = cache.handler.metrics().stores.transfers
-        assert transfers - done < len(fill) - 64 + len(stores)  # they were joined
-        for i, result in enumerate(results, 1):
-            positions = tuple(at for at, block in enumerate((63 - i, i)) if block in spoiled)
-            assert (result.rejected, result.ok) == (positions, not positions)
-        pages = [page for i in range(1, 30) for page in (i, 63 - i)]
-        cache.clear(*range(64))
-        loads = [cache.load([page], [page]) for page in pages]
-        for page, result in zip(pages, finish(cache, *loads), strict=True):
-            assert result.rejected == ((0,) if 63 - page in spoiled else ())
-            assert cache.is_same(page, before[63 - page]) is result.ok
-
-
-@pytest.mark.parametrize("method", METHODS)
-@needs_kernels
-@simulated
 def test_retried_joined_jobs_reject_their_own_blocks(driver: Driver, method: str) -> None:
     with EncodedCache(driver, blocks=32, pages=32, copy_method=method) as cache:
         spoiled = [3, 8, 9]

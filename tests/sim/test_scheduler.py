@@ -140,22 +140,6 @@ def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
         assert sim.metrics(kind).transfers == len(early)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_jobs_that_write_the_same_are_not_joined(driver: Driver, kind: str, seed: int) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, _ = queue_up(sim, kind)
-        for i in range(1, 10):
-            blocks, pages = ([i], [5]) if kind == "store" else ([5], [i])
-            sim.submit(kind, blocks, pages)
-        sim.release(hold)
-        driver.set_mode("threaded", seed)  # the parts of a copy go in any order
-        sim.handler.synchronize(timeout=PATIENCE)
-        assert sim.is_right()
-        driver.set_mode("manual")
-
-
 @pytest.mark.parametrize("option", [{"layer_groups": 2}, {"copy_method": "copy_engines"}])
 @simulated
 def test_layer_groups_and_unkernelled_jobs_are_not_joined(
