@@ -260,9 +260,6 @@ def test_the_host_waits_for_its_timeout(driver: Driver) -> None:
             with pytest.raises(TimeoutError):
                 sim.handler.synchronize(jobs, timeout=0.02)
             assert time.monotonic() - began >= 0.02
-        assert error_text(sim.handler.synchronize, job, timeout=0) == (
-            f"TimeoutError: after 0 s 1 of 1 job has not ended; the first is store {job.id}"
-        )
         sim.release(hold)
         driver.set_mode("threaded")
         sim.handler.synchronize(job, timeout=PATIENCE)
