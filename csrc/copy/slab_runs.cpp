@@ -5,7 +5,7 @@
 namespace kvswap {
 namespace {
 
-// Pitches are limited to 2 GiB; a longer distance is said as a number of rows.
+// Pitches are limited to 2 GiB; a longer distance is given as a number of rows.
 constexpr uint64_t kMaxPitch = 0x7fffffff, kMaxRows = 4096;
 
 // Whether the next slab can be in one copy with `slab`, at this distance.

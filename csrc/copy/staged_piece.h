@@ -14,8 +14,8 @@ constexpr uint64_t kMinPieceBytes = 512 << 10;
 // would be idle for long while a kernel packs or unpacks one.
 constexpr uint64_t kMaxUndividedBytes = 8 << 20;
 
-// Of a piece of a copy that the thread only begins. That takes the link 150 us: long enough for
-// another thread to wake up and go on, and a piece has so few pages that the call returns soon.
+// The largest piece of a copy that the calling thread only begins. It keeps the link busy for 150
+// us, in which another thread wakes up, and has so few pages that the call returns soon.
 constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 
 // A piece has a multiple of this many bytes: of a whole block, or of kStagingAlignment if blocks

@@ -20,8 +20,9 @@ class ChecksumTable;
 // KiB a prefill loses 6.1 ms for each GB loaded, with 192 KiB 2.3, at the same rate (H100).
 constexpr unsigned kBytesOverLink = 192 << 10;
 
-// Why blocks are rejected, in the words of an error: "2 of 5 blocks", then `several`, then where
-// they are in the job, then `several_cause`. one, one_cause: the same for a single block.
+// The words of an error about rejected blocks, such as "2 of 5 blocks do not fit into their slots
+// (positions 1, 3)": `several` precedes the positions and `several_cause` follows them. one,
+// one_cause: the same for a single block.
 struct Rejection {
   std::string one, several, one_cause, several_cause;
   const char* brief;  // a sentence, for when there is no memory to say more

@@ -16,10 +16,10 @@ namespace {
 constexpr uint64_t kAddressAlignment = 16;
 
 constexpr unsigned kMinWarps = 4;  // of a CTA
-// The most warps of a launch: of one between GPU memory and GPU memory, or pinned host memory.
+// The most warps of a launch: within GPU memory, and between GPU and pinned host memory.
 constexpr unsigned kOnDevice = 128 * kMinWarps, kOverLink = 32 * kMinWarps;
-// Of one over the link: the tiles of all teams together, as the GPU has them. With fewer bytes the
-// link is not full, and more slow the compute down: see kBytesOverLink (measured on an H100).
+// Raw bytes of the tiles of all teams in a launch over the link. Fewer do not fill the link, more
+// slow the compute down: see kBytesOverLink (H100).
 constexpr uint32_t kTileBytesOverLink = 240 << 10;
 
 // Warps for the largest tile of a block.

@@ -60,7 +60,7 @@ struct SlotChecksums {
   uint64_t store;
   uint64_t tile, found;  // the last tile that did not match, and its checksum; or kNoTile
 };
-constexpr uint64_t kNoTile = ~uint64_t{0};  // the tag did not match, or the bytes not decode
+constexpr uint64_t kNoTile = ~uint64_t{0};  // the tag did not match, or the bytes cannot be decoded
 static_assert(sizeof(SlotChecksums) == 32);
 
 // A tile of block b is `bytes` bytes at base + b * stride. In a packed block it begins at byte
@@ -74,7 +74,8 @@ enum class ChecksumTask : uint32_t {
   kCompare,  // with blocks that were loaded
 };
 
-// Of a CTA. Each checksums one tile at a time. A launch has one more CTA than those of the tiles.
+// Warps of a CTA, each of which checksums one tile at a time. A launch has one CTA more than the
+// tiles need.
 constexpr uint32_t kChecksumWarps = 8;
 // The same of the kernel that also copies. Each warp has a tile in one of its stages while the next
 // one arrives in another and the last one leaves.

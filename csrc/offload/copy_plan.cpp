@@ -30,15 +30,15 @@ constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
 // which somebody waits for: small stores by kernel cost a decode GEMM 5.6 to 6.8 ms per GB, staged
 // 2.1 to 2.7, strided 1 to 1.5 (H100).
 constexpr uint64_t kSmallBytes = 4 << 20;
-// Strided copies of a small store, at most.
+// The most strided copies of a small store.
 constexpr size_t kMaxStridedStores = 16;
 // The driver copies fragments of 512 KiB at 50 GB/s and of 2 MiB at 53; staged, both go at 54
 // (H200).
 constexpr uint64_t kLargeFragmentBytes = 1 << 20;
-// A strided call takes as long to submit as so many fragments of a batch.
+// Submitting a strided call takes as long as this many fragments of a batch.
 constexpr size_t kSlabsPerStridedCall = 4;
-// A single block, or the head or tail of a staged transfer, is on the link sooner by so few copies
-// than by a kernel.
+// So few copies put a single block, or the head or tail of a staged transfer, on the link sooner
+// than a kernel does.
 constexpr size_t kMaxUnstagedRuns = 2;
 // What the link copies in the 12 us that it takes to launch a kernel.
 constexpr uint64_t kUnstagedBytes = 512 << 10;
@@ -56,8 +56,8 @@ constexpr uint64_t kMaxCrowdedBytes = 64 << 20;
 constexpr size_t kMaxCrowdedFragments = 512;
 // Added to the time that the link needs.
 constexpr double kMinCrowdedSeconds = 100e-6;
-// The rate of the link is the fastest that was seen in transfers of so many bytes: in smaller ones
-// the start takes longer than the copy. The first value is that of a slow link.
+// The rate of the link is the fastest that was seen in transfers of at least this many bytes:
+// smaller ones take longer to start than to copy. It begins as that of a slow link.
 constexpr double kMinRateBytes = 4 << 20, kSlowLink = 10e9;
 
 // The driver copies pageable memory in the call: only the worker makes such calls.

@@ -10,8 +10,8 @@
 namespace kvswap {
 namespace {
 
-// How long, in seconds, a thread polls for one end without the lock. Then others may have ended,
-// too, and make room for what is queued.
+// Seconds for which a thread polls for one end without the lock. By then other transfers may have
+// ended and made room for queued jobs.
 constexpr double kPollSeconds = 50e-6;
 
 }  // namespace

@@ -60,7 +60,8 @@ class JobRef {
 
 // A job that writes what another one reads, or what the blocks of the other one were computed from.
 struct JobSource {
-  // A position behind all others: the source writes no block of the job itself.
+  // The position of a source that wrote what the job's blocks were computed from, not a block of
+  // the job itself.
   static constexpr size_t kComputedFrom = std::numeric_limits<size_t>::max();
 
   JobRef job;

@@ -18,8 +18,8 @@ namespace {
 // Names of the worker threads in ps and profilers: 15 characters at most.
 constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", "kvswap-expedite"};
 
-// The thread that calls store() or load() begins a larger job that is staged with so many bytes:
-// enough to keep the link busy until the worker has woken up.
+// Bytes of a large staged job that the thread in store() or load() submits: they keep the link busy
+// until the worker has woken up.
 constexpr uint64_t kBegunBytes = 3 << 20;
 
 // Limits of what is joined into one copy. More jobs are joined while a thread waits for them.

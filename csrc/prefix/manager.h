@@ -120,7 +120,7 @@ class BlockManager {
                                       std::optional<uint64_t> resets, Assigned& assigned,
                                       bool wait);
   // Holds up to `count` pages of a group that are due to be written below, those that have been due
-  // for longest. That is no use: they keep their places in the order of eviction.
+  // for longest. This does not count as a use, so the order of eviction is unchanged.
   Due hold_due(size_t count, size_t group, bool wait);
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their

@@ -48,7 +48,7 @@ void Pages::hold(uint32_t page) {
   if (is_idle(page)) {
     policy_->remove_idle(page);
   } else if (node.count == 1 && (node.below & kWriting) != 0) {
-    policy_->unplace(page);  // as if it were idle: writing it below is no use
+    policy_->unplace(page);  // idle: writing it below does not count as a use
   }
   ++node.count;
 }

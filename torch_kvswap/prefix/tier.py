@@ -87,8 +87,8 @@ class _Ask:
         joined (list[bytes]): of each group, from its key `first[group]` on, in a row.
         keys (list[list[bytes]]): the same one by one, which a thread makes.
         units (int): the length of the prefix that was found.
-        identity (bytes): the first key of the first group with any. The others are of no use
-            without it.
+        identity (bytes): the first missing key of the first group with any; without it the others
+            cannot be used.
         has_begun (bool): a thread has taken it.
         left (int): batches that have not ended.
         is_over (bool): lookups are told that nothing is there.
