@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ from vllm_serving import (
     Serving,
     again,
     check,
-    expected_tokens,
     never,
     only,
     prompt,
@@ -42,15 +40,6 @@ from torch_kvswap.results import DeviceLostError
 
 OLD = prompt(1, 96)
 NEW = [*OLD, *prompt(2, 64)]
-
-
-@contextlib.contextmanager
-def with_old(folder: Path, runner: str, **how: Any) -> Iterator[Serving]:
-    """An engine that has OLD on the host, and not on the GPU."""
-    with serving(folder, runner=runner, **how) as engine:
-        engine.serve({"old": OLD})
-        engine.forget_gpu()
-        yield engine
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -113,30 +102,6 @@ def test_a_decoding_step_loads_what_it_hides(tmp_path, runner, is_async):
             engine.serve(again(name, more))
             check(engine, again(name, more))
             assert (name, len(in_step)) == (name, requests)
-
-
-@RUNNERS
-@SCHEDULERS
-@pytest.mark.parametrize(
-    ("how", "loads"),
-    [
-        ({"cache": "fp8"}, 1),
-        ({"cache": "fp8", "transfer": RECOMPUTE}, 5),
-        ({"cache": "mla"}, 1),
-        ({"cache": "mla", "transfer": RECOMPUTE}, 5),
-        ({"workers": 2}, 1),
-        ({"workers": 2, "transfer": RECOMPUTE}, 5),
-    ],
-)
-def test_other_caches_and_several_ranks(tmp_path, runner, is_async, how, loads):
-    longer = again("longer", PROMPTS, prompt(9, 40))
-    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
-        engine.serve(PROMPTS)
-        engine.forget_gpu()
-        seen = [Faults(engine, never, rank) for rank in range(len(engine.workers))]
-        engine.serve(longer)
-        assert {one.seen["load"] for one in seen} == {loads}
-        check(engine, {**PROMPTS, **longer})
 
 
 @pytest.mark.parametrize(("policy", "is_async"), [("recompute", False), ("fail", True)])
@@ -446,49 +411,13 @@ def test_a_lost_device_ends_the_engine(engine):
         engine.serve({"first": prompt(1, 100)})
 
 
-def test_behind_a_window_requests_start_over(tmp_path):
-    """The blocks in front of the first one that failed may be gone: vLLM starts over."""
-    one, window = prompt(1, 200), 40
-    with serving(tmp_path, transfer=RECOMPUTE, window=window) as engine:
-        engine.serve({"first": one})
-        engine.forget_gpu()
-        faults = Faults(engine, only("load"))
-        engine.serve({"again": one})
-        assert faults.count["load"] == 1
-        expected = expected_tokens(one, 4, window)
-        assert [engine.tokens["first"], engine.tokens["again"]] == [expected] * 2
-
-
-@RUNNERS
-def test_an_abort_leaves_no_failed_block(tmp_path, runner):
-    with with_old(tmp_path, runner, is_async=True) as engine:
-        Faults(engine, only("load"))
-        engine.add("aborted", NEW)
-        engine.step()
-        assert engine.steps, "it is not reported yet"
-        engine.abort("aborted")
-        engine.run()
-        engine.serve({"new": NEW})
-        check(engine, {"new": NEW})
-
-
-@RUNNERS
-def test_a_reset_forgets_an_unreported_load(tmp_path, runner):
-    with with_old(tmp_path, runner, is_async=True) as engine:
-        engine.add("new", NEW)
-        engine.step()
-        assert engine.steps, "it is not reported yet"
-        engine.scheduler.connector.reset_cache()
-        engine.run()
-        engine.serve({"again": NEW})
-        check(engine, {"new": NEW, "again": NEW})
-
-
 @RUNNERS
 def test_a_reset_preempts_unreported_loads(tmp_path, runner):
     """vLLM refuses such a reset, and has preempted them by then."""
     prompts = {"other": prompt(3, 40), "new": NEW}
-    with with_old(tmp_path, runner, is_async=True) as engine:
+    with serving(tmp_path, runner=runner, is_async=True) as engine:
+        engine.serve({"old": OLD})
+        engine.forget_gpu()
         seen = Faults(engine, never).seen
         for name, one in prompts.items():
             engine.add(name, one, 20)
@@ -499,24 +428,6 @@ def test_a_reset_preempts_unreported_loads(tmp_path, runner):
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.run()
         check(engine, prompts, 20)
-
-
-@RUNNERS
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_requests_that_a_reset_preempts_are_loaded_again(tmp_path, runner, policy):
-    prompts = {f"{n}": prompt(n, 97) for n in range(2)}
-    transfer = {"kv_load_failure_policy": policy}
-    with serving(tmp_path, runner=runner, transfer=transfer) as engine:
-        seen = Faults(engine, never).seen
-        for name, one in prompts.items():
-            engine.add(name, one, 8)
-        for _ in range(4):
-            engine.step()
-        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        engine.step()
-        assert seen["load"] > 0
-        engine.run()
-        check(engine, prompts, 8)
 
 
 def end_copies_with_their_step(engine: Serving) -> None:
@@ -552,34 +463,3 @@ def test_a_larger_request_blocks_no_failed_one(tmp_path, tier_hangs):
         engine.serve(new)
         check(engine, new)
         assert faults.count["load"] == 1
-
-
-@SCHEDULERS
-@pytest.mark.parametrize(("runner", "drafts"), [("v1", 0), ("v2", 0), ("v2", 3)])
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_an_engine_survives_random_failures(tmp_path, is_async, runner, drafts, policy):
-    """In all cases together. Prompts with common beginnings, prefilled in pieces, preempted and
-    aborted; with the policy "fail" most loads are in-step loads."""
-    chosen = random.Random(7)
-
-    def chooses(direction: str, blocks: int) -> bool | str:
-        return chosen.choice([False, True, "rejected"])
-
-    how: dict[str, Any] = {"runner": runner, "is_async": is_async, "drafts": drafts}
-    how["transfer"] = {"kv_load_failure_policy": policy}
-    with serving(tmp_path, **how, blocks=28, pages=64, batched=64) as engine:
-        faults = Faults(engine, chooses)
-        requests = RandomRequests(engine, chosen)
-        while sum(faults.count.values()) < 150:
-            requests.go_on(6, aborts=0.3)
-        engine.run()
-        failed = 0
-        for name, one in requests.served.items():
-            if engine.ends[name] == "error":
-                failed += 1
-            else:
-                check(engine, {name: one}, requests.TOKENS)
-        assert min(faults.count.values()) > 20
-        assert requests.preempted
-        assert bool(failed) == (policy == "fail")
-        assert failed < len(requests.served) / 2

@@ -392,25 +392,6 @@ def test_a_late_store_is_not_newer(policy, make):
     assert evicted_one_by_one(of, 4) == keys(1, 0) + keys(1, 0, prompt=1)
 
 
-@MANAGERS
-def test_a_late_load_is_not_newer(make):
-    of, old, new = make(), request("1"), request("2", 1)
-    store(of, request("0"), 0, 1)
-    of.prepare_load(keys(0, 1), old)
-    store(of, new, 0, 1, prompt=1)
-    of.on_request_finished(new)
-    of.complete_load(set(keys(0, 1)), old)
-    assert evicted_one_by_one(of, 4) == keys(1, 0) + keys(1, 0, prompt=1)
-
-
-def test_an_ended_request_is_newer():
-    ours, first, second = manager(), request("1"), request("2", 1)
-    store(ours, first, 0, 1)
-    store(ours, second, 0, 1, prompt=1)
-    ours.on_request_finished(first)
-    assert evicted_one_by_one(ours, 2) == keys(1, 0, prompt=1)
-
-
 @POLICIES
 def test_chunks_stored_out_of_order_keep_places(policy):
     ours, one = manager(6, policy), request()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from vllm_serving import (
     SCHEDULERS,
     THEIRS,
     Faults,
-    RandomRequests,
     Serving,
     again,
     check,
@@ -151,22 +149,6 @@ def test_a_failed_store_reaches_no_tier(folder, runner, is_async, rank):
     assert len(files(folder)) == 6
 
 
-@SCHEDULERS
-def test_a_failed_load_is_not_tried_again(folder, is_async):
-    """vLLM would reserve blocks for a second load beside those of the first one, and wait for more than
-    the GPU has, with all requests behind this one."""
-    one = prompt(1, 250)
-    how = {"extra": tier(folder), "transfer": RECOMPUTE}
-    with serving(folder, **how, is_async=is_async, blocks=28) as engine:
-        engine.serve({"first": one})
-        engine.forget_gpu()
-        faults = Faults(engine, only("load"))
-        engine.serve({"again": one})
-        assert faults.count["load"] == 1
-        check(engine, {"first": one, "again": one})
-        assert nothing_is_held(engine)
-
-
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
 def test_a_tier_fills_pages_of_failed_stores(folder, monkeypatch, is_told):
     """The host has one page. What the worker knows of it is older."""
@@ -205,27 +187,6 @@ def test_a_short_file_is_computed_again(folder):
         assert nothing_is_held(engine)
 
 
-def serve_with_resets(engine: Serving, resets: int) -> None:
-    """Each reset finds jobs that have not ended."""
-    jobs = engine.scheduler.connector.connector_scheduler
-    for turn in range(resets):
-        new = {f"{turn} {name}": [turn, *one] for name, one in PROMPTS.items()}
-        for name, one in new.items():
-            engine.add(name, one)
-        assert in_time(lambda: engine.step() or jobs._jobs)
-        engine.scheduler.connector.reset_cache()
-        engine.run()
-        check(engine, new)
-        engine.forget_gpu()
-
-
-@SCHEDULERS
-def test_resets_lose_no_pages(folder, is_async):
-    with serving(folder, pages=64, extra=tier(folder), is_async=is_async) as engine:
-        serve_with_resets(engine, 12)
-        assert nothing_is_held(engine)
-
-
 @SCHEDULERS
 def test_an_engine_that_has_slept_finds_its_chunks(folder, is_async):
     with serving(folder, extra=tier(folder), is_async=is_async) as engine:
@@ -240,31 +201,6 @@ def test_an_engine_that_has_slept_finds_its_chunks(folder, is_async):
             check(engine, again(turn))
             assert promoted.count == CHUNKS
         assert nothing_is_held(engine)
-
-
-@SCHEDULERS
-@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"blocks_per_chunk": 2}])
-@pytest.mark.parametrize("fails", [False, True])
-def test_random_requests_are_served_right_from_all_tiers(folder, how, fails, is_async):
-    """Prompts with common beginnings, prefilled in pieces, preempted and aborted, with little host
-    memory. Copies of ours may fail meanwhile."""
-    chosen, how = random.Random(11), dict(how)
-    extra = tier(folder, **{"blocks_per_chunk": how.pop("blocks_per_chunk", 1)})
-    how |= {"extra": extra, "transfer": RECOMPUTE, "is_async": is_async}
-    with serving(folder, **how, blocks=28, pages=24, batched=64) as engine:
-        promoted, is_ours = Promoted(engine), isinstance(engine.worker, KVSwapWorker)
-        if fails and is_ours:
-            faults = Faults(engine, lambda direction, blocks: chosen.random() < 0.2)
-        requests = RandomRequests(engine, chosen)
-        for _ in range(40):
-            requests.go_on(5, aborts=0.4)
-        engine.run()
-        check(engine, requests.served, requests.TOKENS)
-        assert promoted.count > 20
-        assert requests.preempted
-        assert nothing_is_held(engine)
-        if fails and is_ours:
-            assert min(faults.count.values()) > 5
 
 
 @pytest.mark.parametrize(
