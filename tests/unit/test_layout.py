@@ -41,13 +41,6 @@ or 2 blocks; pass block_dim=1 or block_dim=0""",
     assert PagedLayout([torch.zeros(2, 576)]).num_blocks == 2  # rows
 
 
-def test_blocks_first_makes_one_slab() -> None:
-    cache = torch.zeros(5, 2, 4, 3, dtype=torch.float32)
-    layout = PagedLayout([cache])
-    assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (1, 5, 96)
-    assert block_bytes_of(layout, 0, 3) == cache[3].data_ptr()
-
-
 def test_every_slab_knows_its_tensor() -> None:
     tensors = [torch.zeros(2, 5, 3), torch.zeros(1, 5, 4), torch.zeros(3, 5, 2)]
     layout = PagedLayout(tensors, block_dim=1)
@@ -55,42 +48,6 @@ def test_every_slab_knows_its_tensor() -> None:
     for base, tensor in zip(layout.bases, layout.tensor_of_slab, strict=True):
         begin = tensors[tensor].data_ptr()
         assert begin <= base < begin + tensors[tensor].nbytes
-
-
-def test_different_tensors_share_a_layout() -> None:
-    tensors = [
-        torch.zeros(6, 656, dtype=torch.uint8),
-        torch.zeros(6, 16, 64, dtype=torch.float8_e4m3fn),
-        torch.zeros(6, 3, dtype=torch.float32),
-        torch.zeros(6, dtype=torch.int8),
-    ]
-    layout = PagedLayout(tensors)
-    assert layout.sizes.tolist() == [656, 1024, 12, 1]
-    assert layout.block_bytes == 1693
-    assert layout.tensors == tuple(tensors)
-    assert layout.device == torch.device("cpu")
-
-
-def test_blocks_may_lie_apart_anywhere() -> None:
-    storage = torch.zeros(1000, dtype=torch.int16)
-    cache = storage[7:].as_strided((9, 4, 8), (100, 8, 1), storage_offset=7)
-    layout = PagedLayout([cache])
-    assert (layout.strides.tolist(), layout.sizes.tolist()) == ([200], [64])
-    assert layout.bases.tolist() == [storage.data_ptr() + 14]
-
-
-def test_a_block_may_be_dense_in_any_order() -> None:
-    cache = torch.zeros(5, 2, 16, 4).permute(0, 2, 1, 3)  # heads before tokens in memory
-    layout = PagedLayout([cache])
-    assert layout.sizes.tolist() == [2 * 16 * 4 * 4]
-    assert layout.strides.tolist() == layout.sizes.tolist()
-
-
-def test_slabs_may_be_interleaved_with_blocks() -> None:
-    cache = torch.zeros(5, 2, 16).transpose(0, 1)  # K and V of a block side by side
-    layout = PagedLayout([cache], block_dim=1)
-    assert (layout.sizes.tolist(), layout.strides.tolist()) == ([64, 64], [128, 128])
-    assert layout.bases[1] - layout.bases[0] == 64
 
 
 def test_a_single_block_has_any_stride() -> None:
