@@ -65,13 +65,9 @@ def pytest_load_initial_conftests() -> None:
         def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
             super().__init__(spec, vllm_config, kv_cache_config, loads_in_step=False)
 
-    class Worker(connector.WorkerPart):
-        def __init__(self, spec: Any, *others: Any) -> None:
-            super().__init__(*(spec, *others), names_blocks=True, is_ahead=True, writes_first=False)
-
     manager.CPUOffloadingManager = Manager
     offloading_connector.OffloadingConnectorScheduler = Scheduler
-    offloading_connector.OffloadingConnectorWorker = Worker
+    offloading_connector.OffloadingConnectorWorker = connector.WorkerPart
     common.OffloadingWorkerMetadata = connector.KVSwapWorkerMetadata
 
 

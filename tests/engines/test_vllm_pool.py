@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from patience import PATIENCE
-from processes import run_script
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import worker_pools
-from torch_kvswap.integrations.vllm.worker_pools import check_one_host, replicated_pool, this_host
+from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.results import CorruptedPageError
@@ -29,16 +28,16 @@ def pools_of_two(
     layouts: Sequence[PagedLayout] = (), **options: Any
 ) -> tuple[Future[HostPool], Future[HostPool]]:
     """What the two workers of an engine, which are threads, are given."""
-    said, have_come = [None, None], threading.Barrier(2)
+    said: Future[Any] = Future()
 
     def make(rank: int) -> HostPool:
-        def exchange(mine: Any) -> list[Any]:
-            said[rank] = mine
-            have_come.wait(PATIENCE)
-            return said
+        def broadcast(mine: Any) -> Any:
+            if rank == 0:
+                said.set_result(mine)
+            return said.result(PATIENCE)
 
         one = layouts[rank] if layouts else layout()
-        return replicated_pool(one, 6, 2, rank=rank, exchange=exchange, **options)
+        return replicated_pool(one, 6, 2, rank=rank, world=2, broadcast=broadcast, **options)
 
     with ThreadPoolExecutor(2) as threads:
         return threads.submit(make, 0), threads.submit(make, 1)
@@ -62,20 +61,8 @@ def test_a_worker_loads_what_another_stored():
 
 def test_a_worker_that_does_not_come_is_missed(monkeypatch):
     monkeypatch.setattr(worker_pools, "_TIMEOUT", 0.05)
-    exchange: Callable[[object], list[Any]] = lambda mine: [mine, mine]  # noqa: E731
     with pytest.raises(TimeoutError, match="1 of the workers have not come for the host pool"):
-        replicated_pool(layout(), 6, 2, rank=0, exchange=exchange)
-
-
-def test_workers_share_memory_on_one_host_only():
-    check_one_host(["a", "a", "a"])
-    with pytest.raises(RuntimeError, match="but worker 0 runs on a and worker 2 on b; run all"):
-        check_one_host(["a", "a", "b"])
-
-
-def test_processes_of_one_machine_have_one_host():
-    code = "from torch_kvswap.integrations.vllm.worker_pools import this_host; print(this_host())"
-    assert run_script(code).strip() == this_host()
+        replicated_pool(layout(), 6, 2, rank=0, world=2, broadcast=lambda mine: mine)
 
 
 def test_when_worker_0_fails_others_are_told(monkeypatch):

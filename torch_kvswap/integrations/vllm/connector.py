@@ -92,11 +92,8 @@ class WorkerPart(OffloadingConnectorWorker):
 
     Args:
         spec (KVSwapOffloadingSpec | KVSwapTieringSpec): makes the worker, ours or vLLM's own.
-        others: further arguments of vLLM's OffloadingConnectorWorker.
-        names_blocks (bool): vLLM can compute single blocks again.
-        is_ahead (bool): a step is scheduled before vLLM has heard of the failures of the last one.
-        writes_first (bool): a step writes to its new blocks (zeros, copies of other blocks) before
-            it calls handle_preemptions(), which waits for the stores of their old contents.
+        vllm_config (VllmConfig): vLLM's configuration.
+        kv_cache_config (KVCacheConfig): the groups of layers.
 
     Attributes:
         failed_blocks (set[int]): GPU blocks that were not loaded, if vLLM can compute single ones.
@@ -106,14 +103,14 @@ class WorkerPart(OffloadingConnectorWorker):
     def __init__(
         self,
         spec: KVSwapOffloadingSpec | KVSwapTieringSpec,
-        *others: Any,
-        names_blocks: bool,
-        is_ahead: bool,
-        writes_first: bool,
+        vllm_config: Any,
+        kv_cache_config: Any,
     ) -> None:
-        super().__init__(spec, *others)
-        self._names_blocks, self._is_ahead = names_blocks, is_ahead
-        self._writes_first = writes_first
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._names_blocks = _can_name_blocks(kv_cache_config)
+        # A step is scheduled before vLLM has heard of the failures of the last one.
+        self._is_ahead = vllm_config.max_concurrent_batches > 1
+        self._writes_first = _writes_first(vllm_config, kv_cache_config)
         self._failed_pages: dict[int, set[int]] = {}
         self._failure_counts = Counter[tuple[str, str]]()
         self.failed_blocks: set[int] = set()
@@ -398,28 +395,19 @@ class KVSwapConnector(OffloadingConnector):
         write_where_vllm_does()
         spec_class = _choose_spec(vllm_config)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        names_blocks = _can_name_blocks(kv_cache_config)
-        # vLLM's runner V2 does it for models with states, and for caches of several precisions.
-        zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-        writes_first = bool(zeroes and vllm_config.use_v2_model_runner)
         self._is_layer_by_layer = vllm_config.speculative_config is None
         spec = spec_class(build_offloading_config(vllm_config, kv_cache_config))
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
-            why_before = _why_before_step(vllm_config, names_blocks, sys._getframe(1).f_code)
-            _say_how(vllm_config, why_before, writes_first)
+            maker = sys._getframe(1).f_code
+            why_before = _why_before_step(vllm_config, kv_cache_config, maker)
+            _say_how(vllm_config, why_before, _writes_first(vllm_config, kv_cache_config))
             self.connector_scheduler = SchedulerPart(
-                *(spec, vllm_config, kv_cache_config),
-                loads_in_step=not why_before,
+                *(spec, vllm_config, kv_cache_config), loads_in_step=not why_before
             )
         else:
-            self.connector_worker = WorkerPart(
-                *(spec, vllm_config, kv_cache_config),
-                names_blocks=names_blocks,
-                is_ahead=vllm_config.max_concurrent_batches > 1,
-                writes_first=writes_first,
-            )
+            self.connector_worker = WorkerPart(spec, vllm_config, kv_cache_config)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """As vLLM's. Also for the scheduler part."""
@@ -546,12 +534,12 @@ def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
         _log.warning("KVSwapConnector was tested with vLLM %s, this is %s", TESTED["vllm"], version)
 
 
-def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:
+def _why_before_step(vllm_config: Any, kv_cache_config: Any, maker: Any) -> str:
     """Why no load is safe in the step that computes the rest. Empty if loads are.
 
     Args:
         vllm_config (VllmConfig): that of the connector.
-        names_blocks (bool): vLLM can compute single blocks again.
+        kv_cache_config (KVCacheConfig): the groups of layers.
         maker (CodeType): the code that makes the connector. vLLM's factory passes the configuration
             that the engine follows; others, such as MultiConnector, pass one of their own.
     """
@@ -564,7 +552,7 @@ def _why_before_step(vllm_config: Any, names_blocks: bool, maker: Any) -> str:
         )
     if policy != "fail":
         return f"kv_load_failure_policy is {policy!r}"
-    if not names_blocks:
+    if not _can_name_blocks(kv_cache_config):
         return "the model has several groups of layers, a sliding window or states"
     return "" if stages == 1 else f"pipeline_parallel_size is {stages}"
 
@@ -586,3 +574,12 @@ def _can_name_blocks(kv_cache_config: Any) -> bool:
     if len(groups) != 1:
         return False
     return type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
+
+
+def _writes_first(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether steps write to their new blocks (zeros, copies of other blocks) before they call
+    handle_preemptions(), which waits for the stores of the old contents.
+
+    vLLM's runner V2 does it for models with states, and for caches of several precisions.
+    """
+    return bool(kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner)

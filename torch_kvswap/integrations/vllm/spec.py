@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -78,7 +76,12 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         """Makes the worker."""
         parallel, server, make_pool = self.config.parallel, self._host_server(), None
         if server is None and self.replicated_layout and parallel.world_size > 1:
-            make_pool = partial(replicated_pool, rank=parallel.rank, exchange=exchange)
+            make_pool = partial(
+                replicated_pool,
+                rank=parallel.rank,
+                world=parallel.world_size,
+                broadcast=get_tp_group().broadcast_object,
+            )
         sizes = self.num_pages, self._chunk_bytes
         if parallel.pp_size > 1:
             # Stages can have different numbers of layers, and thus of pages: the scheduler knows
@@ -170,10 +173,3 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         """What config_info() reports."""
         sizes = num_pages, self._chunk_bytes
         return CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
-
-
-def exchange(mine: object) -> Sequence[Any]:
-    """What each of the workers with the same cache says, by rank. Each of them must call it."""
-    said: list[Any] = [None] * get_tp_group().world_size
-    torch.distributed.all_gather_object(said, mine, group=get_tp_group().cpu_group)
-    return said

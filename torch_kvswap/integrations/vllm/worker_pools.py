@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 
-Exchange = Callable[[object], Sequence[Any]]  # gives all workers what each of them says, by rank
 _TIMEOUT = 60.0
-
-
-def this_host() -> str:
-    """Where this process runs. Workers can share memory if it is the same: the machine, its last
-    boot, and the network namespace, which has the Unix socket."""
-    said = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # some sandboxes do not tell
-        said.append("boot " + Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        said.append("network namespace " + os.readlink("/proc/self/ns/net"))
-    return ", ".join(said)
-
-
-def check_one_host(hosts: Sequence[str]) -> None:
-    """Raises RuntimeError if the workers are on several hosts, from where some would never attach
-    to the pool. All workers know the hosts of all, by rank, so that all of them raise."""
-    for rank, host in enumerate(hosts):
-        if host != hosts[0]:
-            raise RuntimeError(
-                f"the {len(hosts)} workers share one host pool, but worker 0 runs on {hosts[0]} "
-                f"and worker {rank} on {host}; run all workers of an engine on one machine and in "
-                "one container, or leave out kv_transfer_config"
-            )
 
 
 def replicated_pool(
@@ -47,42 +21,41 @@ def replicated_pool(
     blocks_per_page: int,
     *,
     rank: int,
-    exchange: Exchange,
+    world: int,
+    broadcast: Callable[[object], Any],
     pin_in_background: bool = False,
     **options: Any,
 ) -> HostPool:
     """Makes the pool in the worker of rank 0, and attaches to it in the others.
 
-    All workers call it. They meet at a Unix socket in the network namespace that they share.
+    All workers call it. vLLM gives equal caches to the processes of one machine only.
 
     Args:
         layout, num_pages, blocks_per_page, pin_in_background, options: see HostPool; the same in
             all workers.
-        rank (int): this worker.
-        exchange (Exchange): of the workers.
+        rank, world (int): this worker, and the number of workers.
+        broadcast (Callable[[object], Any]): gives all workers what rank 0 passes.
 
     Raises:
-        RuntimeError: the workers are on several hosts, or rank 0 has failed.
+        RuntimeError: rank 0 has failed.
         TimeoutError: a worker has ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
-        # In the abstract namespace, so that no file remains.
-        address = f"\0torch_kvswap.{uuid.uuid4()}"
+        address = f"\0torch_kvswap.{uuid.uuid4()}"  # in the abstract namespace: no file remains
         if rank == 0:
             meeting.bind(address)
             meeting.listen()
-        said = exchange((this_host(), address))
-        check_one_host([host for host, _ in said])
+        address = broadcast(address)
         if rank == 0:
             options |= {"pin_in_background": pin_in_background, "shared": True}
             pool = HostPool(layout, num_pages, blocks_per_page, **options)
             try:
-                _share(pool, meeting, len(said) - 1)
+                _share(pool, meeting, world - 1)
             except BaseException:
                 pool.close()
                 raise
             return pool
-        meeting.connect(said[0][1])
+        meeting.connect(address)
         try:
             handle = PoolHandle.receive(meeting)
         except ConnectionError as error:
