@@ -44,7 +44,7 @@ TESTS = {
     ],
     "csrc/cuda": [
         *("test_failures.py", "test_native.py", "test_stream_devices.py", "test_batch.py"),
-        *("test_handler_faults.py", "test_lifetime.py", "test_pinning.py", "test_doctor.py"),
+        *("test_lifetime.py", "test_pinning.py", "test_doctor.py"),
     ],
     "csrc/device": [
         *("test_handler.py", "test_failures.py", "test_staged*.py", "test_channel.py"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 from array import array
+from typing import NoReturn
 
 import numpy as np
 import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from no_number import NoNumber
 from processes import run_script
 
 from torch_kvswap._native.arguments import read_int, read_timeout
@@ -19,6 +19,15 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.hashing import PrefixHasher
 
 read_ids = native.read_ids
+
+
+class NoNumber:
+    """Its conversions raise an error that has nothing to do with types."""
+
+    def __index__(self) -> NoReturn:
+        raise KeyError("no number")
+
+    __float__ = __index__
 
 
 @pytest.mark.parametrize(
