@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from patience import PATIENCE, in_time
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap.below import threads
 from torch_kvswap.encoding.slot import VerifyName
-from torch_kvswap.prefix import BelowStats, Lookup
+from torch_kvswap.prefix import BelowStats, Lookup, tier
 from torch_kvswap.prefix.tier import Tier
 
 threads.DEADLINE = PATIENCE  # no test depends on speed; those of deadlines set their own
@@ -54,13 +55,17 @@ class Engine:
         policy: str = "all",
         device: str = "cpu",
         verify: VerifyName = "off",
+        bytes_in_flight: int = tier.BYTES_IN_FLIGHT,
         **options: Any,
     ) -> None:
         self.tensor = torch.zeros(64, BLOCK_BYTES, dtype=torch.uint8, device=device)
         layout = PagedLayout([self.tensor])
         self.pool = HostPool(layout, pages, verify=verify)
         options = {"below_model": "m", **options}
-        self.prefixes = PrefixCache(layout, self.pool, below=below, below_policy=policy, **options)
+        with mock.patch.object(tier, "BYTES_IN_FLIGHT", bytes_in_flight):
+            self.prefixes = PrefixCache(
+                layout, self.pool, below=below, below_policy=policy, **options
+            )
 
     def __enter__(self) -> Engine:
         return self

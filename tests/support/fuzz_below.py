@@ -108,8 +108,8 @@ class BelowServer(Server):
             "below": self.store_below,
             "below_model": "m",
             "below_policy": self.rng.choice(["all", "all", "reused"]),
-            "below_bytes": self.rng.choice([1, 1 << 16]),
         }
+        self.bytes_in_flight = self.rng.choice([1, 1 << 16])
         group = self.make_group()
         return group, self.make_pool(group, self.rng.randint(3, 6))
 
@@ -117,7 +117,8 @@ class BelowServer(Server):
         return self.device.pool(group.layout, pages, self.per_page, gap=0)
 
     def make_prefixes(self, **_: Any) -> PrefixCache:
-        return super().make_prefixes(**self.below)
+        with mock.patch.object(tier, "BYTES_IN_FLIGHT", self.bytes_in_flight):
+            return super().make_prefixes(**self.below)
 
     def change_contents(self) -> None:
         """After a reset with the same weights the store has the same pages."""

@@ -125,17 +125,19 @@ class KVSwapLinker(UnifiedCacheLinker):
             # SGLang's window is without the token that is computed.
             window = params.sliding_window_size + 1 if name == PoolName.SWA else None
             groups.append(BlockGroup(count, params.page_size, window, name == PoolName.MAMBA))
-        of_rank: dict[str, Any] = {"model": model, "rank": rank, "world": world}
+        part = model, rank, world
         if self._has_below and "server" in options:
             raise ValueError("linker_extra_config has server and below; start the server --below")
         if "server" in options:
             path = str(options["server"]).replace("{rank}", str(rank))
-            self.cache = kvs.PrefixCache.connect(path, layouts, groups, **of_rank, **how)
+            self.cache = kvs.PrefixCache.connect(path, layouts, groups, model=part, **how)
         else:
-            of_rank = {f"below_{name}": of_rank[name] for name in of_rank if self._has_below}
             pools = [kvs.HostPool(*sized, **how) for sized in zip(layouts, pages, strict=True)]
-            of_rank["below"] = options.get("below")
-            self.cache = kvs.PrefixCache(layouts, pools, groups, **of_rank)
+            below = options.get("below")
+            below_model = part if self._has_below else None
+            self.cache = kvs.PrefixCache(
+                layouts, pools, groups, below=below, below_model=below_model
+            )
         _log.info("KVSwapLinker: rank %d of %d, %s, %r", rank, world, options, self.cache)
         if params.page_size < 16:
             _log.warning("pages of %d tokens are slow; set --page-size 64", params.page_size)

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 from torch_kvswap._native.arguments import (
     NotCopyable,
     kind_of,
-    read_int,
     read_switch,
     read_timeout,
 )
@@ -40,8 +39,6 @@ from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManage
 from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
-
-_BELOW_BYTES = 256 << 20  # in flight, in each direction of the second tier
 
 
 class _Prompt(NamedTuple):
@@ -114,14 +111,10 @@ def _check_distinct_pools(pools: Sequence[HostPool]) -> None:
 
 
 def _page_formats(
-    pools: Sequence[HostPool],
-    groups: Sequence[BlockGroup],
-    model: object,
-    rank: int,
-    world: int,
+    pools: Sequence[HostPool], groups: Sequence[BlockGroup], model: object
 ) -> list[PageFormat]:
     """The formats of the pools' pages. Raises what a PrefixCache does for a wrong argument."""
-    contents = describe_contents(groups, *read_model(model, rank, world, "below_"))
+    contents = describe_contents(groups, *read_model("below_model", model))
     formats = []
     for pool, of_group in zip(pools, contents, strict=True):
         if pool.num_parts > 1:
@@ -186,12 +179,11 @@ class PrefixCache(NotCopyable):
             memory, which other processes may share: `"file:PATH"` or a path,
             `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a PageStore, which close() closes.
             Needs the package xxhash. See docs/below.md.
-        below_model (str | None): with `below`, the model, its revision, and the order of axes of
-            equal size, also if the keys cover them. See docs/below.md.
-        below_rank, below_world (int): this process's part of the model, and the number of parts.
+        below_model (str | tuple[str, int, int] | None): with `below`, the model, its revision, and
+            the order of axes of equal size, also if the keys cover them; of a part of the model,
+            with the rank of this process and the number of ranks. See docs/below.md.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
-        below_bytes (int): the most bytes in flight, in each direction.
 
     Attributes:
         manager (BlockManager | RemoteManager): the index. You may call its stats(), touch(),
@@ -221,11 +213,8 @@ class PrefixCache(NotCopyable):
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         below: str | os.PathLike[str] | PageStore | None = None,
-        below_model: str | None = None,
-        below_rank: int = 0,
-        below_world: int = 1,
+        below_model: str | tuple[str, int, int] | None = None,
         below_policy: BelowPolicy = "reused",
-        below_bytes: int = _BELOW_BYTES,
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
         _check_store_policy(store_policy)
@@ -236,19 +225,16 @@ class PrefixCache(NotCopyable):
         if below_policy not in BELOW_POLICIES:
             known = " or ".join(BELOW_POLICIES)
             raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
-        below_bytes = read_int("below_bytes", below_bytes, 1)
         formats: list[PageFormat] = []
         if below is None:
-            unused = [below_model is not None, below_rank != 0, below_world != 1]
-            unused += [below_policy != "reused", below_bytes != _BELOW_BYTES]
-            names = ("below_model", "below_rank", "below_world", "below_policy", "below_bytes")
-            if given := list(compress(names, unused)):
+            unused = below_model is not None, below_policy != "reused"
+            if given := list(compress(("below_model", "below_policy"), unused)):
                 raise ValueError(
                     f"{' and '.join(given)} without below, which is the store: pass below='file:"
                     "PATH' or another one, or leave it out"
                 )
         else:
-            formats = _page_formats(pools, of_layers, below_model, below_rank, below_world)
+            formats = _page_formats(pools, of_layers, below_model)
         ready = [pool.num_ready_pages for pool in pools]
         manager = BlockManager(
             of_layers if is_list else of_layers[0].num_pages,
@@ -262,7 +248,7 @@ class PrefixCache(NotCopyable):
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes)
         if below is not None:
-            self._open_below(below, formats, for_jobs, below_bytes)
+            self._open_below(below, formats, for_jobs)
 
     def _open(
         self,
@@ -296,9 +282,7 @@ class PrefixCache(NotCopyable):
         gpu: PagedLayout | Sequence[PagedLayout],
         groups: Sequence[BlockGroup] | None = None,
         *,
-        model: str,
-        rank: int = 0,
-        world: int = 1,
+        model: str | tuple[str, int, int],
         blocks_per_page: int = 1,
         encoding: EncodingName = "raw",
         verify: VerifyName = "off",
@@ -321,9 +305,7 @@ class PrefixCache(NotCopyable):
             groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
                 all pages together must fit into the server's memory. None lets the server decide
                 the number of pages.
-            model (str): the model, its revision, and the order of axes of equal size, also if the
-                keys cover them. See docs/below.md.
-            rank, world (int): this process's part of the model, and the number of parts.
+            model (str | tuple[str, int, int]): see below_model of PrefixCache.
             blocks_per_page, encoding, verify: of the pages; see HostPool.
             store_policy, copy_method, staging_bytes: see PrefixCache.
 
@@ -345,7 +327,7 @@ class PrefixCache(NotCopyable):
             "encoding": encoding,
             "verify": verify,
         }
-        cache = describe(layouts, groups, model, rank, world, **how)
+        cache = describe(layouts, groups, *read_model("model", model), **how)
         served = RemotePools(layouts, how)
         manager = RemoteManager(path, of_layers if is_list else 1, cache, served)
         manager.join()
@@ -369,7 +351,6 @@ class PrefixCache(NotCopyable):
         below: str | os.PathLike[str] | PageStore,
         formats: Sequence[PageFormat],
         manager: BlockManager,
-        below_bytes: int,
     ) -> None:
         """Opens the store, or closes the handler and raises."""
         try:
@@ -379,7 +360,6 @@ class PrefixCache(NotCopyable):
                 self.pools,
                 manager,
                 self._handler._native.mark_written,
-                below_bytes,
             )
         except BaseException:
             self._handler.close()

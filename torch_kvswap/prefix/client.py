@@ -676,17 +676,16 @@ class RemotePools:
         return Groups(layouts, pools)
 
 
-def read_model(
-    model: object, rank: object, world: object, prefix: str = ""
-) -> tuple[str, int, int]:
-    """Checks of which part of which model others get the pages; errors name the arguments so."""
-    if not isinstance(model, str):
+def read_model(name: str, model: object) -> tuple[str, int, int]:
+    """The model of which others get the pages, the part of it, and the number of parts."""
+    whole, rank, parts = model if isinstance(model, tuple) and len(model) == 3 else (model, 0, 1)
+    if not isinstance(whole, str):
         raise TypeError(
-            f"{prefix}model is {kind_of(model)}; name the model and its revision, because others "
-            "may use the same pages"
+            f"{name} is {kind_of(model)}; name the model and its revision, because others may use "
+            "the same pages, or pass (name, rank, number of ranks)"
         )
-    parts = read_int(f"{prefix}world", world, 1)
-    return model, read_int(f"{prefix}rank", rank, 0, parts - 1), parts
+    parts = read_int(f"{name}[2]", parts, 1)
+    return whole, read_int(f"{name}[1]", rank, 0, parts - 1), parts
 
 
 def describe(
@@ -713,8 +712,7 @@ def describe(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    part_of = read_model(model, rank, world)
-    contents = describe_contents(groups or [BlockGroup(1)], *part_of, bytes_of)
+    contents = describe_contents(groups or [BlockGroup(1)], model, rank, world, bytes_of)
     slot_encoding, part = read_encoding(encoding), (0, parts) if parts > 1 else None
     pages = []
     for layout, of_group in zip(layouts, contents, strict=True):

@@ -55,7 +55,6 @@ _LEAST_DEADLINE, _MOST_DEADLINE = 0.001, 3600.0
 _LOCK_SECONDS = 0.1  # between checks whether a dead engine's forked children have ended
 _PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have run out
 _TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
-_BELOW_BYTES = 64 << 20  # in flight, in each direction of the second tier
 _MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
 _NOTHING = Lookup(0, 0, 0)
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
@@ -153,7 +152,6 @@ class _Pages:
                 self.pools,
                 self.manager,
                 lambda _: None,  # engines mark the pages that they load
-                _BELOW_BYTES,
                 on_answer,
             )
 

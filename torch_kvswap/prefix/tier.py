@@ -31,6 +31,9 @@ from torch_kvswap.prefix.manager import BlockManager, Lookup
 LEASE = 30.0  # seconds that blocks from the store stay in memory if nobody loads them
 ABSENT = 1.0  # seconds before the store is asked again for a missing key
 
+# In each direction, at most; a page at least.
+BYTES_IN_FLIGHT = 256 << 20
+
 # Of each direction. With more, pages are no faster, and lookups wait for the GIL.
 # A call of the store moves such a part of the bytes in flight.
 _THREADS = 4
@@ -118,7 +121,6 @@ class Tier:
         pools (Sequence[HostPool]): one for each group of the manager.
         manager (BlockManager): gives the pages. Takes and returns lists, as does mark_written.
         mark_written: OffloadHandler.mark_written().
-        below_bytes (int): bytes in flight at most, in each direction; a page at least.
         on_answer: called, in a thread of the tier, when poll() has something to do.
     """
 
@@ -129,7 +131,6 @@ class Tier:
         pools: Sequence[HostPool],
         manager: BlockManager,
         mark_written: Callable[[Any], None],
-        below_bytes: int,
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
         if isinstance(store, FileStore):
@@ -140,7 +141,7 @@ class Tier:
         self._page_bytes = [pool.page_bytes for pool in pools]
         self._memory = [pool._all_bytes().numpy().data for pool in pools]
         self._ratios = [manager.unit_tokens // group.block_tokens for group in manager.groups]
-        self._batch = [max(below_bytes // _THREADS // size, 1) for size in self._page_bytes]
+        self._batch = [max(BYTES_IN_FLIGHT // _THREADS // size, 1) for size in self._page_bytes]
         self._most_held = [max(int(pool.num_pages * _MAX_SHARE_IN_WRITES), 1) for pool in pools]
         self._write_batch = [
             min(batch, max(held // _THREADS, 1))
@@ -160,7 +161,7 @@ class Tier:
         self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
         largest = max(map(operator.mul, self._batch, self._page_bytes))
-        count = max(min(_THREADS, below_bytes // largest), 1)
+        count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
         self._running = 2 * count  # threads that have not ended
         self._reads = StoreThreads(f"reading from {store}", count, self._end_thread)
         self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)

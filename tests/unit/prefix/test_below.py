@@ -394,7 +394,7 @@ def test_a_page_in_the_store_is_written_once(store: MemoryStore, reader: Engine)
 
 def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> None:
     store.held = {"put", "get"}
-    with Engine(store, below_bytes=3 * BLOCK_BYTES) as engine:
+    with Engine(store, bytes_in_flight=3 * BLOCK_BYTES) as engine:
         engine.compute(PROMPT)
         assert in_time(lambda: len(store.waiting) == 3)
         engine.prefixes.poll()
@@ -402,7 +402,7 @@ def test_bytes_in_flight_are_limited_in_both_directions(store: MemoryStore) -> N
         engine.until(lambda: engine.stats.written == len(PROMPT))
     other = MemoryStore(store.objects)
     other.held = {"get"}
-    with Engine(other, below_bytes=3 * BLOCK_BYTES) as engine:
+    with Engine(other, bytes_in_flight=3 * BLOCK_BYTES) as engine:
         engine.prefixes.lookup(list(map(key_of, PROMPT)))
         assert in_time(lambda: len(other.waiting) == 3)
         assert engine.prefixes.manager.stats().filling_pages == 3
@@ -496,7 +496,7 @@ def test_a_late_incomplete_answer_deletes_no_page(
 
 
 @pytest.mark.parametrize(
-    "other", [{"below_model": "other"}, {"below_rank": 1, "below_world": 2}, {"below_world": 2}]
+    "other", [{"below_model": other} for other in ("other", ("m", 1, 2), ("m", 0, 2))]
 )
 def test_another_model_or_rank_finds_nothing(
     other: dict[str, Any], store: MemoryStore, reader: Engine
@@ -641,7 +641,7 @@ def test_an_ask_behind_answers_is_not_late(
         writer.share(PROMPT)
     now, added = time.monotonic, [0.0]
     monkeypatch.setattr(threads.time, "monotonic", lambda: now() + added[0])
-    with Engine(store, below_bytes=8192) as engine:  # one page at a time
+    with Engine(store, bytes_in_flight=8192) as engine:  # one page at a time
         store.held = {"get"}
         engine.prefixes.lookup(list(map(key_of, PROMPT)))
         for answered in range(1, 9):
@@ -676,7 +676,7 @@ def test_lookups_wait_for_no_hung_threads(
     hurry(monkeypatch)
     monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)
     store.held = {"exists"}
-    with Engine(store, below_bytes=8192) as engine:  # one thread
+    with Engine(store, bytes_in_flight=8192) as engine:  # one thread
         for name in "ab":
             assert engine.prefixes.lookup([key_of(name)]).asking == 1
         assert in_time(lambda: len(store.waiting) == 1)
@@ -766,11 +766,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         refused(below="redis://:secret@there"),
         refused(below=1),
         refused(below_model=None),
-        refused(below_rank=1),
+        refused(below_model=("m", 1, 1)),
         refused(below_policy="none"),
-        refused(below_bytes=0),
         refused(below="/a/folder"),
-        refused(below=None, below_bytes=1 << 20),
+        refused(below=None, below_policy="all"),
         refused(pool=HostPool(layout, 4, shared=True, part=(0, 2))),
     ]
     with pytest.raises(FileExistsError):
@@ -787,17 +786,15 @@ TypeError: below is an int; pass 'file:PATH', 'valkey://HOST:PORT',
 torch_kvswap.below.PageStore
 
 TypeError: below_model is None; name the model and its revision, because others may use
-the same pages
+the same pages, or pass (name, rank, number of ranks)
 
-ValueError: below_rank is 1; it must be 0 to 0
+ValueError: below_model[1] is 1; it must be 0 to 0
 
 ValueError: below_policy is 'none'; it can be reused or all
 
-ValueError: below_bytes is 0; it must be 1 or more
-
 ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Path
 
-ValueError: below_model and below_bytes without below, which is the store: pass
+ValueError: below_model and below_policy without below, which is the store: pass
 below='file:PATH' or another one, or leave it out
 
 ValueError: the pool has a part of each page for 2 ranks, but a second tier needs whole

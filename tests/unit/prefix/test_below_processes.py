@@ -51,7 +51,7 @@ def stop(file, buffers, offset):
         sys.stdin.read()
     return write(file, buffers, offset)
 files.os.pwritev = stop
-engine = Engine(f"file:{sys.argv[1]}", below_bytes=8192)
+engine = Engine(f"file:{sys.argv[1]}", bytes_in_flight=8192)
 engine.compute("abcdefgh")
 sys.stdin.read()
 """

@@ -360,7 +360,7 @@ def test_a_cache_with_other_pages_is_refused(path: str) -> None:
         engine.compute("a")
         errors = [
             refusal(model="another"),
-            refusal(rank=1, world=2),
+            refusal(model=("m", 1, 2)),
             refusal(blocks_per_page=2),
             refusal(verify="load"),
             refusal(PagedLayout([wider])),
@@ -405,7 +405,7 @@ left for them; start it with more --memory
 ConnectionError: no server answers at PATH: [Errno 2] No such file or directory; start
 one with `python -m torch_kvswap serve --socket PATH --memory ...`
 TypeError: model is None; name the model and its revision, because others may use the
-same pages
+same pages, or pass (name, rank, number of ranks)
 ValueError: 2 groups and 1 layout; pass a BlockGroup for each layout
 ValueError: groups is None, but gpu is a list of 1 layout; pass a BlockGroup for each
 ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list""",
