@@ -15,7 +15,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.block_groups import BlockGroup
-from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys, read_keys
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys, join_keys
 
 
 class ArgumentReader:
@@ -57,8 +57,8 @@ class ArgumentReader:
 
     def read_keys(self, keys: Any) -> list[bytes]:
         """The keys of each group."""
-        self.split_keys(keys)
-        return read_keys(keys, len(self._tokens), self._is_list)
+        split = enumerate(self.split_keys(keys))
+        return [join_keys(self._name("keys", group), of_group) for group, of_group in split]
 
     def read_blocks(
         self, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
