@@ -234,10 +234,10 @@ void BlockManager::end(Reservations::iterator of, bool succeeded, size_t num_cor
     if (!reservation.moves(pin)) continue;  // cached before
     Group& group = groups_[pin.group];
     const bool is_rejected = is_rejected_next(pin);
-    if (is_rejected && notes) corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
     if (reservation.kind == Kind::kWrite) {
       group.pages->end_write(pin.page, succeeded && !is_rejected);
     } else if (!succeeded || is_rejected) {
+      if (is_rejected && notes) corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
       group.pages->forget(pin.page);
       ++group.counters.failed;
     } else if (pin.fills) {
