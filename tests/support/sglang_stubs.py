@@ -35,6 +35,7 @@ _KERNELS = (
     "sglang.kernels.kernel_api_logging",
     "sglang.kernels.ops.kvcache.hicache",
 )
+_OF_CACHES_ON_GPUS = ("sglang.kernels.ops.memory.allocator",)  # needs triton
 _HASH = "sglang.srt.mem_cache.cpp_utils.native_hash"  # SGLang compiles it when it is imported
 _NOT_REAL = (  # of another model, and no test needs them
     "sglang.srt.mem_cache.allocator.hisparse",
@@ -70,6 +71,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, folder: Path, on_gpu: bool) -> None:
         self._folder, self._on_gpu = folder, on_gpu
         self._real = (*_REAL, *_KERNELS) if on_gpu else _REAL
+        if torch.cuda.is_available():
+            self._real += _OF_CACHES_ON_GPUS
         absent = [name for name in _OTHERS if importlib.util.find_spec(name) is None]
         self._packages = ("sglang", *absent)
 
