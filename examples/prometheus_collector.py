@@ -67,6 +67,8 @@ def _samples(of: ChannelMetrics) -> Iterator[tuple[str, str, str, dict[str, str]
         yield "counter", "jobs_ended", "_total", {"state": state}, getattr(of, state)
     for method, jobs in of.jobs_by_copy_method.items():
         yield "counter", "jobs_copied", "_total", {"copy_method": method}, jobs
+    for relay, relayed in of.relayed_bytes.items():
+        yield "counter", "relayed_bytes", "_total", {"relay": str(relay)}, relayed
     for name, field in GAUGES.items():
         yield "gauge", name, "", {}, getattr(of, field)
     for name, field in HISTOGRAMS.items():

@@ -16,6 +16,8 @@
 #include "bindings/python.h"
 #include "bindings/reservation.h"
 #include "check.h"
+#include "copy/relay_gain.h"
+#include "cuda/context.h"
 #include "offload/clock.h"
 
 // Handlers and jobs. Everything that takes the scheduler's lock releases the GIL: another
@@ -327,7 +329,7 @@ class PyHandler {
 
   nb::typed<nb::dict, nb::str, nb::any> metrics(int channel) {
     const ChannelMetrics of = call([&](Handler& handler) { return handler.metrics(channel); });
-    nb::dict read, methods;
+    nb::dict read, methods, relayed;
     const std::pair<const char*, uint64_t> counts[] = {{"submitted", of.submitted},
                                                        {"done", of.done},
                                                        {"failed", of.failed},
@@ -348,6 +350,8 @@ class PyHandler {
       methods[copy_method_name(static_cast<CopyMethod>(method))] = of.jobs_by_copy_method[method];
     }
     read["jobs_by_copy_method"] = methods;
+    for (const auto& [device, bytes] : of.relayed_bytes) relayed[nb::int_(device)] = bytes;
+    read["relayed_bytes"] = relayed;
     read["submit"] = histogram_of(of.submit);
     read["queue"] = histogram_of(of.queue);
     read["copy"] = histogram_of(of.copy);
@@ -524,6 +528,9 @@ void bind_layouts(nb::module_& module) {
           },
           "copy_method"_a, "without_kernels"_a, "setting"_a, "staging_bytes"_a)
       .def_rw("caller_seconds", &CopyMethodOptions::caller_seconds)
+      .def(
+          "add_relay", [](CopyMethodOptions& of, int device) { of.relays.push_back(device); },
+          "device"_a)
       .def_ro("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
 }
@@ -555,6 +562,14 @@ void bind_handler(nb::module_& module) {
       },
       "block_bytes"_a, "slabs"_a, "runs"_a, "fragments"_a, "blocks"_a, "is_store"_a = false,
       "is_expedited"_a = false, "is_crowded"_a = false, "See copy_plan.h.");
+  module.def(
+      "measure_relay",
+      [](int own, int peer) { return without_gil([&] { return measure_relay(own, peer); }); },
+      "own"_a, "peer"_a, "See relay_gain.h.");
+  module.def(
+      "enable_peer_access",
+      [](int device, int peer) { without_gil([&] { cuda::enable_peer_access(device, peer); }); },
+      "device"_a, "peer"_a, "See context.h.");
   module.attr("BUCKETS") = Histogram::kBuckets;
   bind_layouts(module);
 

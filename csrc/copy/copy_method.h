@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace kvswap {
 
@@ -19,11 +20,12 @@ struct CopyMethodOptions {
   bool without_kernels = false;  // kernels are not chosen
   // How the user has asked for it, for errors: copy_method='batch' or KVSWAP_COPY_METHOD='batch'.
   std::string copy_method_setting;
-  uint64_t staging_bytes = 0;  // GPU memory
+  uint64_t staging_bytes = 0;  // GPU memory; each relay has a part of as much
   // The thread that calls store() or load() submits a job itself if that takes no longer. 64 blocks
   // of 160 x 8 KiB are more: the call, which begins them, takes 0.08 ms, and would take 0.19 ms if
   // it submitted all of them (H200). Tests change it.
   double caller_seconds = 50e-6;
+  std::vector<int> relays = {};  // GPUs whose links take part in large staged copies
 };
 
 }  // namespace kvswap

@@ -1,107 +1,163 @@
 #include "copy/staged.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "copy/staged_piece.h"
 
 namespace kvswap {
 namespace {
 
-constexpr size_t kMaxPieces = 32;
+constexpr std::chrono::microseconds kPause{50};
 
-uint64_t round_up(uint64_t bytes) {
-  return (bytes + kStagingAlignment - 1) / kStagingAlignment * kStagingAlignment;
+void record(cuda::Event event, cuda::Stream stream) {
+  KVSWAP_DRIVER_CHECK(cuda::driver().record_event(event, stream), "cuEventRecord");
+}
+
+void wait(cuda::Stream stream, cuda::Event event) {
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, event, 0), "cuStreamWaitEvent");
 }
 
 }  // namespace
 
-StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
-    : address_(begin), bytes_(bytes / (2 * kStagingAlignment) * (2 * kStagingAlignment)) {}
-
-StagingBuffer::~StagingBuffer() {
-  forget();
-  events_.destroy_idle();
+void StagingBuffer::begin_transfer() noexcept {
+  given_ = 0;
+  for (Relay& relay : relays_) relay.begin_transfer();
 }
 
 uint64_t StagingBuffer::copy(const PagedCopy& copy, const PackTable& table, uint64_t begin,
-                             uint64_t bytes, const StagedStreams& streams,
-                             const BatchOptions& options) {
-  const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
-  const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
-  const cuda::Driver& driver = cuda::driver();
+                             uint64_t bytes, cuda::Event start, const BatchOptions& options) {
   const Packing& packing = table.packing;
   const uint64_t block_bytes = packing.packed_bytes(copy.slabs);
   const uint64_t all = copy.count * block_bytes, first_byte = begin;
-  const uint64_t unit = piece_unit(block_bytes, half(), packing.is_divisible());
+  const uint64_t in_transfer = copy.before + all + copy.after;
+  const bool is_relayed = uses_relays(in_transfer, packing, block_bytes);
+  const uint64_t half = is_relayed ? relays_.front().half() : ring_.half();
+  const uint64_t unit = piece_unit(block_bytes, half, packing.is_divisible());
+  if (is_relayed) {
+    for (Relay& relay : relays_) relay.start_after(start);
+  }
   while (begin < all && begin - first_byte < bytes) {
     const bool gives_all = bytes - (begin - first_byte) >= all - begin;
-    const uint64_t room = room_for(unit);
-    const uint64_t max_bytes = gives_all ? room : std::min(room, kMaxBegunPieceBytes);
+    // The first piece goes over the own link: what comes behind it in streams.kernels is then
+    // behind all that streams.copies was given before, too.
+    Relay* const relay = is_relayed && begin > 0 ? next_relay() : nullptr;
+    uint64_t max_bytes = ring_.room_for(unit);
+    if (relay != nullptr) max_bytes = std::min(max_bytes, relay->room_for(unit));
+    if (is_relayed) max_bytes = std::min(max_bytes, max_relayed_piece(in_transfer));
+    if (!gives_all) max_bytes = std::min(max_bytes, kMaxBegunPieceBytes);
     const uint64_t in_piece =
-        piece_bytes(copy.before + begin, all - begin + copy.after, unit, max_bytes, copy.to_host);
-    const uint64_t end = std::min(begin + in_piece, all);
-    const Piece& piece = allocate(end - begin, first);
-    const uint64_t packed = address_ + piece.begin;
-    const auto move = [&](cuda::Stream stream) {
-      if (stream == streams.kernels) {
-        table.pack(copy, begin, end, packed, stream);
-      } else {
-        copy_batch(packing.page_fragments(copy, begin, end, packed), {streams.device, stream},
-                   options);
-      }
-    };
-    move(first);
-    KVSWAP_DRIVER_CHECK(driver.record_event(piece.filled, first), "cuEventRecord");
-    KVSWAP_DRIVER_CHECK(driver.wait_event(second, piece.filled, 0), "cuStreamWaitEvent");
-    move(second);
-    KVSWAP_DRIVER_CHECK(driver.record_event(piece.drained, second), "cuEventRecord");
-    begin = end;
+        piece_bytes(copy.before + begin, all - begin + copy.after, unit, max_bytes, to_host_);
+    const Piece piece{copy, table, begin, std::min(begin + in_piece, all)};
+    to_host_ ? store(piece, relay, options) : load(piece, relay, options);
+    begin = piece.end;
   }
   return begin;
 }
 
-uint64_t StagingBuffer::room_for(uint64_t unit) noexcept {
-  const uint64_t left = half() - next_ % half();
-  if (left >= std::min(half(), std::max(unit, kMinPieceBytes))) return left;
-  next_ += left;
-  return half();
+bool StagingBuffer::uses_relays(uint64_t bytes, const Packing& packing,
+                                uint64_t block_bytes) const {
+  if (relays_.empty() || bytes < ring_.half() / 4) return false;
+  return packing.is_divisible() || block_bytes <= relays_.front().half();
 }
 
-StagingBuffer::Piece& StagingBuffer::allocate(uint64_t bytes, cuda::Stream stream) {
-  const uint64_t begin = next_ + bytes <= bytes_ ? next_ : 0, end = round_up(begin + bytes);
-  // The pieces in its place are the oldest ones.
-  cuda::Event drained = nullptr;
-  const auto in_place = [&](const Piece& piece) { return piece.begin < end && begin < piece.end; };
-  while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMaxPieces) {
-    drained = pieces_.front().drained;
-    drop_first();
+bool StagingBuffer::has_relayed() const noexcept {
+  return std::any_of(relays_.begin(), relays_.end(),
+                     [](const Relay& relay) { return relay.given() > 0; });
+}
+
+Relay* StagingBuffer::next_relay() noexcept {
+  Relay* next = nullptr;
+  uint64_t least = given_;
+  for (Relay& relay : relays_) {
+    if (relay.given() >= least) continue;
+    least = relay.given();
+    next = &relay;
   }
-  if (drained != nullptr) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, drained, 0), "cuStreamWaitEvent");
+  return next;
+}
+
+void StagingBuffer::load(const Piece& piece, Relay* relay, const BatchOptions& options) {
+  const auto& [device, copies, kernels] = streams_;
+  const StagingRing::Piece& place = relay == nullptr ? ring_.allocate(piece.bytes(), copies)
+                                                     : relay->allocate_in(ring_, piece.bytes());
+  cuda::Event arrived = place.filled;
+  if (relay == nullptr) {
+    copy_batch(piece.fragments(place.address), {device, copies}, options);
+    record(place.filled, copies);
+    given_ += piece.bytes();
+  } else {
+    const auto fragments = [&](cuda::Address packed) { return piece.fragments(packed); };
+    arrived = relay->load(fragments, piece.bytes(), place.address, options);
   }
-  pieces_.push_back({begin, end, nullptr, nullptr});  // first: forget() finds it if the rest fails
-  Piece& piece = pieces_.back();
-  piece.filled = events_.take();
-  piece.drained = events_.take();
-  next_ = end;
-  return piece;
+  wait(kernels, arrived);
+  piece.pack(place.address, kernels);
+  record(place.drained, kernels);
 }
 
-void StagingBuffer::drop_first() noexcept {
-  // The driver has all waits for these records already: a new record does not change them.
-  for (const cuda::Event event : {pieces_.front().filled, pieces_.front().drained})
-    events_.give(event);
-  pieces_.pop_front();
+void StagingBuffer::store(const Piece& piece, Relay* relay, const BatchOptions& options) {
+  const auto& [device, copies, kernels] = streams_;
+  const StagingRing::Piece& place = ring_.allocate(piece.bytes(), kernels);
+  piece.pack(place.address, kernels);
+  record(place.filled, kernels);
+  if (relay == nullptr) {
+    wait(copies, place.filled);
+    copy_batch(piece.fragments(place.address), {device, copies}, options);
+    record(place.drained, copies);
+    given_ += piece.bytes();
+  } else {
+    const auto fragments = [&](cuda::Address packed) { return piece.fragments(packed); };
+    relay->store(fragments, piece.bytes(), place.address, place.filled, place.drained, options);
+  }
 }
 
-void StagingBuffer::order_before(cuda::Stream stream) const {
-  if (pieces_.empty()) return;
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, pieces_.back().drained, 0),
-                      "cuStreamWaitEvent");
+void StagingBuffer::order_before_copies() const {
+  if (!to_host_) return ring_.order_before(streams_.copies);
+  for (const Relay& relay : relays_) {
+    if (relay.given() > 0) relay.order_before(streams_.copies);
+  }
+}
+
+bool StagingBuffer::relays_are_alive() const noexcept {
+  return std::all_of(relays_.begin(), relays_.end(), [](const Relay& relay) {
+    const cuda::Result state = relay.query_link();
+    return state == cuda::kSuccess || state == cuda::kNotReady;
+  });
+}
+
+bool StagingBuffer::hops_are_drained() const noexcept {
+  return !to_host_ || std::all_of(relays_.begin(), relays_.end(), [](const Relay& relay) {
+    return relay.query_hop() != cuda::kNotReady;
+  });
+}
+
+// A stream that waits for an event of a lost GPU may wait for ever, and so would
+// cuStreamSynchronize.
+bool StagingBuffer::wait_for_relays() const noexcept {
+  for (;; std::this_thread::sleep_for(kPause)) {
+    bool is_over = true;
+    const auto look = [&](cuda::Result state) {
+      is_over &= state == cuda::kSuccess;
+      return state == cuda::kSuccess || state == cuda::kNotReady;
+    };
+    for (const cuda::Stream stream : {streams_.copies, streams_.kernels})
+      if (!look(cuda::driver().query_stream(stream))) return false;
+    for (const Relay& relay : relays_)
+      if (!look(relay.query_link()) || !look(relay.query_hop())) return false;
+    if (is_over) return true;
+  }
 }
 
 void StagingBuffer::forget() noexcept {
-  while (!pieces_.empty()) drop_first();
+  ring_.forget();
+  for (Relay& relay : relays_) relay.forget();
+}
+
+size_t StagingBuffer::num_events() const {
+  size_t events = ring_.num_events();
+  for (const Relay& relay : relays_) events += relay.num_events();
+  return events;
 }
 
 }  // namespace kvswap

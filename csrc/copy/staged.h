@@ -1,11 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <deque>
 
 #include "copy/batch.h"
 #include "copy/packing.h"
-#include "cuda/context.h"
-#include "event_pool.h"
+#include "copy/relay.h"
+#include "copy/staging_ring.h"
 
 namespace kvswap {
 
@@ -15,53 +16,84 @@ struct StagedStreams {
   cuda::Stream copies, kernels;
 };
 
-// A ring buffer on the GPU for copies to and from host pages. A store is copied in pieces: a kernel
-// packs blocks into one piece of the buffer while the copy engine copies the piece before it to the
-// host pages. A load goes the other way. A piece waits until earlier pieces have left its place in
-// the buffer.
+// Copies to and from host pages through a ring on the GPU. A store is copied in pieces: a kernel
+// packs blocks into one piece of the ring while the copy engine copies the piece before it to the
+// host pages. A load goes the other way. Pieces of a large transfer go over the GPU's own link and
+// through its relays at the same time.
 //
 // One thread at a time; the context of its device is current. The memory is the caller's.
 class StagingBuffer {
  public:
-  StagingBuffer(cuda::Address begin, uint64_t bytes);
-  ~StagingBuffer();
+  StagingBuffer(const StagedStreams& streams, bool to_host, cuda::Address begin, uint64_t bytes)
+      : streams_(streams), to_host_(to_host), ring_(streams.device, begin, bytes) {}
 
+  // Pieces also go through this GPU from now on, and through this memory of it. See Relay.
+  void add_relay(int peer, cuda::Address begin, uint64_t bytes) {
+    relays_.emplace_back(streams_.device, peer, to_host_, begin, bytes);
+  }
+  // The other way round, for the relay that was added last.
+  void remove_relay(int peer) noexcept {
+    if (!relays_.empty() && relays_.back().peer() == peer) relays_.pop_back();
+  }
+  const std::deque<Relay>& relays() const { return relays_; }
+
+  // The next copies are of another transfer: the links start with nothing to do.
+  void begin_transfer() noexcept;
+  // Whether relays were given a part of the transfer.
+  bool has_relayed() const noexcept;
   // Copies whole pieces from byte `begin` on, until they have `bytes` bytes or more. Returns where
-  // they end. A load starts after the work in streams.copies so far and ends on streams.kernels, a
-  // store the other way round.
+  // they end. start: an event on streams.copies, after which relays start. A load starts after the
+  // work in streams.copies so far and ends on streams.kernels, a store the other way round, but for
+  // what relays store: see order_before_copies().
   uint64_t copy(const PagedCopy& copy, const PackTable& table, uint64_t begin, uint64_t bytes,
-                const StagedStreams& streams, const BatchOptions& options);
+                cuda::Event start, const BatchOptions& options);
 
-  // Makes a stream wait for all pieces so far.
-  void order_before(cuda::Stream stream) const;
+  // Makes streams.copies wait for all pieces so far.
+  void order_before_copies() const;
 
+  // Blocks until all that was given to the streams of all links has run. False when a GPU is lost.
+  bool wait_for_relays() const noexcept;
+  bool relays_are_alive() const noexcept;
+  // Whether relays have left nothing to be done on this GPU.
+  bool hops_are_drained() const noexcept;
   // Forgets all pieces, also those of a copy that failed halfway. None runs any more.
   void forget() noexcept;
   // How many events exist. Any thread may call.
-  size_t num_events() const { return events_.num_created(); }
+  size_t num_events() const;
 
  private:
+  // A part of a copy that passes through the ring.
   struct Piece {
+    const PagedCopy& copy;
+    const PackTable& table;
     uint64_t begin, end;
-    // Recorded when its bytes are in the buffer, and when they have left it.
-    cuda::Event filled, drained;
-  };
-  uint64_t half() const { return bytes_ / 2; }
-  // How many bytes the next piece may have, in one half of the buffer. Skips the rest of a half
-  // that is too small. A piece across the middle would keep the next one waiting until it has left,
-  // with the link idle meanwhile: a store of 512 blocks of 160 x 4 KiB took 1.053 times as long as
-  // one big copy instead of 1.043 (H200).
-  uint64_t room_for(uint64_t unit) noexcept;
-  // The next piece, of this many bytes; `stream` waits until its place is free.
-  Piece& allocate(uint64_t bytes, cuda::Stream stream);
-  void drop_first() noexcept;
 
-  const cuda::Address address_;
-  const uint64_t bytes_;
-  uint64_t next_ = 0;         // where the next piece begins
-  std::deque<Piece> pieces_;  // in the order of submission; none overlaps another
-  EventPool events_{[] { return cuda::create_event(cuda::kEventDisableTiming); },
-                    [](cuda::Event event) { cuda::driver().destroy_event(event); }};
+    uint64_t bytes() const { return end - begin; }
+    void pack(cuda::Address packed, cuda::Stream stream) const {
+      table.pack(copy, begin, end, packed, stream);
+    }
+    FragmentList fragments(cuda::Address packed) const {
+      return table.packing.page_fragments(copy, begin, end, packed);
+    }
+  };
+  // Whether relays take part in a copy of a group of which the transfer has this many bytes. In a
+  // small one they would come too late.
+  bool uses_relays(uint64_t bytes, const Packing& packing, uint64_t block_bytes) const;
+  // Of a piece of such a copy, unless a block has more: each link has four in the ring, and four of
+  // the copy at least.
+  uint64_t max_relayed_piece(uint64_t bytes) const {
+    return std::min(ring_.half() / 2, bytes / 4) / (1 + relays_.size());
+  }
+  // The relay that was given least of the transfer, or null if the own link was.
+  Relay* next_relay() noexcept;
+  void load(const Piece& piece, Relay* relay, const BatchOptions& options);
+  void store(const Piece& piece, Relay* relay, const BatchOptions& options);
+
+  const StagedStreams streams_;
+  const bool to_host_;
+  StagingRing ring_;
+  std::deque<Relay> relays_;
+  uint64_t given_ = 0;  // bytes of the transfer, to the own link
 };
 
 }  // namespace kvswap

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace kvswap::cuda {
 // Retained once and never released: the process uses the primary context until it ends.
@@ -42,6 +43,20 @@ ContextGuard::~ContextGuard() {
   Context context;
   driver().exchange_capture_mode(&capture_mode_);
   driver().pop_context(&context);
+}
+
+void enable_peer_access(int device, int peer) {
+  for (const auto& [from, to] : {std::pair(device, peer), {peer, device}}) {
+    int can = 0;
+    KVSWAP_DRIVER_CHECK(driver().can_access_peer(&can, from, to), "cuDeviceCanAccessPeer",
+                        " of CUDA devices ", from, " and ", to);
+    KVSWAP_CHECK(can != 0, "CUDA device ", from, " cannot access the memory of CUDA device ", to);
+    const Context accessed = primary_context(to);
+    const ContextGuard context(from);
+    const Result result = driver().enable_peer_access(accessed, 0);
+    if (result == kPeerAccessAlreadyEnabled) continue;
+    KVSWAP_DRIVER_CHECK(result, "cuCtxEnablePeerAccess", " of CUDA device ", from, " to ", to);
+  }
 }
 
 bool is_capturing(const StreamRef& stream) {

@@ -26,6 +26,10 @@ class ContextGuard {
   int capture_mode_ = kCaptureRelaxed;
 };
 
+// Makes copies between the memory of two GPUs direct. Throws where that is not possible: the driver
+// would copy through the host, without a word.
+void enable_peer_access(int device, int peer);
+
 // A stream of the caller. The handle alone does not identify it: 0, 1 and 2 mean a default stream
 // of the current context. So the functions below make its context current, and other calls of the
 // driver need a guard for its device. The library's own streams are plain `Stream`s.

@@ -49,6 +49,8 @@ struct Lookup {
     require(table.retain_primary_context, "cuDevicePrimaryCtxRetain", 7000);
     require(table.push_context, "cuCtxPushCurrent", 4000);
     require(table.pop_context, "cuCtxPopCurrent", 4000);
+    require(table.can_access_peer, "cuDeviceCanAccessPeer", 4000);
+    require(table.enable_peer_access, "cuCtxEnablePeerAccess", 4000);
     require(table.get_pointer_attributes, "cuPointerGetAttributes", 7000);
     require(table.copy_async, "cuMemcpyAsync", 4000);
     require(table.copy_peer_async, "cuMemcpyPeerAsync", 4000);

@@ -23,6 +23,7 @@ using Address = unsigned long long;
 constexpr Result kSuccess = 0;
 constexpr Result kNotInitialized = 3;
 constexpr Result kNotReady = 600;
+constexpr Result kPeerAccessAlreadyEnabled = 704;
 constexpr Result kNotSupported = 801;
 
 // The other handle of the legacy default stream; the first is null.
@@ -95,6 +96,8 @@ struct Driver {
   Result (*retain_primary_context)(Context*, int device);
   Result (*push_context)(Context);
   Result (*pop_context)(Context*);
+  Result (*can_access_peer)(int*, int device, int peer);
+  Result (*enable_peer_access)(Context, unsigned flags);
   Result (*get_pointer_attributes)(unsigned count, int* attributes, void** values, Address);
   Result (*copy_async)(Address dst, Address src, size_t bytes, Stream);
   Result (*copy_peer_async)(Address dst, Context dst_context, Address src, Context src_context,

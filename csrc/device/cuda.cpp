@@ -28,19 +28,31 @@ class CudaCopier : public Copier {
   }
 
   void use_staging(uint64_t begin, uint64_t bytes) override;
+  void add_relay(int device, uint64_t begin, uint64_t bytes) override {
+    staging_->add_relay(device, begin, bytes);
+  }
+  void remove_relay(int device) noexcept override { staging_->remove_relay(device); }
   void start_after(const std::vector<Event>& events) override;
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t& bytes) override;
   bool synchronize() noexcept override;
+  bool has_relayed() const override { return staging_ != nullptr && staging_->has_relayed(); }
+  bool relays_are_alive() const noexcept override {
+    return staging_ == nullptr || staging_->relays_are_alive();
+  }
+  bool is_drained() const noexcept override;
   size_t fragments_per_entry() const override;
-  size_t num_streams() const override { return kernels_ == nullptr ? 0 : 1; }
+  size_t num_streams() const override {
+    return kernels_ == nullptr ? 0 : 1 + 2 * staging_->relays().size();
+  }
   size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
+  std::vector<RelayedBytes> relayed_bytes() const override;
 
  private:
-  uint64_t stage(const PartCopy& part, const BatchOptions& options, uint64_t begin,
+  uint64_t stage(const PartCopy& part, Event start, const BatchOptions& options, uint64_t begin,
                  uint64_t& bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
-  void order_after_unpacking();
+  void order_after_staging();
 
   const int device_;
   const cuda::Stream copies_;
@@ -52,19 +64,22 @@ class CudaCopier : public Copier {
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   kernels_ = cuda::create_stream();
-  staging_ = std::make_unique<StagingBuffer>(begin, bytes);
+  const StagedStreams streams{device_, copies_, kernels_};
+  staging_ = std::make_unique<StagingBuffer>(streams, to_host_, begin, bytes);
 }
 
 // A store is packed while the one before it is on the link. Beside a GEMM the kernel waits for SMs
 // meanwhile. Loads are unpacked after copies of the channel's stream anyway.
 void CudaCopier::start_after(const std::vector<Event>& events) {
-  if (!to_host_ || kernels_ == nullptr) return;
+  if (staging_ == nullptr) return;
+  staging_->begin_transfer();
+  if (!to_host_) return;
   for (const Event event : events) {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, event, 0), "cuStreamWaitEvent");
   }
 }
 
-Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_pageable,
+Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
                         CopyPosition& next, uint64_t& bytes) {
   BatchOptions options(uses_batch_);
   options.has_pageable = has_pageable;
@@ -76,13 +91,13 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
     if (part.method == CopyMethod::kStaged) {
       send(fragments, options);
       if (bytes == 0) return nullptr;
-      next.byte = stage(part, options, next.byte, bytes);
+      next.byte = stage(part, start, options, next.byte, bytes);
       if (next.byte != 0) return nullptr;
       continue;
     }
     // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
     // unpacked then.
-    if (!part.is_head_or_tail) order_after_unpacking();
+    if (!part.is_head_or_tail) order_after_staging();
     if (part.method == CopyMethod::kStrided) {
       copy_strided(part.block_copy(), runs_among(*part.runs, part.slabs), copies_);
       if (part.table != nullptr) part.table->end_copy(part, copies_);
@@ -94,16 +109,15 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_page
   }
   send(fragments, options);
   if (is_unpacking) return kernels_;
-  order_after_unpacking();
+  order_after_staging();
   return copies_;
 }
 
 // Stages the part from byte `begin` on, and reduces `bytes`. Returns where the next piece begins, 0
 // if there is none.
-uint64_t CudaCopier::stage(const PartCopy& part, const BatchOptions& options, uint64_t begin,
-                           uint64_t& bytes) {
-  const StagedStreams streams{device_, copies_, kernels_};
-  const uint64_t end = staging_->copy(part, *part.table, begin, bytes, streams, options);
+uint64_t CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options,
+                           uint64_t begin, uint64_t& bytes) {
+  const uint64_t end = staging_->copy(part, *part.table, begin, bytes, start, options);
   bytes -= std::min(bytes, end - begin);
   return end < part.count * part.encoding->packed_bytes(part.slabs) ? end : 0;
 }
@@ -114,9 +128,10 @@ void CudaCopier::send(FragmentList& fragments, const BatchOptions& options) {
   fragments = FragmentList();
 }
 
-// What was staged is on the GPU only when it has been unpacked.
-void CudaCopier::order_after_unpacking() {
-  if (staging_ != nullptr && !to_host_) staging_->order_before(copies_);
+// What was staged is on the GPU only when it has been unpacked, and on the host only when the
+// relays have copied their part of it.
+void CudaCopier::order_after_staging() {
+  if (staging_ != nullptr) staging_->order_before_copies();
 }
 
 // The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
@@ -129,12 +144,28 @@ size_t CudaCopier::fragments_per_entry() const {
 }
 
 bool CudaCopier::synchronize() noexcept {
-  bool alive = true;
+  bool alive = staging_ == nullptr || staging_->relays().empty() || staging_->wait_for_relays();
   for (const cuda::Stream stream : {copies_, kernels_}) {
-    if (stream != nullptr) alive &= cuda::driver().synchronize_stream(stream) == cuda::kSuccess;
+    if (!alive || stream == nullptr) continue;
+    alive = cuda::driver().synchronize_stream(stream) == cuda::kSuccess;
   }
   if (staging_ != nullptr) staging_->forget();
   return alive;
+}
+
+bool CudaCopier::is_drained() const noexcept {
+  if (staging_ == nullptr) return true;
+  const auto is_busy = [](cuda::Stream stream) {
+    return cuda::driver().query_stream(stream) == cuda::kNotReady;
+  };
+  return !is_busy(copies_) && !is_busy(kernels_) && staging_->hops_are_drained();
+}
+
+std::vector<RelayedBytes> CudaCopier::relayed_bytes() const {
+  std::vector<RelayedBytes> found;
+  if (staging_ == nullptr) return found;
+  for (const Relay& relay : staging_->relays()) found.push_back({relay.peer(), relay.bytes()});
+  return found;
 }
 
 class CudaDevice : public Device, public PackKernels, public StreamWords {
@@ -217,13 +248,20 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   StreamWords* stream_words() override;
 
   void load_kernels() override { cuda::kernels(index()); }
-  uint64_t allocate_staging(uint64_t bytes) override {
+  uint64_t allocate_staging(int device, uint64_t bytes) override {
+    const cuda::ContextGuard context(device);
     cuda::Address address = 0;
     KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, bytes), "cuMemAlloc", " of ", bytes,
                         " bytes for staging (staging_bytes)");
     return address;
   }
-  void free_staging(uint64_t address) noexcept override { cuda::driver().free(address); }
+  void free_staging(int device, uint64_t address) noexcept override {
+    try {
+      const cuda::ContextGuard context(device);
+      cuda::driver().free(address);
+    } catch (const std::exception&) {  // a lost relay, and its memory with it
+    }
+  }
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {

@@ -62,6 +62,12 @@ struct CopyPosition {
   uint64_t byte = 0;
 };
 
+// Of a relay: its device, and what it was given.
+struct RelayedBytes {
+  int device;
+  uint64_t bytes;
+};
+
 // The copies of one channel, all in one direction. One thread at a time.
 class Copier {
  public:
@@ -70,6 +76,11 @@ class Copier {
   // From now on parts can be staged, in `bytes` bytes from `begin` on of the memory that
   // PackKernels has allocated. Not called for a device without PackKernels.
   virtual void use_staging(uint64_t /*begin*/, uint64_t /*bytes*/) {}
+  // From now on the link of another device of the same kind takes part in large staged copies, with
+  // this memory there. After use_staging().
+  virtual void add_relay(int /*device*/, uint64_t /*begin*/, uint64_t /*bytes*/) {}
+  // Undoes that, before the first copy. Nothing if it was not added.
+  virtual void remove_relay(int /*device*/) noexcept {}
   // Makes what the next copies do on streams of their own start after these events; the channel's
   // stream waits for them already. Called once for each transfer.
   virtual void start_after(const std::vector<Event>& /*events*/) {}
@@ -87,8 +98,15 @@ class Copier {
   virtual Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
                       CopyPosition& next, uint64_t& bytes) = 0;
 
-  // Blocks until all that was enqueued has run. False when the device is lost.
+  // Blocks until all that was enqueued has run. False when the device, or a relay, is lost.
   virtual bool synchronize() noexcept = 0;
+  // Whether a relay was given a part of what was copied since start_after().
+  virtual bool has_relayed() const { return false; }
+  // Whether the devices that are relays still answer. Any thread.
+  virtual bool relays_are_alive() const noexcept { return true; }
+  // After a relay was lost: whether this device has done what it was given, too. It may wait for
+  // the relay for ever. True if this device is lost.
+  virtual bool is_drained() const noexcept { return true; }
 
   // How many fragments, of a transfer with many, take one entry in the queue of the channel's
   // stream.
@@ -97,6 +115,8 @@ class Copier {
   // How many streams and events the copier has, not counting the channel's own.
   virtual size_t num_streams() const { return 0; }
   virtual size_t num_events() const { return 0; }
+  // What each relay was given so far.
+  virtual std::vector<RelayedBytes> relayed_bytes() const { return {}; }
 };
 
 // Words of host memory that streams can write and wait for, also in a captured graph.
@@ -119,9 +139,9 @@ class PackKernels {
  public:
   // Throws if they cannot be used. Called when a handler is made; may block.
   virtual void load_kernels() = 0;
-  // Device memory for staging buffers.
-  virtual uint64_t allocate_staging(uint64_t bytes) = 0;
-  virtual void free_staging(uint64_t address) noexcept = 0;
+  // Memory for staging buffers, on this device or on a relay (its index).
+  virtual uint64_t allocate_staging(int device, uint64_t bytes) = 0;
+  virtual void free_staging(int device, uint64_t address) noexcept = 0;
 
  protected:
   ~PackKernels() = default;

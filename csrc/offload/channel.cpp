@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "check.h"
+
 namespace kvswap {
 namespace {
 
@@ -172,6 +174,7 @@ void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t
     list_copies(transfer, transfer.layer_group, groups, layers);
     const Stream end =
         copier_->copy(part_copies_, transfer.start, has_pageable, transfer.next, bytes);
+    transfer.is_relayed |= copier_->has_relayed();
     if (transfer.next.part < part_copies_.size()) return;
     device_.record_event(transfer.ends[transfer.layer_group], end);
   }
@@ -197,6 +200,9 @@ void Channel::list_copies(Transfer& transfer, int layer_group, const std::vector
 
 bool Channel::has_ended(Transfer& transfer) const {
   if (!transfer.end_seen) transfer.end_seen = device_.has_happened(transfer.ends.back());
+  // After the end: what a lost relay should have copied is missing, or never comes.
+  KVSWAP_CHECK(!transfer.is_relayed || copier_->relays_are_alive(),
+               "a GPU in relays does not answer any more");
   return transfer.end_seen;
 }
 
@@ -209,6 +215,10 @@ void Channel::close() {
   retired_.clear();
   events_.destroy_idle();
   points_.destroy();
+  try {
+    if (copier_ != nullptr) relayed_bytes_ = copier_->relayed_bytes();
+  } catch (const std::bad_alloc&) {  // metrics forget them
+  }
   copier_.reset();
   for (Stream* stream : {&stream_, &event_stream_}) {
     if (*stream != nullptr) device_.destroy_stream(*stream);

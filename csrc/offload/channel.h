@@ -56,6 +56,10 @@ class Channel {
 
   // See Copier.
   void use_staging(uint64_t begin, uint64_t bytes) { copier_->use_staging(begin, bytes); }
+  void add_relay(int device, uint64_t begin, uint64_t bytes) {
+    copier_->add_relay(device, begin, bytes);
+  }
+  void remove_relay(int device) noexcept { copier_->remove_relay(device); }
 
   // From now on blocks that can be rejected can be copied, with these SlotStates::kCount zeros.
   void use_states(uint8_t* states) { states_.use(states); }
@@ -80,19 +84,25 @@ class Channel {
   Reason enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
                  const std::vector<Group>& groups, int64_t layers, uint64_t bytes) noexcept;
 
-  // Whether the transfer has ended on the device. Throws when the device is lost.
+  // Whether the transfer has ended on the device. Throws when the device or a relay is lost.
   bool has_ended(Transfer& transfer) const;
   double copy_seconds(const Transfer& transfer) const;
 
   // Waits until all that was submitted has run. False when the device is lost. Without the lock.
   bool synchronize() { return copier_->synchronize(); }
-  // Whether the device still answers.
-  bool is_alive() const { return device_.is_alive(stream_); }
+  // Whether the device, and those that are relays, still answer.
+  bool is_alive() const { return device_.is_alive(stream_) && copier_->relays_are_alive(); }
 
   size_t num_streams() const { return stream_ == nullptr ? 0 : 2 + copier_->num_streams(); }
   size_t num_events() const {
     return points_.num_created() + events_.num_created() +
            (copier_ == nullptr ? 0 : copier_->num_events());
+  }
+  // See Copier.
+  bool is_drained() const { return copier_->is_drained(); }
+
+  std::vector<RelayedBytes> relayed_bytes() const {
+    return copier_ == nullptr ? relayed_bytes_ : copier_->relayed_bytes();
   }
   // Frees streams and events. Nothing runs any more, or the device is lost.
   void close();
@@ -114,9 +124,10 @@ class Channel {
   EventPool events_;                   // starts and ends of transfers; timed
   StreamPoints points_;
   SlotStates states_;
-  Transfers running_;   // in the order of submission
-  size_t entries_ = 0;  // in flight
-  Transfers retired_;   // ended, but another thread is about to wait for their events
+  Transfers running_;                        // in the order of submission
+  size_t entries_ = 0;                       // in flight
+  std::vector<RelayedBytes> relayed_bytes_;  // of a closed channel
+  Transfers retired_;  // ended, but another thread is about to wait for their events
 };
 
 }  // namespace kvswap

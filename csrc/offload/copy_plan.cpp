@@ -60,6 +60,9 @@ constexpr double kMinCrowdedSeconds = 100e-6;
 // smaller ones take longer to start than to copy. It begins as that of a slow link.
 constexpr double kMinRateBytes = 4 << 20, kSlowLink = 10e9;
 
+// A transfer in which relays take part has at least this part of the staging memory.
+constexpr uint64_t kRelayedPart = 16;
+
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
 // What a thread takes to submit a transfer, a further piece of it or a further layer group, and
@@ -147,7 +150,7 @@ std::array<CopyMethod, 4> preferred_methods(const RuleInput& input) {
   const bool is_small = bytes <= kSmallBytes;
   const bool is_small_store =
       input.is_store && is_small && is_strided && input.blocks * input.runs <= kMaxStridedStores;
-  const bool by_engines = is_one_copy || is_small_store || is_crowded_out;
+  const bool by_engines = is_crowded_out || (!input.is_relayed && (is_one_copy || is_small_store));
 
   const bool by_one_kernel = input.is_expedited || (is_small && !input.is_store);
   const auto kernels = by_one_kernel ? std::array{CopyMethod::kKernel, CopyMethod::kStaged}
@@ -157,15 +160,21 @@ std::array<CopyMethod, 4> preferred_methods(const RuleInput& input) {
   // Without staging memory, a kernel copies many bytes only if nothing else can.
   if (by_engines) return {engines[0], engines[1], kernels[0], kernels[1]};
   // Blocks with checksums cannot be in a batch, and strided those of 2 MiB took 12 % longer (H200).
-  if (has_large_fragments) return {engines[0], kernels[0], engines[1], kernels[1]};
+  if (has_large_fragments && !input.is_relayed)
+    return {engines[0], kernels[0], engines[1], kernels[1]};
   return {kernels[0], engines[0], engines[1], kernels[1]};
 }
 
 MethodChooser::MethodChooser(const CopyMethodOptions& options,
                              const std::vector<CopyMethod>& available,
                              const std::vector<Group>& groups)
-    : forced_(options.copy_method),
-      max_piece_bytes_(std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes) / 4) {
+    : forced_(options.copy_method) {
+  const uint64_t staging = std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes);
+  max_piece_bytes_ = staging / 4;
+  if (!options.relays.empty()) {
+    max_piece_bytes_ = staging / (8 * (1 + options.relays.size()));
+    min_relayed_bytes_ = static_cast<double>(staging / kRelayedPart);
+  }
   for (const Group& group : groups) {
     groups_.push_back({group.host_is_pageable,
                        group.encoding->is_divisible(),
@@ -241,6 +250,7 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   input.is_store = copy.channel == kStores;
   input.is_expedited = is_expedited;
   input.is_crowded = copy.is_crowded;
+  input.is_relayed = static_cast<double>(copy.blocks) * block_bytes(copy) >= min_relayed_bytes_;
   for (const CopyMethod method : preferred_methods(input)) {
     if (is_available(method)) return method;
   }
@@ -279,6 +289,8 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
   try {
     if (demanding != nullptr) set_up_states(channels);
     set_up(channels, demanding != nullptr);
+    if (staging_ == 0 && !options_.relays.empty())
+      slower_copies_ = "relays are not used: no copy is staged";
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -376,6 +388,28 @@ void CopyPlanner::set_up(const Channels& channels, bool needs_kernels) {
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
   channels[kStores]->use_staging(staging_, half);
   channels[kLoads]->use_staging(staging_ + half, half);
+  add_relays(*kernels, channels);
+}
+
+// Without those whose memory cannot be had.
+void CopyPlanner::add_relays(PackKernels& kernels, const Channels& channels) {
+  // Four pieces for each direction.
+  const uint64_t half = options_.staging_bytes / (1 + options_.relays.size()) / 512 * 256;
+  for (const int device : options_.relays) {
+    uint64_t address = 0;
+    try {
+      relays_.reserve(options_.relays.size());
+      address = kernels.allocate_staging(device, 2 * half);
+      channels[kStores]->add_relay(device, address, half);
+      channels[kLoads]->add_relay(device, address + half, half);
+      relays_.push_back({device, address});
+    } catch (const std::exception& error) {
+      for (const int channel : {kStores, kLoads}) channels[channel]->remove_relay(device);
+      if (address != 0) kernels.free_staging(device, address);
+      slower_copies_ += std::string(slower_copies_.empty() ? "" : "; ") + "relay " +
+                        std::to_string(device) + " is not used: " + error.what();
+    }
+  }
 }
 
 // Less than was asked for where the GPU has no more: with a little of it copies are much faster
@@ -386,7 +420,7 @@ void CopyPlanner::allocate_staging(PackKernels& kernels) {
   for (const Group& group : groups_) least = std::max(least, least_staging_bytes(group));
   while (staging_ == 0) {
     try {
-      staging_ = kernels.allocate_staging(options_.staging_bytes);
+      staging_ = kernels.allocate_staging(device_.index(), options_.staging_bytes);
     } catch (const std::exception& error) {
       if (options_.staging_bytes / 2 < least) throw;
       options_.staging_bytes /= 2;
@@ -450,7 +484,10 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
     bytes += static_cast<double>(part.blocks.size() * packed);
   }
   double& fastest = fastest_[transfer.jobs.front().channel == kStores ? 0 : 1];
-  if (bytes >= kMinRateBytes && seconds > 0) fastest = std::max(fastest, bytes / seconds);
+  const bool is_by_one_link = relays_.empty() || bytes < options_.staging_bytes / kRelayedPart;
+  if (bytes >= kMinRateBytes && seconds > 0 && is_by_one_link) {
+    fastest = std::max(fastest, bytes / seconds);
+  }
   if (!launched || seconds < kMinGain * (bytes / fastest + kMinCrowdedSeconds)) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
 }
@@ -518,13 +555,17 @@ void CopyPlanner::leak() noexcept {
     if (group.table != nullptr) group.table->leak();
   }
   staging_ = 0;
+  relays_.clear();
   states_ = nullptr;
 }
 
 void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
-  if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
+  if (staging_ != 0) device_.pack_kernels()->free_staging(device_.index(), staging_);
   staging_ = 0;
+  for (const auto& [device, address] : relays_)
+    device_.pack_kernels()->free_staging(device, address);
+  relays_.clear();
   try {
     if (states_ != nullptr) device_.free_host(states_);
   } catch (const std::exception&) {  // the driver still has them

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@ struct RuleInput {
   bool is_store = false;
   bool is_expedited = false;
   bool is_crowded = false;  // other kernels keep the GPU busy
+  bool is_relayed = false;  // other links take part if the blocks are staged
 };
 
 // Copy methods by preference: the first one that is available is taken. docs/copy_methods.md has
@@ -77,7 +79,9 @@ class MethodChooser {
 
   int forced_;
   uint64_t max_piece_bytes_;  // of a staged copy
-  int64_t num_layers_ = 0;    // of the model, in all groups together
+  // Of a transfer in which relays take part.
+  double min_relayed_bytes_ = std::numeric_limits<double>::infinity();
+  int64_t num_layers_ = 0;  // of the model, in all groups together
   std::vector<Shape> groups_;
 };
 
@@ -123,11 +127,17 @@ class CopyPlanner {
   void leak() noexcept;
 
  private:
+  struct RelayMemory {
+    int device;
+    uint64_t address;
+  };
+
   void check_forced_method() const;
   void check_encoding(size_t number) const;
   // needs_kernels: also if no method is by them.
   void set_up(const Channels& channels, bool needs_kernels);
   void allocate_staging(PackKernels& kernels);
+  void add_relays(PackKernels& kernels, const Channels& channels);
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
@@ -145,6 +155,7 @@ class CopyPlanner {
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0;
+  std::vector<RelayMemory> relays_;
   uint8_t* states_ = nullptr;  // of slots; null if no group can reject blocks
 };
 

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "copy/copy_method.h"
 
@@ -24,8 +26,9 @@ struct Histogram {
 
 // The counters of a channel since the handler was made, and what it has to do now.
 struct ChannelMetrics {
-  uint64_t submitted, done, failed, cancelled;  // jobs
-  uint64_t bytes, link_bytes;                   // of the jobs that are done
+  uint64_t submitted, done, failed, cancelled;          // jobs
+  uint64_t bytes, link_bytes;                           // of the jobs that are done
+  std::vector<std::pair<int, uint64_t>> relayed_bytes;  // that relays were given, by device
   // Blocks of the jobs that are done, or failed because some blocks were rejected. Encoded ones are
   // in groups with encoded pages. Corrupted ones do not count as rejected.
   uint64_t blocks, encoded_blocks, rejected_blocks, corrupted_blocks;

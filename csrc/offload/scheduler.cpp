@@ -26,6 +26,9 @@ constexpr uint64_t kBegunBytes = 3 << 20;
 constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;
 constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 
+// For close() to wait for copies that may wait for a lost relay.
+constexpr double kMaxSecondsForLost = 1;
+
 using Seconds = std::chrono::duration<double>;
 constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 
@@ -85,6 +88,8 @@ ChannelMetrics Scheduler::metrics(const Lock&, int channel) const {
   metrics.running = queue.channel.num_running_jobs();
   metrics.streams = queue.channel.num_streams();
   metrics.events = queue.channel.num_events();
+  for (const auto& [device, bytes] : queue.channel.relayed_bytes())
+    metrics.relayed_bytes.emplace_back(device, bytes);
   return metrics;
 }
 
@@ -551,6 +556,7 @@ void Scheduler::check_alive(const Lock&, const Reason& error) noexcept {
 }
 
 void Scheduler::mark_lost(const Reason& reason) noexcept {
+  lost_at_ = now();
   const auto text = [&] {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";
@@ -599,6 +605,16 @@ void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
 void Scheduler::close(const Lock&) noexcept {
   closed_ = true;
   progress_.notify_all();  // for threads that wait to submit
+}
+
+bool Scheduler::all_have_ended(const Lock&) const {
+  if (device_loss_.empty()) return table_.all_have_ended();
+  const auto is_drained = [](const Queue& queue) { return queue.channel.is_drained(); };
+  if (std::all_of(queues_, queues_ + kChannels, is_drained)) return true;
+  if (now() - lost_at_ < kMaxSecondsForLost) return false;
+  fail<DeviceLostError>(device_.name(),
+                        " waits for a relay that is lost, and may still use the memory of the "
+                        "cache and the host pages: they stay allocated until the process ends");
 }
 
 void Scheduler::stop(Lock& lock) {

@@ -109,7 +109,9 @@ class Scheduler {
 
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
-  bool all_have_ended(const Lock&) const { return table_.all_have_ended(); }
+  // Whether all jobs have ended. Throws if the device waits for a lost relay for ever: it may
+  // still use the memory of the jobs.
+  bool all_have_ended(const Lock&) const;
   // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 
@@ -174,6 +176,7 @@ class Scheduler {
   Queue queues_[kChannels];
   CopyPlanner planner_;
   Reason device_loss_;
+  double lost_at_ = 0;
   // Jobs up to this number are submitted beyond the channel's limits, by threads that may block.
   int64_t flush_until_ = kNoFlush;
   bool closed_ = false;

@@ -38,8 +38,9 @@ struct Transfer {
   // The latest jobs that its jobs must not overlap with: it waits for them.
   JobNumbers runs_after = kNoJobs;
   bool has_begun = false;  // some of its bytes may have been copied
-  int layer_group = 0;     // the first one that is not enqueued completely
-  CopyPosition next;       // what to enqueue next of it
+  bool is_relayed = false;
+  int layer_group = 0;  // the first one that is not enqueued completely
+  CopyPosition next;    // what to enqueue next of it
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }

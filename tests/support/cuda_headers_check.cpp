@@ -20,6 +20,8 @@ SAME(get_version, cuDriverGetVersion);
 SAME(retain_primary_context, cuDevicePrimaryCtxRetain);
 SAME(push_context, cuCtxPushCurrent);
 SAME(pop_context, cuCtxPopCurrent);
+SAME(can_access_peer, cuDeviceCanAccessPeer);
+SAME(enable_peer_access, cuCtxEnablePeerAccess);
 SAME(get_pointer_attributes, cuPointerGetAttributes);
 SAME(copy_async, cuMemcpyAsync);
 SAME(copy_peer_async, cuMemcpyPeerAsync);
@@ -70,6 +72,7 @@ static_assert(cuda::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 static_assert(cuda::kSuccess == CUDA_SUCCESS);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(cuda::kNotReady == CUDA_ERROR_NOT_READY);
+static_assert(cuda::kPeerAccessAlreadyEnabled == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
 static_assert(cuda::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
 static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
 static_assert(cuda::kDevicePointer == CU_POINTER_ATTRIBUTE_DEVICE_POINTER);

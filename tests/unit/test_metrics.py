@@ -23,7 +23,7 @@ from torch_kvswap.offload.metrics import (
 
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = Histogram((), (0,), 0.0)
-IDLE = ChannelMetrics(*[0] * 15, {"batch": 0}, EMPTY, EMPTY, EMPTY)
+IDLE = ChannelMetrics(*[0] * 15, {"batch": 0}, {}, EMPTY, EMPTY, EMPTY)
 BUSY = ChannelMetrics(
     submitted=9,
     done=4,
@@ -41,6 +41,7 @@ BUSY = ChannelMetrics(
     streams=2,
     events=5,
     jobs_by_copy_method={"batch": 4},
+    relayed_bytes={1: 1024},
     submit=Histogram((1e-6, 2e-6), (3, 5, 1), 1.5e-05),
     queue=EMPTY,
     copy=EMPTY,
@@ -108,6 +109,7 @@ kvswap_jobs_ended_total{channel="stores",direction="store",rank="1",state="done"
 kvswap_jobs_ended_total{channel="stores",direction="store",rank="1",state="failed"} 1.0
 kvswap_jobs_ended_total{channel="stores",direction="store",rank="1",state="cancelled"} 2.0
 kvswap_jobs_copied_total{channel="stores",copy_method="batch",direction="store",rank="1"} 4.0
+kvswap_relayed_bytes_total{channel="stores",direction="store",rank="1",relay="1"} 1024.0
 kvswap_jobs_queued{channel="stores",direction="store",rank="1"} 1.0
 kvswap_jobs_running{channel="stores",direction="store",rank="1"} 1.0
 kvswap_streams{channel="stores",direction="store",rank="1"} 2.0

@@ -30,6 +30,7 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.metrics import Metrics, read_metrics
 from torch_kvswap.offload.native import NativeHandler
+from torch_kvswap.offload.relays import usable_relays
 from torch_kvswap.offload.streams import After, resolve_after
 from torch_kvswap.results import (
     CorruptedPageError,
@@ -225,6 +226,10 @@ class OffloadHandler(NotCopyable):
             by close().
         submit_thread (bool): submit every copy from a thread per channel, which takes 40 to 250 us
             to wake up. By default the calling thread submits small copies and begins large ones.
+        relays (Sequence[int]): other GPUs of the process, by index, whose links take part in large
+            transfers. A part of the bytes passes through memory of theirs, less than staging_bytes
+            in all. Each relay is measured when the handler is made, and left out, with a warning in
+            the log, if it gains little. docs/several_gpus.md has the details.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
@@ -241,8 +246,9 @@ class OffloadHandler(NotCopyable):
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
+        relays: Sequence[int] = (),
     ) -> None:
-        self._open(Groups(gpu, host), copy_method, staging_bytes, submit_thread)
+        self._open(Groups(gpu, host), copy_method, staging_bytes, submit_thread, relays=relays)
 
     def _open(
         self,
@@ -251,12 +257,15 @@ class OffloadHandler(NotCopyable):
         staging_bytes: int,
         submit_thread: bool = False,
         assigns_pages: bool = False,
+        relays: Sequence[int] = (),
     ) -> None:
         """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
         submit_thread = read_switch("submit_thread", submit_thread)
         options = copy_method_options(copy_method, staging_bytes)
         for pool in groups.pools:
             pool._check_new_user(assigns_pages)
+        for relay in usable_relays(groups.device, relays):
+            options.add_relay(relay)
         self._tags: dict[int, object] = {}  # of jobs that poll() has not reported
         self._has_warned = False  # about rejected blocks
         self._native = NativeHandler(groups, submit_thread, options)

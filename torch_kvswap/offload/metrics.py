@@ -62,6 +62,8 @@ class ChannelMetrics:
         streams (int): streams that exist now.
         events (int): events that exist now.
         jobs_by_copy_method (dict[str, int]): jobs done, by copy method.
+        relayed_bytes (dict[int, int]): bytes given to each relay so far, by its GPU. The other
+            bytes went over the own link.
         submit (Histogram): host time in the submitting call.
         queue (Histogram): time in the software queue.
         copy (Histogram): time copying, without the waits before the copy.
@@ -83,6 +85,7 @@ class ChannelMetrics:
     streams: int
     events: int
     jobs_by_copy_method: dict[str, int]
+    relayed_bytes: dict[int, int]
     submit: Histogram
     queue: Histogram
     copy: Histogram

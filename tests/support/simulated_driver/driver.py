@@ -166,6 +166,10 @@ class Driver:
         """The two GPUs cannot access each other's memory."""
         self.library.simulated_refuse_peers(device, peer)
 
+    def drop_waits_between_gpus(self) -> None:
+        """Streams do not wait for events of other GPUs, as a control."""
+        self.library.simulated_drop_waits_between_gpus()
+
     def set_link(self, device: int, slowness: int, peer: int = HOST_END) -> None:
         """Of a GPU's link to the host, or to a peer. slowness: 1 as usual; 0 stands still; n lets
         a copy begin in the threaded mode at one chance in n."""

@@ -17,6 +17,12 @@ bool spoils_a_global_capture(const std::string& name) {
 
 Call::Call(const char* name)
     : lock(device().mutex), result(device().faults.next(name, current_context())) {
+  const std::string called(name);
+  if (called == "cuStreamQuery") {
+    ++queries_in_a_row;
+  } else if (called.rfind("cuCtx", 0) != 0 && called.rfind("cuThread", 0) != 0) {
+    queries_in_a_row = 0;
+  }
   if (result != kSuccess) return;
   if (device().global_capture && capture_mode == 0 && spoils_a_global_capture(name)) {
     ++device().capture_spoilt;

@@ -13,6 +13,9 @@ using Functions = std::map<std::string, void*>;
 // What cuThreadExchangeStreamCaptureMode exchanges: 0 global, 1 thread local, 2 relaxed.
 inline thread_local int capture_mode = 0;
 
+// Calls of cuStreamQuery by this thread since it made another call, those of contexts left out.
+inline thread_local int queries_in_a_row = 0;
+
 // A call of a driver function: has the lock, is counted, and fails if the test wants that.
 class Call {
  public:

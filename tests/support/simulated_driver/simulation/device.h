@@ -68,6 +68,7 @@ class Device {
   std::map<int, int> attributes;
   int initialized = 1, global_capture = 0, capture_spoilt = 0;
   std::set<Link> unreachable;              // GPUs that cannot be peers; the smaller one first
+  bool waits_between_gpus = true;          // false: waits for events of another GPU do nothing
   std::set<std::pair<int, int>> accesses;  // enabled by the first GPU to memory of the second
   double clock = 0;                        // milliseconds; each copy takes one
   int test_context = 0;                    // in which the test calls
@@ -120,6 +121,9 @@ class Device {
     }
     return faults.lost(ordinal);
   }
+
+  // The stream and what it waits for go on by a step, in the manual mode.
+  void go_on(uint64_t key) { mode_ == Mode::kManual ? advance(key, 0) : false; }
 
   // happens: whether events that are lost with a GPU count as happened for the others.
   void lose(int code, int ordinal, bool happens);

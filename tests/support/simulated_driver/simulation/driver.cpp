@@ -132,6 +132,10 @@ void simulated_refuse_peers(int ordinal, int peer) {
   const Lock lock(device().mutex);
   device().unreachable.insert(std::minmax(ordinal, peer));
 }
+void simulated_drop_waits_between_gpus() {
+  const Lock lock(device().mutex);
+  device().waits_between_gpus = false;
+}
 void simulated_set_link(int ordinal, int other, unsigned slowness) {
   const Lock lock(device().mutex);
   device().set_link(std::minmax(ordinal, other), slowness);

@@ -58,6 +58,7 @@ int wait(void* stream_handle, void* handle, unsigned) {
   if (event == nullptr) return call.result;
   if (!was_recorded(*event, "wait for")) return kSuccess;
   if (stream->capturing && !event->latest->captured) return kCaptureIsolation;
+  if (!device().waits_between_gpus && event->device != stream->device) return kSuccess;
   Operation operation{Operation::kWait};
   operation.record = event->latest;
   operation.name = "wait for event " + std::to_string(event->number);

@@ -44,6 +44,9 @@ int query(void* handle) {
   const auto stream = call.stream(handle, true);
   if (stream == nullptr) return call.result;
   if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
+  // A thread that asks in a loop waits, as if it synchronised.
+  constexpr int kLoop = 64;
+  if (queries_in_a_row > kLoop) device().go_on(device().key(reinterpret_cast<uint64_t>(handle)));
   return stream->queue.empty() ? kSuccess : kNotReady;
 }
 

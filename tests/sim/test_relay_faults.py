@@ -1,0 +1,172 @@
+"""What goes wrong with a relay while copies run on the cache's GPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from logged import logged
+from patience import in_time
+from relayed import BLOCKS, LARGE, RelayedCache
+from simulated_cache import needs_kernels
+from simulated_driver import Driver, simulated
+
+from torch_kvswap import DeviceLostError, HostPool, Job, OffloadHandler
+
+KINDS = pytest.mark.parametrize("kind", ["store", "load"])
+
+
+def close(*closed: OffloadHandler | HostPool) -> None:
+    for each in closed:
+        with suppress(RuntimeError):  # GPU 0 waits for the relay for ever: memory stays
+            each.close()
+
+
+@pytest.mark.parametrize("lost", ["relay", "control"])
+@KINDS
+@needs_kernels
+@simulated
+def test_a_pool_outlives_copies_beside_a_lost_relay(driver: Driver, kind: str, lost: str) -> None:
+    """The control loses both GPUs: then no copy runs."""
+    with logged():  # that the pool stays locked
+        cache = RelayedCache(driver)
+        driver.set_link(0, slowness=0)  # the own part of the job is still to come
+        job = cache.submit(kind, LARGE, LARGE)
+        driver.run()
+        driver.lose(719, device=1) if lost == "relay" else driver.lose(719)
+        in_time(job.query, 1)
+        pending = driver.pending()
+        close(cache.handler, cache.pool)
+        assert driver.violations() == 0, f"the pool was freed with copies pending: {len(pending)}"
+        assert not pending or lost == "relay"
+        del cache, job
+        gc.collect()
+
+
+@pytest.mark.parametrize("events_happen", [False, True], ids=["", "control"])
+@KINDS
+@needs_kernels
+@simulated
+def test_a_relay_is_lost_while_a_failed_job_ends(
+    driver: Driver, kind: str, events_happen: bool
+) -> None:
+    with RelayedCache(driver) as cache:
+        driver.set_link(1, slowness=0)
+        driver.fail("cuLaunchKernel", 12)  # behind the first relayed pieces
+        before, asks = driver.calls("cuStreamSynchronize"), driver.calls("cuStreamQuery")
+        jobs: list[Job] = []
+        thread = threading.Thread(target=lambda: jobs.append(cache.submit(kind, LARGE, LARGE)))
+        thread.start()
+        in_time(
+            lambda: (
+                driver.calls("cuStreamSynchronize") > before
+                or driver.calls("cuStreamQuery") > asks + 100
+            )
+        )
+        driver.lose(719, device=1, events_happen=events_happen)
+        thread.join(5)
+        assert not thread.is_alive(), driver.pending()
+        in_time(jobs[0].query)
+        assert isinstance(jobs[0].result.error, DeviceLostError)
+
+
+@pytest.mark.parametrize("nth", [3, 4])  # the streams of loads, behind those of stores
+@needs_kernels
+@simulated
+def test_a_relay_is_used_in_both_directions_or_none(driver: Driver, nth: int) -> None:
+    with RelayedCache(driver):  # the first handler of a process loads kernels on one more stream
+        pass
+    before = driver.calls("cuStreamCreateWithPriority")
+    with RelayedCache(driver):
+        made = driver.calls("cuStreamCreateWithPriority") - before
+    driver.fail("cuStreamCreateWithPriority", made - 4 + nth)
+    with logged() as messages, RelayedCache(driver) as cache:
+        metrics = cache.handler.metrics()
+        used = list(metrics.stores.relayed_bytes), list(metrics.loads.relayed_bytes)
+        assert used == ([], []), f"{used}, {messages}"
+
+
+RELAYS = pytest.mark.parametrize("relays", [(1,), ()], ids=["", "control"])
+
+
+@RELAYS
+@KINDS
+@needs_kernels
+@simulated
+def test_a_cancelled_job_ends_with_its_relay(
+    driver: Driver, kind: str, relays: tuple[int, ...]
+) -> None:
+    """Its blocks and pages are in use until then. The control has no relay."""
+    with RelayedCache(driver, relays=relays) as cache:
+        driver.set_link(1, slowness=0)
+        job = cache.submit(kind, LARGE, LARGE)
+        driver.run()
+        assert cache.handler.cancel(job) == bool(relays)
+        driver.run()
+        assert job.query() == (not relays)
+        driver.set_link(1, slowness=1)
+        cache.finish(job)
+        assert job.result is not None
+        assert job.result.state == ("cancelled" if relays else "done")
+        assert cache.is_right()
+
+
+@RELAYS
+@KINDS
+@needs_kernels
+@simulated
+def test_close_waits_for_relays(driver: Driver, kind: str, relays: tuple[int, ...]) -> None:
+    with RelayedCache(driver, relays=relays) as cache:
+        driver.set_link(1, slowness=0)
+        jobs = [cache.submit(kind, LARGE[:16], LARGE[:16]), cache.submit(kind, [1], [1])]
+        driver.run()
+        thread = threading.Thread(target=cache.handler.close)
+        thread.start()
+        if relays:
+            assert in_time(lambda: "closed" in repr(cache.handler))
+            assert thread.is_alive()
+            driver.set_link(1, slowness=1)
+            assert in_time(lambda: driver.run() >= 0 and not thread.is_alive())
+        thread.join()
+        assert [job.result.state for job in jobs if job.result] == ["done", "done"]
+        assert cache.is_right()
+
+
+@pytest.mark.parametrize("events_happen", [True, False])
+@KINDS
+@needs_kernels
+@simulated
+def test_a_job_that_ends_well_beside_a_loss_is_whole(
+    driver: Driver, kind: str, events_happen: bool
+) -> None:
+    damaged = 0
+    for seed in range(5):
+        chance = random.Random(seed)
+        driver.reset()
+        # Warnings: a pool of a round before stays locked.
+        with logged():
+            cache = RelayedCache(driver, relays=chance.choice([(1,), (1, 2)]))
+            driver.set_mode("threaded", seed)
+            # In the first round no relayed byte arrives.
+            driver.set_link(1, slowness=chance.choice((1, 8, 32)) if seed else 0)
+            moves, jobs = [range(first, first + 8) for first in range(0, BLOCKS, 8)], []
+            lost_after = chance.randrange(1, len(moves))
+            for number, ids in enumerate(moves):
+                if number == lost_after:
+                    driver.lose(719, device=1, events_happen=events_happen)
+                with suppress(DeviceLostError):
+                    jobs.append((cache.submit(kind, ids, ids), list(ids)))
+            close(cache.handler)
+            for job, ids in jobs:
+                assert job.result is not None
+                blocks, pages = cache.whole[:, ids].transpose(0, 1), cache.pages[ids]
+                is_whole = torch.equal(blocks, pages)
+                assert is_whole or not job.result.ok
+                damaged += not is_whole
+            del cache, job, jobs
+            gc.collect()
+    assert damaged > 0  # or there was nothing to notice
