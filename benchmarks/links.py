@@ -1,0 +1,181 @@
+"""Moves scattered blocks over the links of several GPUs, beside one big copy over one link.
+
+A handler without relays, and handlers with some, move the same blocks, in turn with one big pinned
+copy of the same bytes, in changing order. Total time is from the call of store() or load() until
+handler.synchronize() returns. All bytes are compared after each cell. Without a GPU there are no
+relays.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+import comparison
+import torch
+from blocks import ONE_BY_ONE, NumberedBlocks
+from comparison import (
+    BIG,
+    WARM,
+    Comparison,
+    Timed,
+    by_kind,
+    comparison_parser,
+    finish_cells,
+    measure_kinds,
+    plan_of,
+)
+from program import device_of
+from report import Column, table_of
+from transfers import BOTH, DIRECTIONS, Kind, Shape, move
+
+from torch_kvswap import OffloadHandler
+
+SHAPES = ("1x2", "64x32")  # the first one without a GPU
+BLOCKS = (8, 64, 512, 2048)  # with the second shape 16 MiB to 4 GiB
+RELAYS = (0, 1, 3, 7)
+
+
+@dataclass
+class Cell(comparison.Cell):
+    """Transfers of one kind. relayed: part of the bytes that relays have moved, by way."""
+
+    relayed: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "relayed": self.relayed, "bytes": self.nbytes}
+
+    @property
+    def nbytes(self) -> int:
+        """Of a round of one way."""
+        return self.kind.nbytes * len(self.kind.directions)
+
+    def rate(self, way: str) -> float:
+        """Median, in GB/s."""
+        return self.nbytes / self.states[WARM].median(way) / 1e3
+
+
+def main(arguments: list[str]) -> int:
+    parser = comparison_parser(__doc__, samples=20, cold_samples=0)
+    text = "how many other GPUs take part; default: 0, 1, 3 and 7, as far as there are so many"
+    parser.add_argument("--relays", type=int, nargs="+", help=text)
+    parser.add_argument("--staging-mib", type=int, default=256, help="staging_bytes of handlers")
+    parser.set_defaults(arrangements=[ONE_BY_ONE])
+    options = parser.parse_args(arguments)
+    on_cuda = options.device == "cuda"
+    options.blocks = options.blocks or BLOCKS[: None if on_cuda else 2]
+    plan = plan_of(options, (WARM,), SHAPES[on_cuda:], (*DIRECTIONS, BOTH))
+    cells = measure_kinds(plan, options, partial(open_handlers, options), measure)
+    print(tables(cells), "", sep="\n")
+    return finish_cells(options, "links", cells)
+
+
+def open_handlers(
+    options: Namespace,
+    device: torch.device,
+    shape: Shape,
+    arrangement: str,
+    count: int,
+    stack: ExitStack,
+) -> tuple[NumberedBlocks, dict[str, OffloadHandler]]:
+    """A handler for each number of relays, all of the same blocks."""
+    blocks = shape.new_blocks(device, count, arrangement)
+    stack.enter_context(blocks.host)
+    handlers = {}
+    for number in relays_of(options):
+        relays = other_gpus(options)[:number]
+        handlers[name_of(number)] = stack.enter_context(
+            OffloadHandler(
+                blocks.layout,
+                blocks.host,
+                staging_bytes=options.staging_mib << 20,
+                relays=relays,
+            )
+        )
+    return blocks, handlers
+
+
+def other_gpus(options: Namespace) -> list[int]:
+    device = device_of(options)
+    if device.type != "cuda":
+        return []
+    return [gpu for gpu in range(torch.cuda.device_count()) if gpu != device.index]
+
+
+def relays_of(options: Namespace) -> list[int]:
+    """The numbers of relays that are compared."""
+    available = len(other_gpus(options))
+    return [number for number in options.relays or RELAYS if number <= available]
+
+
+def name_of(number: int) -> str:
+    return "1 relay" if number == 1 else f"{number} relays"
+
+
+def measure(
+    comparison: Comparison, opened: tuple[NumberedBlocks, dict[str, OffloadHandler]], kind: Kind
+) -> Cell:
+    blocks, handlers = opened
+    ways: dict[str, Timed] = {
+        name: partial(move, handler, blocks, kind.directions, kind.blocks)
+        for name, handler in handlers.items()
+    }
+    ways[BIG] = comparison.copies(kind)[BIG]
+    blocks.refill()
+    before = {name: bytes_of(handler) for name, handler in handlers.items()}
+    samples = comparison.run(ways, kind, WARM)
+    relayed = {}
+    for name, handler in handlers.items():
+        by_relays, all_bytes = (
+            now - then for now, then in zip(bytes_of(handler), before[name], strict=True)
+        )
+        relayed[name] = round(by_relays / all_bytes, 3)
+    return Cell(kind, {WARM: samples}, blocks.wrong(), relayed)
+
+
+def bytes_of(handler: OffloadHandler) -> tuple[int, int]:
+    """Bytes that the relays of a handler were given, and those of all its jobs."""
+    channels = handler.metrics().stores, handler.metrics().loads
+    by_relays = sum(sum(channel.relayed_bytes.values()) for channel in channels)
+    return by_relays, sum(channel.bytes for channel in channels)
+
+
+def tables(cells: Sequence[Cell]) -> str:
+    """One for each arrangement and direction; a row for each shape and number of blocks."""
+    said = ["GB/s, medians; gain: time of the handler without relays over time with them"]
+    said += [table_of(_columns(title, of[0]), of) for title, of in by_kind(cells)]
+    return "\n\n".join(said)
+
+
+def _columns(title: str, first: Cell) -> list[Column[Cell]]:
+    columns: list[Column[Cell]] = [
+        Column(title, lambda cell: str(cell.kind.shape)),
+        Column("blocks", lambda cell: cell.kind.blocks),
+        Column("MiB", lambda cell: cell.nbytes / (1 << 20)),
+        Column("big copy", lambda cell: cell.rate(BIG)),
+    ]
+    own, *with_relays = first.relayed
+    columns.append(Column(own, lambda cell: cell.rate(own)))
+    for name in with_relays:
+        columns += _columns_of(name, own)
+    return columns
+
+
+def _columns_of(name: str, own: str) -> list[Column[Cell]]:
+    return [
+        Column(name, lambda cell: cell.rate(name)),
+        Column("gain", lambda cell: cell.states[WARM].ratio(own, name)),
+        Column("relayed", lambda cell: cell.relayed[name]),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
