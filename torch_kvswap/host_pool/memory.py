@@ -223,25 +223,28 @@ def map_new(nbytes: int, page_bytes: int, *, shared: bool) -> Mapping:
         ValueError: the machine does not have this much memory.
     """
     check_room(nbytes, page_bytes)
-    if not shared:
-        mapping = Mapping(nbytes)
-        try:
-            check_room(nbytes, page_bytes, own=mapping._file.fd)
-        except ValueError:
-            mapping.release()  # now: it counts while the exception lives
-            raise
-        return mapping
-    with contextlib.closing(create_file(nbytes)) as file:
-        check_room(nbytes, page_bytes, own=file.fd)
-        return Mapping(nbytes, file.fd)
+    with system.one_at_a_time():
+        if not shared:
+            mapping = Mapping(nbytes)
+            try:
+                check_room(nbytes, page_bytes, own=mapping._file.fd)
+            except ValueError:
+                mapping.release()  # now: it counts while the exception lives
+                raise
+            return mapping
+        with contextlib.closing(create_file(nbytes)) as file:
+            check_room(nbytes, page_bytes, own=file.fd)
+            return Mapping(nbytes, file.fd)
 
 
 @contextlib.contextmanager
 def _has_room(nbytes: int, page_bytes: int) -> Iterator[None]:
     """Promises memory while it is allocated and touched."""
     check_room(nbytes, page_bytes)
-    with contextlib.closing(promise(nbytes)) as file:
-        check_room(nbytes, page_bytes, own=file.fd)
+    with contextlib.ExitStack() as stack:
+        with system.one_at_a_time():
+            file = stack.enter_context(contextlib.closing(promise(nbytes)))
+            check_room(nbytes, page_bytes, own=file.fd)
         yield
 
 

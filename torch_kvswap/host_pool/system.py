@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torch_kvswap._native.arguments import bytes_text
+from torch_kvswap._native.descriptors import Descriptors
 
 # By the transfers of a lane in a second, in 10^9.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
@@ -20,6 +23,7 @@ _LANE_BYTES = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
 _POOL_FILE = re.compile(r"/memfd:torch_kvswap(?: (\d+) ([0-9a-f]+)-([0-9a-f]+))? \(deleted\)")
 _SMALL_PART = 1 << 10  # of the free memory: smaller pools ignore what others were promised
 
+TURN = 1.0  # seconds, see one_at_a_time(); tests set it
 ROOT = Path("/")  # contains proc and sys; tests use another folder
 
 
@@ -235,6 +239,25 @@ def _read(file: str | Path) -> str:
         return ""
 
 
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Keeps others from promising memory and counting promises meanwhile, in processes that see the
+    same ones. Whoever is stopped meanwhile delays the others, but not for longer than TURN."""
+    with contextlib.closing(Descriptors(os.open, ROOT / "proc", os.O_RDONLY | os.O_CLOEXEC)) as own:
+        until = time.monotonic() + TURN
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            fcntl.flock(own.fd, fcntl.LOCK_UN)  # a child may have it by a fork meanwhile
+
+
 class NoRoomError(ValueError):
     """The machine has no room for a pool.
 
@@ -255,7 +278,7 @@ def check_room(nbytes: int, page_bytes: int, *, own: int | None = None) -> None:
 
     Without this check the kernel would kill the process when it touches the memory. With `own`, the
     pool's file, what other pools have been promised is no room. They see this file already: of
-    those that ask at the same time too few may get memory, but never too many.
+    those that ask at the same time never too many get memory, and with one_at_a_time() not too few.
     """
     available, limits = available_bytes(), list(control_group_limits())
     rooms = [limit.left for limit in limits]

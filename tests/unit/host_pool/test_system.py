@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
+from patience import PATIENCE
 from processes import in_child, live_fork
 
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import map_new
+from torch_kvswap.host_pool.memory import Mapping, map_new
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -169,6 +172,7 @@ def test_two_that_ask_at_once_never_overcommit(
     shared: bool, machine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promised, second = system.promised_bytes, []
+    monkeypatch.setattr(system, "TURN", 0.0)  # the first one never lets the second in
 
     def ask_meanwhile(own: int) -> tuple[int, int]:
         monkeypatch.setattr(system, "promised_bytes", promised)
@@ -178,6 +182,34 @@ def test_two_that_ask_at_once_never_overcommit(
     monkeypatch.setattr(system, "promised_bytes", ask_meanwhile)
     assert refusal(60, shared) == ""
     assert "promised to other host pools" in second[0]
+
+
+def test_as_many_as_fit_get_room_at_once(
+    machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised, barrier, got = system.promised_bytes, threading.Barrier(4), list[Mapping]()
+    monkeypatch.setattr(system, "TURN", PATIENCE)
+
+    def after_all_have_asked(own: int) -> tuple[int, int]:
+        with contextlib.suppress(threading.BrokenBarrierError):  # they ask one after another
+            barrier.wait(0.5)
+            counted = promised(own)
+            barrier.wait(0.5)
+            return counted
+        return promised(own)
+
+    monkeypatch.setattr(system, "promised_bytes", after_all_have_asked)
+
+    def ask() -> None:
+        with contextlib.suppress(ValueError):
+            got.append(map_new(40 * MIB, MIB, shared=True))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 2
 
 
 def test_gib_and_the_pages_that_fit_are_named(root: Path) -> None:
