@@ -91,9 +91,6 @@ def test_a_big_copy_each_way_is_measured(capsys: pytest.CaptureFixture[str]) -> 
     assert all(1 < rate < 1000 for rate in rates)
 
 
-#
-
-
 def test_a_command_gets_arguments_and_gives_its_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
