@@ -68,6 +68,8 @@ def test_links_run_independently(driver: Driver) -> None:
         with driver.on(gpu):
             driver.cuda.copy(found[gpu], filled(driver, HOST, 0, 5 + gpu), stream)
     found.append(copy_to_peer(driver, stream=stream_on(driver, 0)))
+    found.append(driver.memory(64, DEVICE, 1))  # by the call for copies of any kind
+    driver.cuda.copy(found[3], filled(driver, DEVICE, 0, 8), stream_on(driver, 0))
     values = []
     driver.set_link(0, slowness=0)
     driver.set_link(0, slowness=0, peer=1)
@@ -75,7 +77,7 @@ def test_links_run_independently(driver: Driver) -> None:
         driver.set_link(**link, slowness=1)
         driver.run()
         values.append([int(memory[0]) for memory in found])
-    assert values == [[0, 6, 0], [5, 6, 0], [5, 6, 7]]
+    assert values == [[0, 6, 0, 0], [5, 6, 0, 0], [5, 6, 7, 8]]
 
 
 @simulated

@@ -40,7 +40,6 @@ int copy_peer_async(unsigned long long dst, void* dst_context, unsigned long lon
   Operation operation;
   operation.copies.push_back({dst, src, bytes, {}});
   operation.name = "copy " + std::to_string(bytes) + " bytes between GPUs";
-  if (from != to) operation.link = std::minmax(from, to);
   for (const auto& [address, ordinal] : {std::pair(dst, to), {src, from}}) {
     const Range range = device().memory.find(address);
     if (range.type == 2 && range.device == ordinal && address + bytes <= range.end) continue;

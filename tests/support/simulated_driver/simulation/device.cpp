@@ -174,9 +174,15 @@ unsigned Device::slowness(const Stream& stream) const {
 
 void Device::submit(Stream& stream, Operation operation) {
   check_access(operation, stream.device);
-  const auto is_on_host = [this](uint64_t address) { return memory.find(address).type != 2; };
+  const auto end_of = [this](uint64_t address) {
+    const Range range = memory.find(address);
+    return range.type == 2 ? range.device : kHost;
+  };
   for (const Copy& copy : operation.copies) {
-    if (is_on_host(copy.dst) != is_on_host(copy.src)) operation.link = Link(kHost, stream.device);
+    const int dst = end_of(copy.dst), src = end_of(copy.src);
+    if (dst == src) continue;
+    operation.link =
+        std::min(dst, src) == kHost ? Link(kHost, stream.device) : Link(std::minmax(dst, src));
   }
   stream.push(std::move(operation));
 }
