@@ -57,22 +57,6 @@ def test_every_bit_arrives_and_no_other_changes(
                 assert cache.is_same(block, before[block])
 
 
-@needs_kernels
-@simulated
-def test_the_cpu_reads_what_the_kernels_have_written(driver: Driver) -> None:
-    with EncodedCache(driver, copy_method="staged") as cache, EncodedCache() as on_cpu:
-        before = [cache.block(block) for block in (3, 11)]
-        finish(cache, cache.store([3, 11], [1, 2]))
-        on_cpu.pools[0].pages[1:3] = cache.pools[0].pages[1:3]
-        on_cpu.load([1, 2], [8, 9])
-        assert on_cpu.is_same(8, before[0])
-        assert on_cpu.is_same(9, before[1])
-        on_cpu.store([9], [5])
-        cache.pools[0].pages[5] = on_cpu.pools[0].pages[5]
-        finish(cache, cache.load([5], [0]))
-        assert cache.is_same(0, before[1])
-
-
 @pytest.mark.parametrize(("mode", "shares"), [("immediate", False), ("threaded", True)])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 @needs_kernels

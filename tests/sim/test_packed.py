@@ -21,7 +21,6 @@ def check(
     count: int,
     copy_method: str,
     staging_bytes: int = 32 << 20,
-    layer_groups: int = 1,
 ) -> None:
     """Moves blocks out and in again, to other places, and compares all memory."""
     before = [tensor.cpu().clone() for tensor in layout.tensors]
@@ -36,7 +35,7 @@ def check(
         stored = torch.full_like(pool.pages[:, 0], 0xA5)
         stored[pages] = torch.cat([old[blocks].flatten(1) for old in before], dim=1)
         assert torch.equal(pool.pages[:, 0], stored)
-        jobs.append(handler.load(page_ids=pages, gpu_block_ids=targets, layer_groups=layer_groups))
+        jobs.append(handler.load(page_ids=pages, gpu_block_ids=targets))
         handler.synchronize(jobs)
         for tensor, old in zip(layout.tensors, before, strict=True):
             new = old.clone()
@@ -75,14 +74,6 @@ def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, copy_method: s
     tensors = [whole[4][:, :96], whole[0][:, 16:64], whole[2][:, :7], whole[5][::2, :33]]
     layout = on_device(driver, whole, [tensor[:10] for tensor in tensors])
     check(layout, 6, copy_method)
-
-
-@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
-@needs_kernels
-@simulated
-def test_layer_groups_are_moved_by_themselves(driver: Driver, copy_method: str) -> None:
-    whole = torch.randint(256, (4, 20, 96), dtype=torch.uint8)
-    check(on_device(driver, whole, list(whole)), 6, copy_method, layer_groups=3)
 
 
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])

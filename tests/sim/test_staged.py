@@ -13,7 +13,7 @@ from drained import drain
 from expecttest import assert_expected_inline
 from host_pools import unpinned
 from logged import logged
-from simulated_cache import CURRENT, Stream, needs_kernels, run_until
+from simulated_cache import CURRENT, needs_kernels, run_until
 from simulated_driver import Driver, on_device, simulated
 from staged_bytes import expect, numbers
 
@@ -282,62 +282,6 @@ def test_a_store_is_packed_after_its_waits(driver: Driver, waits: str) -> None:
         stored = pool.pages[2, 0].clone()
     assert "pack" in pending
     assert torch.equal(stored, new.flatten())
-
-
-@pytest.mark.parametrize("layer_groups", [1, 2])
-@pytest.mark.parametrize(
-    "held", [("load",), ("expedited",), ("load", "expedited"), ("load", "current")], ids="+".join
-)
-@needs_kernels
-@simulated
-def test_a_store_is_packed_after_loads_and_stream(
-    driver: Driver, held: tuple[str, ...], layer_groups: int
-) -> None:
-    """Each time that one of them goes on, a block that is packed too early has old bytes."""
-    for last in held:
-        whole = numbers(2, 12, 4096)
-        layout = on_device(driver, whole)
-        pool = HostPool(layout, num_pages=12)
-        pool.pages.random_(256)
-        driver.set_stream(0, CURRENT)
-        copies = driver.cuda.create_stream()
-        streams = {"load": copies + 3, "expedited": copies + 5, "current": CURRENT}
-        blocks = {"load": 1, "expedited": 2, "current": 3}
-        with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
-            driver.set_mode("manual")
-            holds = {name: driver.hold(streams[name]) for name in held}
-            wanted = {}
-            for name in held:
-                block = blocks[name]
-                if name == "current":
-                    new = numbers(2, 4096)
-                    for layer in (0, 1):
-                        driver.cuda.copy(whole[layer, block], new[layer], CURRENT)
-                    wanted[block] = new.flatten()
-                else:
-                    expedited = name == "expedited"
-                    handler.load(
-                        page_ids=[block],
-                        gpu_block_ids=[block],
-                        after=(),
-                        expedited=expedited,
-                        layer_groups=layer_groups,
-                    )
-                    wanted[block] = pool.pages[block, 0].clone()
-            handler.store(
-                gpu_block_ids=list(wanted),
-                page_ids=[block + 6 for block in wanted],
-                after=Stream(CURRENT) if "current" in held else (),
-            )
-            for name in held:
-                if name != last:
-                    driver.release(holds[name])
-            driver.run()
-            driver.release(holds[last])
-            driver.set_mode("immediate")
-            drain(handler)
-            for block, bytes_of_it in wanted.items():
-                assert torch.equal(pool.pages[block + 6, 0], bytes_of_it), (last, block)
 
 
 @needs_kernels
