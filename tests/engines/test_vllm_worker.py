@@ -191,7 +191,7 @@ def test_an_impossible_transfer_moves_nothing(checked):
 def test_a_partial_chunk_is_refused(device, blocks, pages, index):
     checked = CheckedWorker(GROUPS["padded rows"], device, chunk=4)
     gpu = base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[index])
-    said = f"group 0 of a store has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
+    said = f"group 0 of a transfer has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
     with pytest.raises(ValueError, match=said):
         checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec(pages))
     assert checked.worker.get_finished() == []

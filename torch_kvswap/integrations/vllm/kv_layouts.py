@@ -63,7 +63,7 @@ class Move(NamedTuple):
         return cls(blocks, pages, moves[0].first_slots)
 
     def check_whole_pages(self, slots: int) -> None:
-        """Raises ValueError if a page is stored in part.
+        """Raises ValueError if a page is copied in part.
 
         vLLM leaves blocks outside of a sliding window out of a store. It does not say which, so the
         others could get into wrong slots.
@@ -71,8 +71,8 @@ class Move(NamedTuple):
         for group, (blocks, pages, first) in enumerate(zip(*self, strict=True)):
             if first or len(blocks) != slots * len(pages):
                 raise ValueError(
-                    f"group {group} of a store has {len(blocks)} blocks for {len(pages)} chunks of "
-                    f"{slots}, from slot {first} on; chunks of models with sliding windows or "
+                    f"group {group} of a transfer has {len(blocks)} blocks for {len(pages)} chunks "
+                    f"of {slots}, from slot {first} on; chunks of models with sliding windows or "
                     "states must have one block: leave out blocks_per_chunk and block_size in "
                     "kv_connector_extra_config"
                 )

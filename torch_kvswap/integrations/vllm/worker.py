@@ -157,6 +157,8 @@ class KVSwapWorker(base.OffloadingWorker):
             Job | None: the job, for streams to wait for. None if it could not be started.
         """
         moves = {number: self._read(one.dst_spec, one.src_spec) for number, one in loads.items()}
+        for move in moves.values():
+            move.check_whole_pages(self._blocks_per_page)
         groups = max(self.layer_groups.values(), default=0) + 1
         return self._submit(moves, self._handler.load, expedited=True, layer_groups=groups)
 
