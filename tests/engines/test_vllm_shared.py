@@ -725,8 +725,9 @@ def test_a_server_compares_all_groups_of_layers(folder, path):
         return caches([[(0, 1000)], list(enumerate(layers, 1))], [1000, *layers], "cpu")
 
     with page_server(path, 64):
-        first = ServedRanks("a", path, cache(300, 600), block_bytes=1000)
-        with pytest.raises(ValueError, match=r"bytes_of.groups\[1\]\[0\]: int8 \[blocks, 600\]"):
-            ServedRanks("b", path, cache(600, 300), block_bytes=1000)
-        ServedRanks("c", path, cache(300, 600), block_bytes=1000).shutdown()
+        how: dict[str, Any] = {"block_bytes": 1000, "windows": (None, None)}
+        first = ServedRanks("a", path, cache(300, 600), **how)
+        with pytest.raises(ValueError, match=r"bytes_of.groups\[1\]\[0\]: a: int8 \[blocks, 600\]"):
+            ServedRanks("b", path, cache(600, 300), **how)
+        ServedRanks("c", path, cache(300, 600), **how).shutdown()
         first.shutdown()
