@@ -576,6 +576,12 @@ void bind_handler(nb::module_& module) {
   nb::class_<PyJob>(module, "Job", nb::type_slots(job_slots), nb::is_weak_referenceable())
       .def(nb::init<int, int, nb::any, nb::any>(), "channel"_a, "layer_groups"_a,
            "handler"_a.none(), "tag"_a.none())
+      .def(
+          "__init__",
+          [](PyJob*, const nb::args&, const nb::kwargs&) {
+            throw nb::type_error("a Job cannot be made; store() and load() return one");
+          },
+          nb::sig("def __init__(self, *args: typing.Any, **kwargs: typing.Any) -> None"))
       .def_prop_ro("id", &PyJob::id)
       .def_prop_ro("nbytes", &PyJob::nbytes)
       .def_prop_ro("direction", [](const PyJob& job) { return direction_name(job.channel); })

@@ -198,6 +198,14 @@ def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:
     handler.synchronize(iter([job, other]))
 
 
+def test_a_job_is_made_by_a_handler_only() -> None:
+    for given in ((), (5,)):
+        with pytest.raises(
+            TypeError, match=r"^a Job cannot be made; store\(\) and load\(\) return"
+        ):
+            Job(*given)
+
+
 def test_a_pool_refuses_foreign_objects() -> None:
     layout = make_layout()
     for wrong in (None, [torch.zeros(4, 4)], "x"):

@@ -11,9 +11,12 @@ import stat
 import struct
 from collections.abc import Sequence
 
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.descriptors import Descriptors
 
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
+_SCHEME = "unix:"  # as engines write an address
+_LONGEST_PATH = 107  # Linux has 108 bytes for it, the last of which is zero
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -63,18 +66,40 @@ def receive(connection: socket.socket, nbytes: int) -> tuple[bytes, Descriptors]
     return came.returned[0][0], came
 
 
+def check_path(path: object) -> None:
+    """Raises TypeError or ValueError if a server's socket cannot have this path."""
+    if not isinstance(path, str):
+        raise TypeError(f"path is {kind_of(path)}; pass the path of the server's socket, a str")
+    if path.startswith(_SCHEME):
+        raise ValueError(f"path is {path!r}; pass it without {_SCHEME}")
+    nbytes = len(os.fsencode(path))
+    if not path or "\0" in path or nbytes > _LONGEST_PATH:
+        raise ValueError(
+            f"path is {path!r}, {nbytes} bytes; the path of a socket has 1 to {_LONGEST_PATH} "
+            "bytes, none of them zero"
+        )
+
+
 def listen(path: str) -> tuple[socket.socket, int]:
     """A socket at this path for processes of this user, and the file that stays locked until it is
     closed. What a killed process has left there is removed.
 
     Raises:
         RuntimeError: another server has this socket.
+        TypeError, ValueError: see check_path().
         OSError: the socket cannot be made. FileExistsError: a file that is no socket has this name.
             PermissionError: one of another user has it.
     """
+    check_path(path)
     with contextlib.ExitStack() as undo:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(f"{path}.lock", flags, 0o600)
+        try:
+            lock = os.open(f"{path}.lock", flags, 0o600)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise type(error)(
+                f"{path}.lock cannot be opened: {error.strerror}; pass the path of a socket in a "
+                "folder that exists and that you may write"
+            ) from error
         undo.callback(os.close, lock)
         check_owner(f"{path}.lock", os.fstat(lock).st_uid)
         try:
@@ -84,7 +109,7 @@ def listen(path: str) -> tuple[socket.socket, int]:
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(path)
             if not stat.S_ISSOCK(status.st_mode):
-                raise FileExistsError(f"{path} exists and is not a socket")
+                raise FileExistsError(f"{path} exists and is not a socket; pass another path")
             check_owner(path, status.st_uid)
             os.unlink(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

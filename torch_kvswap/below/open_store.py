@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from torch_kvswap._native.arguments import kind_of
 from torch_kvswap.below.files import FileStore
@@ -14,6 +15,14 @@ _KNOWN = (
     "'file:PATH', 'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object of a class derived "
     "from torch_kvswap.below.PageStore"
 )
+
+
+def without_store(options: Sequence[str]) -> ValueError:
+    """The error for options of a store where `below` names none."""
+    return ValueError(
+        f"{' and '.join(options)} without below, which is the store: pass below='file:PATH' or "
+        "another one, or leave it out"
+    )
 
 
 def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
@@ -32,6 +41,11 @@ def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
         if kind == "file":
             if not place:
                 raise ValueError(f"below is {below!r}, which names no folder; pass 'file:PATH'")
+            if place.startswith("~") or (place.startswith("//") and not place.startswith("///")):
+                # Not a folder named ~, and none at the root named as a host or a relative path.
+                raise ValueError(
+                    f"below is {below!r}, but a PATH has neither ~ nor a host; pass 'file:/FOLDER'"
+                )
             return FileStore(place)
         if kind == "valkey":
             return ValkeyStore(below)

@@ -56,5 +56,7 @@ def main(arguments: list[str]) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMGT]iB)?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number of bytes, KiB, MiB, GiB or TiB, such as 64GiB"
+        )
     return int(match[1]) * _UNITS[match[2] or ""]

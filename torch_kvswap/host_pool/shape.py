@@ -194,7 +194,7 @@ class PoolShape:
         )
 
 
-def check_layout(layout: object) -> None:
-    """Raises TypeError if this is not a PagedLayout."""
+def check_layout(layout: object, name: str = "layout") -> None:
+    """Raises TypeError that names the argument if this is not a PagedLayout."""
     if not isinstance(layout, PagedLayout):
-        raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
+        raise TypeError(f"{name} is {kind_of(layout)}; pass a PagedLayout of the cache's tensors")

@@ -20,7 +20,7 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.log import log
 from torch_kvswap.below.format import PageFormat
-from torch_kvswap.below.open_store import open_store
+from torch_kvswap.below.open_store import open_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
@@ -229,10 +229,7 @@ class PrefixCache(NotCopyable):
         if below is None:
             unused = below_model is not None, below_policy != "reused"
             if given := list(compress(("below_model", "below_policy"), unused)):
-                raise ValueError(
-                    f"{' and '.join(given)} without below, which is the store: pass below='file:"
-                    "PATH' or another one, or leave it out"
-                )
+                raise without_store(given)
         else:
             formats = _page_formats(pools, of_layers, below_model)
         ready = [pool.num_ready_pages for pool in pools]
@@ -319,8 +316,8 @@ class PrefixCache(NotCopyable):
         _check_store_policy(store_policy)
         is_list = isinstance(gpu, Sequence)
         layouts = list(gpu) if isinstance(gpu, Sequence) else [gpu]
-        for layout in layouts:
-            check_layout(layout)
+        for group, layout in enumerate(layouts):
+            check_layout(layout, f"gpu[{group}]" if is_list else "gpu")
         of_layers = read_layer_groups(groups, [0] * len(layouts), is_list)
         how: dict[str, Any] = {
             "blocks_per_page": blocks_per_page,

@@ -684,6 +684,8 @@ def read_model(name: str, model: object) -> tuple[str, int, int]:
             f"{name} is {kind_of(model)}; name the model and its revision, because others may use "
             "the same pages, or pass (name, rank, number of ranks)"
         )
+    if not whole:
+        raise ValueError(f"{name} is {model!r}, which has no name; name the model and its revision")
     parts = read_int(f"{name}[2]", parts, 1)
     return whole, read_int(f"{name}[1]", rank, 0, parts - 1), parts
 
@@ -730,11 +732,10 @@ def connect_to(path: str) -> tuple[socket.socket, int, float]:
     """A connection to the server, its generation, as another one has other memory, and the seconds
     within which it answers.
 
-    Raises OSError if there is none or it is another user's, ValueError if it refuses, and TypeError
-    if the path is no str.
+    Raises OSError if there is none or it is another user's, ValueError if it refuses, and what
+    check_path() does.
     """
-    if not isinstance(path, str):
-        raise TypeError(f"path is {kind_of(path)}; pass the path of the server's socket, a str")
+    rendezvous.check_path(path)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(JOINING)

@@ -341,10 +341,13 @@ def join_keys(name: str, keys: Keys) -> bytes:
                 return joined
     except (TypeError, BufferError):
         pass  # some keys are not bytes
-    try:
-        return b"".join(map(hash_key, keys))
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
+    hashed = bytearray()
+    for at, key in enumerate(keys):
+        try:
+            hashed += hash_key(key)
+        except TypeError as error:
+            raise TypeError(f"{name}[{at}]: {error}") from error
+    return bytes(hashed)
 
 
 def read_keys(keys: Keys | Sequence[Keys], num_groups: int, is_list: bool) -> list[bytes]:

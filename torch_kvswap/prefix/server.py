@@ -25,7 +25,7 @@ from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.format import PageFormat, load_checksum
-from torch_kvswap.below.open_store import open_store
+from torch_kvswap.below.open_store import open_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
@@ -182,7 +182,8 @@ class PageServer:
         OSError: the socket cannot be made, or `below` cannot be opened. FileExistsError: a file
             that is no socket has this name. PermissionError: one of another user has it.
         ImportError: see `below` of PrefixCache.
-        ValueError: deadline is out of range; and see `below` of PrefixCache.
+        TypeError, ValueError: path is none of a socket, deadline is out of range, or below_policy
+            comes without below; and see `below` of PrefixCache.
     """
 
     def __init__(
@@ -214,6 +215,8 @@ class PageServer:
         }
         with contextlib.ExitStack() as undo:
             self._store: PageStore | None = None
+            if below is None and below_policy != "reused":
+                raise without_store(["below_policy"])
             if below is not None:
                 load_checksum()  # raises here, not when an engine comes
                 self._store = open_store(below)

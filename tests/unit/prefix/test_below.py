@@ -769,6 +769,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         refused(below_model=("m", 1, 1)),
         refused(below_policy="none"),
         refused(below="/a/folder"),
+        refused(below="file:~/pages"),
+        refused(below="file://host/pages"),
+        refused(below_model=""),
         refused(below=None, below_policy="all"),
         refused(pool=HostPool(layout, 4, shared=True, part=(0, 2))),
     ]
@@ -793,6 +796,14 @@ ValueError: below_model[1] is 1; it must be 0 to 0
 ValueError: below_policy is 'none'; it can be reused or all
 
 ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Path
+
+ValueError: below is 'file:~/pages', but a PATH has neither ~ nor a host; pass
+'file:/FOLDER'
+
+ValueError: below is 'file://host/pages', but a PATH has neither ~ nor a host; pass
+'file:/FOLDER'
+
+ValueError: below_model is '', which has no name; name the model and its revision
 
 ValueError: below_model and below_policy without below, which is the store: pass
 below='file:PATH' or another one, or leave it out

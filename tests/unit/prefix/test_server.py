@@ -485,7 +485,41 @@ def test_the_command_serves_and_ends_with_sigterm(path: str) -> None:
     assert not os.path.exists(path)
 
 
-def test_a_socket_path_must_be_a_str(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (Path("/x"), "TypeError: path is a PosixPath; pass the path of the server's socket, a str"),
+        ("unix:/x", "ValueError: path is 'unix:/x'; pass it without unix:"),
+        *(
+            (
+                path,
+                f"ValueError: path is {path!r}, {size} bytes; the path of a socket has 1 to 107 "
+                "bytes, none of them zero",
+            )
+            for path, size in (("", 0), ("/" + 53 * "é" + "x", 108), ("/\0", 2))
+        ),
+    ],
+)
+def test_a_path_of_no_socket_is_refused(path: Any, text: str) -> None:
     layout = PagedLayout([torch.zeros(8, 16)])
-    with pytest.raises(TypeError, match="path is a PosixPath; pass the path of the server's"):
-        PrefixCache.connect(tmp_path, layout, model="m")  # type: ignore[arg-type]
+    for call in (
+        lambda: PrefixCache.connect(path, layout, model="m"),
+        lambda: PageServer(path, 1),
+    ):
+        assert error_text(call).replace("\n", " ") == text
+
+
+def test_the_longest_path_of_a_socket_is_served(path: str) -> None:
+    folder = os.path.dirname(path)
+    with serving(os.path.join(folder, "s" * (106 - len(folder)))) as server:
+        assert len(os.fsencode(server._path)) == 107
+
+
+def test_a_server_without_its_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"cannot be opened.*; pass the path of a socket"):
+        PageServer(str(tmp_path / "missing" / "socket"), 1)
+
+
+def test_below_policy_of_a_server_needs_below(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^below_policy without below, which is the store"):
+        PageServer(str(tmp_path / "socket"), 1, below_policy="all")
