@@ -132,5 +132,8 @@ def test_what_a_host_cache_cannot_do_is_refused() -> None:
             with torch.no_grad(), pytest.raises(NotImplementedError, match="filled cache"):
                 net(torch.ones(2, 10, dtype=torch.int64), past_key_values=cache)
     states = transformers.LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "conv"])
+    for config in (None, net):
+        with pytest.raises(TypeError, match=r"^config is .*; pass model\.config$"):
+            host_cache(type("Net", (), {"config": config}))
     with pytest.raises(NotImplementedError, match="layer 1 has a LinearAttentionLayer"):
         host_cache(type("Net", (), {"config": states}))

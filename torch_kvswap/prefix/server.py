@@ -29,6 +29,7 @@ from torch_kvswap.below.open_store import open_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
@@ -139,7 +140,16 @@ class _Pages:
                     f"{bytes_text(left)} that this server has left for them; start it with more "
                     "--memory"
                 )
-            self.pools.append(HostPool(layout, count, per_page, **options, shared=True))
+            try:
+                self.pools.append(HostPool(layout, count, per_page, **options, shared=True))
+            except NoRoomError as error:
+                if wanted:  # the engine can ask for fewer
+                    raise
+                less = f"start it with --memory {error.room} or less, or " if error.room > 0 else ""
+                raise ValueError(
+                    f"this server has {bytes_text(memory)} of --memory, but {error.problem}; {less}"
+                    f"{error.otherwise}"
+                ) from error
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
         self.manager = BlockManager(groups, below_policy=None if store is None else below_policy)

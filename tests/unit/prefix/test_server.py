@@ -520,6 +520,14 @@ def test_a_server_without_its_folder_says_so(tmp_path: Path) -> None:
         PageServer(str(tmp_path / "missing" / "socket"), 1)
 
 
+def test_more_memory_than_the_machine_has_is_refused(path: str) -> None:
+    layout = PagedLayout([torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)])
+    with serving(path, 2**36):
+        text = error_text(PrefixCache.connect, path, layout, model="m").replace("\n", " ")
+    assert text.startswith("ValueError: this server has ")
+    assert "; start it with --memory " in text
+
+
 def test_below_policy_of_a_server_needs_below(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^below_policy without below, which is the store"):
         PageServer(str(tmp_path / "socket"), 1, below_policy="all")

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from torch_kvswap._native.arguments import read_int
+from torch_kvswap._native.arguments import kind_of, read_int
 from torch_kvswap.encoding.slot import EncodingName, VerifyName, read_encoding, read_verify
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -61,6 +61,8 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
         encoding: EncodingName = "raw",
         verify: VerifyName = "off",
     ) -> None:
+        if not hasattr(config, "get_text_config"):  # None gives a DynamicCache without layers
+            raise TypeError(f"config is {kind_of(config)}; pass model.config")
         layers = DynamicCache(config=config).layers
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         for index, layer in enumerate(layers):
