@@ -39,7 +39,8 @@ class Relayed(Simulated):
         return relayed_handler(*arguments, relays=relays, **options)
 
     def let_run(self, rng: random.Random) -> None:
-        if not self.faults()[1]:
+        # A worker may still wait for all links when the fault has happened.
+        if not self.planned:
             slownesses = [0, 1] if self.mode == "manual" else [1, 4, 32]
             self.driver.set_link(
                 **self.chance.choice(LINKS), slowness=self.chance.choice(slownesses)

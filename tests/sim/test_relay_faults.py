@@ -170,3 +170,21 @@ def test_a_job_that_ends_well_beside_a_loss_is_whole(
             del cache, job, jobs
             gc.collect()
     assert damaged > 0  # or there was nothing to notice
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["own link", "relay"])
+@pytest.mark.parametrize("relays", [(1,), (1, 2)], ids=str)
+@pytest.mark.parametrize("first", [4, 7])
+@needs_kernels
+@simulated
+def test_a_ring_waits_for_all_links(
+    driver: Driver, slow: int, relays: tuple[int, ...], first: int
+) -> None:
+    """Large pieces are packed where several small ones were, which leave over different links."""
+    with RelayedCache(driver, relays=relays, staging_bytes=4 << 20) as cache:
+        driver.set_link(slow, slowness=0)
+        jobs = [cache.store(range(first), range(first)), cache.store(range(8, 40), range(8, 40))]
+        driver.run()
+        driver.set_link(slow, slowness=1)
+        cache.finish(*jobs)
+        assert cache.is_right()
