@@ -33,7 +33,9 @@ Relay::Relay(int own, int peer, bool to_host, cuda::Address ring, uint64_t bytes
   link_ = create_stream(peer);
   try {
     hop_ = create_stream(to_host ? own : peer);
+    ring_.add_filler(to_host ? hop() : cuda::StreamRef{peer, link_});
   } catch (...) {
+    if (hop_ != nullptr) ask(hop().device, hop_, cuda::driver().destroy_stream);
     ask(peer, link_, cuda::driver().destroy_stream);
     throw;
   }
@@ -41,7 +43,7 @@ Relay::Relay(int own, int peer, bool to_host, cuda::Address ring, uint64_t bytes
 
 Relay::~Relay() {
   ask(peer_, link_, cuda::driver().destroy_stream);
-  ask(to_host_ ? own_ : peer_, hop_, cuda::driver().destroy_stream);
+  ask(hop().device, hop_, cuda::driver().destroy_stream);
 }
 
 void Relay::start_after(cuda::Event event) {
@@ -49,15 +51,10 @@ void Relay::start_after(cuda::Event event) {
   wait(link_, event);
 }
 
-const StagingRing::Piece& Relay::allocate_in(StagingRing& ring, uint64_t bytes) const {
-  const cuda::ContextGuard context(peer_);
-  return ring.allocate(bytes, hop_);
-}
-
 cuda::Event Relay::load(const FragmentsAt& fragments, uint64_t bytes, cuda::Address packed,
                         const BatchOptions& options) {
   const cuda::ContextGuard context(peer_);
-  const StagingRing::Piece& piece = ring_.allocate(bytes, link_);
+  const StagingRing::Piece& piece = ring_.allocate(bytes);
   copy_batch(fragments(piece.address), {peer_, link_}, options);
   record(piece.filled, link_);
   wait(hop_, piece.filled);
@@ -69,7 +66,7 @@ cuda::Event Relay::load(const FragmentsAt& fragments, uint64_t bytes, cuda::Addr
 
 void Relay::store(const FragmentsAt& fragments, uint64_t bytes, cuda::Address packed,
                   cuda::Event filled, cuda::Event drained, const BatchOptions& options) {
-  const StagingRing::Piece& piece = ring_.allocate(bytes, hop_);
+  const StagingRing::Piece& piece = ring_.allocate(bytes);
   wait(hop_, filled);
   copy_between(piece.address, peer_, packed, own_, bytes);
   record(drained, hop_);
@@ -94,7 +91,7 @@ cuda::Result Relay::query_link() const noexcept {
 }
 
 cuda::Result Relay::query_hop() const noexcept {
-  return ask(to_host_ ? own_ : peer_, hop_, cuda::driver().query_stream);
+  return ask(hop().device, hop_, cuda::driver().query_stream);
 }
 
 }  // namespace kvswap

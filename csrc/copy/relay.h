@@ -25,6 +25,8 @@ class Relay {
   Relay& operator=(const Relay&) = delete;
 
   int peer() const { return peer_; }
+  // Between the GPUs; of the one that is the source.
+  cuda::StreamRef hop() const { return {to_host_ ? own_ : peer_, hop_}; }
   // From now on given() is of another transfer.
   void begin_transfer() noexcept { before_transfer_ = bytes_; }
   // Bytes of the transfer that the relay was given.
@@ -35,8 +37,6 @@ class Relay {
 
   // The pieces that follow start after the event, which is of the cache's GPU.
   void start_after(cuda::Event event);
-  // The next piece of the ring on the cache's GPU, which loads through the relay fill.
-  const StagingRing::Piece& allocate_in(StagingRing& ring, uint64_t bytes) const;
   // Loads a piece to `packed` on the cache's GPU. Returns the event of its arrival.
   cuda::Event load(const FragmentsAt& fragments, uint64_t bytes, cuda::Address packed,
                    const BatchOptions& options);

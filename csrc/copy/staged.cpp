@@ -21,6 +21,23 @@ void wait(cuda::Stream stream, cuda::Event event) {
 
 }  // namespace
 
+void StagingBuffer::add_relay(int peer, cuda::Address begin, uint64_t bytes) {
+  relays_.emplace_back(streams_.device, peer, to_host_, begin, bytes);
+  if (to_host_) return;
+  try {
+    ring_.add_filler(relays_.back().hop());
+  } catch (...) {
+    relays_.pop_back();
+    throw;
+  }
+}
+
+void StagingBuffer::remove_relay(int peer) noexcept {
+  if (relays_.empty() || relays_.back().peer() != peer) return;
+  relays_.pop_back();
+  if (!to_host_) ring_.remove_filler();
+}
+
 void StagingBuffer::begin_transfer() noexcept {
   given_ = 0;
   for (Relay& relay : relays_) relay.begin_transfer();
@@ -80,8 +97,7 @@ Relay* StagingBuffer::next_relay() noexcept {
 
 void StagingBuffer::load(const Piece& piece, Relay* relay, const BatchOptions& options) {
   const auto& [device, copies, kernels] = streams_;
-  const StagingRing::Piece& place = relay == nullptr ? ring_.allocate(piece.bytes(), copies)
-                                                     : relay->allocate_in(ring_, piece.bytes());
+  const StagingRing::Piece& place = ring_.allocate(piece.bytes());
   cuda::Event arrived = place.filled;
   if (relay == nullptr) {
     copy_batch(piece.fragments(place.address), {device, copies}, options);
@@ -98,7 +114,7 @@ void StagingBuffer::load(const Piece& piece, Relay* relay, const BatchOptions& o
 
 void StagingBuffer::store(const Piece& piece, Relay* relay, const BatchOptions& options) {
   const auto& [device, copies, kernels] = streams_;
-  const StagingRing::Piece& place = ring_.allocate(piece.bytes(), kernels);
+  const StagingRing::Piece& place = ring_.allocate(piece.bytes());
   piece.pack(place.address, kernels);
   record(place.filled, kernels);
   if (relay == nullptr) {

@@ -25,16 +25,14 @@ struct StagedStreams {
 class StagingBuffer {
  public:
   StagingBuffer(const StagedStreams& streams, bool to_host, cuda::Address begin, uint64_t bytes)
-      : streams_(streams), to_host_(to_host), ring_(streams.device, begin, bytes) {}
+      : streams_(streams), to_host_(to_host), ring_(streams.device, begin, bytes) {
+    ring_.add_filler({streams.device, to_host ? streams.kernels : streams.copies});
+  }
 
   // Pieces also go through this GPU from now on, and through this memory of it. See Relay.
-  void add_relay(int peer, cuda::Address begin, uint64_t bytes) {
-    relays_.emplace_back(streams_.device, peer, to_host_, begin, bytes);
-  }
+  void add_relay(int peer, cuda::Address begin, uint64_t bytes);
   // The other way round, for the relay that was added last.
-  void remove_relay(int peer) noexcept {
-    if (!relays_.empty() && relays_.back().peer() == peer) relays_.pop_back();
-  }
+  void remove_relay(int peer) noexcept;
   const std::deque<Relay>& relays() const { return relays_; }
 
   // The next copies are of another transfer: the links start with nothing to do.

@@ -1,6 +1,7 @@
 #include "copy/staging_ring.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "copy/staged_piece.h"
 
@@ -38,14 +39,13 @@ uint64_t StagingRing::room_for(uint64_t unit) noexcept {
   return half();
 }
 
-const StagingRing::Piece& StagingRing::allocate(uint64_t bytes, cuda::Stream stream) {
+const StagingRing::Piece& StagingRing::allocate(uint64_t bytes) {
   const uint64_t begin = next_ + bytes <= bytes_ ? next_ : 0, end = round_up(begin + bytes);
   // The pieces in its place are the oldest ones. They leave on several streams: none of them stands
   // for the others.
   const auto in_place = [&](const Piece& piece) { return piece.begin < end && begin < piece.end; };
   while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMaxPieces) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, pieces_.front().drained, 0),
-                        "cuStreamWaitEvent");
+    wait_for(pieces_.front());
     drop_first();
   }
   // First: forget() finds it if the rest fails.
@@ -55,6 +55,14 @@ const StagingRing::Piece& StagingRing::allocate(uint64_t bytes, cuda::Stream str
   piece.drained = events_.take();
   next_ = end;
   return piece;
+}
+
+void StagingRing::wait_for(const Piece& piece) const {
+  for (const auto& [device, stream] : fillers_) {
+    std::optional<cuda::ContextGuard> context;
+    if (fillers_.size() > 1) context.emplace(device);
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, piece.drained, 0), "cuStreamWaitEvent");
+  }
 }
 
 void StagingRing::drop_first() noexcept {

@@ -1,14 +1,16 @@
 #pragma once
 
 #include <deque>
+#include <vector>
 
 #include "cuda/context.h"
 #include "event_pool.h"
 
 namespace kvswap {
 
-// A ring of memory on a GPU that pieces of copies pass through, one after another. A piece waits
-// until earlier pieces have left its place.
+// A ring of memory on a GPU that pieces of copies pass through, one after another. Streams fill it,
+// of this GPU or of others, and streams empty it. A piece waits until earlier pieces have left its
+// place.
 //
 // One thread at a time. The memory is the caller's.
 class StagingRing {
@@ -26,6 +28,10 @@ class StagingRing {
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
 
+  // One more stream that fills the ring; and the other way round, for the last one.
+  void add_filler(const cuda::StreamRef& stream) { fillers_.push_back(stream); }
+  void remove_filler() noexcept { fillers_.pop_back(); }
+
   // Of the largest piece.
   uint64_t half() const { return bytes_ / 2; }
   // How many bytes the next piece may have, in one half of the ring, if its size is a multiple of
@@ -33,9 +39,10 @@ class StagingRing {
   // next one waiting until it has left, with the link idle meanwhile: a store of 512 blocks of 160
   // x 4 KiB took 1.053 times as long as one big copy instead of 1.043 (H200).
   uint64_t room_for(uint64_t unit) noexcept;
-  // The next piece, of this many bytes; `stream`, whose context is current, waits until its place
-  // is free. Valid until the next call.
-  const Piece& allocate(uint64_t bytes, cuda::Stream stream);
+  // The next piece, of this many bytes. All fillers wait until its place is free: the rest of the
+  // place of a forgotten piece is the next piece's, which another one may fill. A single filler is
+  // of the current context. Valid until the next call.
+  const Piece& allocate(uint64_t bytes);
 
   // Makes a stream, whose context is current, wait until all pieces so far have left the ring, if
   // all of them leave on one stream.
@@ -47,6 +54,7 @@ class StagingRing {
   size_t num_events() const { return events_.num_created(); }
 
  private:
+  void wait_for(const Piece& piece) const;
   void drop_first() noexcept;
 
   const cuda::Address address_;
@@ -54,6 +62,7 @@ class StagingRing {
   uint64_t next_ = 0;         // where the next piece begins
   std::deque<Piece> pieces_;  // in the order of submission; none overlaps another
   EventPool events_;          // of the ring's GPU
+  std::vector<cuda::StreamRef> fillers_;
 };
 
 }  // namespace kvswap

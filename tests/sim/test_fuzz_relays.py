@@ -66,6 +66,22 @@ class Relayed(Simulated):
         return super().finish()
 
 
+class ManyPieces(Relayed):
+    """A ring of more pieces than are remembered, which three links fill. No call fails."""
+
+    def make(self, *arguments: Any, **options: Any) -> Any:
+        options["staging_bytes"] = 4 << 20
+        return relayed_handler(*arguments, relays=(1, 2), **options)
+
+    def let_run(self, rng: random.Random) -> None:
+        for _ in range(self.chance.choice([0, 3, 30])):
+            self.driver.step(self.chance.choice(range(101, 118)))
+        Simulated.let_run(self, rng)
+
+    def fail_sometime(self, rng: random.Random) -> None:
+        pass
+
+
 @MODES
 @needs_kernels
 @simulated
@@ -80,6 +96,15 @@ def test_random_relayed_jobs_leave_the_models_bytes(driver: Driver, mode: str) -
     assert counts["done"] > 0
     assert counts["compared"] > 0
     assert sum(device.relayed for device in made) > 0
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+@needs_kernels
+@simulated
+def test_many_pieces_of_three_links_arrive(driver: Driver, seed: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSWAP_FUZZ_SEED", seed)
+        fuzz(lambda number: Scenario(ManyPieces(driver, "manual", number), number), 1)
 
 
 @needs_kernels

@@ -139,6 +139,7 @@ def test_pages_are_placed_on_the_gpus_node_once(driver: Driver) -> None:
         patch.setattr(system, "ROOT", Path(root))
         patch.setattr(native, "bind_host", bind)
         write(Path(root), "sys/bus/pci/devices/0000:01:02.0/numa_node", "3\n")
+        Path(root, "proc").mkdir()  # pools take turns there
         HostPool(layout, 1).close()
         with HostPool(layout, 2, shared=True) as maker:
             HostPool.attach(layout, maker.share()).close()  # its pages are placed already
