@@ -26,7 +26,7 @@ class Relay {
 
   int peer() const { return peer_; }
   // Between the GPUs; of the one that is the source.
-  cuda::StreamRef hop() const { return {to_host_ ? own_ : peer_, hop_}; }
+  const cuda::StreamRef& hop() const { return hop_; }
   // From now on given() is of another transfer.
   void begin_transfer() noexcept { before_transfer_ = bytes_; }
   // Bytes of the transfer that the relay was given.
@@ -45,8 +45,8 @@ class Relay {
   void store(const FragmentsAt& fragments, uint64_t bytes, cuda::Address packed, cuda::Event filled,
              cuda::Event drained, const BatchOptions& options);
 
-  // Makes a stream, whose context is current, wait for all pieces so far.
-  void order_before(cuda::Stream stream) const { ring_.order_before(stream); }
+  // Makes a stream wait for all pieces so far.
+  void order_before(const cuda::StreamRef& stream) const { ring_.order_before(stream); }
   // The states of the streams: the link's tells whether the peer still answers. Any thread may
   // call.
   cuda::Result query_link() const noexcept;
@@ -64,8 +64,8 @@ class Relay {
 
   const int own_, peer_;
   const bool to_host_;
-  cuda::Stream link_ = nullptr;  // of the peer: between the host and the ring
-  cuda::Stream hop_ = nullptr;   // between the GPUs; of the one that is the source
+  cuda::StreamRef link_{};  // of the peer: between the host and the ring
+  cuda::StreamRef hop_{};   // see hop()
   StagingRing ring_;
   std::atomic<uint64_t> bytes_{0};
   uint64_t before_transfer_ = 0;  // of bytes_

@@ -113,7 +113,7 @@ double measure_relay(int own, int peer) {
   streams.copies = cuda::create_stream();
   streams.filled = cuda::create_event(cuda::kEventDisableTiming);
   streams.drained = cuda::create_event(cuda::kEventDisableTiming);
-  KVSWAP_DRIVER_CHECK(cuda::driver().record_event(streams.filled, streams.copies), "cuEventRecord");
+  cuda::record_event(streams.filled, {own, streams.copies});
   double gain = kForever;
   for (const bool to_host : {false, true}) {
     Relay relay(own, peer, to_host, ring.address(), 4 * kPieceBytes);

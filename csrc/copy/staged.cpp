@@ -11,18 +11,10 @@ namespace {
 
 constexpr std::chrono::microseconds kPause{50};
 
-void record(cuda::Event event, cuda::Stream stream) {
-  KVSWAP_DRIVER_CHECK(cuda::driver().record_event(event, stream), "cuEventRecord");
-}
-
-void wait(cuda::Stream stream, cuda::Event event) {
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, event, 0), "cuStreamWaitEvent");
-}
-
 }  // namespace
 
 void StagingBuffer::add_relay(int peer, cuda::Address begin, uint64_t bytes) {
-  relays_.emplace_back(streams_.device, peer, to_host_, begin, bytes);
+  relays_.emplace_back(streams_.copies.device, peer, to_host_, begin, bytes);
   if (to_host_) return;
   try {
     ring_.add_filler(relays_.back().hop());
@@ -75,7 +67,7 @@ uint64_t StagingBuffer::copy(const PagedCopy& copy, const PackTable& table, uint
 
 bool StagingBuffer::uses_relays(uint64_t bytes, const Packing& packing,
                                 uint64_t block_bytes) const {
-  if (relays_.empty() || bytes < ring_.half() / 4) return false;
+  if (relays_.empty() || bytes < min_relayed_bytes(staging_bytes())) return false;
   return packing.is_divisible() || block_bytes <= relays_.front().half();
 }
 
@@ -96,31 +88,31 @@ Relay* StagingBuffer::next_relay() noexcept {
 }
 
 void StagingBuffer::load(const Piece& piece, Relay* relay, const BatchOptions& options) {
-  const auto& [device, copies, kernels] = streams_;
+  const auto& [copies, kernels] = streams_;
   const StagingRing::Piece& place = ring_.allocate(piece.bytes());
   cuda::Event arrived = place.filled;
   if (relay == nullptr) {
-    copy_batch(piece.fragments(place.address), {device, copies}, options);
-    record(place.filled, copies);
+    copy_batch(piece.fragments(place.address), copies, options);
+    cuda::record_event(place.filled, copies);
     given_ += piece.bytes();
   } else {
     const auto fragments = [&](cuda::Address packed) { return piece.fragments(packed); };
     arrived = relay->load(fragments, piece.bytes(), place.address, options);
   }
-  wait(kernels, arrived);
+  cuda::wait_event(kernels, arrived);
   piece.pack(place.address, kernels);
-  record(place.drained, kernels);
+  cuda::record_event(place.drained, kernels);
 }
 
 void StagingBuffer::store(const Piece& piece, Relay* relay, const BatchOptions& options) {
-  const auto& [device, copies, kernels] = streams_;
+  const auto& [copies, kernels] = streams_;
   const StagingRing::Piece& place = ring_.allocate(piece.bytes());
   piece.pack(place.address, kernels);
-  record(place.filled, kernels);
+  cuda::record_event(place.filled, kernels);
   if (relay == nullptr) {
-    wait(copies, place.filled);
-    copy_batch(piece.fragments(place.address), {device, copies}, options);
-    record(place.drained, copies);
+    cuda::wait_event(copies, place.filled);
+    copy_batch(piece.fragments(place.address), copies, options);
+    cuda::record_event(place.drained, copies);
     given_ += piece.bytes();
   } else {
     const auto fragments = [&](cuda::Address packed) { return piece.fragments(packed); };
@@ -157,8 +149,8 @@ bool StagingBuffer::wait_for_relays() const noexcept {
       is_over &= state == cuda::kSuccess;
       return state == cuda::kSuccess || state == cuda::kNotReady;
     };
-    for (const cuda::Stream stream : {streams_.copies, streams_.kernels})
-      if (!look(cuda::driver().query_stream(stream))) return false;
+    for (const cuda::StreamRef& stream : {streams_.copies, streams_.kernels})
+      if (!look(cuda::driver().query_stream(stream.handle))) return false;
     for (const Relay& relay : relays_)
       if (!look(relay.query_link()) || !look(relay.query_hop())) return false;
     if (is_over) return true;

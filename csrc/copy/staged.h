@@ -6,14 +6,14 @@
 #include "copy/batch.h"
 #include "copy/packing.h"
 #include "copy/relay.h"
+#include "copy/staged_piece.h"
 #include "copy/staging_ring.h"
 
 namespace kvswap {
 
 // The streams of a staged copy: the copy engine's and the kernels', of one device.
 struct StagedStreams {
-  int device;
-  cuda::Stream copies, kernels;
+  cuda::StreamRef copies, kernels;
 };
 
 // Copies to and from host pages through a ring on the GPU. A store is copied in pieces: a kernel
@@ -25,8 +25,8 @@ struct StagedStreams {
 class StagingBuffer {
  public:
   StagingBuffer(const StagedStreams& streams, bool to_host, cuda::Address begin, uint64_t bytes)
-      : streams_(streams), to_host_(to_host), ring_(streams.device, begin, bytes) {
-    ring_.add_filler({streams.device, to_host ? streams.kernels : streams.copies});
+      : streams_(streams), to_host_(to_host), ring_(streams.copies.device, begin, bytes) {
+    ring_.add_filler(to_host ? streams.kernels : streams.copies);
   }
 
   // Pieces also go through this GPU from now on, and through this memory of it. See Relay.
@@ -67,21 +67,21 @@ class StagingBuffer {
     uint64_t begin, end;
 
     uint64_t bytes() const { return end - begin; }
-    void pack(cuda::Address packed, cuda::Stream stream) const {
-      table.pack(copy, begin, end, packed, stream);
+    void pack(cuda::Address packed, const cuda::StreamRef& stream) const {
+      table.pack(copy, begin, end, packed, stream.handle);
     }
     FragmentList fragments(cuda::Address packed) const {
       return table.packing.page_fragments(copy, begin, end, packed);
     }
   };
-  // Whether relays take part in a copy of a group of which the transfer has this many bytes. In a
-  // small one they would come too late.
+  // Whether relays take part in the copy of a group, of which the transfer has this many bytes.
   bool uses_relays(uint64_t bytes, const Packing& packing, uint64_t block_bytes) const;
-  // Of a piece of such a copy, unless a block has more: each link has four in the ring, and four of
-  // the copy at least.
+  // The largest piece of such a copy, unless a block is larger: each link gets at least four.
   uint64_t max_relayed_piece(uint64_t bytes) const {
-    return std::min(ring_.half() / 2, bytes / 4) / (1 + relays_.size());
+    const size_t links = 1 + relays_.size();
+    return std::min(max_relayed_piece_bytes(staging_bytes(), links), bytes / 4 / links);
   }
+  uint64_t staging_bytes() const { return 4 * ring_.half(); }  // of both directions
   // The relay that was given least of the transfer, or null if the own link was.
   Relay* next_relay() noexcept;
   void load(const Piece& piece, Relay* relay, const BatchOptions& options);

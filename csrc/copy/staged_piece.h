@@ -18,6 +18,16 @@ constexpr uint64_t kMaxUndividedBytes = 8 << 20;
 // us, in which another thread wakes up, and has so few pages that the call returns soon.
 constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 
+// With relays. staging_bytes: of the GPU, for both directions. links: the own one and the relays.
+//
+// The smallest transfer of a group in which relays take part: in smaller ones they would come too
+// late.
+constexpr uint64_t min_relayed_bytes(uint64_t staging_bytes) { return staging_bytes / 16; }
+// The largest piece: each link has four in the ring of a direction.
+constexpr uint64_t max_relayed_piece_bytes(uint64_t staging_bytes, size_t links) {
+  return staging_bytes / 8 / links;
+}
+
 // A piece has a multiple of this many bytes: of a whole block, or of kStagingAlignment if blocks
 // are divided. max_bytes: of a piece. Blocks that are not divisible are never larger than that.
 uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_divisible);

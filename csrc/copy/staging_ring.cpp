@@ -1,7 +1,6 @@
 #include "copy/staging_ring.h"
 
 #include <algorithm>
-#include <optional>
 
 #include "copy/staged_piece.h"
 
@@ -45,7 +44,8 @@ const StagingRing::Piece& StagingRing::allocate(uint64_t bytes) {
   // for the others.
   const auto in_place = [&](const Piece& piece) { return piece.begin < end && begin < piece.end; };
   while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMaxPieces) {
-    wait_for(pieces_.front());
+    for (const cuda::StreamRef& filler : fillers_)
+      cuda::wait_event(filler, pieces_.front().drained);
     drop_first();
   }
   // First: forget() finds it if the rest fails.
@@ -57,14 +57,6 @@ const StagingRing::Piece& StagingRing::allocate(uint64_t bytes) {
   return piece;
 }
 
-void StagingRing::wait_for(const Piece& piece) const {
-  for (const auto& [device, stream] : fillers_) {
-    std::optional<cuda::ContextGuard> context;
-    if (fillers_.size() > 1) context.emplace(device);
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, piece.drained, 0), "cuStreamWaitEvent");
-  }
-}
-
 void StagingRing::drop_first() noexcept {
   // The driver has all waits for these records already: a new record does not change them.
   for (const cuda::Event event : {pieces_.front().filled, pieces_.front().drained})
@@ -72,10 +64,8 @@ void StagingRing::drop_first() noexcept {
   pieces_.pop_front();
 }
 
-void StagingRing::order_before(cuda::Stream stream) const {
-  if (pieces_.empty()) return;
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, pieces_.back().drained, 0),
-                      "cuStreamWaitEvent");
+void StagingRing::order_before(const cuda::StreamRef& stream) const {
+  if (!pieces_.empty()) cuda::wait_event(stream, pieces_.back().drained);
 }
 
 void StagingRing::forget() noexcept {

@@ -39,14 +39,13 @@ class StagingRing {
   // next one waiting until it has left, with the link idle meanwhile: a store of 512 blocks of 160
   // x 4 KiB took 1.053 times as long as one big copy instead of 1.043 (H200).
   uint64_t room_for(uint64_t unit) noexcept;
-  // The next piece, of this many bytes. All fillers wait until its place is free: the rest of the
-  // place of a forgotten piece is the next piece's, which another one may fill. A single filler is
-  // of the current context. Valid until the next call.
+  // The next piece, of this many bytes, valid until the next call. All fillers wait for each piece
+  // that is forgotten: its place may be free in part, and the next filler takes the rest.
   const Piece& allocate(uint64_t bytes);
 
-  // Makes a stream, whose context is current, wait until all pieces so far have left the ring, if
-  // all of them leave on one stream.
-  void order_before(cuda::Stream stream) const;
+  // Makes a stream wait until all pieces so far have left the ring, if all of them leave on one
+  // stream.
+  void order_before(const cuda::StreamRef& stream) const;
 
   // Forgets all pieces, also those of a copy that failed halfway. None runs any more.
   void forget() noexcept;
@@ -54,7 +53,6 @@ class StagingRing {
   size_t num_events() const { return events_.num_created(); }
 
  private:
-  void wait_for(const Piece& piece) const;
   void drop_first() noexcept;
 
   const cuda::Address address_;

@@ -66,6 +66,11 @@ bool is_capturing(const StreamRef& stream) {
   return status != 0;
 }
 
+void record_event(Event event, const StreamRef& stream) {
+  const ContextGuard context(stream.device);
+  KVSWAP_DRIVER_CHECK(driver().record_event(event, stream.handle), "cuEventRecord");
+}
+
 void wait_event(const StreamRef& stream, Event event) {
   const ContextGuard context(stream.device);
   KVSWAP_DRIVER_CHECK(driver().wait_event(stream.handle, event, 0), "cuStreamWaitEvent");

@@ -40,6 +40,9 @@ struct StreamRef {
 
 bool is_capturing(const StreamRef& stream);
 
+// Records the event, of the stream's device, behind the work that the stream was given so far.
+void record_event(Event event, const StreamRef& stream);
+
 // Work given to `stream` from now on waits for the event, which may be of another device.
 void wait_event(const StreamRef& stream, Event event);
 

@@ -64,7 +64,7 @@ class CudaCopier : public Copier {
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   kernels_ = cuda::create_stream();
-  const StagedStreams streams{device_, copies_, kernels_};
+  const StagedStreams streams{{device_, copies_}, {device_, kernels_}};
   staging_ = std::make_unique<StagingBuffer>(streams, to_host_, begin, bytes);
 }
 
@@ -75,7 +75,7 @@ void CudaCopier::start_after(const std::vector<Event>& events) {
   staging_->begin_transfer();
   if (!to_host_) return;
   for (const Event event : events) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, event, 0), "cuStreamWaitEvent");
+    cuda::wait_event({device_, kernels_}, event);
   }
 }
 

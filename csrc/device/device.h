@@ -102,7 +102,7 @@ class Copier {
   virtual bool synchronize() noexcept = 0;
   // Whether a relay was given a part of what was copied since start_after().
   virtual bool has_relayed() const { return false; }
-  // Whether the devices that are relays still answer. Any thread.
+  // Whether the relays still answer. Any thread.
   virtual bool relays_are_alive() const noexcept { return true; }
   // After a relay was lost: whether this device has done what it was given, too. It may wait for
   // the relay for ever. True if this device is lost.

@@ -74,8 +74,8 @@ enum class ChecksumTask : uint32_t {
   kCompare,  // with blocks that were loaded
 };
 
-// Warps of a CTA, each of which checksums one tile at a time. A launch has one CTA more than the
-// tiles need.
+// Warps of a CTA. Each warp checksums one tile at a time, but those of the first CTA see to the
+// blocks.
 constexpr uint32_t kChecksumWarps = 8;
 // The same of the kernel that also copies. Each warp has a tile in one of its stages while the next
 // one arrives in another and the last one leaves.

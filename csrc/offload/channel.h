@@ -90,7 +90,7 @@ class Channel {
 
   // Waits until all that was submitted has run. False when the device is lost. Without the lock.
   bool synchronize() { return copier_->synchronize(); }
-  // Whether the device, and those that are relays, still answer.
+  // Whether the device and its relays still answer.
   bool is_alive() const { return device_.is_alive(stream_) && copier_->relays_are_alive(); }
 
   size_t num_streams() const { return stream_ == nullptr ? 0 : 2 + copier_->num_streams(); }

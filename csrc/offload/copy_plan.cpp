@@ -60,9 +60,6 @@ constexpr double kMinCrowdedSeconds = 100e-6;
 // smaller ones take longer to start than to copy. It begins as that of a slow link.
 constexpr double kMinRateBytes = 4 << 20, kSlowLink = 10e9;
 
-// A transfer in which relays take part has at least this part of the staging memory.
-constexpr uint64_t kRelayedPart = 16;
-
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
 // What a thread takes to submit a transfer, a further piece of it or a further layer group, and
@@ -172,8 +169,8 @@ MethodChooser::MethodChooser(const CopyMethodOptions& options,
   const uint64_t staging = std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes);
   max_piece_bytes_ = staging / 4;
   if (!options.relays.empty()) {
-    max_piece_bytes_ = staging / (8 * (1 + options.relays.size()));
-    min_relayed_bytes_ = static_cast<double>(staging / kRelayedPart);
+    max_piece_bytes_ = max_relayed_piece_bytes(staging, 1 + options.relays.size());
+    min_relayed_bytes_ = static_cast<double>(min_relayed_bytes(staging));
   }
   for (const Group& group : groups) {
     groups_.push_back({group.host_is_pageable,
@@ -484,7 +481,7 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
     bytes += static_cast<double>(part.blocks.size() * packed);
   }
   double& fastest = fastest_[transfer.jobs.front().channel == kStores ? 0 : 1];
-  const bool is_by_one_link = relays_.empty() || bytes < options_.staging_bytes / kRelayedPart;
+  const bool is_by_one_link = relays_.empty() || bytes < min_relayed_bytes(options_.staging_bytes);
   if (bytes >= kMinRateBytes && seconds > 0 && is_by_one_link) {
     fastest = std::max(fastest, bytes / seconds);
   }

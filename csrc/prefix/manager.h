@@ -193,8 +193,9 @@ class BlockManager {
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   std::unique_lock<std::mutex> lock() { return lock_for(0, true); }
   void end_reported();
-  // is_rejected: called for each page of the copy in turn; true for num_corrupted of them, or for
-  // others, if that is 0. Throws only std::bad_alloc, with nothing changed.
+  // is_rejected: called for each page of the copy in turn. num_corrupted: how many of them it
+  // rejects because they are corrupted; 0 if it rejects them for another reason. Throws only
+  // std::bad_alloc, with nothing changed.
   template <class IsRejected>
   void end(Reservations::iterator of, bool succeeded, size_t num_corrupted,
            const IsRejected& is_rejected);
