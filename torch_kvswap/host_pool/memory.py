@@ -223,7 +223,7 @@ def map_new(nbytes: int, page_bytes: int, *, shared: bool) -> Mapping:
         ValueError: the machine does not have this much memory.
     """
     check_room(nbytes, page_bytes)
-    with system.one_at_a_time():
+    with system.promising():
         if not shared:
             mapping = Mapping(nbytes)
             try:
@@ -242,7 +242,7 @@ def _has_room(nbytes: int, page_bytes: int) -> Iterator[None]:
     """Promises memory while it is allocated and touched."""
     check_room(nbytes, page_bytes)
     with contextlib.ExitStack() as stack:
-        with system.one_at_a_time():
+        with system.promising():
             file = stack.enter_context(contextlib.closing(promise(nbytes)))
             check_room(nbytes, page_bytes, own=file.fd)
         yield

@@ -23,7 +23,7 @@ _LANE_BYTES = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
 _POOL_FILE = re.compile(r"/memfd:torch_kvswap(?: (\d+) ([0-9a-f]+)-([0-9a-f]+))? \(deleted\)")
 _SMALL_PART = 1 << 10  # of the free memory: smaller pools ignore what others were promised
 
-TURN = 1.0  # seconds, see one_at_a_time(); tests set it
+TURN = 1.0  # seconds that a pool waits while others promise memory; tests set it
 ROOT = Path("/")  # contains proc and sys; tests use another folder
 
 
@@ -240,11 +240,11 @@ def _read(file: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Keeps others from promising memory and counting promises meanwhile, in processes that see the
-    same ones. Whoever is stopped meanwhile delays the others, but not for longer than TURN."""
-    with contextlib.closing(Descriptors(os.open, ROOT / "proc", os.O_RDONLY | os.O_CLOEXEC)) as own:
-        until = time.monotonic() + TURN
+def one_at_a_time(folder: str, seconds: float) -> Iterator[None]:
+    """Waits while another process of the machine that sees the same folder is in here. Whoever is
+    stopped in here delays the others, but not for longer than `seconds`."""
+    with contextlib.closing(Descriptors(os.open, ROOT / folder, os.O_RDONLY | os.O_CLOEXEC)) as own:
+        until = time.monotonic() + seconds
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,6 +256,11 @@ def one_at_a_time() -> Iterator[None]:
             yield
         finally:
             fcntl.flock(own.fd, fcntl.LOCK_UN)  # a child may have it by a fork meanwhile
+
+
+def promising() -> contextlib.AbstractContextManager[None]:
+    """Keeps others from promising memory and counting promises, in processes that see the same."""
+    return one_at_a_time("proc", TURN)
 
 
 class NoRoomError(ValueError):
@@ -278,7 +283,7 @@ def check_room(nbytes: int, page_bytes: int, *, own: int | None = None) -> None:
 
     Without this check the kernel would kill the process when it touches the memory. With `own`, the
     pool's file, what other pools have been promised is no room. They see this file already: of
-    those that ask at the same time never too many get memory, and with one_at_a_time() not too few.
+    those that ask at the same time never too many get memory, and with promising() not too few.
     """
     available, limits = available_bytes(), list(control_group_limits())
     rooms = [limit.left for limit in limits]

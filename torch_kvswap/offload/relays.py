@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from torch_kvswap._native.arguments import read_int
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.system import one_at_a_time
 
 LEAST_GAIN = 1.3  # times as fast as without it; less is not worth the peer's memory
 _MAX_WAIT = 10.0  # seconds for other processes that measure
@@ -64,22 +62,5 @@ def usable_relays(device: torch.device, relays: Sequence[int]) -> list[int]:
 @functools.cache
 def measured_gain(own: int, peer: int) -> float:
     """How many times as fast transfers of GPU `own` are with this relay; measured once."""
-    with _alone():
+    with one_at_a_time("sys", _MAX_WAIT):  # ranks start together
         return native.measure_relay(own, peer)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Keeps the machine's other processes from measuring meanwhile: ranks start together.
-
-    A socket's name without a file is free as soon as its process has ended.
-    """
-    deadline = time.monotonic() + _MAX_WAIT
-    with socket.socket(socket.AF_UNIX) as lock:
-        while time.monotonic() < deadline:
-            try:
-                lock.bind("\0torch_kvswap.measure_relay")
-                break
-            except OSError:
-                time.sleep(0.01)
-        yield
