@@ -15,7 +15,7 @@ from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.descriptors import Descriptors
 
 _SO_PEERPIDFD = 77  # from Linux 6.5 on; Python's socket module lacks it
-_SCHEME = "unix:"  # as engines write an address
+SCHEME = "unix:"  # begins a server's address in an engine's configuration
 _LONGEST_PATH = 107  # Linux has 108 bytes for it, the last of which is zero
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -70,8 +70,8 @@ def check_path(path: object) -> None:
     """Raises TypeError or ValueError if a server's socket cannot have this path."""
     if not isinstance(path, str):
         raise TypeError(f"path is {kind_of(path)}; pass the path of the server's socket, a str")
-    if path.startswith(_SCHEME):
-        raise ValueError(f"path is {path!r}; pass it without {_SCHEME}")
+    if path.startswith(SCHEME):
+        raise ValueError(f"path is {path!r}; pass it without {SCHEME}")
     nbytes = len(os.fsencode(path))
     if not path or "\0" in path or nbytes > _LONGEST_PATH:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Integrations with serving engines, one subpackage each; only `doctor` imports them."""
+"""Integrations with serving engines, a module or a package each; only `doctor` imports them."""
+
+import difflib
+from collections.abc import Sequence
 
 # The releases of engines that the adapters were tested with.
 TESTED = {"vllm": "0.33.0", "sglang": "0.5.23"}
@@ -7,3 +10,8 @@ TESTED = {"vllm": "0.33.0", "sglang": "0.5.23"}
 def is_tested(package: str, version: str) -> bool:
     """Whether this version of an engine is the one that its adapter was tested with."""
     return version.partition("+")[0] == TESTED[package]
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of an error about an option that is unknown: the nearest name, or all of them."""
+    return f"did you mean {' or '.join(difflib.get_close_matches(name, known, 1) or known)}?"

@@ -11,7 +11,6 @@ docs/sglang.md describes the options and what happens when a copy fails.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.metadata
 import itertools
 import logging
@@ -30,6 +29,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 import torch_kvswap as kvs
+from torch_kvswap.integrations import did_you_mean
 from torch_kvswap.prefix import BlockGroup
 
 _log = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         options = {name: value for name, value in given if value is not None}
         self.forward_stream, self._has_below = forward_stream, "below" in options
         for name in options.keys() - _OPTIONS:
-            known = difflib.get_close_matches(name, _OPTIONS, 1) or _OPTIONS
-            raise ValueError(f"linker_extra_config has {name}; did you mean {' or '.join(known)}?")
+            raise ValueError(f"linker_extra_config has {name}; {did_you_mean(name, _OPTIONS)}")
         self.pools, self._steps, layers = dict[Any, kvs.PagedLayout](), dict[Any, int](), []
         for name, step, parts, of_layers in _read_pools(params, components):
             rows = [part[at] for at in range(len(of_layers)) for part in parts]

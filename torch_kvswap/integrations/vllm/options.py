@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch_kvswap._native.rendezvous import SCHEME
 from torch_kvswap.copy_method import CHOICES, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import (
     ENCODINGS,
@@ -15,6 +15,7 @@ from torch_kvswap.encoding.slot import (
     EncodingName,
     VerifyName,
 )
+from torch_kvswap.integrations import did_you_mean
 from torch_kvswap.prefix.manager import POLICIES
 
 # Options that vLLM reads itself, or that the connector writes.
@@ -37,7 +38,6 @@ _CHOICES = {
     "encoding": ENCODINGS,
     "verify": VERIFY,
 }
-SERVER = "unix:"
 # Of these a server has its own, and an engine the default only.
 _OF_SERVER = {
     **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
@@ -98,10 +98,9 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
             )
     known = *_OURS, *_OF_VLLM, *_OF_TIERS
     for name in config.keys() - known:
-        meant = difflib.get_close_matches(name, known, 1) or known
         raise ValueError(
-            f"kv_connector_extra_config has {name}, which KVSwapConnector does not know; did you "
-            f"mean {' or '.join(meant)}?"
+            f"kv_connector_extra_config has {name}, which KVSwapConnector does not know; "
+            + did_you_mean(name, known)
         )
     given = {name: config[name] for name in _OURS if name in config}
     if given.get("host_server") is not None:
@@ -136,8 +135,8 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
 def _check_server(given: Mapping[str, Any]) -> None:
     """Raises ValueError if host_server is no address, or an option is the server's."""
     server = given["host_server"]
-    if not isinstance(server, str) or not server.startswith(SERVER) or server == SERVER:
-        raise _wrong("host_server", server, f'"{SERVER}PATH", the socket of a server')
+    if not isinstance(server, str) or not server.startswith(SCHEME) or server == SCHEME:
+        raise _wrong("host_server", server, f'"{SCHEME}PATH", the socket of a server')
     for name in _OF_SERVER:
         if name in given and given[name] != _OF_SERVER[name]:
             raise ValueError(

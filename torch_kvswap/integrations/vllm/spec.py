@@ -18,9 +18,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 
+from torch_kvswap._native.rendezvous import SCHEME
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.system import NoRoomError
-from torch_kvswap.integrations.vllm.options import SERVER, read_options
+from torch_kvswap.integrations.vllm.options import read_options
 from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
 from torch_kvswap.integrations.vllm.served import HostServer
 from torch_kvswap.integrations.vllm.server_manager import SharedManager
@@ -165,7 +166,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             "kv_layout": config.kv_cache_layout,
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
         }
-        path = self.options.host_server.removeprefix(SERVER)
+        path = self.options.host_server.removeprefix(SCHEME)
         worker = config.engine_id, config.parallel.rank, config.parallel.world_size
         return HostServer(path, *worker, not self.replicated_layout, config.model.name, bytes_of)
 
