@@ -302,6 +302,14 @@ def measure_kinds(
     return cells
 
 
+def moves_of(handlers: Mapping[str, Any], blocks: NumberedBlocks, kind: Kind) -> dict[str, Timed]:
+    """What each handler is timed at: moving the blocks."""
+    return {
+        name: partial(move, handler, blocks, kind.directions, kind.blocks)
+        for name, handler in handlers.items()
+    }
+
+
 def measure_all(
     plan: Plan, options: Namespace, others: Mapping[str, NewHandler] | None = None
 ) -> list[Cell]:
@@ -319,11 +327,7 @@ def measure_all(
         comparison: Comparison, cache: tuple[NumberedBlocks, dict[str, Any]], kind: Kind
     ) -> Cell:
         blocks, handlers = cache
-        ways: dict[str, Timed] = {
-            name: partial(move, handler, blocks, kind.directions, kind.blocks)
-            for name, handler in handlers.items()
-        }
-        ways |= comparison.copies(kind)
+        ways = moves_of(handlers, blocks, kind) | comparison.copies(kind)
         blocks.refill()
         states = {state: comparison.run(ways, kind, state) for state in plan.states}
         return Cell(kind, states, blocks.wrong())

@@ -26,16 +26,16 @@ from comparison import (
     BIG,
     WARM,
     Comparison,
-    Timed,
     by_kind,
     comparison_parser,
     finish_cells,
     measure_kinds,
+    moves_of,
     plan_of,
 )
 from program import device_of
 from report import Column, table_of
-from transfers import BOTH, DIRECTIONS, Kind, Shape, move
+from transfers import BOTH, DIRECTIONS, Kind, Shape
 
 from torch_kvswap import OffloadHandler
 
@@ -65,7 +65,7 @@ class Cell(comparison.Cell):
 
 def main(arguments: list[str]) -> int:
     parser = comparison_parser(__doc__, samples=20, cold_samples=0)
-    text = "how many other GPUs take part; default: 0, 1, 3 and 7, as far as there are so many"
+    text = "numbers of other GPUs that take part; default: those of 0, 1, 3 and 7 that the host has"
     parser.add_argument("--relays", type=int, nargs="+", help=text)
     parser.add_argument("--staging-mib", type=int, default=256, help="staging_bytes of handlers")
     parser.set_defaults(arrangements=[ONE_BY_ONE])
@@ -124,11 +124,7 @@ def measure(
     comparison: Comparison, opened: tuple[NumberedBlocks, dict[str, OffloadHandler]], kind: Kind
 ) -> Cell:
     blocks, handlers = opened
-    ways: dict[str, Timed] = {
-        name: partial(move, handler, blocks, kind.directions, kind.blocks)
-        for name, handler in handlers.items()
-    }
-    ways[BIG] = comparison.copies(kind)[BIG]
+    ways = moves_of(handlers, blocks, kind) | {BIG: comparison.copies(kind)[BIG]}
     blocks.refill()
     before = {name: bytes_of(handler) for name, handler in handlers.items()}
     samples = comparison.run(ways, kind, WARM)

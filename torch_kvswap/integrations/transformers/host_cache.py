@@ -187,7 +187,8 @@ class _HostLayers:
         is_encoded = self._options["encoding"] != "raw"
         raw_pages = max(int(pages * RAW_SHARE), 1) if is_encoded else 1
         raw_pool = HostPool(gpu, raw_pages, verify=self._options["verify"])
-        self.raw = OffloadHandler(gpu, raw_pool, staging_bytes=1 << 20)
+        least = 1 << 20  # that kernels need: few blocks do not fit
+        self.raw = OffloadHandler(gpu, raw_pool, staging_bytes=least)
         self.keys, self.values = memory
         self._shape = shape
 
