@@ -35,15 +35,15 @@ class PackTable {
   // Leaves the memory allocated for ever: the device is lost, and may still read it.
   virtual void leak() noexcept { address_ = 0; }
 
+  // Before any part of a copy, however it is done.
+  virtual void begin_copy(const PagedCopy& /*copy*/) const {}
   // Packs (copy.to_host) or unpacks bytes [begin, end), counted block after block, between the
   // slabs and a buffer on the GPU. Byte `begin` is at address `packed`. Launches on `stream`.
   virtual void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
                     void* stream) const = 0;
   // Copies all blocks between the slabs and pinned host pages.
   virtual void copy_over_link(const PagedCopy& copy, void* stream) const = 0;
-  // Whether these two also do what copy.checksums asks for.
-  virtual bool makes_checksums() const { return false; }
-  // What has to come in `stream` behind a copy without these two.
+  // What has to come in `stream` behind a copy without pack() and copy_over_link().
   virtual void end_copy(const PagedCopy& /*copy*/, void* /*stream*/) const {}
 
   const Packing& packing;

@@ -9,8 +9,6 @@
 
 namespace kvswap {
 
-class ChecksumTable;
-
 // A store whose number is not known yet: see PagedCopy::stores.
 constexpr uint64_t kUnknownStore = ~uint64_t{0};
 
@@ -68,11 +66,9 @@ struct PagedCopy {
   // If slots can be rejected: a zero for each block, which the copy overwrites for a rejected one.
   uint8_t* states;
   // If slots have checksums: of each block the number of the store that is copied, or
-  // kUnknownStore. The first copy of the block sets it, and all others of the transfer compare with
-  // that store: of other layers, or of other bytes of the block.
+  // kUnknownStore. The first copy of the block sets it, and those of other layers compare with that
+  // store.
   uint64_t* stores;
-  // Set by the encoding with checksums for the kernels of the slots, which write or compare them.
-  const ChecksumTable* checksums = nullptr;
 
   BlockCopy block_copy() const {
     if (to_host) return {gpu, host, blocks, slots, count, false};

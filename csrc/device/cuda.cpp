@@ -87,6 +87,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
   bool is_unpacking = false;
   for (; next.part < parts.size(); ++next.part) {
     const PartCopy& part = parts[next.part];
+    if (part.table != nullptr && next.byte == 0) part.table->begin_copy(part);
     is_unpacking = part.method == CopyMethod::kStaged && !to_host_;
     if (part.method == CopyMethod::kStaged) {
       send(fragments, options);

@@ -66,12 +66,10 @@ std::vector<uint32_t> first_checksum_tiles(const std::vector<uint64_t>& sizes) {
 
 std::vector<ChecksumTile> checksum_tiles_in(const Slabs& slabs) {
   std::vector<ChecksumTile> tiles;
-  uint64_t offset = 0;
   for (size_t slab = 0; slab < slabs.count(); ++slab) {
     for (uint64_t at = 0; at < slabs.sizes[slab]; at += kChecksumTileBytes) {
       const uint64_t bytes = std::min<uint64_t>(slabs.sizes[slab] - at, kChecksumTileBytes);
-      tiles.push_back({slabs.bases[slab] + at, slabs.strides[slab], bytes, offset});
-      offset += bytes;
+      tiles.push_back({slabs.bases[slab] + at, slabs.strides[slab], bytes});
     }
   }
   return tiles;
@@ -140,6 +138,21 @@ void ChecksumTable::adopt(int64_t slot) const {
   for (size_t tile = 0; tile < tiles; ++tile) checksums_behind(&row)[tile] ^= row.tag ^ tag;
   row.store = store;
   row.tag = tag;
+}
+
+void ChecksumTable::number_stores(const PagedCopy& copy) const {
+  for (size_t i = 0; i < copy.count; ++i) {
+    if (copy.stores[i] != kUnknownStore) continue;
+    SlotChecksums& row = at(copy.slots[i]);
+    copy.stores[i] = copy.to_host ? begin_store(row) : stored_in(row);
+  }
+}
+
+void ChecksumTable::set_rows(ChecksumArguments& arguments, const PagedCopy& copy,
+                             size_t first) const {
+  std::copy_n(copy.stores + first, arguments.block_count, arguments.stores);
+  arguments.rows = rows_;
+  arguments.row_stride = row_stride_;
 }
 
 void checksum_block(const ChecksumArguments& a, uint32_t i) {

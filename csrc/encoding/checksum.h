@@ -69,22 +69,12 @@ class ChecksumTable {
   // The slot was filled with all bytes of a slot of another pool, whose row came with its block:
   // binds the row to this slot. If it was damaged, its block does not match. No job may use it.
   void adopt(int64_t slot) const;
+  // Before the first bytes of a copy are given to the device: a store gets a number for each block,
+  // and a load takes that of the latest store. Blocks that have a number keep it.
+  void number_stores(const PagedCopy& copy) const;
   // Fills in where the checksums of blocks [first, first + arguments.block_count) of a copy are,
-  // and the numbers of their stores, which the first launch of a block decides: a store gets a
-  // number, and a load takes that of the latest store.
-  template <typename Arguments>
-  void set_rows(Arguments& arguments, const PagedCopy& copy, size_t first) const {
-    for (uint32_t i = 0; i < arguments.block_count; ++i) {
-      uint64_t& store = copy.stores[first + i];
-      if (store == kUnknownStore) {
-        SlotChecksums& row = at(copy.slots[first + i]);
-        store = copy.to_host ? begin_store(row) : stored_in(row);
-      }
-      arguments.stores[i] = store;
-    }
-    arguments.rows = rows_;
-    arguments.row_stride = row_stride_;
-  }
+  // and the numbers of their stores.
+  void set_rows(ChecksumArguments& arguments, const PagedCopy& copy, size_t first) const;
 
  private:
   // Gives a store of the group its number, which no other store of any process has.

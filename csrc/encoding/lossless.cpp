@@ -4,7 +4,6 @@
 #include "check.h"
 #include "copy/address_map.h"
 #include "cuda/context.h"
-#include "encoding/checksum.h"
 #include "encoding/codec.h"
 #include "encoding/encoding.h"
 #include "encoding/slot_format.h"
@@ -75,8 +74,6 @@ class TileTable : public PackTable {
     launch_all(arguments, copy, 0, copy.count, warps, stream);
   }
 
-  bool makes_checksums() const override { return true; }
-
  private:
   // What is the same in every launch. counters: which ones, 0 or 1.
   CodecArguments arguments_of(const PagedCopy& copy, int counters) const {
@@ -101,7 +98,6 @@ class TileTable : public PackTable {
     for (; first < last; first += arguments.block_count) {
       set_blocks(arguments, copy, first, last);
       arguments.states = copy.states_from(first);
-      if (copy.checksums != nullptr) copy.checksums->set_rows(arguments, copy, first);
       launch(arguments, copy.to_host, max_warps, stream);
       if (arguments.by_slot == 0) {
         arguments.packed += arguments.block_count * arguments.packed_stride;
@@ -116,12 +112,9 @@ class TileTable : public PackTable {
     const unsigned warps = std::max(kMinWarps, arguments.team_warps);
     const unsigned teams = warps / arguments.team_warps;
     const unsigned ctas = std::min(max_warps / warps, (tiles + teams - 1) / teams);
-    const bool has_checksums = arguments.rows != 0;
-    const cuda::Function with = encodes ? kernels_.encode_checksum : kernels_.decode_checksum;
-    const cuda::Function without = encodes ? kernels_.encode : kernels_.decode;
-    cuda::launch(has_checksums ? with : without, ctas + (has_checksums && !encodes ? 1 : 0),
-                 32 * warps, codec_shared_bytes(warps, arguments.team_warps), stream, arguments,
-                 " of ", encodes ? "encode" : "decode", ", ", arguments.block_count, " blocks of ",
+    cuda::launch(encodes ? kernels_.encode : kernels_.decode, ctas, 32 * warps,
+                 codec_shared_bytes(warps, arguments.team_warps), stream, arguments, " of ",
+                 encodes ? "encode" : "decode", ", ", arguments.block_count, " blocks of ",
                  arguments.tile_count, " tiles");
   }
 

@@ -69,11 +69,9 @@ SlotFormat::SlotFormat(const std::vector<uint64_t>& sizes) {
 std::vector<SlotTile> tiles_in(const Slabs& slabs, const std::vector<SlotFormat::Tile>& tiles) {
   std::vector<SlotTile> found;
   found.reserve(tiles.size());
-  uint32_t checksum = 0;
   for (const SlotFormat::Tile& tile : tiles) {
     found.push_back({slabs.bases[tile.slab] + tile.offset_in_slab, slabs.strides[tile.slab],
-                     tile.bytes, tile.offset, checksum});
-    checksum += checksum_tiles(tile.bytes);
+                     tile.bytes, tile.offset});
   }
   return found;
 }

@@ -28,23 +28,17 @@ class Checksums {
 
   const ChecksumTable& table() const { return table_; }
 
-  // What is the same in every launch. tiles: address of all of a block's.
-  ChecksumArguments arguments_of(const PagedCopy& copy, uint64_t tiles, uint32_t word_bytes) const {
+  // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
+  // has. tiles: address of all of a block's.
+  template <typename Run>
+  void for_each(const PagedCopy& copy, size_t first, size_t last, uint64_t tiles,
+                uint32_t word_bytes, const Run& run) const {
     ChecksumArguments arguments{};
     arguments.tiles = tiles;
     arguments.first_tile = first_tiles_[copy.slabs.begin];
     arguments.tile_count = first_tiles_[copy.slabs.end] - arguments.first_tile;
     arguments.word_bytes = word_bytes;
     arguments.task = copy.to_host ? ChecksumTask::kWrite : ChecksumTask::kCompare;
-    return arguments;
-  }
-
-  // Calls run(arguments) for blocks [first, last) of the copy, for as many at a time as a launch
-  // has.
-  template <typename Run>
-  void for_each(const PagedCopy& copy, size_t first, size_t last, uint64_t tiles,
-                uint32_t word_bytes, const Run& run) const {
-    ChecksumArguments arguments = arguments_of(copy, tiles, word_bytes);
     for (; first < last; first += arguments.block_count) {
       set_blocks(arguments, copy, first, last);
       arguments.states = copy.states_from(first);
@@ -85,58 +79,34 @@ class Checksums {
   const std::vector<uint64_t> sizes_;
 };
 
-// Checksums are made by the kernels of the slots' own table if they can, by a kernel that copies in
-// their place if the slots have blocks as they are, and otherwise by one that reads the blocks once
-// more.
+// Copies by the slots' own table. Behind each copy a kernel reads the blocks on the GPU. If a store
+// has copied other bytes than it reads, the next load does not match.
 class VerifiedTable : public PackTable {
  public:
   VerifiedTable(const Packing& packing, std::shared_ptr<PackTable> slots,
-                const Checksums& checksums, const Slabs& gpu, const Slabs& host, bool is_raw,
-                int device, cuda::Stream stream)
+                const Checksums& checksums, const Slabs& gpu, int device, cuda::Stream stream)
       : PackTable(packing, upload_checksum_tiles(gpu, stream)),
         slots_(std::move(slots)),
         checksums_(checksums),
         kernels_(cuda::kernels(device)),
-        stage_bytes_(static_cast<uint32_t>(std::min<uint64_t>(
-            kChecksumTileBytes, *std::max_element(gpu.sizes.begin(), gpu.sizes.end())))),
-        word_bytes_(gpu.alignment()),
-        copies_(is_raw && kernels_.checksum_copy != nullptr && word_bytes_ == 16 &&
-                host.alignment() == 16) {}
+        word_bytes_(gpu.alignment()) {}
 
   void leak() noexcept override {
     PackTable::leak();
     slots_->leak();
   }
 
+  void begin_copy(const PagedCopy& copy) const override { checksums_.table().number_stores(copy); }
+
   void pack(const PagedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
             void* stream) const override {
     const uint64_t size = packing.packed_bytes(copy.slabs);
-    if (on_its_way()) {
-      if (copies_) {
-        ChecksumArguments arguments = copy_arguments(copy);
-        arguments.packed = packed;
-        arguments.packed_stride = size;
-        return copy_and_checksum(arguments, copy, begin, end, kMaxCtas, stream);
-      }
-      slots_->pack(with_checksums(copy), begin, end, packed, stream);
-    } else {
-      slots_->pack(copy, begin, end, packed, stream);
-      // Each block with the piece in which it ends.
-      checksum(copy, begin / size, end / size, stream);
-    }
+    slots_->pack(copy, begin, end, packed, stream);
+    // Each block with the piece in which it ends.
+    checksum(copy, begin / size, end / size, stream);
   }
 
   void copy_over_link(const PagedCopy& copy, void* stream) const override {
-    if (on_its_way()) {
-      if (!copies_) return slots_->copy_over_link(with_checksums(copy), stream);
-      ChecksumArguments arguments = copy_arguments(copy);
-      arguments.packed = copy.host->bases[copy.slabs.begin];
-      arguments.packed_stride = copy.host->strides[copy.slabs.begin];
-      arguments.by_slot = 1;
-      const unsigned ctas = kBytesOverLink / (kChecksumCopyWarps * 2 * stage_bytes_);
-      return copy_and_checksum(arguments, copy, 0, copy.count * arguments.block_bytes,
-                               std::clamp(ctas, 1u, kMaxCtas), stream);
-    }
     slots_->copy_over_link(copy, stream);
     end_copy(copy, stream);
   }
@@ -146,37 +116,6 @@ class VerifiedTable : public PackTable {
   }
 
  private:
-  bool on_its_way() const { return copies_ || slots_->makes_checksums(); }
-  PagedCopy with_checksums(PagedCopy copy) const {
-    copy.checksums = &checksums_.table();
-    return copy;
-  }
-
-  ChecksumArguments copy_arguments(const PagedCopy& copy) const {
-    ChecksumArguments arguments = checksums_.arguments_of(copy, address(), word_bytes_);
-    arguments.block_bytes = packing.packed_bytes(copy.slabs);
-    arguments.stage_bytes = stage_bytes_;
-    return arguments;
-  }
-  // Bytes [begin, end). arguments.packed: of byte `begin`, or of slot 0.
-  void copy_and_checksum(ChecksumArguments& arguments, const PagedCopy& copy, uint64_t begin,
-                         uint64_t end, unsigned max_ctas, cuda::Stream stream) const {
-    const uint64_t size = arguments.block_bytes, packed = arguments.packed;
-    for (size_t first = begin / size; first * size < end; first += arguments.block_count) {
-      set_bytes(arguments, copy, first, begin, end);
-      arguments.states = copy.states_from(first);
-      checksums_.table().set_rows(arguments, copy, first);
-      if (arguments.by_slot == 0) arguments.packed = packed + first * size - begin;
-      const unsigned tiles = arguments.block_count * arguments.tile_count;
-      const unsigned ctas =
-          std::min(max_ctas, (tiles + kChecksumCopyWarps - 1) / kChecksumCopyWarps);
-      cuda::launch(kernels_.checksum_copy, ctas + 1, 32 * kChecksumCopyWarps,
-                   kChecksumCopyWarps * kChecksumCopyStages * stage_bytes_, stream, arguments,
-                   " of checksum_copy, ", arguments.block_count, " blocks of ",
-                   arguments.tile_count, " tiles");
-    }
-  }
-
   void checksum(const PagedCopy& copy, size_t first, size_t last, cuda::Stream stream) const {
     checksums_.for_each(copy, first, last, address(), word_bytes_, [&](auto& arguments) {
       const unsigned groups = (arguments.tile_count + kChecksumWarps - 1) / kChecksumWarps;
@@ -190,8 +129,7 @@ class VerifiedTable : public PackTable {
   const std::shared_ptr<PackTable> slots_;
   const Checksums& checksums_;
   const cuda::Kernels& kernels_;
-  const uint32_t stage_bytes_, word_bytes_;
-  const bool copies_;
+  const uint32_t word_bytes_;
 };
 
 class VerifiedEncoding : public Encoding {
@@ -226,6 +164,7 @@ class VerifiedEncoding : public Encoding {
   // Block after block, so that each is still in the CPU's caches when it is checksummed.
   void copy_on_host(const PagedCopy& copy) const override {
     const std::vector<ChecksumTile> tiles = checksum_tiles_in(*copy.gpu);
+    checksums_.table().number_stores(copy);
     PagedCopy one = copy;
     for (one.count = 1; one.blocks != copy.blocks + copy.count;
          ++one.blocks, ++one.slots, ++one.states, ++one.stores) {
@@ -241,8 +180,8 @@ class VerifiedEncoding : public Encoding {
     std::shared_ptr<PackTable> table =
         slots_->make_table(gpu, host, num_blocks, num_slots, device, stream);
     KVSWAP_CHECK(table != nullptr, "the kernels cannot copy between this cache and its pages");
-    return std::make_shared<VerifiedTable>(*this, std::move(table), checksums_, gpu, host,
-                                           !slots_->can_reject(), device, stream);
+    return std::make_shared<VerifiedTable>(*this, std::move(table), checksums_, gpu, device,
+                                           stream);
   }
 
  private:

@@ -1,208 +1,243 @@
 #include "kernels/bulk_copy.h"
-#include "kernels/checksum_device.h"
+#include "kernels/checksum_arguments.h"
+#include "kernels/slot.h"
 
-// The kernels that checksum blocks where they are, or on their way, found by their names in the
-// module that setup.py makes of this file. csrc/encoding/checksum.cpp does the same on the CPU.
+// The kernel that checksums blocks on the GPU, before which they were copied, found by its name in
+// the module that setup.py makes of this file. csrc/encoding/checksum.cpp does the same on the CPU.
 namespace kvswap {
 namespace {
 
+constexpr uint32_t kChecksumVectors = kChecksumUnitBytes / 16, kChecksumHalf = kChecksumVectors / 2;
+static_assert(kChecksumHalf == 32, "a thread has a vector of each half of a unit");
+
+struct ChecksumKeys {
+  alignas(16) uint32_t words[kChecksumKeys];
+};
+constexpr ChecksumKeys make_checksum_keys() {
+  ChecksumKeys keys{};
+  for (uint32_t i = 0; i < kChecksumKeys; ++i) keys.words[i] = checksum_key(i);
+  return keys;
+}
+__device__ const ChecksumKeys kKeys = make_checksum_keys();
+
+__device__ void add_products(uint64_t& sum, const uint4& a, const uint4& b, const uint4& key_a,
+                             const uint4& key_b) {
+  sum += uint64_t{a.x + key_a.x} * (b.x + key_b.x);
+  sum += uint64_t{a.y + key_a.y} * (b.y + key_b.y);
+  sum += uint64_t{a.z + key_a.z} * (b.z + key_b.z);
+  sum += uint64_t{a.w + key_a.w} * (b.w + key_b.w);
+}
+
 // A tile in the memory of the GPU.
 template <bool kAligned>
-struct GlobalTile {
-  const unsigned char* tile;
+struct Tile {
+  const unsigned char* begin;
   uint32_t bytes;
 
-  __device__ uint4 operator()(uint32_t offset) const {
+  // 16 bytes, zeros behind the end.
+  __device__ uint4 vector_at(uint32_t offset) const {
     uint4 vector{0, 0, 0, 0};
     if (kAligned) {
-      if (offset < bytes) vector = __ldcg(reinterpret_cast<const uint4*>(tile + offset));
+      if (offset < bytes) vector = __ldcg(reinterpret_cast<const uint4*>(begin + offset));
     } else {
       auto* const to = reinterpret_cast<unsigned char*>(&vector);
 #pragma unroll
       for (uint32_t i = 0; i < 16; ++i) {
-        if (offset + i < bytes) to[i] = __ldcg(tile + offset + i);
+        if (offset + i < bytes) to[i] = __ldcg(begin + offset + i);
       }
     }
     return vector;
   }
 };
 
-// What is to be done for blocks[i] whatever its checksums are. By one thread.
-__device__ void finish_block(const ChecksumArguments& a, uint32_t i) {
-  const ChecksumRow row(a, i);
-  if (a.task == ChecksumTask::kWrite) {
-    row.end_store(/*is_rejected=*/false);
-  } else {
-    row.compare_tag(/*is_rejected=*/false);
+// The sums over a tile, by all threads of a warp; the first one has them.
+template <bool kAligned>
+__device__ ChecksumSums sums_of(const Tile<kAligned>& tile, unsigned lane) {
+  ChecksumSums sums;
+  const auto* key = reinterpret_cast<const uint4*>(kKeys.words) + lane;
+  uint4 key_a = __ldg(key), key_b = __ldg(key + kChecksumHalf);
+#pragma unroll 4
+  for (uint32_t unit = 0; unit < tile.bytes; unit += kChecksumUnitBytes) {
+    const uint4 a = tile.vector_at(unit + 16 * lane);
+    const uint4 b = tile.vector_at(unit + 16 * (lane + kChecksumHalf));
+    key += kChecksumVectors;
+    const uint4 next_a = __ldg(key), next_b = __ldg(key + kChecksumHalf);
+    add_products(sums.first, a, b, key_a, key_b);
+    add_products(sums.second, a, b, next_a, next_b);
+    key_a = next_a;
+    key_b = next_b;
   }
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sums.first += __shfl_down_sync(~0u, sums.first, distance);
+    sums.second += __shfl_down_sync(~0u, sums.second, distance);
+  }
+  return sums;
 }
 
-// What one warp does with the checksums of tiles of blocks[i]: see ChecksumRow.
-__device__ void finish_tiles(const ChecksumArguments& a, uint32_t i, bool has_tile, uint32_t tile,
-                             uint64_t checksum, uint64_t stored) {
-  const ChecksumRow row(a, i);
-  if (a.task == ChecksumTask::kWrite) {
-    row.write(has_tile, tile, checksum);
-  } else {
-    row.compare(has_tile, tile, checksum, stored);
+// The row of blocks[i] of a launch, and what becomes of its state. Another store, or another
+// process, may be writing to the row: all reads are of memory.
+struct ChecksumRow {
+  SlotChecksums* row;
+  uint64_t store, right;  // right: the tag
+  volatile uint8_t* state;
+
+  __device__ ChecksumRow(const ChecksumArguments& a, uint32_t i)
+      : row(checksums_at(a.rows, a.row_stride, a.slots[i])),
+        store(a.stores[i]),
+        right(checksum_tag(a.slots[i], store)),
+        state(reinterpret_cast<volatile uint8_t*>(a.states) + i) {}
+
+  __device__ uint64_t tag() const { return *reinterpret_cast<const volatile uint64_t*>(&row->tag); }
+  __device__ void set_state(SlotState to) const { *state = static_cast<uint8_t>(to); }
+  // Of several tiles the last one stays: both numbers are written at once.
+  __device__ void report(uint64_t tile, uint64_t checksum) const {
+    const ulonglong2 mismatch{tile, checksum};
+    *reinterpret_cast<ulonglong2*>(&row->tile) = mismatch;
   }
-}
+
+  // Whatever the checksums are. By one thread.
+  __device__ void finish(ChecksumTask task) const {
+    // By the copy. Another CTA may be writing that it is corrupted, which stays.
+    const auto found = static_cast<SlotState>(*state);
+    const bool is_rejected = found == SlotState::kOverflow || found == SlotState::kRefused;
+    if (task == ChecksumTask::kWrite) {
+      row->tag = is_rejected ? ~right : right;
+      return;
+    }
+    const uint64_t found_tag = tag();
+    if (store == 0 || found_tag == ~right) {
+      set_state(SlotState::kRefused);
+    } else if (is_rejected || found_tag != right) {
+      report(kNoTile, 0);
+      set_state(SlotState::kCorrupted);
+    }
+  }
+  // By all threads of a warp. With has_tile, a thread has the checksum of this tile. stored: that
+  // of the slot.
+  __device__ void write(bool has_tile, uint32_t tile, uint64_t checksum) const {
+    if (has_tile) checksums_behind(row)[tile] = checksum ^ right;
+  }
+  __device__ void compare(bool has_tile, uint32_t tile, uint64_t checksum, uint64_t stored) const {
+    const unsigned different = __ballot_sync(~0u, has_tile && checksum != (stored ^ right));
+    // Reported by the first thread whose checksum is another one.
+    if (threadIdx.x % 32 + 1 != static_cast<unsigned>(__ffs(different))) return;
+    if (store == 0 || tag() == ~right) return;  // finish() refuses it
+    report(tile, checksum);
+    set_state(SlotState::kCorrupted);
+  }
+};
+
+// The checksums of slots, that a warp fetches over the link, those of a turn while it works on the
+// turn before. With bulk copies: a thread's own load over the link holds up all loads of its
+// multiprocessor, those of other kernels too.
+class StoredChecksums {
+ public:
+  // In shared memory.
+  struct Buffers {
+    alignas(16) uint64_t checksums[2][kChecksumWarps + 2];  // from an even tile on
+    uint64_t barriers[2];
+  };
+
+  __device__ StoredChecksums(Buffers& buffers, unsigned lane) : buffers_(buffers), lane_(lane) {
+#if __CUDA_ARCH__ >= 900
+    if (lane != 0) return;
+    for (uint64_t& barrier : buffers.barriers) init_barrier(shared_address(&barrier));
+    publish_barriers();
+#endif
+  }
+  // By all threads of the warp, like get().
+  __device__ void fetch(const ChecksumRow& row, uint32_t first, uint32_t count) {
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0) {
+      const uint32_t begin = first & ~1u, end = (first + count + 1) & ~1u;
+      const unsigned bytes = (end - begin) * static_cast<unsigned>(sizeof(uint64_t));
+      load_bulk(shared_address(buffers_.checksums[fetched_ & 1]),
+                reinterpret_cast<uint64_t>(checksums_behind(row.row) + begin), bytes,
+                shared_address(&buffers_.barriers[fetched_ & 1]));
+    }
+#else
+    const volatile uint64_t* const checksums = checksums_behind(row.row);
+    const uint64_t own = lane_ < count ? checksums[first + lane_] : 0;
+    even_ = (fetched_ & 1) == 0 ? own : even_;
+    odd_ = (fetched_ & 1) == 0 ? odd_ : own;
+#endif
+    ++fetched_;
+  }
+  // Of the turn that was fetched first: thread t gets that of tile first + t, if it has that tile.
+  __device__ uint64_t get(uint32_t first, bool has_tile) {
+    uint64_t checksum = 0;
+#if __CUDA_ARCH__ >= 900
+    wait_for_load(shared_address(&buffers_.barriers[used_ & 1]), used_ >> 1 & 1);
+    if (has_tile) checksum = buffers_.checksums[used_ & 1][(first & 1) + lane_];
+    __syncwarp();
+#else
+    checksum = (used_ & 1) == 0 ? even_ : odd_;
+#endif
+    ++used_;
+    return checksum;
+  }
+
+ private:
+  Buffers& buffers_;
+  unsigned lane_, fetched_ = 0, used_ = 0;
+#if __CUDA_ARCH__ < 900
+  uint64_t even_ = 0, odd_ = 0;
+#endif
+};
 
 }  // namespace
 
-// In both kernels the first CTA sees to the blocks, the others to the tiles. Reads over the link of
-// one sector wait for each other, 0.4 us each: the CTAs of the tiles would all wait for the tags
-// and states.
-
+// The first CTA sees to the blocks, the others to the tiles. Reads over the link of one sector wait
+// for each other, 0.4 us each: the CTAs of the tiles would all wait for the tags and states.
 extern "C" __global__ void __launch_bounds__(32 * kChecksumWarps)
     kvswap_checksum(const __grid_constant__ ChecksumArguments a) {
   constexpr uint32_t kWarps = kChecksumWarps;
   // Of the turn before, too: warp 0 may not have read those yet.
   __shared__ uint64_t checksums[2][kWarps];
+  __shared__ StoredChecksums::Buffers buffers;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (blockIdx.x == 0) {
-    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) finish_block(a, i);
+    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) {
+      ChecksumRow(a, i).finish(a.task);
+    }
     return;
   }
-  const uint32_t groups = (a.tile_count + kWarps - 1) / kWarps;
+  const bool compares = a.task == ChecksumTask::kCompare;
+  const uint32_t groups = (a.tile_count + kWarps - 1) / kWarps, total = a.block_count * groups;
+  StoredChecksums stored(buffers, threadIdx.x);
+  const auto fetch = [&](uint32_t number) {
+    if (warp != 0 || !compares || number >= total) return;
+    const uint32_t from = kWarps * (number % groups);
+    stored.fetch(ChecksumRow(a, number / groups), a.first_tile + from,
+                 min(kWarps, a.tile_count - from));
+  };
+  fetch(blockIdx.x - 1);
   unsigned turn = 0;
-  for (uint32_t number = blockIdx.x - 1; number < a.block_count * groups;
-       number += gridDim.x - 1, turn ^= 1) {
+  for (uint32_t number = blockIdx.x - 1; number < total; number += gridDim.x - 1, turn ^= 1) {
     const uint32_t i = number / groups, from = kWarps * (number % groups);
     const uint32_t first = a.first_tile + from, count = min(kWarps, a.tile_count - from);
-    // On its way over the link while the tiles are read.
-    uint64_t stored = 0;
-    if (warp == 0 && lane < count && a.task != ChecksumTask::kWrite) {
-      stored = ChecksumRow(a, i).stored(first + lane);
-    }
+    fetch(number + gridDim.x - 1);
     if (warp < count) {
       const ChecksumTile tile = reinterpret_cast<const ChecksumTile*>(a.tiles)[first + warp];
       const auto* const at = reinterpret_cast<const unsigned char*>(
           tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride);
       const auto bytes = static_cast<uint32_t>(tile.bytes);
-      const uint32_t units = checksum_units(bytes);
-      const ChecksumSums sums = a.word_bytes == 16
-                                    ? sums_of(0, units, lane, GlobalTile<true>{at, bytes})
-                                    : sums_of(0, units, lane, GlobalTile<false>{at, bytes});
+      const ChecksumSums sums = a.word_bytes == 16 ? sums_of(Tile<true>{at, bytes}, lane)
+                                                   : sums_of(Tile<false>{at, bytes}, lane);
       if (lane == 0) checksums[turn][warp] = checksum_of(sums, first + warp);
     }
     __syncthreads();
     if (warp == 0) {
-      finish_tiles(a, i, lane < count, first + lane, checksums[turn][lane % kWarps], stored);
-    }
-  }
-}
-
-// Copies blocks as kvswap_pack_bulk does, and checksums them in shared memory. Addresses and sizes
-// are multiples of 16 bytes. Dynamic shared memory: stage_bytes for each stage of each warp.
-extern "C" __global__ void __launch_bounds__(32 * kChecksumCopyWarps)
-    kvswap_checksum_copy(const __grid_constant__ ChecksumArguments a) {
-#if __CUDA_ARCH__ >= 900
-  constexpr uint32_t kWarps = kChecksumCopyWarps, kStages = kChecksumCopyStages;
-  extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ uint64_t barriers[kWarps][kStages];
-  __shared__ StoredChecksums::Buffers buffers[kWarps];
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (blockIdx.x == 0) {
-    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) {
-      if (ends_block(a, i)) finish_block(a, i);
-    }
-    return;
-  }
-  unsigned char* const stages = memory + warp * kStages * a.stage_bytes;
-  if (lane == 0) {
-    for (uint32_t s = 0; s < kStages; ++s) init_barrier(shared_address(&barriers[warp][s]));
-  }
-  publish_barriers();
-  StoredChecksums stored(&buffers[warp], lane);
-  __syncwarp();
-
-  const bool is_store = a.task == ChecksumTask::kWrite;
-  const auto load = [&](uint32_t stage, const ChecksumCopy& copy) {
-    if (lane != 0 || copy.is_empty()) return;
-    const unsigned to = shared_address(stages + stage * a.stage_bytes);
-    const unsigned barrier = shared_address(&barriers[warp][stage]);
-    wait_for_reads<kStages - 2>();  // what was stored from this stage has left it
-    // A tile that is checksummed is loaded from its begin on. What of it was unpacked by the launch
-    // before is in the cache.
-    const uint32_t begin = copy.is_checksummed() ? 0 : copy.from;
-    begin_load(copy.to - begin, barrier);
-    if (is_store) {
-      load_part(to + begin, copy.paged + begin, copy.to - begin, barrier);
-    } else {
-      if (begin < copy.from) load_part(to, copy.paged, copy.from, barrier);
-      load_part(to + copy.from, copy.packed + copy.from, copy.to - copy.from, barrier);
-    }
-  };
-
-  // A warp takes runs of tiles of one block, so that it reads and writes their checksums at once.
-  const uint32_t warps = kWarps * (gridDim.x - 1);
-  const uint32_t run_tiles =
-      max(1u, min(StoredChecksums::kMost, a.block_count * a.tile_count / warps));
-  const uint32_t runs = (a.tile_count + run_tiles - 1) / run_tiles, total = a.block_count * runs;
-  const auto fetch = [&](uint32_t run) {
-    if (is_store || run >= total) return;
-    const uint32_t first = run_tiles * (run % runs);
-    stored.fetch(ChecksumRow(a, run / runs), a.first_tile + first,
-                 min(run_tiles, a.tile_count - first));
-  };
-  uint32_t number = kWarps * (blockIdx.x - 1) + warp;
-  if (number >= total) return;
-  ChecksumCopy copy = checksum_copy(a, number / runs, run_tiles * (number % runs));
-  uint32_t stage = 0;
-  unsigned parities = 0;  // a bit for each stage
-  fetch(number);
-  load(stage, copy);
-  for (; number < total; number += warps) {
-    const uint32_t i = number / runs, first = run_tiles * (number % runs);
-    const uint32_t count = min(run_tiles, a.tile_count - first), tile = a.first_tile + first;
-    fetch(number + warps);
-    bool has_tile = false;
-    uint64_t checksum = 0;
-    for (uint32_t k = 0; k < count; ++k) {
-      const bool is_last = k + 1 == count, is_end = is_last && number + warps >= total;
-      const uint32_t following = is_last ? number + warps : number;
-      const ChecksumCopy next =
-          is_end ? ChecksumCopy{}
-                 : checksum_copy(a, following / runs,
-                                 is_last ? run_tiles * (following % runs) : first + k + 1);
-      const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1;
-      load(next_stage, next);
-      if (!copy.is_empty()) {
-        const unsigned char* const at = stages + stage * a.stage_bytes;
-        wait_for_load(shared_address(&barriers[warp][stage]), parities >> stage & 1);
-        parities ^= 1u << stage;
-        if (lane == 0) {
-          store_bulk((is_store ? copy.packed : copy.paged) + copy.from,
-                     shared_address(at + copy.from), copy.to - copy.from);
-        }
-        if (copy.is_checksummed()) {
-          const ChecksumSums sums =
-              sums_of(0, checksum_units(copy.bytes), lane, SharedTile{at, copy.bytes});
-          const uint64_t of_tile = __shfl_sync(~0u, checksum_of(sums, tile + k), 0);
-          if (lane == k) {
-            has_tile = true;
-            checksum = of_tile;
-          }
-        }
+      const ChecksumRow row(a, i);
+      const bool has_tile = lane < count;
+      const uint64_t checksum = checksums[turn][lane % kWarps];
+      if (compares) {
+        row.compare(has_tile, first + lane, checksum, stored.get(first, has_tile));
+      } else {
+        row.write(has_tile, first + lane, checksum);
       }
-      if (lane == 0) commit_stores();  // a group in every turn: load() counts them
-      __syncwarp();
-      copy = next;
-      stage = next_stage;
-    }
-    const ChecksumRow row(a, i);
-    if (is_store) {
-      row.write(has_tile, tile + lane, checksum);
-    } else {
-      row.compare(has_tile, tile + lane, checksum, stored.get(row, tile, has_tile));
     }
   }
-  if (lane == 0) wait_for_stores();
-#else
-  static_cast<void>(a);
-  __trap();
-#endif
 }
 
 }  // namespace kvswap

@@ -63,10 +63,9 @@ struct SlotChecksums {
 constexpr uint64_t kNoTile = ~uint64_t{0};  // the tag did not match, or the bytes cannot be decoded
 static_assert(sizeof(SlotChecksums) == 32);
 
-// A tile of block b is `bytes` bytes at base + b * stride. In a packed block it begins at byte
-// `offset`.
+// A tile of block b is `bytes` bytes at base + b * stride.
 struct ChecksumTile {
-  uint64_t base, stride, bytes, offset;
+  uint64_t base, stride, bytes;
 };
 
 enum class ChecksumTask : uint32_t {
@@ -77,9 +76,6 @@ enum class ChecksumTask : uint32_t {
 // Warps of a CTA. Each warp checksums one tile at a time, but those of the first CTA see to the
 // blocks.
 constexpr uint32_t kChecksumWarps = 8;
-// The same of the kernel that also copies. Each warp has a tile in one of its stages while the next
-// one arrives in another and the last one leaves.
-constexpr uint32_t kChecksumCopyWarps = 4, kChecksumCopyStages = 3;
 
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
 constexpr uint32_t kChecksumBlocks = 248;
@@ -88,48 +84,15 @@ constexpr uint32_t kChecksumBlocks = 248;
 struct ChecksumArguments {
   uint64_t tiles;  // address of the ChecksumTile of the block's first tile
   uint64_t rows, row_stride;
-  uint64_t states;  // a SlotState for each i, written if the block does not match
+  uint64_t states;  // a SlotState for each i: of the copy, and written if the block does not match
   uint32_t first_tile, tile_count, block_count;
   uint32_t word_bytes;  // divides all addresses and sizes
   ChecksumTask task;
-  // If the kernel also copies: bytes [begin, end), counted block after block, of packed blocks of
-  // block_bytes. Packed block i is at packed + i * packed_stride, or at + slots[i] * packed_stride.
-  uint64_t packed, packed_stride, begin, end, block_bytes;
-  uint32_t by_slot, stage_bytes;
   int32_t blocks[kChecksumBlocks];
   int32_t slots[kChecksumBlocks];
   uint64_t stores[kChecksumBlocks];  // their numbers
 };
 static_assert(sizeof(ChecksumArguments) <= 4096);
-
-// Bytes [from, to) of a tile are copied. If the tile ends with them, it is checksummed.
-struct ChecksumCopy {
-  uint64_t paged, packed;  // of byte 0
-  uint32_t bytes, from, to;
-
-  KVSWAP_HOST_DEVICE bool is_empty() const { return from >= to; }
-  KVSWAP_HOST_DEVICE bool is_checksummed() const { return from < to && to == bytes; }
-};
-
-// tile: counted from first_tile on.
-KVSWAP_HOST_DEVICE inline ChecksumCopy checksum_copy(const ChecksumArguments& a, uint32_t i,
-                                                     uint32_t tile) {
-  const auto* tiles = reinterpret_cast<const ChecksumTile*>(a.tiles) + a.first_tile;
-  const ChecksumTile found = tiles[tile];
-  const uint64_t offset = found.offset - tiles[0].offset;  // in the part of the block that is moved
-  const uint64_t first = i * a.block_bytes + offset, last = first + found.bytes;
-  const uint64_t from = a.begin > first ? a.begin - first : 0;
-  const uint64_t to = a.end < last ? (a.end > first ? a.end - first : 0) : found.bytes;
-  const uint64_t place = a.by_slot != 0 ? static_cast<uint64_t>(a.slots[i]) : i;
-  return {found.base + static_cast<uint64_t>(a.blocks[i]) * found.stride,
-          a.packed + place * a.packed_stride + offset, static_cast<uint32_t>(found.bytes),
-          static_cast<uint32_t>(from < found.bytes ? from : found.bytes),
-          static_cast<uint32_t>(to)};
-}
-// Whether blocks[i] ends with the bytes that are copied.
-KVSWAP_HOST_DEVICE inline bool ends_block(const ChecksumArguments& a, uint32_t i) {
-  return (i + 1) * a.block_bytes <= a.end;
-}
 
 // The first field of the row of a slot.
 KVSWAP_HOST_DEVICE inline SlotChecksums* checksums_at(uint64_t rows, uint64_t row_stride,

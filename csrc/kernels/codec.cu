@@ -1,5 +1,5 @@
 #include "kernels/bulk_copy.h"
-#include "kernels/checksum_device.h"
+#include "kernels/slot.h"
 
 // The kernels that encode blocks into slots and decode them, found by their names in the module
 // that setup.py makes of this file. codec.cpp does the same on the CPU, and says more about the
@@ -32,41 +32,17 @@ struct Team {
   }
 };
 
-// The tiles of a launch in runs: a team takes all tiles of one and then another run. A run is of
-// one block.
-struct Runs {
-  uint32_t tiles, per_block, total, step;
-
-  struct Position {
-    uint32_t run, tile;  // tile: of the run
-  };
-
-  // teams: that share them. longest: in tiles.
-  __device__ Runs(const CodecArguments& a, uint32_t teams, uint32_t longest)
-      : tiles(longest == 1 ? 1 : max(1u, min(longest, a.block_count * a.tile_count / teams))),
-        per_block((a.tile_count + tiles - 1) / tiles),
-        total(a.block_count * per_block),
-        step(teams) {}
-  __device__ uint32_t count(const CodecArguments& a, uint32_t run) const {
-    return min(tiles, a.tile_count - run % per_block * tiles);
-  }
-  __device__ Position after(const CodecArguments& a, Position at) const {
-    if (at.tile + 1 < count(a, at.run)) return {at.run, at.tile + 1};
-    return {at.run + step, 0};
-  }
-};
-
 // What a team works on: tile `tile` of blocks[index].
 struct Work {
-  uint32_t index, tile, bytes, checksum;
+  uint32_t index, tile, bytes;
   unsigned char *values, *encoded, *slot;
 
-  __device__ Work(const CodecArguments& a, const Runs& runs, Runs::Position at) {
-    index = at.run / runs.per_block;
-    tile = a.first_tile + at.run % runs.per_block * runs.tiles + at.tile;
+  // number: of block_count * tile_count.
+  __device__ Work(const CodecArguments& a, uint32_t number) {
+    index = number / a.tile_count;
+    tile = a.first_tile + number % a.tile_count;
     const SlotTile found = reinterpret_cast<const SlotTile*>(a.tiles)[tile];
     bytes = found.bytes;
-    checksum = found.checksum;
     const uint64_t place = a.by_slot != 0 ? static_cast<uint64_t>(a.slots[index]) : index;
     slot = reinterpret_cast<unsigned char*>(a.packed + place * a.packed_stride);
     encoded = slot + (found.offset - a.skipped);
@@ -85,64 +61,6 @@ struct Work {
   __device__ void set_state(const CodecArguments& a, SlotState state) const {
     reinterpret_cast<volatile uint8_t*>(a.states)[index] = static_cast<uint8_t>(state);
   }
-  __device__ uint32_t checksums() const { return checksum_tiles(bytes); }
-};
-
-// The checksums of the tiles of a run, each made by one warp or two: a warp has kCodecWarpBytes.
-template <int kWarps>
-class TileChecksums {
- public:
-  // Tiles of a run, whose checksums are fetched at once.
-  static constexpr uint32_t kLongestRun = StoredChecksums::kMost / (kWarps < 2 ? 1 : kWarps / 2);
-
-  __device__ explicit TileChecksums(const Team<kWarps>& team) : team_(team) {
-    __shared__ ChecksumSums sums[kCodecMaxWarps];
-    sums_ = sums + kWarps * team.number;
-  }
-  // By all threads. The team meets after this.
-  __device__ void add(const unsigned char* stage, uint32_t bytes) {
-    const unsigned warp = team_.rank / 32;
-    const uint32_t begin = warp / kPerChecksum * kChecksumTileBytes;
-    const uint32_t of_tile = bytes > begin ? min(bytes - begin, kChecksumTileBytes) : 0;
-    const uint32_t first = warp % kPerChecksum * kUnits;
-    const uint32_t last = min(first + kUnits, checksum_units(of_tile));
-    const ChecksumSums mine = sums_of(first, last, team_.lane, SharedTile{stage + begin, of_tile});
-    if (team_.lane == 0) sums_[warp] = mine;
-  }
-  // By the first warp, once the team has met. Thread t of it keeps checksum number t of the run.
-  __device__ void keep(const Work& work, bool is_first, bool is_valid) {
-    if (is_first) {
-      first_ = work.checksum;
-      has_tile_ = false;
-    }
-    const uint32_t number = first_ + team_.lane, index = number - work.checksum;
-    if (number < work.checksum || index >= work.checksums() || !is_valid) return;
-    ChecksumSums sums;
-#pragma unroll
-    for (uint32_t i = 0; i < kPerChecksum; ++i) {
-      sums.first += sums_[kPerChecksum * index + i].first;
-      sums.second += sums_[kPerChecksum * index + i].second;
-    }
-    has_tile_ = true;
-    checksum_ = checksum_of(sums, number);
-  }
-  // Of the run, by the first warp.
-  __device__ void write(const ChecksumRow& row) const {
-    row.write(has_tile_, first_ + team_.lane, checksum_);
-  }
-  __device__ void compare(const ChecksumRow& row, StoredChecksums& stored) const {
-    row.compare(has_tile_, first_ + team_.lane, checksum_, stored.get(row, first_, has_tile_));
-  }
-
- private:
-  static constexpr uint32_t kUnits = kCodecWarpBytes / kChecksumUnitBytes;  // of a warp
-  static constexpr uint32_t kPerChecksum = kWarps == 1 ? 1 : kChecksumTileBytes / kCodecWarpBytes;
-
-  const Team<kWarps>& team_;
-  ChecksumSums* sums_;
-  uint32_t first_ = 0;
-  bool has_tile_ = false;
-  uint64_t checksum_ = 0;
 };
 
 // The stages of a team. In each turn of its loop the team loads the tile of the next turn, waits
@@ -388,7 +306,6 @@ class EscapeCounter {
 };
 
 // After one thread has counted each finished tile: the last one of a slot writes the header.
-template <bool kChecksums>
 __device__ void finish_tile(const CodecArguments& a, const Work& work, SlotCounter* counter) {
   const SlotCounter before = atomicAdd(counter, kFinishedTile);
   if (before / kFinishedTile != a.all_tiles - 1) return;
@@ -397,11 +314,10 @@ __device__ void finish_tile(const CodecArguments& a, const Work& work, SlotCount
   const SlotHeader header{kSlotMagic, escapes | (fits ? 0 : kSlotOverflow), 0};
   *reinterpret_cast<SlotHeader*>(work.slot) = header;
   if (!fits) work.set_state(a, SlotState::kOverflow);
-  if (kChecksums) ChecksumRow(a, work.index).end_store(!fits);
   *counter = 0;  // for the next launch
 }
 
-template <int kWarps, bool kChecksums>
+template <int kWarps>
 __device__ void encode_tiles(const CodecArguments& a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint32_t counts[kCodecMaxWarps], starts[kCodecMaxWarps];
@@ -409,7 +325,6 @@ __device__ void encode_tiles(const CodecArguments& a) {
   constexpr unsigned kThreads = Team<kWarps>::kThreads, kStageBytes = kWarps * kCodecWarpBytes;
   Stages<kWarps> stages(team, memory + team.number * kStages * kStageBytes);
   EscapeCounter<kWarps> counter(team, counts, starts);
-  TileChecksums<kWarps> checksums(team);
   auto* const bins = reinterpret_cast<uint32_t*>(memory + team.per_cta * kStages * kStageBytes) +
                      kCodecBins * team.number;
   const auto clear_bins = [&] {
@@ -418,15 +333,14 @@ __device__ void encode_tiles(const CodecArguments& a) {
   clear_bins();
   __syncthreads();
 
-  const Runs runs(a, gridDim.x * team.per_cta, kChecksums ? checksums.kLongestRun : 1u);
-  Runs::Position here{blockIdx.x * team.per_cta + team.number, 0};
-  if (here.run >= runs.total) return;
-  Work work(a, runs, here);
+  const uint32_t total = a.block_count * a.tile_count, teams = gridDim.x * team.per_cta;
+  uint32_t number = blockIdx.x * team.per_cta + team.number;
+  if (number >= total) return;
+  Work work(a, number);
   stages.load_first(work.values, work.bytes);
-  while (here.run < runs.total) {
-    const Runs::Position following = runs.after(a, here);
-    const bool is_last = following.run >= runs.total;
-    const Work next(a, runs, is_last ? here : following);
+  for (; number < total; number += teams) {
+    const bool is_last = number + teams >= total;
+    const Work next(a, is_last ? number : number + teams);
     stages.load_next(next.values, is_last ? 0 : next.bytes);
     stages.wait();
     unsigned char* const stage = stages.current();
@@ -442,12 +356,7 @@ __device__ void encode_tiles(const CodecArguments& a) {
         atomicAdd(&bins[pair >> 23 & 255], 1);
       }
     }
-    if (kChecksums) checksums.add(stage, work.bytes);
     team.sync();
-    if (kChecksums && team.rank < 32) {
-      checksums.keep(work, /*is_first=*/here.tile == 0, /*is_valid=*/true);
-      if (following.tile == 0) checksums.write(ChecksumRow(a, work.index));
-    }
     const uint32_t lowest = choose_lowest(bins, team.lane);
 
     // The tile goes to registers, because its encoded bytes take its place.
@@ -497,10 +406,9 @@ __device__ void encode_tiles(const CodecArguments& a) {
     stages.store(work.encoded, encoded_bytes(work.bytes));
     if (team.rank == 0) {
       *work.entry() = {static_cast<uint8_t>(lowest), 0, static_cast<uint16_t>(of_tile), first};
-      finish_tile<kChecksums>(a, work, slot_counter);
+      finish_tile(a, work, slot_counter);
     }
     work = next;
-    here = following;
   }
   stages.finish();
 }
@@ -523,47 +431,23 @@ struct Metadata {
   }
 };
 
-template <int kWarps, bool kChecksums>
+template <int kWarps>
 __device__ void decode_tiles(const CodecArguments& a) {
-  if (kChecksums && blockIdx.x == 0) {
-    for (uint32_t i = threadIdx.x; i < a.block_count; i += blockDim.x) {
-      ChecksumRow(a, i).compare_tag(/*is_rejected=*/false);
-    }
-    return;
-  }
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint32_t escapes_of_team[kCodecMaxWarps];
   const Team<kWarps> team;
   constexpr unsigned kThreads = Team<kWarps>::kThreads;
   Stages<kWarps> stages(team, memory + team.number * kStages * kWarps * kCodecWarpBytes);
-  TileChecksums<kWarps> checksums(team);
-  // Where an encoder has its bins.
-  static_assert(sizeof(StoredChecksums::Buffers) <= kCodecBins * sizeof(uint32_t));
-  auto* const buffers = reinterpret_cast<StoredChecksums::Buffers*>(
-      memory + team.per_cta * kStages * kWarps * kCodecWarpBytes +
-      team.number * kCodecBins * sizeof(uint32_t));
-  StoredChecksums stored(buffers, kChecksums ? team.rank : 1);
   __syncthreads();
 
-  constexpr unsigned kOthers = kChecksums ? 1 : 0;
-  const uint32_t teams = (gridDim.x - kOthers) * team.per_cta;
-  const Runs runs(a, teams, kChecksums ? checksums.kLongestRun : 1u);
-  Runs::Position here{(blockIdx.x - kOthers) * team.per_cta + team.number, 0};
-  if (here.run >= runs.total) return;
-  Work work(a, runs, here);
+  const uint32_t total = a.block_count * a.tile_count, teams = gridDim.x * team.per_cta;
+  uint32_t number = blockIdx.x * team.per_cta + team.number;
+  if (number >= total) return;
+  Work work(a, number);
   stages.load_first(work.encoded, encoded_bytes(work.bytes));
   Metadata metadata(work);
-  const auto fetch = [&](uint32_t run) {
-    if (!kChecksums || team.rank >= 32 || run >= runs.total) return;
-    const Work last(a, runs, {run, runs.count(a, run) - 1});
-    const uint32_t first = Work(a, runs, {run, 0}).checksum;
-    const uint32_t count = last.checksum + last.checksums() - first;
-    stored.fetch(ChecksumRow(a, run / runs.per_block), first, count);
-  };
-  fetch(here.run);
-  while (here.run < runs.total) {
-    // The escapes of this tile, and the metadata and checksums of the next one, are on their way
-    // meanwhile.
+  for (; number < total; number += teams) {
+    // The escapes of this tile, and the metadata of the next one, are on their way meanwhile.
     const bool is_valid = metadata.is_valid(a);
     const uint32_t escapes = is_valid ? metadata.escapes() : 0, lowest = metadata.lowest();
     const uint16_t* const places = work.places(a) + metadata.first_escape();
@@ -573,12 +457,10 @@ __device__ void decode_tiles(const CodecArguments& a) {
       place = places[team.rank];
       exponent = exponents[team.rank];
     }
-    const Runs::Position following = runs.after(a, here);
-    const bool is_last = following.run >= runs.total;
-    const Work next(a, runs, is_last ? here : following);
+    const bool is_last = number + teams >= total;
+    const Work next(a, is_last ? number : number + teams);
     stages.load_next(next.encoded, is_last ? 0 : encoded_bytes(next.bytes));
     metadata = Metadata(next);
-    if (here.tile == 0) fetch(here.run + runs.step);
     stages.wait();
     unsigned char* const stage = stages.current();
     const uint32_t vectors = work.bytes / 16;
@@ -618,21 +500,8 @@ __device__ void decode_tiles(const CodecArguments& a) {
       }
     }
     stages.store(work.values, is_valid ? work.bytes : 0);
-    if (kChecksums) {
-      // The stage is not loaded again before the team has met in the next turn.
-      checksums.add(stage, work.bytes);
-      team.sync();
-      const ChecksumRow row(a, work.index);
-      if (team.rank < 32) {
-        checksums.keep(work, /*is_first=*/here.tile == 0, is_valid);
-        if (following.tile == 0) checksums.compare(row, stored);
-      }
-      if (is_refused) row.compare_tag(/*is_rejected=*/true);
-    } else if (is_refused) {
-      work.set_state(a, SlotState::kRefused);
-    }
+    if (is_refused) work.set_state(a, SlotState::kRefused);
     work = next;
-    here = following;
   }
   stages.finish();
 }
@@ -641,11 +510,11 @@ __device__ void decode_tiles(const CodecArguments& a) {
 #else
 namespace {
 
-template <int kWarps, bool kChecksums>
+template <int kWarps>
 __device__ void encode_tiles(const CodecArguments&) {
   __trap();
 }
-template <int kWarps, bool kChecksums>
+template <int kWarps>
 __device__ void decode_tiles(const CodecArguments&) {
   __trap();
 }
@@ -653,51 +522,32 @@ __device__ void decode_tiles(const CodecArguments&) {
 }  // namespace
 #endif
 
-template <bool kChecksums>
-__device__ void encode_all(const CodecArguments& a) {
-  switch (a.team_warps) {
-    case 1:
-      return encode_tiles<1, kChecksums>(a);
-    case 2:
-      return encode_tiles<2, kChecksums>(a);
-    case 4:
-      return encode_tiles<4, kChecksums>(a);
-    case 8:
-      return encode_tiles<8, kChecksums>(a);
-  }
-}
-template <bool kChecksums>
-__device__ void decode_all(const CodecArguments& a) {
-  switch (a.team_warps) {
-    case 1:
-      return decode_tiles<1, kChecksums>(a);
-    case 2:
-      return decode_tiles<2, kChecksums>(a);
-    case 4:
-      return decode_tiles<4, kChecksums>(a);
-    case 8:
-      return decode_tiles<8, kChecksums>(a);
-  }
-}
-
-// Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team. With checksums
-// these need 50 more registers, so they are kernels of their own.
+// Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team.
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
     kvswap_encode(const __grid_constant__ CodecArguments a) {
-  encode_all<false>(a);
-}
-extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
-    kvswap_encode_checksum(const __grid_constant__ CodecArguments a) {
-  encode_all<true>(a);
+  switch (a.team_warps) {
+    case 1:
+      return encode_tiles<1>(a);
+    case 2:
+      return encode_tiles<2>(a);
+    case 4:
+      return encode_tiles<4>(a);
+    case 8:
+      return encode_tiles<8>(a);
+  }
 }
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
     kvswap_decode(const __grid_constant__ CodecArguments a) {
-  decode_all<false>(a);
-}
-// The first CTA compares the tags: see checksum.cu.
-extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
-    kvswap_decode_checksum(const __grid_constant__ CodecArguments a) {
-  decode_all<true>(a);
+  switch (a.team_warps) {
+    case 1:
+      return decode_tiles<1>(a);
+    case 2:
+      return decode_tiles<2>(a);
+    case 4:
+      return decode_tiles<4>(a);
+    case 8:
+      return decode_tiles<8>(a);
+  }
 }
 
 }  // namespace kvswap

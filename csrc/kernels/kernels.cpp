@@ -26,8 +26,6 @@ constexpr int kAmpere = 8, kHopper = 9;
 // The most that a launch asks for. Every GPU has them that has the kernel.
 constexpr int kPackSharedBytes = 64 << 10;
 constexpr int kCodecSharedBytes = codec_shared_bytes(kCodecMaxWarps, kCodecMaxWarps);
-constexpr int kChecksumCopySharedBytes =
-    kChecksumCopyWarps * kChecksumCopyStages * kChecksumTileBytes;
 
 Module load_module(const void* image) {
   Module module = nullptr;
@@ -70,31 +68,22 @@ Kernels load(int device) {
   }
   if (capability >= kAmpere) {
     const Module codec = load_module(kvswap_codec_image);
-    for (const auto& [kernel, name] :
-         {std::pair{&kernels.encode, "kvswap_encode"}, std::pair{&kernels.decode, "kvswap_decode"},
-          std::pair{&kernels.encode_checksum, "kvswap_encode_checksum"},
-          std::pair{&kernels.decode_checksum, "kvswap_decode_checksum"}}) {
-      *kernel = find(codec, name);
-      allow_shared_bytes(*kernel, kCodecSharedBytes);
+    kernels.encode = find(codec, "kvswap_encode");
+    kernels.decode = find(codec, "kvswap_decode");
+    for (const Function kernel : {kernels.encode, kernels.decode}) {
+      allow_shared_bytes(kernel, kCodecSharedBytes);
     }
   }
-  const Module checksum = load_module(kvswap_checksum_image);
-  kernels.checksum = find(checksum, "kvswap_checksum");
-  if (capability >= kHopper) {
-    kernels.checksum_copy = find(checksum, "kvswap_checksum_copy");
-    allow_shared_bytes(kernels.checksum_copy, kChecksumCopySharedBytes);
-  }
+  kernels.checksum = find(load_module(kvswap_checksum_image), "kvswap_checksum");
   kernels.expand_block_ids =
       find(load_module(kvswap_expand_block_ids_image), "kvswap_expand_block_ids");
   const Stream stream = create_stream();
   if (kernels.pack_bulk != nullptr) warm_up(kernels.pack_bulk, PackArguments{}, stream);
   warm_up(kernels.pack_words, PackArguments{}, stream);
-  for (const Function codec :
-       {kernels.encode, kernels.decode, kernels.encode_checksum, kernels.decode_checksum}) {
+  for (const Function codec : {kernels.encode, kernels.decode}) {
     if (codec != nullptr) warm_up(codec, CodecArguments{}, stream);
   }
   warm_up(kernels.checksum, ChecksumArguments{}, stream);
-  if (kernels.checksum_copy != nullptr) warm_up(kernels.checksum_copy, ChecksumArguments{}, stream);
   warm_up(kernels.expand_block_ids, Expansion{}, stream);
   const Result loaded = driver().synchronize_stream(stream);
   driver().destroy_stream(stream);

@@ -8,10 +8,8 @@ namespace kvswap::cuda {
 struct Kernels {
   Function pack_bulk = nullptr;  // null on GPUs older than Hopper
   Function pack_words = nullptr;
-  Function encode = nullptr, decode = nullptr;                    // null on GPUs older than Ampere
-  Function encode_checksum = nullptr, decode_checksum = nullptr;  // likewise
+  Function encode = nullptr, decode = nullptr;  // null on GPUs older than Ampere
   Function checksum = nullptr;
-  Function checksum_copy = nullptr;  // null on GPUs older than Hopper
   Function expand_block_ids = nullptr;
 };
 

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 
-#include "kernels/checksum_arguments.h"
 #include "kernels/host_device.h"
 
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the
@@ -65,13 +64,11 @@ KVSWAP_HOST_DEVICE constexpr uint32_t sampled_word(uint32_t vector) {
   return ((vector >> 3) + (vector >> 5)) % 4;
 }
 
-// A tile of block b is `bytes` bytes at base + b * stride; in a slot it is at `offset`. Its
-// checksums begin with number `checksum` of the block.
+// A tile of block b is `bytes` bytes at base + b * stride; in a slot it is at `offset`.
 struct SlotTile {
   uint64_t base, stride;
-  uint32_t bytes, offset, checksum;
+  uint32_t bytes, offset;
 };
-static_assert(kTileBytes % kChecksumTileBytes == 0);
 
 // What became of a slot.
 enum class SlotState : uint8_t {
@@ -83,7 +80,7 @@ enum class SlotState : uint8_t {
 };
 
 // Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
-constexpr uint32_t kCodecBlocks = 248;
+constexpr uint32_t kCodecBlocks = 496;
 
 // Encodes blocks into slots, or decodes them: block blocks[i] and the slot at packed + i *
 // packed_stride, or at packed + slots[i] * packed_stride.
@@ -98,10 +95,8 @@ struct CodecArguments {
   uint32_t block_count;
   uint32_t team_warps;  // that work on one tile: 1, 2, 4 or 8
   uint32_t by_slot;
-  uint64_t rows, row_stride;  // of the checksums of the slots; rows: 0 for none
   int32_t blocks[kCodecBlocks];
   int32_t slots[kCodecBlocks];
-  uint64_t stores[kCodecBlocks];  // for checksums: the numbers of the stores
 };
 static_assert(sizeof(CodecArguments) <= 4096);
 

@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+from caller_submits import CallerBegins
 from damage import Damage
 from encoded_cache import METHODS, EncodedCache, finish
 from encoded_fuzz import Fuzz
@@ -18,10 +19,12 @@ from expecttest import assert_expected_inline
 from fuzz import fuzz
 from host_pools import in_chunks
 from logged import logged
-from simulated_cache import CURRENT, Stream, needs_kernels
-from simulated_driver import Driver, place, simulated
+from patience import in_time
+from simulated_cache import CURRENT, Stream, needs_kernels, rest, threads
+from simulated_driver import Driver, on_device, place, simulated
 
 from torch_kvswap import (
+    BlocksRejectedError,
     CorruptedPageError,
     DeviceLostError,
     HostPool,
@@ -87,6 +90,29 @@ def test_random_jobs_find_nothing_but_what_is_wrong(driver: Driver, method: str)
 
 @needs_kernels
 @simulated
+def test_a_load_compares_with_its_first_store(driver: Driver) -> None:
+    """Another handler stores into the page when a piece of the block is loaded."""
+    layout = on_device(driver, torch.randint(256, (1, 3, 8 << 20), dtype=torch.uint8))
+    pool = HostPool(layout, 1, verify="load")
+    before = threads()
+    with (
+        CallerBegins(layout, pool, copy_method="staged", staging_bytes=4 << 20) as handler,
+        OffloadHandler(layout, pool, copy_method="kernel") as other,
+        logged(),
+    ):
+        other.store(gpu_block_ids=[0], page_ids=[0]).synchronize()
+        handler.load(page_ids=[0], gpu_block_ids=[2]).synchronize()  # starts the worker
+        (worker,) = threads() - before
+        assert in_time(lambda: rest({worker}))
+        with driver.stopped(worker):
+            job = handler.load(page_ids=[0], gpu_block_ids=[2])
+            other.store(gpu_block_ids=[1], page_ids=[0]).synchronize()
+        with pytest.raises(CorruptedPageError, match="stored again while it was loaded"):
+            job.synchronize()
+
+
+@needs_kernels
+@simulated
 def test_slabs_of_any_size_have_checksums(driver: Driver) -> None:
     sizes = {"values": 4099, "layers": 2, "encodings": ["raw"], "verify": "load"}
     with EncodedCache(driver, copy_method="kernel", **sizes) as cache:
@@ -109,13 +135,13 @@ def test_cut_tiles_are_checksummed_either_way(driver: Driver, is_aligned: bool) 
     with EncodedCache(driver, verify="load", copy_method="staged", **sizes) as cache:
         before = cache.block(0)
         finish(cache, cache.store([0], [2]))
-        stored = re.findall("(pack|pack and checksum|checksum) 1 blocks", steps(driver))
+        stored = re.findall("(pack|checksum) 1 blocks", steps(driver))
         (result,) = finish(cache, cache.load([2], [3]))
-        loaded = re.findall("(unpack|unpack and checksum|checksum) 1 blocks", steps(driver))
+        loaded = re.findall("(unpack|checksum) 1 blocks", steps(driver))
         assert result.ok
         assert cache.is_same(3, before)
-    assert stored == (["pack and checksum"] * 3 if is_aligned else [*["pack"] * 3, "checksum"])
-    assert loaded == (["unpack and checksum"] * 3 if is_aligned else [*["unpack"] * 3, "checksum"])
+    assert stored == [*["pack"] * 3, "checksum"]
+    assert loaded == [*["unpack"] * 3, "checksum"]
 
 
 @needs_kernels
@@ -129,6 +155,19 @@ def test_many_blocks_are_checksummed_by_several_launches(driver: Driver) -> None
         cache.pools[0].pages[[0, 250, 299], 0, 5] ^= 1
         (load,) = finish(cache, cache.load(range(300), range(300)))
         assert load.rejected == (0, 250, 299)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_a_rejected_store_leaves_no_checksums(driver: Driver, method: str) -> None:
+    with EncodedCache(driver, verify="load", copy_method=method) as cache, logged():
+        finish(cache, cache.store([1], [0]))
+        cache.spoil(1)
+        (store,) = finish(cache, cache.store([1], [0]))
+        (load,) = finish(cache, cache.load([0], [2], layer_groups=3))
+    assert store.rejected == load.rejected == (0,)
+    assert type(load.error) is BlocksRejectedError
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -206,20 +245,17 @@ def test_blocks_copied_beside_pieces_have_checksums(driver: Driver) -> None:
         assert error.value.rejected == tuple(range(40))
 
 
-@pytest.mark.parametrize(
-    ("method", "kernel"),
-    [("staged", "checksum_copy"), ("kernel", "checksum_copy"), ("strided", "checksum")],
-)
+@pytest.mark.parametrize(("method", "launch"), [("staged", 2), ("kernel", 2), ("strided", 1)])
 @needs_kernels
 @simulated
 def test_a_job_whose_checksum_cannot_be_launched_fails(
-    driver: Driver, method: str, kernel: str
+    driver: Driver, method: str, launch: int
 ) -> None:
     with EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method) as cache:
-        driver.fail("cuLaunchKernel", 1)
+        driver.fail("cuLaunchKernel", launch)
         job = cache.store([0], [0])
         finish(cache, job)
-        with pytest.raises(TransferError, match=f"cuLaunchKernel of {kernel}, 1 blocks of 3 tiles"):
+        with pytest.raises(TransferError, match="cuLaunchKernel of checksum, 1 blocks of 3 tiles"):
             job.synchronize()
         cache.handler.poll()
         (again,) = finish(cache, cache.store([0], [0]))

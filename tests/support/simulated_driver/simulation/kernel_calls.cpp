@@ -12,13 +12,8 @@ namespace {
 
 constexpr char kPackBulk[] = "kvswap_pack_bulk", kPackWords[] = "kvswap_pack_words",
                kEncode[] = "kvswap_encode", kDecode[] = "kvswap_decode",
-               kEncodeChecksum[] = "kvswap_encode_checksum",
-               kDecodeChecksum[] = "kvswap_decode_checksum", kChecksum[] = "kvswap_checksum",
-               kChecksumCopy[] = "kvswap_checksum_copy",
-               kExpandBlockIds[] = "kvswap_expand_block_ids";
-const char* const kNames[] = {kPackBulk, kPackWords,      kEncode,
-                              kDecode,   kEncodeChecksum, kDecodeChecksum,
-                              kChecksum, kChecksumCopy,   kExpandBlockIds};
+               kChecksum[] = "kvswap_checksum", kExpandBlockIds[] = "kvswap_expand_block_ids";
+const char* const kNames[] = {kPackBulk, kPackWords, kEncode, kDecode, kChecksum, kExpandBlockIds};
 
 int load_module(void** module, const void* image) {
   const Call call("cuModuleLoadData");
@@ -59,30 +54,6 @@ std::vector<Copy> copies_of(const kvswap::PackArguments& arguments, bool bulk) {
   return copies;
 }
 
-// What a codec with checksums does to the row of a slot. The block is raw.
-void checksum_raw(const kvswap::CodecArguments& a, uint32_t i, kvswap::ChecksumTask task) {
-  const auto* first = reinterpret_cast<const kvswap::SlotTile*>(a.tiles) + a.first_tile;
-  std::vector<kvswap::ChecksumTile> tiles(first->checksum);
-  for (const auto* tile = first; tile < first + a.tile_count; ++tile) {
-    for (uint32_t at = 0; at < tile->bytes; at += kvswap::kChecksumTileBytes) {
-      const uint32_t bytes = std::min(tile->bytes - at, kvswap::kChecksumTileBytes);
-      tiles.push_back({tile->base + at, tile->stride, bytes, 0});
-    }
-  }
-  kvswap::ChecksumArguments checksum{};
-  checksum.tiles = reinterpret_cast<uint64_t>(tiles.data());
-  checksum.first_tile = first->checksum;
-  checksum.tile_count = static_cast<uint32_t>(tiles.size()) - first->checksum;
-  checksum.rows = a.rows;
-  checksum.row_stride = a.row_stride;
-  checksum.states = a.states + i;
-  checksum.task = task;
-  checksum.blocks[0] = a.blocks[i];
-  checksum.slots[0] = a.slots[i];
-  checksum.stores[0] = a.stores[i];
-  kvswap::checksum_block(checksum, 0);
-}
-
 // The codec of the CPU does what the kernels do to one slot.
 void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
                  uint64_t slot) {
@@ -92,7 +63,6 @@ void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
-  if (a.rows != 0) checksum_raw(a, i, kvswap::ChecksumTask::kWrite);
 }
 
 void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
@@ -106,7 +76,6 @@ void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::Slot
   if (state != kvswap::SlotState::kGood) {
     reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
   }
-  if (a.rows != 0) checksum_raw(a, i, kvswap::ChecksumTask::kCompare);
 }
 
 // What one launch encodes or decodes, slot after slot.
@@ -136,10 +105,6 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
     if (addresses % 16 != 0) device().log.violation("a kernel codes what is not aligned to 16");
     coding.memory.emplace_back(slot, slot_end);
     coding.memory.emplace_back(a.states + i, a.states + i + 1);
-    if (a.rows != 0) {
-      const uint64_t row = a.rows + static_cast<uint64_t>(a.slots[i]) * a.row_stride;
-      coding.memory.emplace_back(row, row + sizeof(kvswap::SlotChecksums));
-    }
     if (encodes) {
       const uint64_t counter = a.counters + i * sizeof(kvswap::SlotCounter);
       coding.memory.emplace_back(counter, counter + sizeof(kvswap::SlotCounter));
@@ -177,55 +142,6 @@ std::vector<Coding> checksums_of(const kvswap::ChecksumArguments& arguments) {
   return codings;
 }
 
-// Copies a block's part of one launch, and checksums the tiles that end in it.
-void copy_and_checksum(const kvswap::ChecksumArguments& a, uint32_t i) {
-  kvswap::ChecksumArguments ended = a;
-  ended.tile_count = 0;
-  for (uint32_t number = 0; number < a.tile_count; ++number) {
-    const kvswap::ChecksumCopy part = kvswap::checksum_copy(a, i, number);
-    if (part.is_empty()) continue;
-    auto* paged = reinterpret_cast<char*>(part.paged) + part.from;
-    auto* packed = reinterpret_cast<char*>(part.packed) + part.from;
-    const bool is_store = a.task == kvswap::ChecksumTask::kWrite;
-    std::memcpy(is_store ? packed : paged, is_store ? paged : packed, part.to - part.from);
-    if (!part.is_checksummed()) continue;
-    if (ended.tile_count++ == 0) ended.first_tile = a.first_tile + number;
-  }
-  if (ended.tile_count == 0) return;
-  auto* row = kvswap::checksums_at(a.rows, a.row_stride, a.slots[i]);
-  const uint64_t tag = row->tag;
-  kvswap::checksum_block(ended, i);
-  if (!kvswap::ends_block(a, i)) row->tag = tag;
-}
-
-std::vector<Coding> checksum_copies_of(const kvswap::ChecksumArguments& arguments, unsigned warps,
-                                       unsigned shared) {
-  const auto a = std::make_shared<const kvswap::ChecksumArguments>(arguments);
-  std::vector<Coding> codings;
-  for (uint32_t i = 0; i < a->block_count; ++i) {
-    Coding coding;
-    for (uint32_t number = 0; number < a->tile_count; ++number) {
-      const kvswap::ChecksumCopy part = kvswap::checksum_copy(*a, i, number);
-      if (part.is_empty()) continue;
-      if ((part.paged | part.packed | part.bytes | part.from | part.to) % 16 != 0) {
-        device().log.violation("a kernel copies and checksums bytes that are not aligned to 16");
-      }
-      if (part.bytes > a->stage_bytes ||
-          shared < warps * kvswap::kChecksumCopyStages * part.bytes) {
-        device().log.violation("a warp has a tile of ", part.bytes, " bytes");
-      }
-      coding.memory.emplace_back(part.paged, part.paged + part.bytes);
-      coding.memory.emplace_back(part.packed + part.from, part.packed + part.to);
-    }
-    coding.memory.emplace_back(a->states + i, a->states + i + 1);
-    const uint64_t row = a->rows + static_cast<uint64_t>(a->slots[i]) * a->row_stride;
-    coding.memory.emplace_back(row, row + sizeof(kvswap::SlotChecksums));
-    coding.run = [a, i] { copy_and_checksum(*a, i); };
-    codings.push_back(std::move(coding));
-  }
-  return codings;
-}
-
 int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, unsigned, unsigned,
            unsigned shared, void* handle, void** arguments, void**) {
   Call call("cuLaunchKernel");
@@ -241,8 +157,8 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
   }
   Operation operation;
   uint32_t blocks = 0;
-  const bool encodes = name == kEncode || name == kEncodeChecksum;
-  if (encodes || name == kDecode || name == kDecodeChecksum) {
+  const bool encodes = name == kEncode;
+  if (encodes || name == kDecode) {
     const auto& codec = *static_cast<const kvswap::CodecArguments*>(arguments[0]);
     blocks = codec.block_count;
     if (blocks != 0) {
@@ -256,13 +172,6 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
       }
     }
     operation.name = encodes ? "encode" : "decode";
-    if (codec.rows != 0) operation.name += " and checksum";
-  } else if (name == kChecksumCopy) {
-    const auto& checksum = *static_cast<const kvswap::ChecksumArguments*>(arguments[0]);
-    blocks = checksum.block_count;
-    if (blocks != 0) operation.codings = checksum_copies_of(checksum, threads / 32, shared);
-    operation.name = checksum.task == kvswap::ChecksumTask::kWrite ? "pack" : "unpack";
-    operation.name += " and checksum";
   } else if (name == kChecksum) {
     const auto& checksum = *static_cast<const kvswap::ChecksumArguments*>(arguments[0]);
     blocks = checksum.block_count;
