@@ -1,16 +1,17 @@
 """Moves scattered blocks over the links of several GPUs, beside one big copy over one link.
 
 A handler without relays, and handlers with some, move the same blocks, in turn with one big pinned
-copy of the same bytes, in changing order. Total time is from the call of store() or load() until
-handler.synchronize() returns. All bytes are compared after each cell. Without a GPU there are no
-relays.
+copy of the same bytes, and with plain copies of equal parts over as many links, in changing order.
+Total time is from the call of store() or load() until handler.synchronize() returns. All bytes are
+compared after each cell. Without a GPU there are no relays.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import comparison
 import torch
+from big_copy import Before
 from blocks import ONE_BY_ONE, NumberedBlocks
 from comparison import (
     BIG,
@@ -35,6 +37,7 @@ from comparison import (
 )
 from program import device_of
 from report import Column, table_of
+from timing import Move
 from transfers import BOTH, DIRECTIONS, Kind, Shape
 
 from torch_kvswap import OffloadHandler
@@ -73,7 +76,9 @@ def main(arguments: list[str]) -> int:
     on_cuda = options.device == "cuda"
     options.blocks = options.blocks or BLOCKS[: None if on_cuda else 2]
     plan = plan_of(options, (WARM,), SHAPES[on_cuda:], (*DIRECTIONS, BOTH))
-    cells = measure_kinds(plan, options, partial(open_handlers, options), measure)
+    cells = measure_kinds(
+        plan, options, partial(open_handlers, options), partial(measure, relays_of(options))
+    )
     print(tables(cells), "", sep="\n")
     return finish_cells(options, "links", cells)
 
@@ -91,7 +96,7 @@ def open_handlers(
     stack.enter_context(blocks.host)
     handlers = {}
     for number in relays_of(options):
-        relays = other_gpus(options)[:number]
+        relays = other_gpus(device)[:number]
         handlers[name_of(number)] = stack.enter_context(
             OffloadHandler(
                 blocks.layout,
@@ -103,8 +108,7 @@ def open_handlers(
     return blocks, handlers
 
 
-def other_gpus(options: Namespace) -> list[int]:
-    device = device_of(options)
+def other_gpus(device: torch.device) -> list[int]:
     if device.type != "cuda":
         return []
     return [gpu for gpu in range(torch.cuda.device_count()) if gpu != device.index]
@@ -112,7 +116,7 @@ def other_gpus(options: Namespace) -> list[int]:
 
 def relays_of(options: Namespace) -> list[int]:
     """The numbers of relays that are compared."""
-    available = len(other_gpus(options))
+    available = len(other_gpus(device_of(options)))
     return [number for number in options.relays or RELAYS if number <= available]
 
 
@@ -120,11 +124,22 @@ def name_of(number: int) -> str:
     return "1 relay" if number == 1 else f"{number} relays"
 
 
+def name_of_links(relays: int) -> str:
+    """Of the plain copies over the links that a handler with so many relays has."""
+    return f"{relays + 1} links"
+
+
 def measure(
-    comparison: Comparison, opened: tuple[NumberedBlocks, dict[str, OffloadHandler]], kind: Kind
+    relays: Sequence[int],
+    comparison: Comparison,
+    opened: tuple[NumberedBlocks, dict[str, OffloadHandler]],
+    kind: Kind,
 ) -> Cell:
     blocks, handlers = opened
     ways = moves_of(handlers, blocks, kind) | {BIG: comparison.copies(kind)[BIG]}
+    gpus = [blocks.device.index, *other_gpus(blocks.device)]
+    for number in filter(None, relays):
+        ways[name_of_links(number)] = copies_over(gpus[: number + 1], kind)
     blocks.refill()
     before = {name: bytes_of(handler) for name, handler in handlers.items()}
     samples = comparison.run(ways, kind, WARM)
@@ -137,6 +152,33 @@ def measure(
     return Cell(kind, {WARM: samples}, blocks.wrong(), relayed)
 
 
+def copies_over(gpus: Sequence[int], kind: Kind) -> Callable[[Before], Move]:
+    """Plain copies of equal parts of the bytes, over the link of each GPU at once."""
+    nbytes = kind.nbytes // len(gpus)
+    copies = []
+    for gpu in gpus:
+        for direction in kind.directions:
+            there = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}")
+            here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+            source, target = (there, here) if direction == "store" else (here, there)
+            copies.append((source, target, torch.Stream(there.device)))
+        torch.cuda.synchronize(gpu)
+
+    def move(before: Before) -> Move:
+        before()
+        start = time.perf_counter_ns()
+        for source, target, stream in copies:
+            with stream:
+                target.copy_(source, non_blocking=True)
+        submitted = time.perf_counter_ns()
+        for _, _, stream in copies:
+            stream.synchronize()
+        end = time.perf_counter_ns()
+        return Move((end - start) / 1e3, (submitted - start) / 1e3)
+
+    return move
+
+
 def bytes_of(handler: OffloadHandler) -> tuple[int, int]:
     """Bytes that the relays of a handler were given, and those of all its jobs."""
     channels = handler.metrics().stores, handler.metrics().loads
@@ -146,7 +188,10 @@ def bytes_of(handler: OffloadHandler) -> tuple[int, int]:
 
 def tables(cells: Sequence[Cell]) -> str:
     """One for each arrangement and direction; a row for each shape and number of blocks."""
-    said = ["GB/s, medians; gain: time of the handler without relays over time with them"]
+    said = [
+        "GB/s, medians; links: plain copies over as many, at once;"
+        " gain: time of the handler without relays over time with them"
+    ]
     said += [table_of(_columns(title, of[0]), of) for title, of in by_kind(cells)]
     return "\n\n".join(said)
 
@@ -161,12 +206,13 @@ def _columns(title: str, first: Cell) -> list[Column[Cell]]:
     own, *with_relays = first.relayed
     columns.append(Column(own, lambda cell: cell.rate(own)))
     for name in with_relays:
-        columns += _columns_of(name, own)
+        columns += _columns_of(name, name_of_links(int(name.split()[0])), own)
     return columns
 
 
-def _columns_of(name: str, own: str) -> list[Column[Cell]]:
+def _columns_of(name: str, plain: str, own: str) -> list[Column[Cell]]:
     return [
+        Column(plain, lambda cell: cell.rate(plain)),
         Column(name, lambda cell: cell.rate(name)),
         Column("gain", lambda cell: cell.states[WARM].ratio(own, name)),
         Column("relayed", lambda cell: cell.relayed[name]),
