@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,41 +13,36 @@ import torch
 from patience import PATIENCE
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm import worker_pools
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import OffloadHandler
 from torch_kvswap.results import CorruptedPageError
 
 
-def layout() -> PagedLayout:
-    return PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)])
-
-
-def pools_of_two(
-    layouts: Sequence[PagedLayout] = (), **options: Any
-) -> tuple[Future[HostPool], Future[HostPool]]:
+def pools_of_two(layouts: Sequence[PagedLayout]) -> list[Callable[[], HostPool]]:
     """What the two workers of an engine, which are threads, are given."""
     said: Future[Any] = Future()
+    both = threading.Barrier(2, timeout=PATIENCE)
 
     def make(rank: int) -> HostPool:
-        def broadcast(mine: Any) -> Any:
+        def broadcast(mine: Any = None) -> Any:
             if rank == 0:
                 said.set_result(mine)
             return said.result(PATIENCE)
 
-        one = layouts[rank] if layouts else layout()
-        return replicated_pool(one, 6, 2, rank=rank, world=2, broadcast=broadcast, **options)
+        group = SimpleNamespace(rank_in_group=rank, broadcast_object=broadcast, barrier=both.wait)
+        options = {"encoding": "raw", "verify": "load", "pin_in_background": False}
+        return replicated_pool(layouts[rank], 6, 2, group=group, **options)
 
     with ThreadPoolExecutor(2) as threads:
-        return threads.submit(make, 0), threads.submit(make, 1)
+        return [threads.submit(make, rank).result for rank in range(2)]
 
 
 def test_a_worker_loads_what_another_stored():
     """With checksums, by which it notices damage."""
     gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
     layouts = [PagedLayout([one]) for one in gpu]
-    pools = [one.result() for one in pools_of_two(layouts, verify="load")]
+    pools = [result() for result in pools_of_two(layouts)]
     first, second = map(OffloadHandler, layouts, pools)
     first.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[4, 5]).synchronize()
     second.load(page_ids=[4, 5], gpu_block_ids=[7, 6, 5, 4]).synchronize()
@@ -59,38 +54,17 @@ def test_a_worker_loads_what_another_stored():
         pool.close()
 
 
-def test_a_worker_that_does_not_come_is_missed(monkeypatch):
-    monkeypatch.setattr(worker_pools, "_TIMEOUT", 0.05)
-    with pytest.raises(TimeoutError, match="1 of the workers have not come for the host pool"):
-        replicated_pool(layout(), 6, 2, rank=0, world=2, broadcast=lambda mine: mine)
-
-
-def test_when_worker_0_fails_others_are_told(monkeypatch):
-    has_come, receive = threading.Event(), worker_pools.PoolHandle.receive
-
-    def comes(connection: Any) -> Any:
-        has_come.set()
-        return receive(connection)
-
-    def fails(*_: object, **__: object) -> None:
-        assert has_come.wait(PATIENCE)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(worker_pools.PoolHandle, "receive", comes)
-    monkeypatch.setattr(HostPool, "__init__", fails)
-    first, other = pools_of_two()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        first.result()
+def test_when_worker_0_fails_others_are_told():
+    first, other = pools_of_two([None, PagedLayout([torch.zeros(8, 64)])])
+    with pytest.raises(TypeError, match="layout is None"):
+        first()
     with pytest.raises(RuntimeError, match="worker 1 got no host pool, because worker 0"):
-        other.result()
+        other()
 
 
-def test_another_user_is_given_nothing(monkeypatch):
-    own = os.geteuid()
-    monkeypatch.setattr(worker_pools, "_TIMEOUT", 2)
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    first, other = pools_of_two()
-    with pytest.raises(PermissionError, match=f"socket belongs to user {own}, and this process"):
-        other.result()
-    with pytest.raises(TimeoutError):
-        first.result()
+def test_a_worker_that_fails_holds_up_no_other():
+    layouts = [PagedLayout([torch.zeros(8, size, dtype=torch.uint8)]) for size in (64, 32)]
+    first, other = pools_of_two(layouts)
+    with pytest.raises(ValueError, match="the handle is for other pages"):
+        other()
+    first().close()

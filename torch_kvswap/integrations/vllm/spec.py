@@ -77,12 +77,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         """Makes the worker."""
         parallel, server, make_pool = self.config.parallel, self._host_server(), None
         if server is None and self.replicated_layout and parallel.world_size > 1:
-            make_pool = partial(
-                replicated_pool,
-                rank=parallel.rank,
-                world=parallel.world_size,
-                broadcast=get_tp_group().broadcast_object,
-            )
+            make_pool = partial(replicated_pool, group=get_tp_group())
         sizes = self.num_pages, self._chunk_bytes
         if parallel.pp_size > 1:
             # Stages can have different numbers of layers, and thus of pages: the scheduler knows

@@ -3,80 +3,55 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import uuid
-from collections.abc import Callable
+import os
 from typing import Any
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 
-_TIMEOUT = 60.0
-
 
 def replicated_pool(
-    layout: PagedLayout,
-    num_pages: int,
-    blocks_per_page: int,
-    *,
-    rank: int,
-    world: int,
-    broadcast: Callable[[object], Any],
-    pin_in_background: bool = False,
-    **options: Any,
+    layout: PagedLayout, num_pages: int, blocks_per_page: int, *, group: Any, **options: Any
 ) -> HostPool:
-    """Makes the pool in the worker of rank 0, and attaches to it in the others.
+    """Makes the pool in the first worker, and attaches to it in the others.
 
-    All workers call it. vLLM gives equal caches to the processes of one machine only.
+    All workers call it. vLLM gives equal caches to the processes of one machine only. The others
+    open the first one's memory in /proc, where the kernel lets processes of one user do so.
 
     Args:
-        layout, num_pages, blocks_per_page, pin_in_background, options: see HostPool; the same in
-            all workers.
-        rank, world (int): this worker, and the number of workers.
-        broadcast (Callable[[object], Any]): gives all workers what rank 0 passes.
+        layout, num_pages, blocks_per_page, options: see HostPool; the same in all workers.
+        group (GroupCoordinator): vLLM's group of the workers.
 
     Raises:
-        RuntimeError: rank 0 has failed.
-        TimeoutError: a worker has ended.
+        RuntimeError: the first worker has failed.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
-        address = f"\0torch_kvswap.{uuid.uuid4()}"  # in the abstract namespace: no file remains
-        if rank == 0:
-            meeting.bind(address)
-            meeting.listen()
-        address = broadcast(address)
-        if rank == 0:
-            options |= {"pin_in_background": pin_in_background, "shared": True}
-            pool = HostPool(layout, num_pages, blocks_per_page, **options)
-            try:
-                _share(pool, meeting, world - 1)
-            except BaseException:
-                pool.close()
-                raise
-            return pool
-        meeting.connect(address)
+    shape = num_pages, blocks_per_page
+    if group.rank_in_group == 0:
+        memory = None
         try:
-            handle = PoolHandle.receive(meeting)
-        except ConnectionError as error:
-            raise RuntimeError(
-                f"worker {rank} got no host pool, because worker 0 has failed; see its log"
-            ) from error
+            pool = HostPool(layout, *shape, **options, shared=True)
+            handle = pool.share()
+            memory = f"/proc/{os.getpid()}/fd/{handle.fd}", pool.page_bytes, handle.tensors
+        finally:  # the others wait for it
+            group.broadcast_object(memory)
         with contextlib.closing(handle):
-            return HostPool.attach(layout, handle, pin_in_background=pin_in_background)
-
-
-def _share(pool: HostPool, meeting: socket.socket, others: int) -> None:
-    """Sends a handle of the pool to so many processes of this user, which have connected."""
-    meeting.settimeout(_TIMEOUT)
-    with contextlib.closing(pool.share()) as handle:
-        while others:
-            try:
-                connection, _ = meeting.accept()
-            except TimeoutError as error:
-                raise TimeoutError(
-                    f"{others} of the workers have not come for the host pool; see their logs"
-                ) from error
-            with connection, contextlib.suppress(PermissionError):
-                handle.send(connection)
-                others -= 1
+            group.barrier()
+        return pool
+    memory = group.broadcast_object()
+    if memory is None:
+        raise RuntimeError(
+            f"worker {group.rank_in_group} got no host pool, because worker 0 has failed; see its "
+            "log"
+        )
+    path, page_bytes, tensors = memory
+    try:
+        with (
+            open(path, "r+b", buffering=0) as file,
+            contextlib.closing(
+                PoolHandle(file.fileno(), *shape, page_bytes, tensors, verify=options["verify"])
+            ) as handle,
+        ):
+            return HostPool.attach(layout, handle, pin_in_background=options["pin_in_background"])
+    finally:
+        group.barrier()
