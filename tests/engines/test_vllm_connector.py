@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from vllm_engine import (
-    SPEC,
     KVSwapManager,
     KVSwapWorker,
     OffloadingConnectorStats,
@@ -22,7 +21,6 @@ from vllm_serving import (
     RECOMPUTE,
     RUNNERS,
     SCHEDULERS,
-    THEIRS,
     Faults,
     RandomRequests,
     Serving,
@@ -262,18 +260,6 @@ def test_the_host_holds_its_bytes(tmp_path, how):
         given = engine.config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
         assert engine.manager._blocks.stats().pages == 8
         assert sum(one._pool.pages.nbytes for one in engine.workers) == given
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"extra": {"spec_name": "CPUOffloadingSpec"}}, "makes its spec itself; leave spec_name"),
-        ({"extra": SPEC, "transfer": THEIRS}, 'set "kv_connector": "KVSwapConnector"'),
-    ],
-)
-def test_spec_and_connector_go_together(tmp_path, how, said):
-    with pytest.raises(ValueError, match=said), serving(tmp_path, **how):
-        pass
 
 
 @RUNNERS

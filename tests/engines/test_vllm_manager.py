@@ -194,7 +194,7 @@ def test_keys_are_in_the_order_of_prompts(seed, groups):
     every = [key(0, place, group) for place in range(60) for group in range(groups)]
     places = {one: 16 * (at // groups + 1) for at, one in enumerate(every)}
     context.get_offload_key_position = places.__getitem__
-    access, end = Access(None, None), 0
+    access, end = Access(None), 0
     for _ in range(40):
         begin = chosen.choice([0, end, end, chosen.randrange(50)])
         end = min(begin + chosen.randrange(1, 20), 60)
@@ -210,15 +210,6 @@ def test_keys_are_in_the_order_of_prompts(seed, groups):
         known = set(chosen.sample(seen, len(seen) // 2))
         in_front = [one for one in seen[: seen.index(in_order[0])] if one in known]
         assert access.behind_known(part, known) == in_front[-1:] + in_order
-
-
-def test_a_request_of_another_manager_starts_anew():
-    """Its state tells which chunks it had found, and whether it was running at a reset."""
-    first, second, one = manager(), manager(), request()
-    for of in (first, second, first):
-        store(of, one, 0)
-        assert of.lookup(key(0, 0), one) is HIT
-        assert Access.of(one, of, object()).keys == keys(0)
 
 
 # Events and statistics

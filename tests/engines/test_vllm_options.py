@@ -23,8 +23,6 @@ def test_our_options_are_read_and_vllms_left():
         "pin_in_background": True,
     }
     of_vllm = {
-        "spec_name": "x",
-        "spec_module_path": "y",
         "blocks_per_chunk": 4,
         "block_size": 64,
         "offload_prompt_only": False,
@@ -61,17 +59,14 @@ def test_a_size_may_be_a_fraction_of_bytes():
         ({"encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),
         ({"verify": True}, "verify is True; it must be off or load"),
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
+        ({"kv_role": 1}, "kv_role; put it beside kv_connector_extra_config, in kv_transfer_config"),
+        ({"engine_id": 1}, "engine_id; put it beside kv_connector_extra_config"),
+        ({"spec_name": "CPUOffloadingSpec"}, "makes its spec itself; leave spec_name out"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(wrong, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         read_options({"cpu_bytes_to_use": 1, **wrong})
-
-
-@pytest.mark.parametrize("option", ["kv_load_failure_policy", "engine_id"])
-def test_an_option_of_elsewhere_names_its_place(option):
-    with pytest.raises(ValueError, match=f"has {option}; put it beside kv_connector_extra_config"):
-        read_options({"cpu_bytes_to_use": 1, option: 1})
 
 
 def test_the_bytes_of_host_memory_must_be_given():

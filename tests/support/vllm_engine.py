@@ -38,11 +38,6 @@ __all__ = [
     "caches",
 ]
 
-SPEC = {
-    "spec_name": "MetricsSpec",
-    "spec_module_path": "torch_kvswap.integrations.vllm.connector",
-}
-
 
 def key(number: int, group: int = 0) -> bytes:
     """As long as those of vLLM: a SHA-256 and a group."""
@@ -81,7 +76,7 @@ def config(
         groups=tuple(offload_config.OffloadingGroupConfig(**group) for group in groups),
         worker_kv_bytes_per_block=block_bytes,
         enable_kv_cache_events=False,
-        extra_config=SPEC | extra,
+        extra_config=extra,
         engine_id="engine",
         model=offload_config.OffloadingModelConfig("model", "bfloat16"),
         cache=offload_config.OffloadingCacheConfig(16, chunk),

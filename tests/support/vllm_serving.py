@@ -508,8 +508,14 @@ class Faults:
 
     def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
         direction = submit.__name__
-        slots = self.worker._blocks_per_page
+        slots, layouts = self.worker._blocks_per_page, self.worker._handler.layouts
         places = [place for move in moves.values() for place in move.places(slots)]
+        of_groups = [
+            layout
+            for move in moves.values()
+            for layout, blocks in zip(layouts, move.blocks, strict=True)
+            for _ in blocks
+        ]
         self.seen[direction] += 1
         job = self._submit(moves, submit, **options)
         how = self.chooses(direction, len(places))
@@ -518,12 +524,13 @@ class Faults:
         self.count[direction] += 1
         self._failing[job.id] = how
         first = next(self._layer)
-        for place in places[-1:] if how == "rejected" else places:
+        fail = slice(-1, None) if how == "rejected" else slice(None)
+        for layout, (block, page) in zip(of_groups[fail], places[fail], strict=True):
             if direction == "store":
-                self.worker._pool.pages[place.page, place.slot].fill_(0x5A)
+                self.worker._pool.pages[page].fill_(0x5A)
             else:
-                for tensor in self.worker._handler.layouts[place.group].tensors[first:]:
-                    tensor[place.block].view(torch.uint8).fill_(0x5A)
+                for tensor in layout.tensors[first:]:
+                    tensor[block].view(torch.uint8).fill_(0x5A)
         return job
 
     def poll(self) -> list[Any]:

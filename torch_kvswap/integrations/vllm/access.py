@@ -22,28 +22,21 @@ class Access:
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         is_reused (dict[bytes, bool]): whether it found a key before it stored it.
-        manager (object): the manager that keeps this in the ReqContext.
-        cache (object): identifies the manager's contents; reset_cache() makes a new one.
+        cache (object): the contents that it has used: a reset begins new ones.
     """
 
-    def __init__(self, manager: object, cache: object) -> None:
-        self.manager, self.cache = manager, cache
+    def __init__(self, cache: object) -> None:
+        self.cache = cache
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
 
     @classmethod
-    def of(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
-        """The Access that a request has had so far in this manager, or a new one."""
+    def of(cls: type[_Access], context: Any, cache: object, starts: bool = False) -> _Access:
+        """The Access of a request. starts: the request does, so a reset before it is forgotten."""
         access: _Access | None = context.get_state(cls)
-        if access is None or access.manager is not manager:
-            return cls.start(context, manager, cache)
-        return access
-
-    @classmethod
-    def start(cls: type[_Access], context: Any, manager: object, cache: object) -> _Access:
-        """A new Access, which the request keeps."""
-        access = cls(manager, cache)
-        context.set_state(access)
+        if access is None or (starts and access.cache is not cache):
+            access = cls(cache)
+            context.set_state(access)
         return access
 
     def see(self, context: Any, keys: Iterable[bytes], is_reused: bool = False) -> None:

@@ -21,6 +21,7 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -393,10 +394,11 @@ class KVSwapConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         write_where_vllm_does()
-        spec_class = _choose_spec(vllm_config)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._is_layer_by_layer = vllm_config.speculative_config is None
-        spec = spec_class(build_offloading_config(vllm_config, kv_cache_config))
+        config = build_offloading_config(vllm_config, kv_cache_config)
+        has_tiers = bool(config.extra_config.get("secondary_tiers"))
+        spec = (KVSwapTieringSpec if has_tiers else KVSwapOffloadingSpec)(config)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
@@ -443,27 +445,18 @@ class KVSwapConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *others: Any) -> Any:
-        """As vLLM's. It runs in the front end, where no connector is made."""
-        _choose_spec(vllm_config)
+        """As vLLM's, which finds MetricsSpec by its name in the configuration."""
+        transfer, vllm_config = copy(vllm_config.kv_transfer_config), copy(vllm_config)
+        vllm_config.kv_transfer_config = transfer
+        transfer.kv_connector_extra_config = {
+            **transfer.kv_connector_extra_config,
+            **{"spec_name": MetricsSpec.__name__, "spec_module_path": MetricsSpec.__module__},
+        }
         return super().build_prom_metrics(vllm_config, *others)
 
 
 class MetricsSpec(OffloadingSpec):
-    """The spec as vLLM's code for metrics knows it, in a process that makes none.
-
-    It has the metrics of vLLM's own specs, under their names, and two of ours. vLLM finds it by its
-    name in the configuration, where KVSwapConnector writes it.
-
-    Raises:
-        ValueError: always. vLLM's own connector would make it, which takes every transfer for a
-            success.
-    """
-
-    def __new__(cls, config: Any) -> MetricsSpec:
-        raise ValueError(
-            "kv_connector_extra_config: spec_name is that of KVSwapConnector, which makes its spec "
-            'itself; set "kv_connector": "KVSwapConnector", and leave out spec_name'
-        )
+    """Metrics: those of vLLM's own specs, under their names, and two of ours. Nobody makes it."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -492,23 +485,6 @@ class MetricsSpec(OffloadingSpec):
 def _vllms_spec(options: Mapping[str, Any]) -> Any:
     """vLLM's own spec for these options."""
     return TieringOffloadingSpec if options.get("secondary_tiers") else CPUOffloadingSpec
-
-
-def _choose_spec(vllm_config: Any) -> type[KVSwapOffloadingSpec | KVSwapTieringSpec]:
-    """Also names MetricsSpec in the configuration.
-
-    Raises:
-        ValueError: the configuration names another spec.
-    """
-    options = vllm_config.kv_transfer_config.kv_connector_extra_config
-    ours = {"spec_name": MetricsSpec.__name__, "spec_module_path": MetricsSpec.__module__}
-    for name, value in ours.items():
-        if options.setdefault(name, value) != value:
-            raise ValueError(
-                f"kv_connector_extra_config: {name} is {options[name]!r}, but KVSwapConnector "
-                f"makes its spec itself; leave {name} out"
-            )
-    return KVSwapTieringSpec if options.get("secondary_tiers") else KVSwapOffloadingSpec
 
 
 def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:

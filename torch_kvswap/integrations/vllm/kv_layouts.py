@@ -12,22 +12,6 @@ from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap.layout import PagedLayout
 
 
-class Place(NamedTuple):
-    """Where a block of a transfer is.
-
-    Attributes:
-        group (int): group of layers.
-        block (int): GPU block.
-        page (int): host page.
-        slot (int): slot of the page.
-    """
-
-    group: int
-    block: int
-    page: int
-    slot: int
-
-
 class Move(NamedTuple):
     """The ids of a transfer, one entry per layout: arguments of OffloadHandler.store().
 
@@ -43,11 +27,11 @@ class Move(NamedTuple):
     pages: list[Int64Array]
     first_slots: list[int]
 
-    def places(self, slots: int) -> list[Place]:
-        """The places of all blocks, in the order of Result.rejected."""
+    def places(self, slots: int) -> list[tuple[int, int]]:
+        """The block and the page of each copy, in the order of Result.rejected."""
         return [
-            Place(group, block, int(pages[place // slots]), place % slots)
-            for group, (blocks, pages, first) in enumerate(zip(*self, strict=True))
+            (block, int(pages[place // slots]))
+            for blocks, pages, first in zip(*self, strict=True)
             for place, block in enumerate(blocks.tolist(), first)
         ]
 

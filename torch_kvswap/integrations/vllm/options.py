@@ -18,10 +18,10 @@ from torch_kvswap.encoding.slot import (
 from torch_kvswap.integrations import did_you_mean
 from torch_kvswap.prefix.manager import POLICIES
 
-# Options that vLLM reads itself, or that the connector writes.
+# Options that vLLM reads itself.
 _OF_VLLM = (
     *("block_size", "blocks_per_chunk", "offload_prompt_only"),
-    *("self_describing_kv_events", "sync_load_budget_bytes", "spec_name", "spec_module_path"),
+    *("self_describing_kv_events", "sync_load_budget_bytes"),
 )
 # What only vLLM's tiers do, and their manager.
 _OF_TIERS = (
@@ -95,6 +95,11 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
             raise ValueError(
                 f"kv_connector_extra_config has {name}; put it beside kv_connector_extra_config, "
                 "in kv_transfer_config itself"
+            )
+        if name.startswith("spec_"):
+            raise ValueError(
+                f"kv_connector_extra_config has {name}, but KVSwapConnector makes its spec itself; "
+                f"leave {name} out"
             )
     known = *_OURS, *_OF_VLLM, *_OF_TIERS
     for name in config.keys() - known:

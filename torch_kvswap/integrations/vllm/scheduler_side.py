@@ -149,19 +149,19 @@ class KVSwapManager(HostManager):
         self._usage: Usage | None = None  # None if it must be measured again
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
-        self._access(req_context)
+        Access.of(req_context, self._cache, starts=True)
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
         if self._was_reset:  # the request starts, so it may store again
-            self._access(req_context)
+            Access.of(req_context, self._cache, starts=True)
         state = self._states.get(key, _MISS)
         return _PENDING if isinstance(state, StoreReservation) else state
 
     def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
         if self._was_reset:
-            self._access(req_context)
+            Access.of(req_context, self._cache, starts=True)
         if keys[0] not in self._states:  # most misses are at the front
             return 0
         found = self._blocks.lookup(fold_keys(keys), again=True)
@@ -185,7 +185,7 @@ class KVSwapManager(HostManager):
                 "stored; vLLM loads only what lookup() has just found"
             )
         self._loads.add(req_context, keys, load)
-        access = self._access(req_context)
+        access = Access.of(req_context, self._cache, starts=True)
         access.see(req_context, keys, is_reused=True)
         placed = access.sort(keys)
         self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
@@ -200,19 +200,12 @@ class KVSwapManager(HostManager):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest, also those whose stores still run. A reuse counts
         as a use."""
-        access = Access.of(req_context, self, self._cache)
+        access = Access.of(req_context, self._cache)
         if access.cache is not self._cache:
             return
         if self._counts_uses:
             self._blocks.touch(fold_keys(list(filter(access.is_reused.get, access.keys))))
         self._blocks.order(fold_keys(access.keys), renew=True)
-
-    def _access(self, req_context: base.ReqContext) -> Access:
-        """The Access of a request; a new one if the cache was reset since."""
-        access = Access.of(req_context, self, self._cache)
-        if access.cache is not self._cache:
-            access = Access.start(req_context, self, self._cache)
-        return access
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -227,7 +220,7 @@ class KVSwapManager(HostManager):
         chunks from the first one on, but the blocks of some may have other contents by then: those
         behind a sliding window were given to other requests.
         """
-        access = Access.of(req_context, self, self._cache)
+        access = Access.of(req_context, self._cache)
         if access.cache is not self._cache:
             return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keys = list(keys)

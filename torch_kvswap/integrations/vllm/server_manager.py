@@ -43,8 +43,8 @@ class _Asked(Access):
         step (int): the last step that has looked something up.
     """
 
-    def __init__(self, manager: object, cache: object) -> None:
-        super().__init__(manager, cache)
+    def __init__(self, cache: object) -> None:
+        super().__init__(cache)
         self.answers: dict[Key, int] = {}
         self.unknown: list[Key] = []
         self.held: list[Held] = []
@@ -104,7 +104,7 @@ class SharedManager(HostManager):
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._requests.add(req_context.req_id)
-        self._access(req_context)
+        _Asked.of(req_context, self._cache, starts=True)
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
@@ -140,7 +140,7 @@ class SharedManager(HostManager):
             self._poll()
         if not self._session.is_joined:
             return None
-        asked = self._access(req_context)
+        asked = _Asked.of(req_context, self._cache, starts=True)
         if asked.step != self._step:
             asked.step = self._step
             self._active.add(asked)
@@ -171,7 +171,7 @@ class SharedManager(HostManager):
         """
         if not keys:
             return CPULoadStoreSpec([])
-        asked = self._access(req_context)
+        asked = _Asked.of(req_context, self._cache, starts=True)
         pages = list(map(asked.answers.get, keys, repeat(_ABSENT)))
         if min(pages) < 0:
             raise RuntimeError(
@@ -201,7 +201,7 @@ class SharedManager(HostManager):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
         self._requests.discard(req_context.req_id)
-        asked = _Asked.of(req_context, self, self._cache)
+        asked = _Asked.of(req_context, self._cache)
         if asked.cache is not self._cache:  # the next server has the numbers of its pages, too
             return
         self._drop(asked)
@@ -218,7 +218,7 @@ class SharedManager(HostManager):
         starts again: see KVSwapManager.prepare_store().
         """
         nothing = base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        asked = _Asked.of(req_context, self, self._cache)
+        asked = _Asked.of(req_context, self._cache)
         if asked.cache is not self._cache or not self._session.is_joined:
             return nothing
         asked.see(req_context, keys)
@@ -246,7 +246,7 @@ class SharedManager(HostManager):
         if not page_of:
             return
         pages = list(page_of.values())
-        asked = _Asked.of(req_context, self, self._cache)
+        asked = _Asked.of(req_context, self._cache)
         is_valid = success and asked.cache is self._cache  # no reset since the request began
         stored = [key for key, page in page_of.items() if is_valid and page not in self._failed]
         self._failed.difference_update(pages)
@@ -367,10 +367,3 @@ class SharedManager(HostManager):
         self._active.clear()
         self._known.clear()
         self._cache, self._resets = object(), self._session.resets
-
-    def _access(self, req_context: base.ReqContext) -> _Asked:
-        """What a request has asked for; nothing if the cache was reset since."""
-        asked = _Asked.of(req_context, self, self._cache)
-        if asked.cache is not self._cache:
-            asked = _Asked.start(req_context, self, self._cache)
-        return asked

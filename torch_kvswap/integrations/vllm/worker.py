@@ -13,7 +13,7 @@ from vllm.v1.kv_offload import base
 from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.kv_layouts import Move, Place, group_layouts, read_move
+from torch_kvswap.integrations.vllm.kv_layouts import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
@@ -269,10 +269,10 @@ class KVSwapWorker(base.OffloadingWorker):
             for number in moves:
                 self._fail(number, [place for owner, place in lost if owner == number], reason)
 
-    def _fail(self, number: int, places: Sequence[Place], reason: str) -> None:
+    def _fail(self, number: int, places: Sequence[tuple[int, int]], reason: str) -> None:
         """Reports the end of a transfer whose job has failed and not copied these blocks of it."""
         if places:
-            blocks, pages = {place.block for place in places}, {place.page for place in places}
+            blocks, pages = map(set, zip(*places, strict=True))
             self._failures[number] = Failure(blocks, pages, reason)
         self._ended.append(_result_of(number))
 
