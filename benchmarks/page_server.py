@@ -27,7 +27,7 @@ def serving(pages: int) -> Iterator[str]:
         path = f"{folder}/pages"
         command = [sys.executable, "-m", "torch_kvswap", "serve", "--socket", path]
         with Popen(
-            [*command, "--memory", str(memory)], stdout=PIPE, cwd=Path(__file__).parents[1]
+            [*command, "--memory", f"{memory}B"], stdout=PIPE, cwd=Path(__file__).parents[1]
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()  # it serves

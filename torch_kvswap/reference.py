@@ -156,7 +156,7 @@ class ReferenceHandler(NotCopyable):
         for index, job in enumerate(waited):
             if not isinstance(job, Job):
                 raise TypeError(
-                    f"jobs[{index}] is {job!r}; pass the Job that store() or load() returned"
+                    f"jobs[{index}] is {kind_of(job)}; pass the Job that store() or load() returned"
                 )
             if job.handler is not self:
                 raise ValueError(

@@ -504,7 +504,7 @@ class PyBlockManager {
   }
 
   int64_t read_prefix(nb::handle prefix) const {
-    return nb::cast<int64_t>(python.read_int("prefix", prefix, 0, max_units_));
+    return nb::cast<int64_t>(python.read_prefix(prefix, max_units_));
   }
 
   static std::vector<prefix::GroupOptions> read_groups(nb::handle groups) {

@@ -131,6 +131,8 @@ def test_what_a_host_cache_cannot_do_is_refused() -> None:
         if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
             with torch.no_grad(), pytest.raises(NotImplementedError, match="filled cache"):
                 net(torch.ones(2, 10, dtype=torch.int64), past_key_values=cache)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="HostCache is closed; make another"):
+        net(torch.ones(2, 10, dtype=torch.int64), past_key_values=cache)
     states = transformers.LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "conv"])
     for config in (None, net):
         with pytest.raises(TypeError, match=r"^config is .*; pass model\.config$"):

@@ -77,7 +77,7 @@ def check_evict_that_raises(device: str) -> None:
         prefixes, tensor = make(device, store_policy="lazy")
         with prefixes, pytest.MonkeyPatch.context() as patch:
             for number in range(3):
-                prefixes.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
+                prefixes.store([f"{number}", f"{number} goes on"], [2 * number, 2 * number + 1])
             handler = prefixes._handler
             submit, started = handler._submit, []
 
@@ -105,7 +105,7 @@ def check_evict_that_raises(device: str) -> None:
             results_of(prefixes)
             tensor[:6] = -1
             for number in range(3):
-                load(prefixes, [number, f"{number} goes on"], [6, 7])
+                load(prefixes, [f"{number}", f"{number} goes on"], [6, 7])
                 assert tensor[6:8, 0].tolist() == [2 * number, 2 * number + 1]
 
 

@@ -39,7 +39,7 @@ def serving(path: str, pages: int = 32, **options: Any) -> Iterator[PageServer]:
 
 
 def server_process(path: str, pages: int = 32, *options: str) -> Process:
-    options = *("--memory", str(pages * PAGE_BYTES), "--deadline", str(PATIENCE)), *options
+    options = *("--memory", f"{pages * PAGE_BYTES}B", "--deadline", str(PATIENCE)), *options
     return Process(["-m", "torch_kvswap", "serve", "--socket", path, *options], "serving")
 
 

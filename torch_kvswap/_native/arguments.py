@@ -27,7 +27,9 @@ _AN = ("A", "E", "I", "O", "a", "e", "i", "o", "ndarray")
 def kind_of(value: object) -> str:
     """The type of a wrong argument, for a message: "an int", "a list", "None"."""
     name = type(value).__name__
-    return "None" if value is None else f"{'an' if name.startswith(_AN) else 'a'} {name}"
+    if value is None or name == "bytes":
+        return "None" if value is None else name
+    return f"{'an' if name.startswith(_AN) else 'a'} {name}"
 
 
 def count_of(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from torch_kvswap._native.arguments import bytes_text
 from torch_kvswap.prefix.manager import BELOW_POLICIES
 from torch_kvswap.prefix.server import DEADLINE, PageServer
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def main(arguments: list[str]) -> int:
@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMGT]iB)?", text)
+    match = re.fullmatch(r"(\d+)(B|[KMGT]iB)", text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number of bytes, KiB, MiB, GiB or TiB, such as 64GiB"
+            f"{text!r} is not a whole number of B, KiB, MiB, GiB or TiB, such as 64GiB"
         )
-    return int(match[1]) * _UNITS[match[2] or ""]
+    return int(match[1]) * _UNITS[match[2]]

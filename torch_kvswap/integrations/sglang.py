@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 import torch_kvswap as kvs
 from torch_kvswap.integrations import did_you_mean
-from torch_kvswap.prefix import BlockGroup
+from torch_kvswap.prefix import BlockGroup, PrefixKeys
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("host_bytes", "encoding", "verify", "below", "server")
@@ -50,7 +50,7 @@ _TIER_SECONDS = 0.05  # that a request waits for a second tier
 class _Offload:
     """Pages to store: submitted when `after[0]` is done, and with it the slots are on the host."""
 
-    keys: list[bytes]
+    keys: list[PrefixKeys]
     slots: list[torch.Tensor]
     after: tuple[Any, ...] | None  # None: submitted
     is_stored: bool | None = None  # None: has not ended
@@ -96,6 +96,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._loads, self._number = dict[int, kvs.Job | None](), 0  # None: was not submitted
         self._offloads = deque[_Offload]()
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
+        self._page_tokens: int = params.page_size
         self._salt: Any = np.zeros(_KEY_BYTES, np.uint8)
         self._open(options, server_args, params)
 
@@ -128,7 +129,10 @@ class KVSwapLinker(UnifiedCacheLinker):
         if self._has_below and "server" in options:
             raise ValueError("linker_extra_config has server and below; start the server --below")
         if "server" in options:
-            path = str(options["server"]).replace("{rank}", str(rank))
+            path = options["server"]
+            if not isinstance(path, str):
+                raise ValueError(f"linker_extra_config: server is {path!r}; set a socket's path")
+            path = path.replace("{rank}", str(rank))
             self.cache = kvs.PrefixCache.connect(path, layouts, groups, model=part, **how)
         else:
             pools = [kvs.HostPool(*sized, **how) for sized in zip(layouts, pages, strict=True)]
@@ -158,7 +162,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         lengths = list[int]()
         while found.ready and len(lengths) < self._most_lengths:
             lengths.insert(0, found.ready)
-            keys = [of_group[: (found.ready - 1) * _KEY_BYTES] for of_group in keys]
+            keys = [of_group[: found.ready - 1] for of_group in keys]
             found = self.cache.lookup(keys, again=True)
         return lengths
 
@@ -265,15 +269,16 @@ class KVSwapLinker(UnifiedCacheLinker):
             if not result.ok:
                 _log.warning("a %s ended as %s: %s", result.direction, result.state, result.error)
 
-    def _keys(self, hashes: Sequence[str]) -> bytes:
-        """SGLang's hashes of pages (SHA-256) as keys in a row."""
+    def _keys(self, hashes: Sequence[str]) -> PrefixKeys:
+        """SGLang's hashes of pages (SHA-256) as keys."""
         keys = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
         salted: np.ndarray[Any, Any] = keys.reshape(-1, _KEY_BYTES) ^ self._salt
-        return salted.tobytes()
+        return PrefixKeys(salted.tobytes(), self._page_tokens)
 
-    def _read(self, transfers: Sequence[Any]) -> tuple[list[bytes], list[torch.Tensor]]:
+    def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[torch.Tensor]]:
         """The keys of each group of layers, and the first slot of each of its pages."""
-        keys, slots, none = list[bytes](), list[torch.Tensor](), transfers[0].device_indices[:0]
+        keys, slots = list[PrefixKeys](), list[torch.Tensor]()
+        none = transfers[0].device_indices[:0]
         for name, step in self._steps.items():
             own = [one for one in transfers if one.name == name and one.keys]
             keys.append(self._keys([key for one in own for key in one.keys]))

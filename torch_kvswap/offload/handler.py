@@ -12,6 +12,7 @@ from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
     count_of,
+    kind_of,
     read_int,
     read_switch,
     read_timeout,
@@ -508,8 +509,10 @@ class OffloadHandler(NotCopyable):
         """
         own = None
         if jobs is not None:
-            several = jobs if isinstance(jobs, Iterable) else [jobs]
-            own = [self._check_own(f"jobs[{index}]", job) for index, job in enumerate(several)]
+            if not isinstance(jobs, Iterable) or isinstance(jobs, str) or hasattr(jobs, "_fields"):
+                own = [self._check_own("jobs", jobs)]
+            else:
+                own = [self._check_own(f"jobs[{index}]", job) for index, job in enumerate(jobs)]
         timeout = read_timeout("timeout", timeout)
         answer = self._native.synchronize(own, timeout)
         if isinstance(answer, tuple):
@@ -666,7 +669,9 @@ class OffloadHandler(NotCopyable):
 
     def _check_own(self, name: str, job: object) -> Job:
         if not isinstance(job, Job):
-            raise TypeError(f"{name} is {job!r}; pass the Job that store() or load() returned")
+            own = next((own for own in ("job", "jobs") if hasattr(job, own)), None)  # as Stored has
+            right = f"its {own}" if own else "the Job that store() or load() returned"
+            raise TypeError(f"{name} is {kind_of(job)}; pass {right}")
         if job.handler is not self:
             raise ValueError(
                 f"{name} is {job.direction} {job.id} of another handler; pass it to that handler"

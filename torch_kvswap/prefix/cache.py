@@ -30,10 +30,10 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
-from torch_kvswap.offload.streams import After
+from torch_kvswap.offload.streams import After, resolve_after
 from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
-from torch_kvswap.prefix.hashing import KEY_BYTES, Keys, PrefixKeys
+from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.reader import ArgumentReader
@@ -145,11 +145,6 @@ def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
         manager._pools.close()
 
 
-def _are_integers(keys: Any) -> bool:
-    """Whether these are plain integers, as keys may be, and tokens are."""
-    return not isinstance(keys, PrefixKeys | bytes) and len(keys) > 0 and type(keys[0]) is int
-
-
 def _check_preempted(preempted: object) -> None:
     if not isinstance(preempted, Preempted):
         raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
@@ -159,7 +154,8 @@ class PrefixCache(NotCopyable):
     """Keeps the blocks of prompts in host memory, and finds them again by their tokens.
 
     Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
-    page, that is, of `blocks_per_page` GPU blocks. A prefix cache assigns all pages of its pools:
+    page, that is, of `blocks_per_page` GPU blocks. Keys are those of a BlockManager, except int: a
+    list of tokens would pass for keys. A prefix cache assigns all pages of its pools:
     they take no other handler until it is closed or dropped. Pools may be pinned in the background;
     pages are used as soon as they are ready.
 
@@ -267,7 +263,6 @@ class PrefixCache(NotCopyable):
         self._was_polled = False  # or was warned of it
         self._was_too_small = False  # the host, as was warned
         self._preempted: set[int] = set()  # leases that neither resume() nor release() has ended
-        self._stored_integers: bool | None = None  # whether as keys; None: nothing is stored yet
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
@@ -395,14 +390,8 @@ class PrefixCache(NotCopyable):
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
-        split = self._reader.split_keys(keys)
+        self._reader.split_keys(keys)  # refuses wrong ones
         found = self.manager.lookup(keys, again=again)
-        if not found.found and self._stored_integers is False and _are_integers(split[0]):
-            self._stored_integers = True  # warns once
-            log.warning(
-                "lookup() has found nothing for a list of integers, but what was stored has keys "
-                "of another kind; if these are tokens, pass PrefixHasher.lookup_keys(tokens)"
-            )
         if self._below is None:
             return found
         return self._below.ask(found, self._reader.read_keys(keys))
@@ -532,6 +521,7 @@ class PrefixCache(NotCopyable):
             TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
+        resolve_after(after, self._handler._native.groups.device)  # refused if wrong, also unused
         leaving, _ = self._reader.read_blocks(gpu_block_ids, self.layouts)
         started: list[Job] = []
         if self._lazy:
@@ -785,8 +775,6 @@ class PrefixCache(NotCopyable):
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         group_keys, named, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
-        if not self._stored_integers:
-            self._stored_integers = _are_integers(self._reader.split("keys", keys)[0])
         self._reader.check_distinct(named)
         if not some_left_out:
             return _Prompt(group_keys, named, named)

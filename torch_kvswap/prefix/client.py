@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -736,6 +738,8 @@ def connect_to(path: str) -> tuple[socket.socket, int, float]:
     check_path() does.
     """
     rendezvous.check_path(path)
+    if os.path.exists(path) and not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise ConnectionError(f"{path} is no socket; pass the --socket of a server")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(JOINING)

@@ -130,7 +130,7 @@ class PrefixHasher:
     Raises:
         TypeError: an argument has a wrong type, or a Hashable one is not None, a bool, int, float,
             str, bytes or a tuple of these.
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or a name is empty.
     """
 
     def __init__(
@@ -150,6 +150,11 @@ class PrefixHasher:
             raise TypeError(f"model is {kind_of(model)}; it must be a str")
         if not isinstance(dtype, str):
             raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
+        if not model or not dtype:
+            raise ValueError(
+                f"model is {model!r}, dtype {dtype!r}; name both: blocks of different models or "
+                "types must not have equal keys"
+            )
         if not isinstance(salt, str | bytes | None):
             raise TypeError(f"salt is {kind_of(salt)}; it must be a str, bytes or None")
         for name, part in (("adapter", adapter), ("extra", extra)):

@@ -52,10 +52,17 @@ class Lookup(NamedTuple):
     asking: int = 0
 
 
+def _read_prefix(prefix: object, most: int) -> int:
+    if isinstance(prefix, Lookup):
+        raise TypeError("prefix is a Lookup; pass a length in units, such as its `ready`")
+    return read_int("prefix", prefix, 0, most)
+
+
 native.set_python(
     Lookup=Lookup,
     kind_of=kind_of,
     read_int=read_int,
+    read_prefix=_read_prefix,
     read_switch=read_switch,
 )
 Reservation = LoadReservation | StoreReservation

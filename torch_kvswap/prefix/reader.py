@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_kvswap._native.arguments import UINT64_MAX, Int64Array, count_of
+from torch_kvswap._native.arguments import UINT64_MAX, Int64Array, count_of, kind_of
 from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
@@ -35,16 +35,33 @@ class ArgumentReader:
         self._tokens = [group.block_tokens if is_list else None for group in groups]
         self._is_list = is_list
 
-    def split(self, name: str, argument: Any) -> Sequence[Any]:
-        """The item of an argument for each group, as the caller has passed it."""
-        return split_groups(name, argument, len(self._tokens)) if self._is_list else [argument]
-
     def split_keys(self, keys: Any) -> Sequence[Any]:
-        """The keys of each group. Raises ValueError if they are of other block_tokens than their
-        group, which only the keys of a PrefixHasher say.
+        """The keys of each group. Raises TypeError for tokens, or for the keys of one group where
+        there are several, and ValueError if keys are of other block_tokens than their group, which
+        only the keys of a PrefixHasher say.
         """
-        split = self.split("keys", keys)
+        split: Sequence[Any] = [keys]
+        if self._is_list:
+            # A key of each group could be read here: as keys in a row, or as a sequence of keys.
+            if isinstance(keys, Sequence) and keys and isinstance(keys[0], bytes | tuple):
+                raise TypeError(
+                    f"keys[0] is {kind_of(keys[0])}, which is one key; pass a list of "
+                    f"{len(self._tokens)} lists, the keys of each group"
+                )
+            split = split_groups("keys", keys, len(self._tokens))
         for group, (of_group, tokens) in enumerate(zip(split, self._tokens, strict=True)):
+            first = of_group[0] if isinstance(of_group, list) and of_group else None
+            if type(first) is int:
+                raise TypeError(
+                    f"{self._name('keys', group)}[0] is an int, as tokens are; pass keys "
+                    "of a PrefixHasher, such as hasher.lookup_keys(tokens), or make keys of your "
+                    f"own tuples, such as ({first},)"
+                )
+            if isinstance(first, list | PrefixKeys) and not self._is_list:
+                raise TypeError(
+                    f"keys[0] is {kind_of(first)}, but this cache was made of one layout, not of a "
+                    "list; pass keys[0] itself"
+                )
             if not isinstance(of_group, PrefixKeys) or tokens is None:
                 continue
             if of_group.block_tokens != tokens:
@@ -66,7 +83,10 @@ class ArgumentReader:
         """The GPU blocks of each group, and whether one of them is -1. Raises IndexError if one
         does not exist."""
         several, some_left_out = [], False
-        for group, ids in enumerate(self.split("gpu_block_ids", gpu_block_ids)):
+        split: Sequence[Any] = [gpu_block_ids]
+        if self._is_list:
+            split = split_groups("gpu_block_ids", gpu_block_ids, len(self._tokens))
+        for group, ids in enumerate(split):
             name, count = self._name("gpu_block_ids", group), layouts[group].num_blocks
             blocks = native.read_ids(name, ids)
             several.append(blocks)

@@ -145,7 +145,8 @@ class _Pages:
             except NoRoomError as error:
                 if wanted:  # the engine can ask for fewer
                     raise
-                less = f"start it with --memory {error.room} or less, or " if error.room > 0 else ""
+                room = error.room >> 20
+                less = f"start it with --memory {room}MiB or less, or " if room > 0 else ""
                 raise ValueError(
                     f"this server has {bytes_text(memory)} of --memory, but {error.problem}; {less}"
                     f"{error.otherwise}"

@@ -104,7 +104,7 @@ TypeError: page_ids[0] is a str; it must be an integer
 ValueError: page_ids[0] is a list; the ids must have one dimension
 ValueError: page_ids has shape []; it must have one dimension
 TypeError: page_ids is a set; pass a list, numpy array or CPU tensor
-TypeError: page_ids is a bytes; pass a list, numpy array or CPU tensor
+TypeError: page_ids is bytes; pass a list, numpy array or CPU tensor
 IndexError: page_ids[0] is 9223372036854775808; no block has such a number
 IndexError: page_ids[1] is 18446744073709551616; no block has such a number
 IndexError: page_ids[1] is 18446744073709551615; no block has such a number

@@ -59,7 +59,7 @@ def test_keys_are_the_same_in_every_process():
     [
         ("salt", [None, "", "a", "b", b"a", "None"]),
         ("adapter", [None, "", "lora", ("lora", 1), ("lora", 2), 1, True, 1.0]),
-        ("model", ["m", "m2", ""]),
+        ("model", ["m", "m2", "M"]),
         ("dtype", ["bfloat16", "float8_e4m3", "float8_e5m2"]),
         ("block_tokens", [16, 8, 32]),
         ("group", [0, 1]),
@@ -223,6 +223,7 @@ def test_errors_say_what_was_wrong():
         *(error_text(call, b"1") for call in (hasher.lookup_keys, hasher.request_keys)),
         error_text(PrefixHasher, None, "bfloat16", 16),
         error_text(PrefixHasher, "m", torch.bfloat16, 16),
+        error_text(PrefixHasher, "", "bfloat16", 16),
         error_text(PrefixHasher, "m", "bfloat16", 2**32),
         error_text(PrefixHasher, "m", "bfloat16", 16, group="x"),
         error_text(PrefixHasher, "m", "bfloat16", 16, salt=5),
@@ -238,10 +239,12 @@ TypeError: tokens is an array of float64; tokens must be integers
 ValueError: tokens has shape (2, 2); it must have one dimension
 TypeError: tokens cannot be read as an array of integers: Got unsupported ScalarType
 BFloat16
-TypeError: tokens is a bytes; pass a list or an array of integers
-TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is bytes; pass a list or an array of integers
+TypeError: tokens is bytes; pass a list or an array of integers
 TypeError: model is None; it must be a str
 TypeError: dtype is a dtype; pass its name, such as 'bfloat16'
+ValueError: model is '', dtype 'bfloat16'; name both: blocks of different models or
+types must not have equal keys
 ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
 TypeError: group is a str; it must be an integer
 TypeError: salt is an int; it must be a str, bytes or None

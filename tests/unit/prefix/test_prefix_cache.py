@@ -60,7 +60,7 @@ def test_store_says_why_nothing_is_stored():
         assert why(prefixes, ["a"]) == ("present", 0, 0)  # it is being stored
         prefixes.poll()
         assert why(prefixes, ["a"]) == ("present", 0, 0)
-        assert why(prefixes, [*range(PAGES + 1)]) == ("full", 0, 1)
+        assert why(prefixes, [*map(str, range(PAGES + 1))]) == ("full", 0, 1)
     prefixes, _ = make(store_threshold=2)
     with prefixes:
         assert why(prefixes, ["a", "b"]) == ("skipped", 2, 0)
@@ -77,7 +77,7 @@ def test_a_caller_who_never_polls_is_warned_once(polls):
         if polls:
             prefixes.poll()
         for first in range(0, 3 * PAGES, 2):
-            prefixes.store([first, first + 1], [0, 1])
+            prefixes.store([f"{first}", f"{first + 1}"], [0, 1])
         assert prefixes.preempt(["a"], [2]) is None
         assert len(messages) == (not polls)
         assert polls or f"poll() was never called, and all {PAGES} pages" in messages[0]
@@ -114,6 +114,7 @@ def test_after_is_checked_without_a_copy():
             error_text(prefixes.load, ["x"], [1], after=object()),
             error_text(prefixes.store, ["a"], [1], after=object()),
             error_text(prefixes.preempt, ["a"], [1], after=object()),
+            error_text(prefixes.evict, [5], after=object()),
         ]
         assert prefixes.manager.stats().idle_pages == 1
     of_after = (
@@ -122,7 +123,7 @@ def test_after_is_checked_without_a_copy():
     )
     assert [" ".join(error.split()) for error in errors] == [
         "ValueError: layer_groups is 0; it must be 1 to 2",
-        *[of_after] * 3,
+        *[of_after] * 4,
     ]
 
 
@@ -184,22 +185,36 @@ def test_a_closed_pool_is_named_not_its_handler() -> None:
             assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
 
 
-def test_lookup_warns_of_tokens_instead_of_keys() -> None:
-    tokens = list(range(20))
-    prefixes, _ = make()
-    with prefixes, logged() as messages:
-        prefixes.lookup(tokens)  # nothing can be found yet
-        prefixes.store(PrefixHasher("m", "uint8", block_tokens=4).keys(tokens), [0, 1, 2, 3, 4])
-        assert messages == []
-        for _ in range(2):
-            assert prefixes.lookup(tokens).found == 0
-        assert len(messages) == 1
-        assert "pass PrefixHasher.lookup_keys(tokens)" in messages[0]
-    prefixes, _ = make()
-    with prefixes, logged() as messages:
-        prefixes.store([1, 2], [1, 2])  # integers may be keys
-        assert prefixes.lookup([3]).found == 0
-        assert messages == []
+def test_what_only_looks_like_keys_is_refused() -> None:
+    """All of these would find nothing."""
+    layout = PagedLayout([torch.zeros(4, 4)])
+    groups = [BlockGroup(4, 4), BlockGroup(4, 4, window_tokens=8)]
+    one = PrefixCache(layout, HostPool(layout, 4))
+    two = PrefixCache([layout, layout], [HostPool(layout, 4), HostPool(layout, 4)], groups)
+    keys = PrefixHasher("m", "uint8", block_tokens=4).keys(range(8))
+    errors = [
+        error_text(one.lookup, list(range(8))),
+        error_text(one.lookup, [keys]),
+        error_text(two.lookup, keys),
+        error_text(two.lookup, [("a", 1), ("b", 2)]),
+        error_text(two.lookup, [keys, list(range(8))]),
+        error_text(one.load, ["a"], [0], prefix=one.lookup(["a"])),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+TypeError: keys[0] is an int, as tokens are; pass keys of a PrefixHasher, such as
+hasher.lookup_keys(tokens), or make keys of your own tuples, such as (0,)
+TypeError: keys[0] is a PrefixKeys, but this cache was made of one layout, not of a
+list; pass keys[0] itself
+TypeError: keys[0] is bytes, which is one key; pass a list of 2 lists, the keys of each
+group
+TypeError: keys[0] is a tuple, which is one key; pass a list of 2 lists, the keys of
+each group
+TypeError: keys[1][0] is an int, as tokens are; pass keys of a PrefixHasher, such as
+hasher.lookup_keys(tokens), or make keys of your own tuples, such as (0,)
+TypeError: prefix is a Lookup; pass a length in units, such as its `ready`""",
+    )
 
 
 @simulated
@@ -286,25 +301,28 @@ def test_a_prefix_cache_starts_during_pinning(driver: Driver) -> None:
     with in_chunks(4 * 4096, layout, 12, pin_in_background=True) as pool:
         assert pool.wait_ready(PATIENCE, pages=8)
         prefixes = PrefixCache(layout, pool)
-        assert prefixes.store(list(range(9)), list(range(9))).state == "full"  # by one page
-        assert prefixes.preempt(list(range(9)), list(range(9))) is None
-        prefixes.synchronize(prefixes.store(list(range(8)), list(range(8))).job)
+        names = [f"{number}" for number in range(13)]
+        assert prefixes.store(names[:9], list(range(9))).state == "full"  # by one page
+        assert prefixes.preempt(names[:9], list(range(9))) is None
+        prefixes.synchronize(prefixes.store(names[:8], list(range(8))).job)
         prefixes.poll()
-        prefixes.synchronize(prefixes.store([8], [8]).job)  # the end of the prompt goes for it
+        prefixes.synchronize(
+            prefixes.store(names[8:9], [8]).job
+        )  # the end of the prompt goes for it
         assert prefixes.manager.stats().evicted == 1
         prefixes.poll()
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
-        held = prefixes.preempt([9, 10, 11, 12], [9, 10, 11, 12])
+        held = prefixes.preempt(names[9:], [9, 10, 11, 12])
         prefixes.synchronize(held.jobs)
         prefixes.poll()
         assert prefixes.release(held)
         stats = prefixes.manager.stats()
         assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
-        keys, kept = [*range(7), *range(8, 13)], rows.clone()
+        blocks, kept = [*range(7), *range(8, 13)], rows.clone()
         rows.zero_()
-        prefixes.synchronize(prefixes.load(keys, keys))
-        assert torch.equal(rows[keys], kept[keys])
+        prefixes.synchronize(prefixes.load([names[block] for block in blocks], blocks))
+        assert torch.equal(rows[blocks], kept[blocks])
 
 
 @simulated
@@ -321,7 +339,7 @@ def test_a_prefix_cache_uses_the_pinned_pages(driver: Driver) -> None:
         assert "8 of 12 host pages are pinned" in messages[0]
         prefixes = PrefixCache(layout, pool)
         for i in range(20):
-            prefixes.synchronize(prefixes.store([i], [i % 16]).job)
+            prefixes.synchronize(prefixes.store([f"{i}"], [i % 16]).job)
             prefixes.poll()
         assert prefixes.manager.stats().evicted == 12
 

@@ -366,10 +366,19 @@ def test_a_second_server_is_refused(path: str, capsys: pytest.CaptureFixture[str
         assert engine.find("abcd").found == 0
 
 
+def test_memory_needs_a_unit(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("100", "64GB", "1.5GiB"):
+        with pytest.raises(SystemExit):
+            serve.main(["--socket", path, "--memory", text])
+        assert f"'{text}' is not a whole number of B, KiB, MiB" in capsys.readouterr().err
+
+
 def test_other_files_are_left_alone(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a socket"):
         PageServer(str(tmp_path / "file"), PAGE_BYTES)
+    with pytest.raises(ConnectionError, match=r"file is no socket; pass the --socket of a server"):
+        ServedEngine(str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -85,7 +85,8 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
 
     def close(self) -> None:
         """Waits for all copies and frees the memory. A cache that is dropped is closed."""
-        self._host.close()
+        self._host.is_closed = True
+        self._host.free()
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory."""
@@ -146,6 +147,7 @@ class _HostLayers:
         self.blocks = -(-max_tokens // BLOCK_TOKENS)  # of a layer
         self._options = options
         self._shape: tuple[Any, ...] | None = None
+        self.is_closed = False
         self.reset()
 
     def reset(self) -> None:
@@ -159,7 +161,7 @@ class _HostLayers:
         self.loads: dict[int, list[Job]] = {}  # by step
         self.raw_pages: dict[int, int] = {}  # by the page that the block does not fit into
 
-    def close(self) -> None:
+    def free(self) -> None:
         if self._shape is not None:
             self._shape = None
             for handler in (self.handler, self.raw):
@@ -172,7 +174,7 @@ class _HostLayers:
         shape = (batch, heads, size, like.dtype, like.device)
         if shape == self._shape:
             return
-        self.close()
+        self.free()
         with torch.inference_mode(False):  # the next call may be outside
             memory = torch.zeros(
                 (2, self.buffers, self.blocks * BLOCK_TOKENS, batch, heads, size),
@@ -219,6 +221,8 @@ class _HostLayers:
         return ours[0].permute(1, 2, 0, 3), ours[1].permute(1, 2, 0, 3)
 
     def _check(self, layer: int, tokens: int) -> None:
+        if self.is_closed:
+            raise RuntimeError("the HostCache is closed; make another one")
         if layer != self.step % self.layers:
             raise RuntimeError(
                 f"layer {layer} of those with full attention comes after layer "
