@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -35,12 +34,10 @@ class OfKeys:
     def __init__(self, manager: Any, in_lists: bool = False) -> None:
         self.manager, self.in_lists = manager, in_lists
         self.touch = manager.touch
+        self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
         if in_lists:
-            self.prepare_load = partial(manager.prepare_load, prefix=None)
-            self.prepare_store = partial(manager.prepare_store, resets=None)
             self.complete_store = self.complete_load = self._tell_server
         else:
-            self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
             self.complete_store = self.complete_load = manager.complete
 
     def form(self, keys: bytes) -> Any:

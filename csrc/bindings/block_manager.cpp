@@ -26,7 +26,6 @@ namespace {
   "collections.abc.Sequence[torch_kvswap.prefix.hashing.Keys]"
 
 using prefix::kKeyBytes;
-using Ranges = std::vector<std::pair<size_t, size_t>>;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
 
 // Keys read from a list with the GIL held, before other threads get a chance to run.
@@ -51,7 +50,7 @@ bool read_list(PyObject* list, std::vector<uint8_t>& to) {
 class JoinedKeys {
  public:
   // keys: of the only group; of several groups a list with those of each.
-  JoinedKeys(nb::handle keys, bool is_list, size_t num_groups) : copies_(is_list) {
+  JoinedKeys(nb::handle keys, bool is_list, size_t num_groups) : copies_(num_groups > 1) {
     if (!is_list) {
       one_count_ = read("keys", keys);
       return;
@@ -65,30 +64,6 @@ class JoinedKeys {
   prefix::Keys keys() const { return {joined(), counts()}; }
   const int64_t* counts() const { return counts_.empty() ? &one_count_ : counts_.data(); }
   size_t size() const { return total_; }
-
-  // Leaves the keys in these ranges of each group. Throws ValueError if a group has fewer.
-  void cut(const Ranges& ranges) {
-    std::vector<uint8_t> remaining;
-    std::vector<int64_t> numbers;
-    const uint8_t* from = joined();
-    total_ = 0;
-    for (size_t g = 0; g < ranges.size(); ++g) {
-      const auto [first, end] = ranges[g];
-      const auto count = static_cast<size_t>(counts()[g]);
-      if (end > count) {
-        const std::string group = ranges.size() == 1 ? "" : " of group " + std::to_string(g);
-        fail<ValueError>("the prefix needs ", count_of(end, "block"), group, ", but keys has ",
-                         count_of(count, "key"), "; pass what lookup() found for the same keys");
-      }
-      remaining.insert(remaining.end(), from + first * kKeyBytes, from + end * kKeyBytes);
-      from += count * kKeyBytes;
-      numbers.push_back(static_cast<int64_t>(end - first));
-      total_ += end - first;
-    }
-    copied_ = std::move(remaining);
-    counts_ = std::move(numbers);
-    bytes_ = nullptr;
-  }
 
  private:
   const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
@@ -119,7 +94,7 @@ class JoinedKeys {
     return static_cast<int64_t>(count);
   }
 
-  const bool copies_;  // the keys of a list of groups are copied into a row
+  const bool copies_;  // the keys of several groups are copied into a row
   nb::object held_;    // the bytes that bytes_ points to
   const uint8_t* bytes_ = nullptr;
   std::vector<uint8_t> copied_;
@@ -164,20 +139,8 @@ struct Assigned : prefix::Assigned {
   nb::object indices_made_, pages_made_;
 };
 
-nb::object as_range(const std::pair<size_t, size_t>& range) {
-  return nb::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(range.first, range.second);
-}
-
 struct LoadReservation : Reservation {
   Assigned assigned;
-  Ranges key_ranges = {};  // of each group; none of hold(), which has indices
-
-  nb::any key_indices() {
-    if (key_ranges.empty()) return assigned.python_indices();
-    nb::list several;
-    for (const auto& of_group : key_ranges) several.append(as_range(of_group));
-    return as_any(assigned.is_list ? nb::object(several) : nb::object(several[0]));
-  }
 };
 
 struct StoreReservation : Reservation {
@@ -255,11 +218,10 @@ bool read_switch(const char* name, nb::handle value) {
 
 class PyBlockManager {
  public:
-  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int64_t max_units,
-                 int policy, uint32_t store_threshold, int below)
+  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int policy,
+                 uint32_t store_threshold, int below)
       : is_list_(is_list),
         num_groups_(groups.size()),
-        max_units_(max_units),
         shared_(std::make_shared<prefix::BlockManager>(
             read_groups(groups),
             prefix::Options{static_cast<prefix::EvictionPolicyKind>(policy), store_threshold,
@@ -270,7 +232,6 @@ class PyBlockManager {
       : is_list_(true),
         for_jobs_(true),
         num_groups_(other.num_groups_),
-        max_units_(other.max_units_),
         shared_(other.shared_),
         manager_(*shared_) {}
 
@@ -307,48 +268,8 @@ class PyBlockManager {
     return manager_.longest_prefix(found, of_groups);
   }
 
-  nb::list needed_blocks(nb::handle prefix) const {
-    nb::list needed;
-    for (const auto& of_group : manager_.needed_blocks(read_prefix(prefix)))
-      needed.append(as_range(of_group));
-    return needed;
-  }
-
-  std::optional<LoadReservation> prepare_load(nb::handle keys, nb::handle prefix) {
-    std::optional<int64_t> units;
-    if (!prefix.is_none()) units = read_prefix(prefix);
-    JoinedKeys joined = read(keys);
-    // All memory is taken before pages are held.
-    LoadReservation made{{}, Assigned(is_list_)};
-    if (units) {
-      made.key_ranges = manager_.needed_blocks(*units);
-      joined.cut(made.key_ranges);
-    } else {
-      for (size_t g = 0; g < num_groups_; ++g) made.key_ranges.emplace_back(0, joined.counts()[g]);
-    }
-    made.assigned.pages.resize(joined.size());
-    if (is_list_) made.assigned.counts.assign(joined.counts(), joined.counts() + num_groups_);
-    auto pages = new_pages();
-    made.id = busy([&](bool wait) {
-      return manager_.prepare_load(joined.keys(), made.assigned.pages.data(), wait);
-    });
-    if (made.id == 0) return std::nullopt;
-    give(made, std::move(pages), joined.size(), true);
-    return made;
-  }
-
-  std::optional<LoadReservation> hold(nb::handle keys) {
-    const JoinedKeys joined = read(keys);
-    LoadReservation made{{}, Assigned(is_list_)};
-    made.id = busy([&](bool wait) { return manager_.hold(joined.keys(), made.assigned, wait); });
-    if (made.id == 0) return std::nullopt;
-    return made;
-  }
-
-  bool is_pending(nb::handle keys) {
-    const JoinedKeys joined = read(keys);
-    return busy([&](bool wait) { return manager_.is_pending(joined.keys(), wait); });
-  }
+  std::optional<LoadReservation> prepare_load(nb::handle keys) { return hold_ready(keys, true); }
+  std::optional<LoadReservation> hold(nb::handle keys) { return hold_ready(keys, false); }
 
   std::optional<StoreReservation> prepare_store(nb::handle keys, std::optional<uint64_t> resets) {
     return reserve(keys, prefix::Purpose::kStored, resets);
@@ -444,6 +365,18 @@ class PyBlockManager {
   }
 
  private:
+  std::optional<LoadReservation> hold_ready(nb::handle keys, bool all) {
+    const JoinedKeys joined = read(keys);
+    // All memory is taken before pages are held.
+    LoadReservation made{{}, Assigned(is_list_)};
+    auto pages = new_pages();
+    made.id =
+        busy([&](bool wait) { return manager_.hold(joined.keys(), all, made.assigned, wait); });
+    if (made.id == 0) return std::nullopt;
+    give(made, std::move(pages), made.assigned.pages.size(), true);
+    return made;
+  }
+
   std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
                                           std::optional<uint64_t> resets = {}) {
     const JoinedKeys joined = read(keys);
@@ -503,10 +436,6 @@ class PyBlockManager {
     throw nb::python_error();
   }
 
-  int64_t read_prefix(nb::handle prefix) const {
-    return nb::cast<int64_t>(python.read_prefix(prefix, max_units_));
-  }
-
   static std::vector<prefix::GroupOptions> read_groups(nb::handle groups) {
     std::vector<prefix::GroupOptions> read;
     for (const auto& [num_pages, ratio, window] : items_of<GroupTuple>(groups))
@@ -527,7 +456,6 @@ class PyBlockManager {
   const bool is_list_;           // what is of all groups is a list in Python, also of a single one
   const bool for_jobs_ = false;  // see Reservation
   const size_t num_groups_;
-  const int64_t max_units_;  // of a prefix
   const std::shared_ptr<prefix::BlockManager> shared_;
   prefix::BlockManager& manager_;
 };
@@ -566,9 +494,10 @@ With several groups, key_indices and pages are lists with one entry per group.
 
 Attributes:
     id (int): number of the reservation.
-    key_indices (range): index of each page's key in the given keys.
+    key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages.)")
-      .def_prop_ro("key_indices", &LoadReservation::key_indices)
+      .def_prop_ro("key_indices",
+                   [](LoadReservation& self) { return self.assigned.python_indices(); })
       .def_prop_ro("pages", [](LoadReservation& self) { return self.assigned.python_pages(); })
       .def("__repr__", repr_as("LoadReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r})"));
@@ -613,8 +542,8 @@ Attributes:
       .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));
 
   nb::class_<PyBlockManager>(module, "BlockManager")
-      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int64_t, int, uint32_t, int>(),
-           "groups"_a, "is_list"_a, "max_units"_a, "policy"_a, "store_threshold"_a, "below"_a)
+      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,
+           "is_list"_a, "policy"_a, "store_threshold"_a, "below"_a)
       .def(nb::init<const PyBlockManager&>(), "of"_a)
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
@@ -630,24 +559,15 @@ Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
     again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
-      .def("_needed_blocks", &PyBlockManager::needed_blocks, "prefix"_a.none(),
-           nb::sig("def _needed_blocks(self, prefix: int) -> list[range]"))
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
-           "prefix"_a.none() = nb::none(),
-           nb::sig("def prepare_load(self, keys: " KEYS
-                   ", prefix: int | None = None) -> LoadReservation | None"),
+           nb::sig("def prepare_load(self, keys: " KEYS ") -> LoadReservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
 Args:
-    keys: keys of a prompt's blocks.
-    prefix (int | None): only the needed_blocks() of a prefix of this length, in units, such
-        as `Lookup.ready`. None is all keys.
+    keys: keys of a prompt's blocks; of a prefix those of its needed_blocks().
 
 Returns:
-    LoadReservation | None: None, with nothing held, if a block is not ready.
-
-Raises:
-    ValueError: prefix is longer than the keys.)")
+    LoadReservation | None: None, with nothing held, if a block is not ready.)")
       .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
            "resets"_a.none() = nb::none(),
            nb::sig("def prepare_store(self, keys: " KEYS
@@ -688,9 +608,9 @@ Raises:
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("promote", &PyBlockManager::promote, "keys"_a.none(),
            nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),
-           R"(preempt() for blocks that are read from a second tier below host memory.
+           R"(prepare_store() for blocks that are read from a second tier below host memory.
 
-complete() marks them as being below, so that hold_due() does not return them.
+Ignores store_threshold. complete() marks them as being below, so that hold_due() does not return them.
 
 Args:
     keys: keys of blocks, in order.
@@ -783,15 +703,7 @@ Args:
     keys: any keys, in any order.
 
 Returns:
-    LoadReservation | None: its key_indices are arrays. None if no block is ready.)")
-      .def("is_pending", &PyBlockManager::is_pending, "keys"_a.none(),
-           nb::sig("def is_pending(self, keys: " KEYS ") -> bool"),
-           R"(Returns whether all of these blocks have pages, and some are still being stored.
-
-If prepare_load() then returns None, it is worth another try after their stores have ended.
-
-Args:
-    keys: keys of the blocks.)")
+    LoadReservation | None: None if no block is ready.)")
       .def("touch", &PyBlockManager::touch, "keys"_a.none(),
            nb::sig("def touch(self, keys: " KEYS ") -> None"),
            R"(Counts a use of the blocks, such as a hit in the GPU cache.

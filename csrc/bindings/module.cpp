@@ -42,7 +42,6 @@ void set_python(const nb::kwargs& named) {
                                                   {"join_keys", &python.join_keys},
                                                   {"kind_of", &python.kind_of},
                                                   {"read_int", &python.read_int},
-                                                  {"read_prefix", &python.read_prefix},
                                                   {"read_switch", &python.read_switch},
                                                   {"make_error", &python.make_error},
                                                   {"empty", &python.empty},

@@ -27,7 +27,6 @@ struct Python {
   nb::handle read_first_slots;                // (first_slot, num_groups) -> list
   nb::handle join_keys;                       // (name, keys) -> bytes
   nb::handle kind_of, read_int, read_switch;  // of arguments.py
-  nb::handle read_prefix;                     // (prefix, most) -> int
   nb::handle make_error;                      // (kind, message, rejected) -> TransferError
   nb::handle empty, int64;                    // NumPy's
   nb::handle Result, Lookup, DeviceLostError;

@@ -77,66 +77,42 @@ void BlockManager::grow(const int64_t* ready_pages) {
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
+int64_t BlockManager::hold(const Keys& keys, bool all, Assigned& held, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   find_pages(keys, true);
   std::vector<Pin> pins;
   pins.reserve(found_pages_.size());
-  size_t at = 0;
-  for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (!groups_[g].pages->is_filled(found_pages_[at])) return 0;
-      pages[at] = found_pages_[at];
-      pins.push_back({g, found_pages_[at], false});
-    }
-  }
-  const auto& [id, reservation] = *reserve(Kind::kLoad, std::move(pins));
-  for (const Pin& pin : reservation.pins) {
-    Pages& held = *groups_[pin.group].pages;
-    held.hold(pin.page);
-    held.use(pin.page);
-  }
-  return id;
-}
-
-int64_t BlockManager::hold(const Keys& keys, Assigned& held, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
-  find_pages(keys, true);
-  std::vector<Pin> pins;
+  held.key_indices.reserve(found_pages_.size());
+  held.pages.reserve(found_pages_.size());
   held.counts.resize(groups_.size());
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       const uint32_t page = found_pages_[at];
-      if (!groups_[g].pages->is_filled(page)) continue;
-      pins.push_back({g, page, false});
-      held.key_indices.push_back(i);
-      held.pages.push_back(page);
-      ++held.counts[g];
+      if (groups_[g].pages->is_filled(page)) {
+        pins.push_back({g, page, false});
+        held.key_indices.push_back(i);
+        held.pages.push_back(page);
+        ++held.counts[g];
+      } else if (all) {
+        return 0;
+      }
     }
   }
-  if (pins.empty()) return 0;
-  const auto& [id, reservation] = *reserve(Kind::kLoad, std::move(pins));
-  for (const Pin& pin : reservation.pins) groups_[pin.group].pages->hold_in_place(pin.page);
+  if (pins.empty() && !all) return 0;
+  const int64_t id = next_id();
+  const Reservation& made =
+      reservations_.emplace(id, Reservation{Kind::kLoad, std::move(pins)}).first->second;
+  for (const Pin& pin : made.pins) {
+    Pages& pages = *groups_[pin.group].pages;
+    if (all) {
+      pages.hold(pin.page);
+      pages.use(pin.page);
+    } else {
+      pages.hold_in_place(pin.page);
+    }
+  }
   return id;
-}
-
-BlockManager::Reservations::iterator BlockManager::reserve(Kind kind, std::vector<Pin> pins) {
-  return reservations_.emplace(next_id(), Reservation{kind, std::move(pins)}).first;
-}
-
-bool BlockManager::is_pending(const Keys& keys, bool wait) {
-  const auto lock = lock_for(num_keys(keys), wait);
-  find_pages(keys, true);
-  bool some_are_not_ready = false;
-  size_t at = 0;
-  for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (found_pages_[at] == kNone) return false;
-      some_are_not_ready |= !groups_[g].pages->is_filled(found_pages_[at]);
-    }
-  }
-  return some_are_not_ready;
 }
 
 std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purpose,
@@ -144,12 +120,12 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
                                                   Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   if (resets && *resets != resets_) return std::nullopt;
-  const bool is_leased = purpose != Purpose::kStored;
+  const bool is_leased = purpose == Purpose::kPreempted;
   const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
   check_distinct(keys);
   find_pages(keys, true);
   size_t skipped = 0;
-  if (!has_room(keys, is_leased, skipped)) return std::nullopt;
+  if (!has_room(keys, purpose, skipped)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
   assigned_.resize(found_pages_.size());
   std::vector<Pin> pins, leased;
@@ -446,12 +422,6 @@ std::pair<size_t, size_t> BlockManager::needed_blocks(const Group& group, int64_
   return {window == 0 || window > end ? 0 : end - window, end};
 }
 
-std::vector<std::pair<size_t, size_t>> BlockManager::needed_blocks(int64_t units) const {
-  std::vector<std::pair<size_t, size_t>> needed;
-  for (const Group& group : groups_) needed.push_back(needed_blocks(group, units));
-  return needed;
-}
-
 template <class IsPresent>
 int64_t BlockManager::longest_prefix(const int64_t* counts, const IsPresent& is_present) const {
   // A group that needs all blocks limits the prefix to those before the first that is missing.
@@ -562,7 +532,8 @@ void BlockManager::check_distinct(const Keys& keys) {
   }
 }
 
-bool BlockManager::has_room(const Keys& keys, bool is_leased, size_t& skipped) {
+bool BlockManager::has_room(const Keys& keys, Purpose purpose, size_t& skipped) {
+  const bool may_skip = purpose == Purpose::kStored && lookups_;
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -574,8 +545,7 @@ bool BlockManager::has_room(const Keys& keys, bool is_leased, size_t& skipped) {
       if (found_pages_[at] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
         idle -= group.pages->is_idle(found_pages_[at]);
-      } else if (!is_leased && lookups_ &&
-                 lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
+      } else if (may_skip && lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
         ++skipped;
       } else {
         group.wanted.push_back(static_cast<uint32_t>(i));

@@ -54,8 +54,8 @@ struct Stored {
   size_t skipped = 0;       // keys below the store threshold
 };
 
-// What prepare_store() is for. kPreempted, kPromoted: the store threshold does not count, and all
-// keys are leased until release(). kPromoted: the pages are filled with what the second tier has.
+// What prepare_store() is for. kPreempted: all keys are leased until release(). kPromoted: the
+// pages are filled with what the second tier has. The store threshold counts for kStored only.
 enum class Purpose { kStored, kPreempted, kPromoted };
 
 // Pages that are due to be written below, and their keys in a row.
@@ -105,14 +105,10 @@ class BlockManager {
   // The longest prefix, in units, that somebody else can complete, who has the blocks behind the
   // first `found` units for which `there`, of each group, is not 0.
   int64_t longest_prefix(int64_t found, const std::vector<std::string>& there) const;
-  // Holds the pages of all keys for a load, which counts as a use. Returns the reservation; 0 if
-  // some key is not ready.
-  int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
-  // Holds the pages of the keys that are ready. They keep their places in the order of eviction.
-  // Returns the reservation; 0 if no key is ready.
-  int64_t hold(const Keys& keys, Assigned& held, bool wait);
-  // Whether all keys have pages, and some of these are still being stored.
-  bool is_pending(const Keys& keys, bool wait);
+  // Holds the pages of the keys that are ready. all: or of none, if a key is not; this counts as a
+  // use. Otherwise they keep their places in the order of eviction. Returns the reservation; 0 if
+  // nothing is held.
+  int64_t hold(const Keys& keys, bool all, Assigned& held, bool wait);
   // Gives pages to the keys that are to be stored. Gives none and returns nullopt if there is no
   // room, or if there were other resets than `resets`, which counts those before the blocks were
   // computed.
@@ -153,8 +149,6 @@ class BlockManager {
   void reset();
   // How many resets there were. Takes no lock.
   uint64_t resets() const { return resets_; }
-  // The range [first, end) of each group's blocks that a prefix of this length needs.
-  std::vector<std::pair<size_t, size_t>> needed_blocks(int64_t units) const;
   // Of a group, in the order of the fields of torch_kvswap.prefix.BlockStats.
   std::vector<uint64_t> stats(size_t group);
 
@@ -187,8 +181,6 @@ class BlockManager {
   std::unique_ptr<Pages> make_pages(size_t group);
   // Throws if there is no such reservation.
   Reservations::iterator find(int64_t id);
-  // Before the pages are held.
-  Reservations::iterator reserve(Kind kind, std::vector<Pin> pins);
   // Takes the lock, for a call that visits this many keys or pages, and ends what has ended.
   std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
   std::unique_lock<std::mutex> lock() { return lock_for(0, true); }
@@ -213,7 +205,7 @@ class BlockManager {
   void check_distinct(const Keys& keys);
   // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
   // there are pages for all that are wanted.
-  bool has_room(const Keys& keys, bool is_leased, size_t& skipped);
+  bool has_room(const Keys& keys, Purpose purpose, size_t& skipped);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them. Returns how many pages it has written to `evicted`.
   size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count,

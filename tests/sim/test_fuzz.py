@@ -23,7 +23,6 @@ from simulated_cache import CURRENT, needs_kernels, run_until
 from simulated_driver import Driver, place, pool, simulated
 
 from torch_kvswap import Job, PagedLayout, PrefixCache
-from torch_kvswap._C import StoreReservation
 from torch_kvswap.below.format import PageFormat
 from torch_kvswap.prefix import BlockManager
 from torch_kvswap.prefix.tier import Tier
@@ -157,17 +156,13 @@ def test_control_hidden_failures_delete_good_pages() -> None:
 def test_control_late_answers_write_into_others_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def give_away(manager: BlockManager, reservation: StoreReservation) -> None:
-        manager.fail(reservation)
-        manager.release(reservation)
-
-    def hand_over(tier: Tier, ask: Any, *others: Any) -> None:
+    def answer(tier: Tier, ask: Any) -> None:
         if not ask.is_over:
-            whole(tier, ask, *others)
+            whole(tier, ask)
 
-    whole = Tier._hand_over
-    monkeypatch.setattr(BlockManager, "abandon", give_away)
-    monkeypatch.setattr(Tier, "_hand_over", hand_over)
+    whole = Tier._answer
+    monkeypatch.setattr(BlockManager, "abandon", BlockManager.fail)
+    monkeypatch.setattr(Tier, "_answer", answer)
     with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: BelowServer(Device(), seed, {"get": (0.0, 0.5)}), 80)
 

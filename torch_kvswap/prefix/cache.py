@@ -390,11 +390,9 @@ class PrefixCache(NotCopyable):
             RuntimeError: the prefix cache or one of its pools is closed, or the device is lost.
         """
         self._handler._native.check_open()
-        self._reader.split_keys(keys)  # refuses wrong ones
-        found = self.manager.lookup(keys, again=again)
-        if self._below is None:
-            return found
-        return self._below.ask(found, self._reader.read_keys(keys))
+        group_keys = self._reader.read_keys(keys)
+        found = self._reservations.lookup(group_keys, again=again)
+        return found if self._below is None else self._below.ask(found, group_keys)
 
     def load(
         self,
@@ -431,24 +429,23 @@ class PrefixCache(NotCopyable):
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
         group_keys, blocks, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
-        if some_left_out and prefix is None:
-            group_keys, blocks = self._reader.keys_on_gpu(group_keys, blocks)
+        if prefix is not None:
+            group_keys, blocks = self._reader.needed(group_keys, blocks, prefix)
         elif some_left_out:
-            self._reader.check_needed(blocks, self._reservations._needed_blocks(prefix))  # type: ignore[arg-type]
-        reserved = self._reservations.prepare_load(group_keys, prefix)
+            group_keys, blocks = self._reader.keys_on_gpu(group_keys, blocks)
+        reserved = self._reservations.prepare_load(group_keys)
         if reserved is None:
             self._handler._check_options(after, layer_groups)
             return None
         try:
             if isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
                 self._handler._native.mark_written(reserved.pages)
-            selected = self._reader.select(blocks, reserved.key_indices)
             if self._lazy:  # in case nobody has called evict()
                 with self._recording:
-                    self._forget(selected)
+                    self._forget(blocks)
             job = self._handler._submit(
                 LOADS,
-                (selected, reserved.pages, 0),
+                (blocks, reserved.pages, 0),
                 after=after,
                 layer_groups=layer_groups,
                 expedited=expedited,
@@ -457,8 +454,6 @@ class PrefixCache(NotCopyable):
             )
         finally:
             reserved.let_go()
-        if self._below is not None:
-            self._below.use_leases(group_keys)
         return job
 
     def store(
@@ -618,7 +613,7 @@ class PrefixCache(NotCopyable):
         keys, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
         keys, _ = self._reader.keys_on_gpu(keys, blocks)
         # Before the load: poll() in another thread may end the stores between the two.
-        is_pending = self._reservations.is_pending(keys)
+        is_pending = self._reservations.lookup(keys, again=True).pending > 0
         job = self.load(
             preempted.keys,
             gpu_block_ids,

@@ -49,7 +49,7 @@ from torch_kvswap.prefix.hashing import (
     Keys,
     read_keys,
 )
-from torch_kvswap.prefix.manager import BlockManager, BlockStats, Lookup
+from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import (
     HEAD,
     JOINING,
@@ -75,7 +75,7 @@ class RemoteReservation(native.Reservation):
     """The pages of a job, as those of a BlockManager; end_reported() tells the server of its end.
 
     Attributes:
-        key_indices (list[np.ndarray]), pages (list[np.ndarray]): of each group.
+        pages (list[np.ndarray]), key_indices (list[np.ndarray]): of each group; indices of a store.
         lease (int): of preempt().
         skipped (int): 0: a server has no store_threshold.
     """
@@ -376,9 +376,6 @@ class RemoteManager(Session):
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
         self._is_list = not isinstance(groups, int)
-        of_one_page = [dataclasses.replace(group, num_pages=1) for group in self.groups]
-        # For what depends on the groups only: it never has a block.
-        self._of_one_page = BlockManager(of_one_page)._for_jobs()
         self.resets = 0
         # The pages, by group, of loads and stores that have not ended. Guarded by _lock, as are the
         # others.
@@ -390,46 +387,27 @@ class RemoteManager(Session):
         # and whether these are corrupted.
         self._reported: list[tuple[int, bool, list[tuple[int, int]], bool]] = []
 
-    def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
+    # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
+
+    def lookup(self, keys: list[bytes], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
         how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
-        of_groups = self._read(keys)
         with self._lock:
-            answer = self._ask(Op.ASK, [how, 0], of_groups)
+            answer = self._ask(Op.ASK, [how, 0], keys)
             if answer is None:
                 return _NOTHING
             self.resets = self._resets
             return Lookup(*answer[:4])
 
-    def needed_blocks(self, prefix: int) -> range | list[range]:
-        """See BlockManager.needed_blocks()."""
-        needed = self._needed_blocks(prefix)
-        return needed if self._is_list else needed[0]
-
-    # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
-
-    def _needed_blocks(self, prefix: int) -> list[range]:
-        """See BlockManager.needed_blocks()."""
-        return self._of_one_page._needed_blocks(prefix)
-
-    def prepare_load(self, keys: list[bytes], prefix: int | None) -> RemoteReservation | None:
+    def prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
-        ranges = [range(len(of_group) // KEY_BYTES) for of_group in keys]
-        if prefix is not None:
-            self._of_one_page.prepare_load(keys, prefix)  # raises if the keys are too few
-            ranges = self._needed_blocks(prefix)
-            keys = [
-                group_keys[needed.start * KEY_BYTES : needed.stop * KEY_BYTES]
-                for group_keys, needed in zip(keys, ranges, strict=True)
-            ]
         made = self._new_reservation(is_load=True)
         with self._lock:
             answer = self._ask(Op.ASK, [Ask.LOAD, made.id], keys)
-            pages, _ = _split_numbers(answer[4:], len(ranges)) if answer else ([], [])
-            if sum(map(len, pages)) < sum(map(len, ranges)) or not answer:
+            pages, _ = _split_numbers(answer[4:], len(keys)) if answer else ([], [])
+            if sum(map(len, pages)) * KEY_BYTES < sum(map(len, keys)) or not answer:
                 self._drop(made.id)
                 return None
-            made.key_indices = [np.arange(needed.start, needed.stop) for needed in ranges]
             made.pages = self._open[made.id] = pages
         return made
 
@@ -443,12 +421,12 @@ class RemoteManager(Session):
         """See BlockManager.preempt()."""
         return self._borrow(keys, is_leased=True)
 
-    def is_pending(self, keys: list[bytes]) -> bool:
-        """See BlockManager.is_pending()."""
-        answer = self._ask(Op.ASK, [Ask.PENDING, 0], keys)
-        return answer is not None and answer[2] > 0
-
     # What anybody may call.
+
+    def needed_blocks(self, prefix: int) -> range | list[range]:
+        """See BlockManager.needed_blocks()."""
+        needed = needed_blocks(self.groups, prefix)
+        return needed if self._is_list else needed[0]
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """See BlockManager.touch()."""

@@ -52,17 +52,26 @@ class Lookup(NamedTuple):
     asking: int = 0
 
 
-def _read_prefix(prefix: object, most: int) -> int:
+def needed_blocks(groups: Sequence[BlockGroup], prefix: int) -> list[range]:
+    """The blocks of each group that must be on the GPU to go on after a prefix.
+
+    Raises what BlockManager.needed_blocks() does.
+    """
     if isinstance(prefix, Lookup):
         raise TypeError("prefix is a Lookup; pass a length in units, such as its `ready`")
-    return read_int("prefix", prefix, 0, most)
+    tokens = unit_tokens(groups)
+    end_token = read_int("prefix", prefix, 0, INT64_MAX // tokens) * tokens
+    ends = [end_token // group.block_tokens for group in groups]
+    return [
+        range(max(end - group.window, 0) if group.window else 0, end)
+        for group, end in zip(groups, ends, strict=True)
+    ]
 
 
 native.set_python(
     Lookup=Lookup,
     kind_of=kind_of,
     read_int=read_int,
-    read_prefix=_read_prefix,
     read_switch=read_switch,
 )
 Reservation = LoadReservation | StoreReservation
@@ -178,10 +187,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         ]
         policy = POLICIES.index(eviction_policy)
         below = 0 if below_policy is None else BELOW_POLICIES.index(below_policy) + 1
-        most = INT64_MAX // self.unit_tokens
-        native.BlockManager.__init__(
-            self, native_groups, self._is_list, most, policy, threshold, below
-        )
+        native.BlockManager.__init__(self, native_groups, self._is_list, policy, threshold, below)
         self._grow(ready)
 
     def _for_jobs(self) -> BlockManager:
@@ -222,8 +228,7 @@ class BlockManager(NotCopyable, native.BlockManager):
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """The blocks that must be on the GPU to go on after a prefix.
 
-        prepare_load() with this prefix holds their pages. All other blocks of the prefix are those
-        that a window or a state has left behind.
+        All other blocks of the prefix are those that a window or a state has left behind.
 
         Args:
             prefix (int): length in units, such as `Lookup.ready`.
@@ -231,8 +236,11 @@ class BlockManager(NotCopyable, native.BlockManager):
         Returns:
             range | list[range]: positions among the keys; with several groups a list with one range
                 per group.
+
+        Raises:
+            TypeError, ValueError: prefix is no number of units.
         """
-        needed = self._needed_blocks(prefix)
+        needed = needed_blocks(self.groups, prefix)
         return needed if self._is_list else needed[0]
 
     def hold_due(self, count: int, group: int = 0) -> WriteReservation | None:

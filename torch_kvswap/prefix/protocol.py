@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 12
+VERSION = 13
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -71,7 +71,6 @@ class Ask(IntEnum):
     AGAIN = 1  # the same, for a lookup that was counted before
     HOLD = 2  # holds the keys that are ready. If they are not all, the others are looked up
     LOAD = 3  # holds all keys, or none; this is a use
-    PENDING = 4  # whether all have pages, and some are being stored: the Lookup has 1 as pending
 
 
 class Outcome(IntEnum):

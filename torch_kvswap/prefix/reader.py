@@ -16,6 +16,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys, join_keys
+from torch_kvswap.prefix.manager import needed_blocks
 
 
 class ArgumentReader:
@@ -32,24 +33,22 @@ class ArgumentReader:
         self, pools: Sequence[HostPool], groups: Sequence[BlockGroup], is_list: bool
     ) -> None:
         self._per_page = [pool.blocks_per_page for pool in pools]
-        self._tokens = [group.block_tokens if is_list else None for group in groups]
-        self._is_list = is_list
+        self._groups, self._is_list = groups, is_list
 
-    def split_keys(self, keys: Any) -> Sequence[Any]:
+    def read_keys(self, keys: Any) -> list[bytes]:
         """The keys of each group. Raises TypeError for tokens, or for the keys of one group where
         there are several, and ValueError if keys are of other block_tokens than their group, which
         only the keys of a PrefixHasher say.
         """
-        split: Sequence[Any] = [keys]
-        if self._is_list:
-            # A key of each group could be read here: as keys in a row, or as a sequence of keys.
-            if isinstance(keys, Sequence) and keys and isinstance(keys[0], bytes | tuple):
-                raise TypeError(
-                    f"keys[0] is {kind_of(keys[0])}, which is one key; pass a list of "
-                    f"{len(self._tokens)} lists, the keys of each group"
-                )
-            split = split_groups("keys", keys, len(self._tokens))
-        for group, (of_group, tokens) in enumerate(zip(split, self._tokens, strict=True)):
+        first = keys[0] if self._is_list and isinstance(keys, Sequence) and keys else None
+        if isinstance(first, bytes | tuple):
+            # It could be read as the keys of a group: as keys in a row, or as a sequence of keys.
+            raise TypeError(
+                f"keys[0] is {kind_of(first)}, which is one key; pass a list of "
+                f"{len(self._groups)} lists, the keys of each group"
+            )
+        read = []
+        for group, of_group in enumerate(self._split("keys", keys)):
             first = of_group[0] if isinstance(of_group, list) and of_group else None
             if type(first) is int:
                 raise TypeError(
@@ -62,20 +61,16 @@ class ArgumentReader:
                     f"keys[0] is {kind_of(first)}, but this cache was made of one layout, not of a "
                     "list; pass keys[0] itself"
                 )
-            if not isinstance(of_group, PrefixKeys) or tokens is None:
-                continue
-            if of_group.block_tokens != tokens:
+            tokens = self._groups[group].block_tokens
+            is_hashed = self._is_list and isinstance(of_group, PrefixKeys)
+            if is_hashed and of_group.block_tokens != tokens:
                 raise ValueError(
                     f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
                     f"block_tokens of group {group} is {tokens}; make both equal, in the "
                     "PrefixHasher or in the BlockGroup"
                 )
-        return split
-
-    def read_keys(self, keys: Any) -> list[bytes]:
-        """The keys of each group."""
-        split = enumerate(self.split_keys(keys))
-        return [join_keys(self._name("keys", group), of_group) for group, of_group in split]
+            read.append(join_keys(self._name("keys", group), of_group))
+        return read
 
     def read_blocks(
         self, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
@@ -83,10 +78,7 @@ class ArgumentReader:
         """The GPU blocks of each group, and whether one of them is -1. Raises IndexError if one
         does not exist."""
         several, some_left_out = [], False
-        split: Sequence[Any] = [gpu_block_ids]
-        if self._is_list:
-            split = split_groups("gpu_block_ids", gpu_block_ids, len(self._tokens))
-        for group, ids in enumerate(split):
+        for group, ids in enumerate(self._split("gpu_block_ids", gpu_block_ids)):
             name, count = self._name("gpu_block_ids", group), layouts[group].num_blocks
             blocks = native.read_ids(name, ids)
             several.append(blocks)
@@ -137,18 +129,30 @@ class ArgumentReader:
         """Selects the GPU blocks of the keys with these indices, per group."""
         return list(map(_select, blocks, key_indices, self._per_page))
 
-    def check_needed(self, blocks: list[array[int]], needed: list[range]) -> None:
-        """Raises ValueError if a key of BlockManager.needed_blocks() has a block of -1."""
-        for group, (of_group, keys) in enumerate(zip(blocks, needed, strict=True)):
-            per_page = self._per_page[group]
-            first, end = keys.start * per_page, keys.stop * per_page
-            if -1 in of_group[first:end]:
-                at = of_group.index(-1, first)
-                name = self._name("gpu_block_ids", group)
+    def needed(
+        self, keys: list[bytes], blocks: list[array[int]], prefix: int
+    ) -> tuple[list[bytes], list[array[int]]]:
+        """What read() returned, cut to the needed_blocks() of a prefix. Raises ValueError if a key
+        is missing, or has a block of -1."""
+        needed_keys, needed = [], []
+        for group, positions in enumerate(needed_blocks(self._groups, prefix)):
+            per_page, count = self._per_page[group], len(keys[group]) // KEY_BYTES
+            first, end = positions.start, positions.stop
+            if end > count:
                 raise ValueError(
-                    f"{name}[{at}] is -1, but what follows the prefix needs this block; pass a GPU "
-                    "block for each block of manager.needed_blocks(prefix)"
+                    f"the prefix needs {count_of(end, 'block')}, but {self._name('keys', group)} "
+                    f"has {count_of(count, 'key')}; pass what lookup() found for the same keys"
                 )
+            needed_keys.append(keys[group][first * KEY_BYTES : end * KEY_BYTES])
+            needed.append(blocks[group][first * per_page : end * per_page])
+            if -1 in needed[group]:
+                at = blocks[group].index(-1, first * per_page)
+                raise ValueError(
+                    f"{self._name('gpu_block_ids', group)}[{at}] is -1, but what follows the "
+                    "prefix needs this block; pass a GPU block for each block of "
+                    "manager.needed_blocks(prefix)"
+                )
+        return needed_keys, needed
 
     def check_distinct(self, blocks: list[array[int]]) -> None:
         """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
@@ -168,6 +172,10 @@ class ArgumentReader:
         """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
         for group, of_group in enumerate(keys):
             check_distinct_keys(self._name("keys", group), of_group)
+
+    def _split(self, name: str, argument: Any) -> Sequence[Any]:
+        """The item of an argument for each group, as the caller has passed it."""
+        return split_groups(name, argument, len(self._groups)) if self._is_list else [argument]
 
     def _name(self, argument: str, group: int) -> str:
         return f"{argument}[{group}]" if self._is_list else argument

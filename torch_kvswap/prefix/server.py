@@ -170,11 +170,6 @@ class _Pages:
         """Asks the second tier for what is not found; see Tier.ask()."""
         return found if self.tier is None else self.tier.ask(found, of_groups)
 
-    def use_leases(self, of_groups: Sequence[bytes]) -> None:
-        """See Tier.use_leases()."""
-        if self.tier is not None:
-            self.tier.use_leases(of_groups)
-
 
 class PageServer:
     """Serves engines at a Unix socket: reservations are messages, pages are shared memory.
@@ -624,8 +619,6 @@ class PageServer:
             of_groups = lists[at : at + groups]
             if how in (Ask.LOOK, Ask.AGAIN):
                 answer.extend(self._look(of_groups, how == Ask.AGAIN))
-            elif how == Ask.PENDING:
-                answer.extend((0, 0, self._manager.is_pending(of_groups), 0))
             else:
                 answer += self._hold(session, number + at // groups, Ask(how), of_groups)
         self._answer(session, answer)
@@ -644,7 +637,6 @@ class PageServer:
         answer.extend(counts)
         if held is not None:
             session.held.setdefault(number, []).append(held)
-            self._pages.use_leases(of_groups)
             for numbers in (*held.pages, *(held.key_indices if is_part else ())):
                 answer.frombytes(numbers.tobytes())
         return answer

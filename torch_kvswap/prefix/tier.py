@@ -8,11 +8,13 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from torch_kvswap._C import StoreReservation, WriteReservation
 from torch_kvswap._native.arguments import count_of
@@ -25,10 +27,9 @@ from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
-from torch_kvswap.prefix.manager import BlockManager, Lookup
+from torch_kvswap.prefix.manager import BlockManager, Lookup, needed_blocks
 
 # Seconds, read at each use so that tests can set them.
-LEASE = 30.0  # seconds that blocks from the store stay in memory if nobody loads them
 ABSENT = 1.0  # seconds before the store is asked again for a missing key
 
 # In each direction, at most; a page at least.
@@ -64,56 +65,55 @@ class BelowStats:
     hung: int
 
 
-@dataclass(eq=False)
-class _Promotion:
-    """Pages of one group that are being read for a lookup.
-
-    Attributes:
-        keys (list[bytes]), pages (list[int]): of the pages.
-        last_key (bytes): of those that are leased: a load of it ends the lease.
-        rejected (list[int] | None): positions of pages that did not come; None until the store has
-            answered.
-    """
-
-    reservation: StoreReservation
-    group: int
-    keys: list[bytes]
-    pages: list[int]
-    last_key: bytes
-    rejected: list[int] | None = None
-
-
 class _Ask:
-    """The keys that a lookup has missed.
+    """A lookup that has missed keys.
 
     Attributes:
-        joined (list[bytes]): of each group, from its key `first[group]` on, in a row.
-        keys (list[list[bytes]]): the same one by one, which a thread makes.
+        keys (list[bytes]): of the lookup, of each group, in a row.
         units (int): the length of the prefix that was found.
-        identity (bytes): the first missing key of the first group with any; without it the others
-            cannot be used.
+        missed (list[bytes]): the keys behind it, of each group.
+        identity (bytes): the first one of the first group with any; without it the others cannot be
+            used.
         has_begun (bool): a thread has taken it.
-        left (int): batches that have not ended.
+        reservation (StoreReservation | None): of the pages to read.
+        left (int): batches of these that have not ended.
+        rejected (list[int]): positions of pages that did not come.
         is_over (bool): lookups are told that nothing is there.
     """
 
-    def __init__(self, joined: list[bytes], identity: bytes, first: list[int], units: int) -> None:
-        self.joined, self.identity, self.first, self.units = joined, identity, first, units
-        self.keys: list[list[bytes]] = []
-        self.count = sum(map(len, joined)) // KEY_BYTES
-        self.left, self.has_begun, self.is_over = 0, False, False
-        self.promotions: list[_Promotion] = []
+    def __init__(
+        self, keys: Sequence[bytes], units: int, missed: list[bytes], identity: bytes
+    ) -> None:
+        self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
+        self.count = sum(map(len, missed)) // KEY_BYTES
+        self.has_begun = self.is_over = False
+        self.reservation: StoreReservation | None = None
+        self.left, self.rejected = 0, list[int]()
+
+
+class _Batch(NamedTuple):
+    """Pages of one group that one call of the store reads.
+
+    Attributes:
+        first (int): the position of the first one in the reservation.
+        keys (list[bytes]), pages (list[int]): of the pages.
+    """
+
+    group: int
+    first: int
+    keys: list[bytes]
+    pages: list[int]
 
 
 class Tier:
     """Reads from a store what lookups miss, and writes pages there before they are evicted.
 
-    Threads call the store and compare checksums. The scheduler's threads call ask(), poll(),
-    use_leases() and wait(), which call no store. Lookups find what was read after poll(). The pages
-    for it are taken at any time: a block that a lookup has found may be evicted before its load.
+    Threads call the store and compare checksums. The scheduler's threads call ask(), poll() and
+    wait(), which call no store. Lookups find what was read after poll(). The pages for it are taken
+    at any time: a block that a lookup has found may be evicted before its load.
 
     Memory that the store uses is held: pages that it reads by a reservation of hold_due(), pages
-    that it writes by one of promote(). Both end when the call has returned, however late.
+    that it writes by one of promote(). Both end when all calls have returned, however late.
 
     Args:
         store (PageStore): is closed by close().
@@ -153,8 +153,7 @@ class Tier:
         self._changed = threading.Condition(self._lock)
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
-        self._answered: deque[_Promotion | _Ask] = deque()  # an ask: all of it was answered
-        self._leases: deque[tuple[float, _Promotion]] = deque()
+        self._answered: deque[_Ask] = deque()  # all of it has come that will
         self._writing = [0] * len(pools)  # pages in flight
         self._damaged = self._written = self._failed = 0
 
@@ -170,9 +169,8 @@ class Tier:
 
     def ask(self, found: Lookup, keys: Sequence[bytes]) -> Lookup:
         """Asks the store for what a lookup of these keys, of each group, has missed."""
-        first = [found.found * ratio for ratio in self._ratios]
-        missed = [group_keys[KEY_BYTES * at :] for group_keys, at in zip(keys, first, strict=True)]
-        identity = next((group_keys[:KEY_BYTES] for group_keys in missed if group_keys), None)
+        missed = self._behind(keys, found.found)
+        identity = _first(missed)
         if identity is None:
             return found
         with self._lock:
@@ -182,7 +180,7 @@ class Tier:
                     return found
                 if self._reads.is_doubtful and self._asking:  # one finds out if it works again
                     return found
-                ask = _Ask(missed, identity, first, found.found)
+                ask = _Ask(keys, found.found, missed, identity)
                 # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
                 self._reads.submit(self._find)
                 self._asking[identity] = ask
@@ -199,16 +197,14 @@ class Tier:
         self._writes.find_late()
         if some_ended or self._must_retry:
             self._wake_writers()
-        if not self._asking and not self._leases and not self._absent:
+        if not self._asking and not self._absent:
             return
         now = time.monotonic()
         with self._lock:
             while self._answered:  # each is taken when it has ended: Ctrl-C may come in between
                 answered = self._answered[0]
-                if isinstance(answered, _Ask):
-                    self._asking.pop(answered.identity, None)
-                else:
-                    self._enter(answered, now)
+                self._enter(answered)
+                self._asking.pop(answered.identity, None)
                 self._answered.popleft()
             late = self._reads.find_late()
             are_all_hung = self._reads.are_all_hung  # then the others would wait for ever
@@ -216,9 +212,6 @@ class Tier:
                 # It is over if a call before was interrupted.
                 if are_all_hung or ask.is_over or ask in late:
                     self._give_up(ask)
-            while self._leases and self._leases[0][0] <= now:
-                self._manager.release(self._leases[0][1].reservation)
-                self._leases.popleft()
             while self._absent and self._absent[oldest_key := next(iter(self._absent))] <= now:
                 del self._absent[oldest_key]
 
@@ -229,16 +222,6 @@ class Tier:
                 # poll() then finds what is late.
                 longest = self._reads.seconds_left + 0.001
                 self._changed.wait(longest if timeout is None else min(timeout, longest))
-
-    def use_leases(self, keys: Sequence[bytes]) -> None:
-        """A load holds the pages of these keys: their leases end."""
-        if not self._leases:
-            return
-        with self._lock:
-            for lease in list(self._leases):
-                if any(lease[1].last_key in of_group for of_group in keys):
-                    self._manager.release(lease[1].reservation)
-                    self._leases.remove(lease)
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, given by group and key, are not what was stored.
@@ -295,27 +278,32 @@ class Tier:
     def _threads(self) -> list[threading.Thread]:
         return [*self._reads.threads, *self._writes.threads]
 
-    def _enter(self, promotion: _Promotion, now: float) -> None:
+    def _enter(self, ask: _Ask) -> None:
         """Pages with the right checksums can be loaded from now on."""
-        rejected = promotion.rejected or ()
-        pages: list[list[int]] = [[] for _ in self._formats]
-        pages[promotion.group] = [
-            page for place, page in enumerate(promotion.pages) if place not in rejected
-        ]
-        self._mark_written(pages)
+        if ask.reservation is None:
+            return
+        came, first = [], 0
+        for pages in ask.reservation.pages:
+            places = range(first, first + len(pages))
+            came.append(np.delete(pages, [places.index(at) for at in ask.rejected if at in places]))
+            first = places.stop
+        self._mark_written(came)
         with contextlib.suppress(ValueError):  # it had ended when a call before was interrupted
-            self._manager.complete(promotion.reservation, rejected)
-        self._leases.append((now + LEASE, promotion))
+            self._manager.complete(ask.reservation, sorted(ask.rejected))
 
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
         ask.is_over = True
         self._failed += ask.count
-        for promotion in ask.promotions:
-            if promotion.rejected is None:  # the store may still write the pages
-                self._manager.abandon(promotion.reservation)
+        if ask.reservation is not None and ask.left:  # the store may still write these pages
+            self._manager.abandon(ask.reservation)
         self._note_absent(ask.identity)
         self._asking.pop(ask.identity, None)
+
+    def _behind(self, keys: Sequence[bytes], units: int) -> list[bytes]:
+        """The keys of each group behind a prefix."""
+        every = zip(keys, self._ratios, strict=True)
+        return [of_group[KEY_BYTES * units * ratio :] for of_group, ratio in every]
 
     def _note_absent(self, identity: bytes) -> None:
         self._absent.pop(identity, None)  # so that it becomes the newest
@@ -338,80 +326,88 @@ class Tier:
             if ask is None:
                 return
             ask.has_begun = True
-        ask.keys = list(map(split_keys, ask.joined))
+        keys = list(map(split_keys, ask.missed))
         names = [
             self._formats[group].trailer_name(key)
-            for group, keys in enumerate(ask.keys)
-            for key in keys
+            for group, of_group in enumerate(keys)
+            for key in of_group
         ]
         units = ask.units
         try:
-            there = self._call(self._reads, ask, self._store.exists, names)
-            rest = iter(there)
-            units = self._manager._longest_prefix(
-                units, [bytes(islice(rest, len(keys))) for keys in ask.keys]
-            )
+            rest = iter(self._call(self._reads, ask, self._store.exists, names))
+            there = [bytes(islice(rest, len(of_group))) for of_group in keys]
+            units = self._manager._longest_prefix(units, there)
             if units == ask.units:  # else the reads show whether it works
                 self._reads.end_pause()
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(names))
-        if ask.is_over:
-            return
-        batches = [
-            (group, batch)
-            for group, keys in enumerate(self._needed(ask, units))
-            for batch in self._batches(group, keys)
-        ]
-        ask.left = len(batches)
-        with self._lock:
-            for keys, first, ratio in zip(ask.keys, ask.first, self._ratios, strict=True):
-                behind = keys[units * ratio - first :]
-                if behind:
-                    self._note_absent(behind[0])
-                    break
+        batches = self._reserve(ask, units)
+        for batch in batches:
+            self._reads.submit(partial(self._read_batch, ask, batch))
         if not batches:
-            self._answer(ask)
-        for group, batch in batches:
-            self._reads.submit(partial(self._read_batch, ask, group, batch))
+            with self._lock:
+                self._answer(ask)
 
-    def _batches(self, group: int, keys: list[bytes]) -> list[list[bytes]]:
-        """Keys in the parts that the threads read at a time."""
-        size = min(self._batch[group], -(-len(keys) // len(self._reads.threads)) or 1)
-        return [keys[start : start + size] for start in range(0, len(keys), size)]
+    def _reserve(self, ask: _Ask, units: int) -> list[_Batch]:
+        """Takes pages for what a prefix of this length lacks, or a shorter one if there is no room.
 
-    def _needed(self, ask: _Ask, units: int) -> list[list[bytes]]:
-        """The keys of each group that a prefix of this length needs, and that were missed."""
-        if units == ask.units:
-            return [[] for _ in ask.keys]
-        of_groups = zip(ask.keys, ask.first, self._manager._needed_blocks(units), strict=True)
-        return [
-            keys[max(needed.start - first, 0) : max(needed.stop - first, 0)]
-            for keys, first, needed in of_groups
-        ]
-
-    def _read_batch(self, ask: _Ask, group: int, keys: list[bytes]) -> None:
-        """Reads pages, compares their checksums, and leaves them to poll()."""
-        promotion = self._promote(ask, group, keys)
-        wrong: list[bytes] = []
-        if promotion is not None:
-            rejected = list(range(len(promotion.keys)))
-            try:
-                rejected = self._fill(ask, promotion, wrong)
-            except Exception as error:  # whatever somebody else's store raises
-                self._fail_read(ask, error, len(rejected))
-            self._hand_over(ask, promotion, rejected)
+        Returns the parts that the threads read at a time.
+        """
+        needed, reservation = list[bytes](), None
+        while units > ask.units and not ask.is_over:
+            ranges = zip(ask.keys, needed_blocks(self._manager.groups, units), strict=True)
+            needed = [keys[its.start * KEY_BYTES : its.stop * KEY_BYTES] for keys, its in ranges]
+            with contextlib.suppress(ValueError):  # a key occurs twice: nobody stores that
+                reservation = self._manager.promote(needed)
+            if reservation is not None:
+                break
+            units = (units + ask.units) // 2
+        batches = [] if reservation is None else list(self._batches(reservation, needed))
         with self._lock:
-            ask.left -= 1
-            is_last = not ask.left
-        if is_last:
-            self._answer(ask)
-        if wrong:
-            self._delete(group, wrong)
+            ask.reservation = reservation
+            if ask.is_over:
+                return []
+            ask.left = len(batches)
+            if (behind := _first(self._behind(ask.keys, units))) is not None:
+                self._note_absent(behind)
+            return batches
 
-    def _fill(self, ask: _Ask, promotion: _Promotion, wrong: list[bytes]) -> list[int]:
+    def _batches(self, of: StoreReservation, keys: list[bytes]) -> Iterator[_Batch]:
+        """Splits the pages that are reserved for these keys."""
+        first = 0
+        for group, pages in enumerate(of.pages):
+            split = split_keys(keys[group])
+            of_pages = [split[index] for index in of.key_indices[group].tolist()]
+            size = min(self._batch[group], -(-len(pages) // len(self._reads.threads)) or 1)
+            for start in range(0, len(pages), size):
+                its = slice(start, start + size)
+                yield _Batch(group, first + start, of_pages[its], pages[its].tolist())
+            first += len(pages)
+
+    def _read_batch(self, ask: _Ask, batch: _Batch) -> None:
+        """Reads pages, compares their checksums, and leaves them to poll()."""
+        wrong: list[bytes] = []
+        rejected = list(range(len(batch.keys)))
+        try:
+            if not ask.is_over:
+                rejected = self._fill(ask, batch, wrong)
+        except Exception as error:  # whatever somebody else's store raises
+            self._fail_read(ask, error, len(rejected))
+        with self._lock:
+            ask.rejected += (batch.first + place for place in rejected)
+            for place in rejected:
+                self._note_absent(batch.keys[place])
+                self._note_absent(ask.identity)
+            ask.left -= 1
+            if not ask.left:
+                self._answer(ask)
+        if wrong:
+            self._delete(batch.group, wrong)
+
+    def _fill(self, ask: _Ask, batch: _Batch, wrong: list[bytes]) -> list[int]:
         """Reads pages. Returns those that are rejected, and adds keys to be deleted to `wrong`."""
-        keys, form = promotion.keys, self._formats[promotion.group]
-        views = self._views(promotion.group, promotion.pages)
+        keys, form = batch.keys, self._formats[batch.group]
+        views = self._views(batch.group, batch.pages)
         trailers = _zeros(form.trailer_bytes, len(keys))
         names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
         came = self._call(self._reads, ask, self._store.get, names, [*views, *trailers])
@@ -423,7 +419,7 @@ class Tier:
             if all(of_page):
                 problem = form.problem(trailer, key, view)
                 if problem is None:
-                    form.enter_checksums(trailer, promotion.pages[place])
+                    form.enter_checksums(trailer, batch.pages[place])
                     continue
             elif any(of_page):
                 problem = "one of its two objects is missing, or has another size"
@@ -463,49 +459,14 @@ class Tier:
         with self._lock:
             self._failed += 0 if ask.is_over or isinstance(error, StorePausedError) else pages
 
-    def _promote(self, ask: _Ask, group: int, keys: list[bytes]) -> _Promotion | None:
-        """Takes pages for these keys. None if they are in memory, or there is no room."""
-        of_groups: list[list[bytes]] = [[] for _ in self._formats]
-        of_groups[group] = keys
-        with self._lock:
-            if ask.is_over:
-                return None
-            try:
-                reservation = self._manager.promote(of_groups)
-            except ValueError:  # a key occurs twice: such prompts are not stored either
-                return None
-            if reservation is None:
-                self._note_absent(ask.identity)
-                return None
-            if reservation.id == 0:
-                self._manager.release(reservation)
-                return None
-            places, pages = reservation.key_indices[group], reservation.pages[group]
-            of_pages = [keys[place] for place in places.tolist()]
-            promotion = _Promotion(reservation, group, of_pages, pages.tolist(), keys[-1])
-            ask.promotions.append(promotion)
-            return promotion
-
-    def _hand_over(self, ask: _Ask, promotion: _Promotion, rejected: list[int]) -> None:
-        """The store has answered for all of these pages."""
-        with self._lock:
-            promotion.rejected = rejected
-            if ask.is_over:
-                self._manager.fail(promotion.reservation)
-                self._manager.release(promotion.reservation)
-                return
-            for place in rejected:
-                self._note_absent(promotion.keys[place])
-            if rejected:
-                self._note_absent(ask.identity)
-            self._answered.append(promotion)
-            self._notify()
-
     def _answer(self, ask: _Ask) -> None:
-        with self._lock:
-            if not ask.is_over:
-                self._answered.append(ask)
-                self._notify()
+        """The store has answered for all of it. The caller holds the lock."""
+        if not ask.is_over:
+            self._answered.append(ask)
+            self._changed.notify_all()
+            self._on_answer()
+        elif ask.reservation is not None:
+            self._manager.fail(ask.reservation)
 
     def _report(self, key: bytes, problem: str) -> None:
         """Warns of the first page that is refused."""
@@ -570,13 +531,14 @@ class Tier:
         if failed:  # not |=, which would undo what another thread sets meanwhile
             self._must_retry = True
 
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        self._on_answer()
-
     def _views(self, group: int, pages: list[int]) -> list[memoryview]:
         size, memory = self._page_bytes[group], self._memory[group]
         return [memory[page * size : (page + 1) * size] for page in pages]
+
+
+def _first(keys: Sequence[bytes]) -> bytes | None:
+    """The first key of the first group that has any."""
+    return next((of_group[:KEY_BYTES] for of_group in keys if of_group), None)
 
 
 def _zeros(nbytes: int, count: int) -> list[memoryview]:

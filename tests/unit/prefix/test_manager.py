@@ -158,8 +158,9 @@ def test_a_hit_needs_of_groups_what_follows():
     manager.complete(store)
     found = manager.lookup([full, window, state])
     assert found == (2, 2, 0, 0)  # 16 tokens: the window and the state that end there are cached
-    load = manager.prepare_load([full, window, state], found.ready)
-    assert load.key_indices == [range(4), range(6, 8), range(1, 2)]
+    needed = manager.needed_blocks(found.ready)
+    assert needed == [range(4), range(6, 8), range(1, 2)]
+    load = manager.prepare_load([full[:4], window[6:8], state[1:2]])
     assert [len(pages) for pages in load.pages] == [4, 2, 1]
     assert load.pages[0].tolist() == store.pages[0][:4].tolist()
     assert load.pages[1].tolist() == store.pages[1].tolist()
@@ -297,8 +298,7 @@ def test_errors_say_what_was_wrong():
         error_text(two.lookup, None),
         error_text(two.lookup, ["a"]),
         error_text(two.prepare_store, [["a"], ["a", "b", "a"]]),
-        error_text(manager.prepare_load, ["a"], 2),
-        error_text(manager.prepare_load, ["a"], 2**64),
+        error_text(manager.needed_blocks, 2**64),
         *of_rejected,
         error_text(manager.complete, None),
         error_text(two.complete, store),
@@ -329,8 +329,6 @@ TypeError: keys is None; pass a list with an item for each group
 ValueError: keys has 1 item for 2 groups; pass one for each group, an empty one for a
 group without blocks
 ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
-ValueError: the prefix needs 2 blocks, but keys has 1 key; pass what lookup() found for
-the same keys
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
 TypeError: rejected is an int; pass a list, numpy array or CPU tensor
 ValueError: rejected[0] is 2; the reservation has 2 pages, and positions must ascend
@@ -368,7 +366,7 @@ def test_threads_may_share_a_manager(blocks, resets):
         rng = np.random.default_rng(seed)
         for _ in range(300):
             prompt = prompts[int(rng.integers(16))]
-            load = manager.prepare_load(prompt, manager.lookup(prompt).ready)
+            load = manager.prepare_load(prompt[: 32 * manager.lookup(prompt).ready])
             store = manager.prepare_store(prompt)
             if store and store.id:
                 writers[store.pages] += 1
@@ -573,18 +571,13 @@ def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
     assert due(manager, "a") == "a", "it is another page"
 
 
-def test_promoted_blocks_are_pending_then_leased() -> None:
+def test_promoted_blocks_are_pending_then_ready() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
     promotion = manager.promote(["a", "b"])
     assert promotion is not None
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0)
     manager.complete(promotion, rejected=[1])
     assert manager.lookup(["a", "b"]) == (1, 1, 0, 0)
-    assert manager.prepare_store(list("vwxy")) is not None, "below the threshold: nothing is stored"
-    manager.lookup(list("vwxy"))
-    manager.lookup(list("vwxy"))
-    assert manager.prepare_store(list("vwxy")) is None, "a is leased"
-    assert manager.release(promotion)
     assert (manager.stats().promoted, manager.stats().stored, manager.stats().failed) == (1, 0, 1)
     assert due(manager, "a") == ""
     assert manager.promote(list("abcde")) is None
@@ -595,7 +588,6 @@ def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     promotion = manager.promote(["a", "b"])
     assert promotion is not None
     manager.abandon(promotion)
-    manager.release(promotion)
     assert manager.lookup(["a", "b"]).found == 0
     manager.reset()
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
