@@ -64,9 +64,3 @@ def test_pages_that_do_not_fit_are_refused(blocks, pages):
     said = "but its groups of [3] blocks starting at [0] need 3 and 2"
     with pytest.raises(ValueError, match=re.escape(said)):
         read_move(move, host(*pages), [True], 2)
-
-
-def test_another_number_of_groups_is_refused():
-    move = gpu([1], [1, 0], [0, 0])
-    with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
-        read_move(move, host(1), [True], 1)

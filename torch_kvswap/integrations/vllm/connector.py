@@ -121,13 +121,12 @@ class WorkerPart(OffloadingConnectorWorker):
         self._waited = -1  # layer group
         self._metadata: Any = None
         self._next_is_spoiled = False
-        self._ours: KVSwapWorker | None = None  # unless vLLM's own worker moves the blocks
         self._stores: set[int] = set()  # that have not ended
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        """As vLLM's."""
-        super().register_kv_caches(kv_caches)
-        self._ours = self.worker if isinstance(self.worker, KVSwapWorker) else None
+    @property
+    def _ours(self) -> KVSwapWorker | None:
+        """The worker, unless vLLM's own moves the blocks."""
+        return self.worker if isinstance(self.worker, KVSwapWorker) else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's. Comes before everything else of a step, except with `writes_first`: then it is

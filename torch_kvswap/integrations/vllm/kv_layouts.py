@@ -115,10 +115,6 @@ def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: 
     """
     block_ids = np.asarray(gpu.block_ids, np.int64)
     page_ids = np.asarray(host.block_ids, np.int64)
-    if len(gpu.group_sizes) != len(has_layers):
-        raise ValueError(
-            f"the transfer has {len(gpu.group_sizes)} groups, but the cache has {len(has_layers)}"
-        )
     blocks, pages, first_slots = [], [], []
     block, page = 0, 0
     for size, index, is_here in zip(gpu.group_sizes, gpu.block_indices, has_layers, strict=True):

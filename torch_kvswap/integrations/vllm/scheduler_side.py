@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -23,15 +24,15 @@ FAILURES, PAGES = "kvswap:transfer_failures", "kvswap:pages"  # a counter and a 
 Usage = dict[tuple[str, ...], float]  # gauges, by name and values of labels
 
 
-class OpenLoads(dict[str, list[tuple[tuple[Key, ...], _Load]]], Generic[_Load]):
-    """Loads that have not ended, with their keys, by request.
+class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
+    """Loads that have not ended, by request and keys.
 
     A request may load the same keys several times at once. These loads are interchangeable.
     """
 
     def add(self, req_context: base.ReqContext, keys: Iterable[Key], load: _Load) -> None:
         """A load of exactly these keys has begun."""
-        self.setdefault(req_context.req_id, []).append((tuple(keys), load))
+        self.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
 
     def take(self, req_context: base.ReqContext, keys: Collection[Key]) -> _Load:
         """One load of exactly these keys has ended.
@@ -39,19 +40,19 @@ class OpenLoads(dict[str, list[tuple[tuple[Key, ...], _Load]]], Generic[_Load]):
         Raises:
             RuntimeError: none is open.
         """
-        name, wanted = req_context.req_id, set(keys)
-        loads = self.get(name, [])
-        for at, (of_load, load) in enumerate(loads):
-            if len(of_load) == len(wanted) and wanted.issuperset(of_load):
-                del loads[at]
-                if not loads:
-                    del self[name]
-                return load
-        raise RuntimeError(f"request {name}: no load of these {len(wanted)} chunks is open")
+        name = req_context.req_id, frozenset(keys)
+        if name not in self:
+            raise RuntimeError(
+                f"request {req_context.req_id}: no load of these {len(keys)} chunks is open"
+            )
+        load = self[name].pop()
+        if not self[name]:
+            del self[name]
+        return load
 
     def all(self) -> Iterator[_Load]:
         """Those of all requests."""
-        return (load for loads in self.values() for _, load in loads)
+        return chain.from_iterable(self.values())
 
 
 class HostManager(base.OffloadingManager):
@@ -146,7 +147,6 @@ class KVSwapManager(HostManager):
         self._was_reset = False
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
-        self._usage: Usage | None = None  # None if it must be measured again
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         Access.of(req_context, self._cache, starts=True)
@@ -189,7 +189,6 @@ class KVSwapManager(HostManager):
         access.see(req_context, keys, is_reused=True)
         placed = access.sort(keys)
         self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
-        self._usage = None
         return CPULoadStoreSpec(load.pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
@@ -249,7 +248,6 @@ class KVSwapManager(HostManager):
             self._states[key], self._last_on_page[page] = store, key
         self._stores[store] = new
         self._sizes.append(len(new))
-        self._usage = None
         access.see(req_context, new)
         self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
@@ -282,7 +280,6 @@ class KVSwapManager(HostManager):
 
         Another load may have forgotten a page before, whose key may be on another page by now.
         """
-        self._usage = None
         if not self._failed:
             self._blocks.complete(reservation)
             return []
@@ -315,13 +312,11 @@ class KVSwapManager(HostManager):
         for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()
         self._cache, self._was_reset = object(), True
-        self._usage = None
 
     def on_reset_flushed(self) -> None:
         """Frees the pages that were reserved at a reset."""
         while self._flushed:
             self._blocks.fail(self._flushed.pop())
-        self._usage = None
 
     def take_events(self) -> Iterable[Any]:
         taken, self._events = self._events or [], None if self._events is None else []
@@ -331,12 +326,11 @@ class KVSwapManager(HostManager):
         return [event for event in taken if event.keys]
 
     def get_stats(self) -> OffloadingConnectorStats:
-        self._usage = self._usage or usage_of(self._blocks.stats())  # vLLM asks in every step
-        stats = self._stats_with(self._usage)
+        now = self._blocks.stats()
+        stats = self._stats_with(usage_of(now))
         if self._counts_offers:
-            skipped = self._blocks.stats().skipped
-            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped - self._skipped)
-            self._skipped = skipped
+            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, now.skipped - self._skipped)
+            self._skipped = now.skipped
         return stats
 
     def _ready(self, keys: Collection[Key]) -> list[Key]:

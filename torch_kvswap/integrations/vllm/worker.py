@@ -102,13 +102,14 @@ class KVSwapWorker(base.OffloadingWorker):
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
-        self._served = self._own_pool = None
+        self._served = None
         if server is not None:
             self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
+            self._pools = self._served.pools  # another one when no transfer is open
         else:
             how |= {"pin_in_background": options.pin_in_background}
             make_pool = make_pool or HostPool
-            self._own_pool = make_pool(largest, num_pages, blocks_per_page, **how)
+            self._pools = [make_pool(largest, num_pages, blocks_per_page, **how)]
         self._has_writers, self._at_end = has_writers, at_end
         pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
@@ -203,11 +204,8 @@ class KVSwapWorker(base.OffloadingWorker):
 
     @property
     def _pool(self) -> HostPool:
-        """The host pages; those of a server can change when no transfer is open."""
-        if self._own_pool is not None:
-            return self._own_pool
-        assert self._served is not None
-        return self._served.pools[0]
+        """The host pages."""
+        return self._pools[0]
 
     def _read(self, gpu: Any, host: Any) -> Move:
         return read_move(gpu, host, self._has_layers, self._blocks_per_page)
