@@ -139,17 +139,6 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
             assert ours.get_stats().reduce()[METRIC] == usage[METRIC,]
 
 
-@POLICIES
-def test_a_store_without_room_changes_nothing(policy):
-    ours = manager(policy=policy, events=True)
-    store(ours, request(), 1, 2)
-    ours.prepare_store(keys(3), request())
-    ours.prepare_load(keys(1), request())
-    assert ours.prepare_store(keys(4, 5, 6), request()) is None
-    assert found(ours, 1, 2, 3, 4, 5) == [HIT, HIT, PENDING, MISS, MISS]
-    assert list(ours.take_events()) == [event(1, 2)]
-
-
 def test_a_load_of_missing_chunks_is_an_error():
     ours = manager()
     ours.prepare_store(keys(1), request())
@@ -309,13 +298,6 @@ def test_a_reset_stops_running_requests_stores():
     assert ours.prepare_store(keys(1, 2), running).keys_to_store == keys(2)
 
 
-def test_a_new_request_stores_after_a_reset():
-    ours, new = manager(), request("new")
-    ours.reset_cache()
-    ours.on_new_request(new)
-    assert ours.prepare_store(keys(1), new).keys_to_store == keys(1)
-
-
 def test_a_reset_forgets_what_requests_have_had():
     ours, one = manager(), request()
     store(ours, one, 0, 1)
@@ -346,25 +328,20 @@ def test_a_reset_frees_pages_when_workers_end():
 
 
 @POLICIES
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_a_head_outlives_later_chunks(policy, has_ended):
+@pytest.mark.parametrize("finishes", ["never", "before its stores end", "after them"])
+@pytest.mark.parametrize(("begin", "end"), [("012", "012"), ("012", "021"), ("201", "201")])
+def test_a_prompt_is_evicted_from_its_end(policy, begin, end, finishes):
+    """However its stores begin and end."""
     ours, one = manager(6, policy), request()
-    for first in (0, 2, 4):
-        store(ours, one, first, first + 1)
-    if has_ended:
+    stores = {number: keys(2 * int(number), 2 * int(number) + 1) for number in begin}
+    for number in begin:
+        assert ours.prepare_store(stores[number], one).keys_to_store == stores[number]
+    if finishes == "before its stores end":
         ours.on_request_finished(one)
-    assert evicted_one_by_one(ours, 6) == keys(5, 4, 3, 2, 1, 0)
-
-
-@POLICIES
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_late_stores_go_before_the_head(policy, order):
-    ours, one = manager(6, policy), request()
-    store(ours, one, 0, 1)
-    open_stores = [ours.prepare_store(keys(*some), one) for some in ((2, 3), (4, 5))]
-    ours.on_request_finished(one)
-    for number in order:
-        ours.complete_store(set(open_stores[number].keys_to_store), one)
+    for number in end:
+        ours.complete_store(set(stores[number]), one)
+    if finishes == "after them":
+        ours.on_request_finished(one)
     assert evicted_one_by_one(ours, 6) == keys(5, 4, 3, 2, 1, 0)
 
 
@@ -381,15 +358,6 @@ def test_a_late_store_is_not_newer(policy, make):
     of.on_request_finished(new)
     of.complete_store(set(output.keys_to_store), old)
     assert evicted_one_by_one(of, 4) == keys(1, 0) + keys(1, 0, prompt=1)
-
-
-@POLICIES
-def test_chunks_stored_out_of_order_keep_places(policy):
-    ours, one = manager(6, policy), request()
-    for places in ((4, 5), (0, 1), (2, 3)):
-        store(ours, one, *places)
-    ours.on_request_finished(one)
-    assert evicted_one_by_one(ours, 6) == keys(5, 4, 3, 2, 1, 0)
 
 
 def test_arc_counts_no_own_reuse():

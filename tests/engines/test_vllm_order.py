@@ -75,40 +75,29 @@ def zero(driver: Driver, cache: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 @pytest.mark.parametrize("expedited", [False, True])
 @simulated
-def test_a_load_lands_behind_its_steps_zeroing(driver: Driver, expedited: bool) -> None:
+def test_a_load_lands_behind_its_steps_zeroing(
+    driver: Driver, expedited: bool, waits: bool
+) -> None:
     with worker_of(driver) as (worker, cache):
-        expected = worker._pool.pages[PAGE, 0].clone()
+        expected, load = worker._pool.pages[PAGE, 0].clone(), worker._handler.load
+        if not waits:
+            worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
         worker.get_finished()  # the step before ends here
         hold = driver.hold(CURRENT)
-        kept = zero(driver, cache)
+        zeros = zero(driver, cache)
         submit_load(worker, 1, BLOCK, PAGE, expedited)
         before = cache[BLOCK].clone()
         driver.run()
-        assert torch.equal(cache[BLOCK], before), "nothing has been zeroed, so nothing is loaded"
-        driver.release(hold)
-        ended(driver, worker, 1)
-        driver.run()
-        assert torch.equal(cache[BLOCK], expected)
-        del kept
-
-
-@pytest.mark.parametrize("expedited", [False, True])
-@simulated
-def test_a_load_that_waits_for_nothing_is_zeroed(driver: Driver, expedited: bool) -> None:
-    """The control: what the test above sees when a load does not wait."""
-    with worker_of(driver) as (worker, cache):
-        load = worker._handler.load
-        worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
-        hold = driver.hold(CURRENT)
-        kept = zero(driver, cache)
-        submit_load(worker, 1, BLOCK, PAGE, expedited)
+        assert torch.equal(cache[BLOCK], before if waits else expected), "nothing has been zeroed"
+        if waits:
+            driver.release(hold)
         ended(driver, worker, 1)
         driver.release(hold)
         driver.run()
-        assert not cache[BLOCK].any()
-        del kept
+        assert torch.equal(cache[BLOCK], expected if waits else zeros)
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])

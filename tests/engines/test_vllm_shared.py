@@ -6,21 +6,20 @@ import contextlib
 import random
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import served_engine
-from patience import PATIENCE, in_time
+from patience import in_time
 from served_engine import server_process
 from served_engine import serving as page_server
-from vllm_contract import bytes_of
+from vllm_contract import bytes_of, submit
 from vllm_engine import (
     KVSwapOffloadingSpec,
-    Ranks,
     base,
     bf16_cache,
     caches,
@@ -43,8 +42,6 @@ from vllm_serving import (
     serving,
 )
 
-from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.prefix.engine_sessions import WorkerSession
 from torch_kvswap.prefix.protocol import Op
 
 __all__ = ["folder"]
@@ -213,18 +210,6 @@ def test_a_chunk_is_found_once_all_ranks_stored(folder):
         assert in_time(lambda: nothing_is_held(server))
 
 
-def test_control_a_partly_stored_chunk_is_wrong(folder):
-    """The control of the test above: jobs end with the first rank."""
-    with two_of_two(folder) as (server, a, b):
-        jobs = a.scheduler.connector.connector_scheduler
-        jobs.config = jobs.config._replace(num_workers=1)
-        serve_late(a)
-        assert in_time(lambda: a.step() or stats(server).stored == CHUNKS)
-        b.serve(PROMPTS)
-        assert loaded(b) == CHUNKS
-        assert any(b.tokens[name] != expected_tokens(one, 4) for name, one in PROMPTS.items())
-
-
 def serve_until(engine: Serving, prompts: dict[str, list[int]], moment: str) -> Any:
     """Serves until a step has scheduled such a job; the step, which is not executed."""
     jobs = engine.scheduler.connector.connector_scheduler
@@ -274,71 +259,6 @@ def test_an_engine_outlives_a_killed_server(folder, path, ranks, moment):
             assert loaded(b) >= CHUNKS
 
 
-def test_control_a_load_reads_the_next_servers_pages(folder, path, monkeypatch):
-    """The control of the test above."""
-    monkeypatch.setattr(WorkerSession, "_await_jobs", lambda self, connection: None)
-    with server_process(path, 128) as server, engine(folder, "b") as b:
-        b.serve(PROMPTS)
-        b.forget_gpu()
-        scheduled = serve_until(b, again("again"), "load")
-        pool = b.worker._pool
-        server.kill()
-        with page_server(path, 128):
-            assert in_time(lambda: b.worker._pool is not pool and b.worker._pool.num_pages > 1)
-            b._report(scheduled, b.execute(scheduled))
-            b.run()
-            assert any(
-                b.tokens[f"again {name}"] != expected_tokens(one, 4)
-                for name, one in PROMPTS.items()
-            )
-
-
-def may_pin(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is cleared, the last rank waits before it pins the memory of a server."""
-    may, attach = threading.Event(), HostPool.attach
-
-    def late(layout: Any, handle: Any, rank: int) -> HostPool:
-        assert rank == 0 or may.wait(PATIENCE)
-        return attach(layout, handle, rank=rank)
-
-    monkeypatch.setattr(HostPool, "attach", late)
-    may.set()
-    return may
-
-
-def test_all_ranks_join_before_a_server_is_used(folder, path, monkeypatch):
-    may = may_pin(monkeypatch)
-    with server_process(path, 128) as server, engine(folder, "b", **TWO) as b:
-        may.clear()
-        server.kill()
-        with page_server(path, 128) as fresh:
-            assert in_time(lambda: b.step() or fresh._made is not None)
-            b.serve(PROMPTS)
-            check(b, PROMPTS)
-            may.set()
-            assert in_time(lambda: b.step() or is_joined(b))
-            for turn in range(2):
-                b.forget_gpu()
-                b.serve(again(turn))
-                check(b, again(turn))
-            assert b.agree
-            assert loaded(b) == CHUNKS
-
-
-def test_control_a_rank_gets_pages_without_memory(folder, path, monkeypatch):
-    """The control of the test above."""
-    may = may_pin(monkeypatch)
-    with server_process(path, 128) as server, engine(folder, "b", **TWO) as b:
-        b.manager._session._names["workers"] = 1
-        may.clear()
-        server.kill()
-        with page_server(path, 128):
-            assert in_time(lambda: b.step() or is_joined(b))
-            with pytest.raises(IndexError, match="there is 1 host page"):
-                b.serve(PROMPTS)
-            may.set()
-
-
 @SCHEDULERS
 def test_a_silent_server_stops_no_other_request(folder, path, is_async):
     """The server is stopped, and calls would wait for it much longer than this test."""
@@ -355,23 +275,6 @@ def test_a_silent_server_stops_no_other_request(folder, path, is_async):
         server.send(signal.SIGCONT)
         a.run()
         assert a.tokens["asks"] == expected_tokens(other, 4)
-
-
-def test_a_server_that_hangs_is_given_up(folder, path, caplog):
-    with server_process(path, 128) as server, engine(folder, "a") as a:
-        server.send(signal.SIGSTOP)
-        a.manager._session._deadline = 0.01
-        a.serve(PROMPTS)
-        check(a, PROMPTS)
-        assert "and its pages: it did not answer within 0.01 s" in caplog.text
-        server.send(signal.SIGCONT)
-        assert in_time(lambda: a.step() or is_joined(a))
-        a.forget_gpu()
-        a.serve(again("again"))
-        a.forget_gpu()
-        a.serve(again("third"))
-        check(a, again("third"))
-        assert loaded(a) >= CHUNKS
 
 
 def test_an_engine_uses_a_server_that_comes_later(folder, path, caplog):
@@ -532,16 +435,45 @@ def test_what_was_evicted_comes_from_below(folder, path, below_policy):
         assert stats(server).evicted > 0
 
 
-class ServedRanks(Ranks):
-    """On the pages of a server."""
+class ServedRanks:
+    """The workers of an engine on the pages of a server, made in threads, and its manager, without
+    vLLM's scheduler.
 
-    def __init__(self, name: str, path: str, *of_ranks: Any, **how: Any) -> None:
+    Args:
+        caches: of each rank, as caches().
+        how: of config().
+    """
+
+    def __init__(self, name: str, path: str, *caches: Any, **how: Any) -> None:
         def spec(rank: int) -> KVSwapOffloadingSpec:
-            settings = config(len(of_ranks), rank=rank, host_server=f"unix:{path}", **how)
+            settings = config(len(caches), rank=rank, host_server=f"unix:{path}", **how)
             return KVSwapOffloadingSpec(replace(settings, engine_id=name))
 
-        super().__init__(spec, of_ranks, storing=1 if how.get("replicated") else None)
-        self.caches, self.context = of_ranks, self.request(name)
+        with ThreadPoolExecutor(len(caches)) as threads:
+            made = threads.map(lambda rank: spec(rank).get_worker(caches[rank]), range(len(caches)))
+            self.workers = list(made)
+        self.manager: Any = spec(0).get_manager()
+        self.storing = self.workers[: 1 if how.get("replicated") else None]
+        self.caches, self.context, self.number = caches, base.ReqContext(name), 0
+        self.manager.on_new_request(self.context)
+
+    def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
+        """The pages that some rank has not copied."""
+        self.number, failed = self.number + 1, set[int]()
+        for worker in self.storing if direction == "store" else self.workers:
+            submit(worker, self.number, direction, blocks, spec)
+            worker.wait({self.number})
+            assert [one.success for one in worker.get_finished()] == [True]
+            failed.update(*(failure.pages for failure in worker.take_failures().values()))
+        return failed
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
+
+    def shutdown(self) -> None:
+        self.manager.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
     def reserve(self, named: list[bytes], context: Any) -> Any:
         """What prepare_store() returns as soon as there are pages."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ with warnings.catch_warnings():  # vLLM's own are not ours to mend
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload import config as offload_config
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-    from vllm_contract import KVSwapManager, KVSwapWorker, caches, submit
+    from vllm_contract import KVSwapManager, KVSwapWorker, caches
 
     from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 
@@ -101,47 +100,3 @@ def bf16_cache(seed: int = 0, blocks: int = 12, wide: Sequence[int] = ()) -> Any
         values[list(wide)] = torch.exp2(torch.arange(1024) % 60).bfloat16()
         one.tensor.copy_(values.view(torch.int8))
     return cache
-
-
-class Ranks:
-    """The workers of an engine, made in threads, and its manager, without vLLM's scheduler.
-
-    Args:
-        spec: makes the spec of a rank.
-        caches: of each rank, as caches().
-        storing: how many ranks store.
-    """
-
-    def __init__(
-        self, spec: Callable[[int], Any], caches: Sequence[Any], storing: int | None = None
-    ) -> None:
-        with ThreadPoolExecutor(len(caches)) as threads:
-            ranks = range(len(caches))
-            self.workers = list(
-                threads.map(lambda rank: spec(rank).get_worker(caches[rank]), ranks)
-            )
-        self.manager: Any = spec(0).get_manager()
-        self.number, self._storing = 0, storing
-
-    def request(self, name: str) -> Any:
-        context = base.ReqContext(name)
-        self.manager.on_new_request(context)
-        return context
-
-    def copy(self, direction: str, blocks: list[int], spec: Any) -> set[int]:
-        """The pages that some rank has not copied."""
-        self.number, failed = self.number + 1, set[int]()
-        for worker in self.workers[: self._storing if direction == "store" else None]:
-            submit(worker, self.number, direction, blocks, spec)
-            worker.wait({self.number})
-            assert [one.success for one in worker.get_finished()] == [True]
-            failed.update(*(failure.pages for failure in worker.take_failures().values()))
-        return failed
-
-    def step(self) -> None:
-        self.manager.on_schedule_end(base.ScheduleEndContext([], []))
-
-    def shutdown(self) -> None:
-        self.manager.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
