@@ -170,14 +170,14 @@ void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t
                    uint64_t bytes) {
   const bool has_pageable = std::any_of(groups.begin(), groups.end(),
                                         [](const Group& group) { return group.host_is_pageable; });
-  for (; !transfer.is_enqueued(); ++transfer.layer_group, transfer.next = {}) {
-    list_copies(transfer, transfer.layer_group, groups, layers);
-    const Stream end =
-        copier_->copy(part_copies_, transfer.start, has_pageable, transfer.next, bytes);
-    transfer.is_relayed |= copier_->has_relayed();
-    if (transfer.next.part < part_copies_.size()) return;
-    device_.record_event(transfer.ends[transfer.layer_group], end);
-  }
+  list_copies(transfer, transfer.layer_group, groups, layers);
+  const Stream end =
+      copier_->copy(part_copies_, transfer.start, has_pageable, transfer.next, bytes);
+  transfer.is_relayed |= copier_->has_relayed();
+  if (transfer.next.part < part_copies_.size()) return;
+  device_.record_event(transfer.ends[transfer.layer_group], end);
+  ++transfer.layer_group;
+  transfer.next = {};
 }
 
 void Channel::list_copies(Transfer& transfer, int layer_group, const std::vector<Group>& groups,

@@ -77,10 +77,11 @@ class Channel {
   // failed. Its events are returned only when no other thread holds the transfer.
   void retire(Transfers transfer) noexcept;
 
-  // Makes the stream wait for the events, records the transfer's start, submits its copies, and
-  // records the ends. Returns why it could not, or an empty reason. It may stop when it has staged
-  // `bytes` bytes: then Transfer::is_enqueued() is false, the next call goes on, and no other
-  // transfer may be enqueued before. Without the lock.
+  // Submits the copies of the transfer's next layer group, and records its end; before the first
+  // one the stream waits for the events, and the transfer's start is recorded. Returns why it could
+  // not, or an empty reason. It may stop when it has staged `bytes` bytes. Until
+  // Transfer::is_enqueued() the next call goes on, and no other transfer may be enqueued. Without
+  // the lock.
   Reason enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
                  const std::vector<Group>& groups, int64_t layers, uint64_t bytes) noexcept;
 

@@ -127,11 +127,10 @@ void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
     scheduler_.check_alive(lock, Reason(error));
     if (scheduler_.device_loss(lock).empty()) throw;
   }
-  if (!job->has_ended()) scheduler_.flush(lock, *job);
+  if (layer_group < 0) layer_group = job->layer_groups - 1;
+  if (!job->has_ended()) scheduler_.flush(lock, *job, layer_group + 1);
   if (job->has_ended()) return;
-  const std::vector<Event>& ends = job->work->transfer->ends;
-  const Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
-  device().wait_event(stream, end);
+  device().wait_event(stream, job->work->transfer->ends.at(layer_group));
 }
 
 int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
@@ -176,8 +175,9 @@ bool Handler::wait_for_ended(double seconds) {
 }
 
 void Handler::wait_for_end(Lock& lock, const Job& job, double seconds, double began) {
-  if (job.work->transfer == nullptr && scheduler_.submit_queued(lock, job, seconds)) return;
-  poll_end(lock, job.work->transfer, began);
+  const bool is_queued = job.state == State::kQueued;
+  if (is_queued && scheduler_.submit_queued(lock, job, seconds)) return;
+  poll_end(lock, is_queued ? nullptr : job.work->transfer, began);
 }
 
 void Handler::poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began) {

@@ -101,7 +101,8 @@ struct Work {
   // also those that were reported.
   std::vector<JobRef> computed_from;
 
-  std::shared_ptr<Transfer> transfer;  // while the state is kRunning
+  std::shared_ptr<Transfer> transfer;  // from when a layer group is enqueued
+  int enqueued_layer_groups = 0;
   double submitted_at = 0.0;
 
   size_t count() const { return ids.size() / 2; }

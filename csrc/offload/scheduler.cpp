@@ -130,7 +130,7 @@ void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
     job->submit_seconds = now() - began;  // another thread may see it end at once
     submit_or_queue(lock, job);
     if (device_.is_synchronous()) {
-      flush(lock, *job);
+      flush(lock, *job, job->layer_groups);
       advance(lock);
     }
   }
@@ -217,6 +217,11 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t byt
       submit_transfer(lock, queue, one, kAllBytes);
     }
   }
+  end_submission(queue);
+}
+
+// The rest of a transfer is for the worker, or for a thread that waits for it.
+void Scheduler::end_submission(Queue& queue) noexcept {
   if (queue.begun.empty()) {
     queue.submitting = -1;
   } else {
@@ -255,12 +260,11 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_
   return enqueue(lock, queue, std::move(made), wait_events, bytes, jobs);
 }
 
-// Submits what is left of a transfer.
-void Scheduler::submit_rest(Lock& lock, Queue& queue) noexcept {
+// Submits what is left of a transfer. bytes: see Channel::enqueue().
+void Scheduler::submit_rest(Lock& lock, Queue& queue, uint64_t bytes) noexcept {
   JobList jobs;
-  enqueue(lock, queue, std::exchange(queue.begun, {}), {}, kAllBytes, jobs);
-  queue.submitting = -1;
-  progress_.notify_all();
+  enqueue(lock, queue, std::exchange(queue.begun, {}), {}, bytes, jobs);
+  end_submission(queue);
 }
 
 // The transfers in flight with these jobs: in each channel the newest one, which ends last.
@@ -289,15 +293,18 @@ bool Scheduler::enqueue(Lock& lock, Queue& queue, Transfers made,
                         const std::vector<Event>& wait_events, uint64_t bytes,
                         JobList& jobs) noexcept {
   Transfer& transfer = *made.front();
-  lock.unlock();
-  Reason error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, bytes);
-  const bool is_enqueued = error.empty() && transfer.is_enqueued();
+  Reason error;
   bool alive = true;
-  if (!error.empty() && transfer.has_begun) alive = queue.channel.synchronize();
-  if (!error.empty() && alive) alive = queue.channel.is_alive();
-  lock.lock();
+  do {
+    lock.unlock();
+    error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, bytes);
+    if (!error.empty() && transfer.has_begun) alive = queue.channel.synchronize();
+    if (!error.empty() && alive) alive = queue.channel.is_alive();
+    lock.lock();
+    if (error.empty()) on_enqueued(made.front());
+  } while (error.empty() && device_loss_.empty() && !transfer.is_enqueued() && bytes == kAllBytes);
   if (error.empty() && device_loss_.empty()) {
-    is_enqueued ? on_submitted(queue, std::move(made)) : queue.begun.swap(made);
+    transfer.is_enqueued() ? on_submitted(queue, std::move(made)) : queue.begun.swap(made);
     return true;
   }
   jobs = std::move(made.front()->jobs);
@@ -314,7 +321,16 @@ bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
   return true;
 }
 
-// The driver has accepted the copies.
+// The driver has accepted layer groups, for which streams may wait now.
+void Scheduler::on_enqueued(const std::shared_ptr<Transfer>& transfer) noexcept {
+  for (Job& job : transfer->jobs) {
+    job.work->transfer = transfer;
+    job.work->enqueued_layer_groups = transfer->layer_group;
+  }
+  progress_.notify_all();
+}
+
+// The driver has accepted all copies.
 void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
   const std::shared_ptr<Transfer>& transfer = made.front();
   table_.record_transfer(queue.channel.number());
@@ -322,22 +338,22 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
     queue.channel.release_point(std::exchange(job.work->after, nullptr));
     job.copy_method = method_of(*transfer, job.copy_method);
     job.state = State::kRunning;
-    job.work->transfer = transfer;
   }
   queue.channel.add_running(std::move(made));
   progress_.notify_all();
 }
 
-void Scheduler::flush(Lock& lock, const Job& job) noexcept {
+void Scheduler::flush(Lock& lock, const Job& job, int layer_groups) noexcept {
   flush_until_ = std::max(flush_until_, job.id);
   progress_.notify_all();
-  while (job.state == State::kQueued) {
-    if (submit_queued(lock, job, kNoLimit)) continue;
+  const uint64_t bytes = layer_groups < job.layer_groups ? kBegunBytes : kAllBytes;
+  while (job.state == State::kQueued && job.work->enqueued_layer_groups < layer_groups) {
+    if (submit_queued(lock, job, kNoLimit, bytes)) continue;
     device_.catch_up() ? advance(lock) : progress_.wait(lock);
   }
 }
 
-bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexcept {
+bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds, uint64_t bytes) noexcept {
   Queue& queue = queues_[job.channel];
   const bool is_begun = !queue.begun.empty();
   if (submit_thread_ || (!is_begun && !plan_first(queue))) return false;
@@ -354,8 +370,8 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
     mark_lost(Reason(error));
     return true;
   }
-  is_begun ? submit_rest(lock, queue)
-           : submit_jobs(lock, queue, take_jobs(queue, flush_until, seconds));
+  is_begun ? submit_rest(lock, queue, bytes)
+           : submit_jobs(lock, queue, take_jobs(queue, flush_until, seconds), bytes);
   return true;
 }
 

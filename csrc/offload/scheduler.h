@@ -84,15 +84,17 @@ class Scheduler {
   void catch_up(const Lock&) noexcept;
   // Waits until a job was submitted or has ended; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
-  // Waits until a job is on the device or has ended. It and the jobs before it are then submitted
-  // beyond the channel's limits, so this waits for the device only if the driver's queue is full.
-  void flush(Lock& lock, const Job& job) noexcept;
+  // Waits until so many layer groups of a job are on the device, or it has ended. It and the jobs
+  // before it are then submitted beyond the channel's limits, so this waits for the device only if
+  // the driver's queue is full.
+  void flush(Lock& lock, const Job& job, int layer_groups) noexcept;
   // For a thread that waits for the job: submits the first job of that channel's queue before the
   // worker has woken up, which takes tens of microseconds, and hundreds where the processor sleeps
   // deeply. Only if the job can be submitted now, and in less than `seconds`; otherwise returns
   // false. With kNoLimit also beyond the channel's limits, after flush(). No context need be
-  // current.
-  bool submit_queued(Lock& lock, const Job& job, double seconds) noexcept;
+  // current. bytes: see Channel::enqueue().
+  bool submit_queued(Lock& lock, const Job& job, double seconds,
+                     uint64_t bytes = kAllBytes) noexcept;
   // True when the job will be reported as cancelled.
   bool cancel(const Lock&, Job& job) noexcept;
   // See JobTable.
@@ -149,11 +151,13 @@ class Scheduler {
 
   void submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t bytes = kAllBytes) noexcept;
   bool submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept;
-  void submit_rest(Lock& lock, Queue& queue) noexcept;
+  void submit_rest(Lock& lock, Queue& queue, uint64_t bytes = kAllBytes) noexcept;
+  void end_submission(Queue& queue) noexcept;
   std::vector<std::shared_ptr<Transfer>> transfers_before(const JobNumbers& runs_after) const;
   Transfers make_transfer(Queue& queue, const JobList& jobs);
   bool enqueue(Lock& lock, Queue& queue, Transfers made, const std::vector<Event>& wait_events,
                uint64_t bytes, JobList& jobs) noexcept;
+  void on_enqueued(const std::shared_ptr<Transfer>& transfer) noexcept;
   void on_submitted(Queue& queue, Transfers made) noexcept;
   bool fail_unsubmitted(JobList& jobs, const Reason& error) noexcept;
   void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;

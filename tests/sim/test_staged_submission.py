@@ -179,6 +179,23 @@ def test_the_caller_gives_the_first_layer_groups(driver: Driver) -> None:
         assert sim.is_right()
 
 
+@needs_kernels
+@simulated
+def test_waiting_for_a_layer_gives_no_later_ones(driver: Driver) -> None:
+    layers = 32
+    with staged(driver, "load", layers=layers) as sim:
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            job = sim.submit(layer_groups=layers)
+            begun, _ = launches.now()
+            job.wait(Stream(SIDE), layer_group=0)
+            assert launches.now() == (begun, begun)
+            job.wait(Stream(SIDE), layer_group=begun)
+            assert begun < launches.now()[1] < layers
+        sim.handler.synchronize(job)
+        assert sim.is_right()
+
+
 @KINDS
 @WAITS
 @needs_kernels

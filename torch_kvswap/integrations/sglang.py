@@ -42,6 +42,7 @@ _SERVED = {  # what has the keys and values, by what SGLang's allocator has
     HybridLinearKVPool: (MHATokenToKVPool, MLATokenToKVPool),
 }
 _KEY_BYTES = 32
+_GROUP_BYTES, _GROUPS = 2 << 20, 16  # least bytes of a layer group, and most groups of a load
 _LENGTHS = 64  # of a prefix with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a request waits for a second tier
 
@@ -181,8 +182,11 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._number, job = self._number + 1, None
         try:
             keys, slots = self._read(transfers)
-            how: Any = {"after": self._ready(), "layer_groups": len(self._last_tensors)}
-            job = self.cache.load(keys, self._blocks(slots), **how)
+            sizes = zip(slots, self.cache.pools, strict=True)
+            nbytes = sum(len(one) * pool.page_bytes for one, pool in sizes)
+            most = min(_GROUPS, len(self._last_tensors))
+            how: Any = {"layer_groups": min(most, 1 + nbytes // _GROUP_BYTES)}
+            job = self.cache.load(keys, self._blocks(slots), after=self._ready(), **how)
             if job is None:
                 _log.warning("pages have left the host before their load")
         except Exception:
