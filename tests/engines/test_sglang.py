@@ -29,6 +29,7 @@ from sglang_engine import (
     swa_pool,
 )
 
+from torch_kvswap.integrations import sglang as door
 from torch_kvswap.integrations.sglang import KVSwapLinker
 
 PROMPT = list(range(100, 122))  # five pages can be loaded
@@ -93,7 +94,8 @@ def test_prompts_come_back_behind_a_busy_forward(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_layers_land_one_by_one(engine: Engine) -> None:
+def test_layers_land_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_GROUP_BYTES", 1)
     engine.serve(PROMPT)
     engine.forget_gpu()
     request = engine.start(PROMPT)
@@ -324,7 +326,8 @@ FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 
 
 @pytest.mark.usefixtures("late")
-def test_a_window_loads_its_last_pages_only() -> None:
+def test_a_window_loads_its_last_pages_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_GROUP_BYTES", 1)
     kvcache = swa_pool()
     for buffer in (*kvcache.full_kv_pool.k_buffer, *kvcache.swa_kv_pool.v_buffer):
         buffer.copy_(torch.rand_like(buffer))
