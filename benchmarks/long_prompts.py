@@ -110,11 +110,10 @@ def run(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Seconds of the prompt and of a later token, peak bytes beside the weights; its logits."""
     device = device_of(options)
-    weights = 0
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        weights = torch.cuda.memory_allocated()
     inputs = (torch.arange(tokens, device=device) * 7919 % 1024)[None]
     began = time.perf_counter()
     for start in range(0, tokens, options.chunk):
