@@ -3,7 +3,9 @@
 A handler without relays, and handlers with some, move the same blocks, in turn with one big pinned
 copy of the same bytes, and with plain copies of equal parts over as many links, in changing order.
 Total time is from the call of store() or load() until handler.synchronize() returns. All bytes are
-compared after each cell. Without a GPU there are no relays.
+compared after each cell. Then a decode GEMM on the own GPU and one on a relay run beside transfers
+with and without the relay, and beside transfers of the relay's own. Without a GPU there are no
+relays.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ from comparison import (
     moves_of,
     plan_of,
 )
+from computes import computes
+from interference import Cell as BesideCell
+from interference import measure as measure_beside
 from program import device_of
 from report import Column, table_of
-from timing import Move
+from timing import Move, TimeLimit
+from traffic import HandlerWay
 from transfers import BOTH, DIRECTIONS, Kind, Shape
 
 from torch_kvswap import OffloadHandler
@@ -45,6 +51,7 @@ from torch_kvswap import OffloadHandler
 SHAPES = ("1x2", "64x32")  # the first one without a GPU
 BLOCKS = (8, 64, 512, 2048)  # with the second shape 16 MiB to 4 GiB
 RELAYS = (0, 1, 3, 7)
+MIB_BESIDE = 128  # what moves beside the compute at a time
 
 
 @dataclass
@@ -80,7 +87,11 @@ def main(arguments: list[str]) -> int:
         plan, options, partial(open_handlers, options), partial(measure, relays_of(options))
     )
     print(tables(cells), "", sep="\n")
-    return finish_cells(options, "links", cells)
+    beside, wrong = measure_compute(options) if max(relays_of(options)) > 0 else ([], 0)
+    if beside:
+        print(table_of(BESIDE, beside), "", sep="\n")
+    lost = {"beside compute": [cell.to_json() for cell in beside]}
+    return finish_cells(options, "links", cells, **lost) or int(wrong > 0)
 
 
 def open_handlers(
@@ -179,11 +190,60 @@ def copies_over(gpus: Sequence[int], kind: Kind) -> Callable[[Before], Move]:
     return move
 
 
+def measure_compute(options: Namespace) -> tuple[list[BesideCell], int]:
+    """Cells of decode on a GPU beside transfers; and the blocks and pages with wrong bytes.
+
+    The bytes are those of the GPU's own link.
+    """
+    shape = Shape.parse(SHAPES[1])
+    count = (MIB_BESIDE << 20) // shape.block_bytes
+    own, relay = (torch.device("cuda", gpu) for gpu in (0, 1))
+    limit = TimeLimit(options.time_limit and options.time_limit / 4, 2 * len(DIRECTIONS))
+    cells = []
+    with ExitStack() as stack:
+        blocks = {gpu: shape.new_blocks(gpu, 3 * count + 2) for gpu in (own, relay)}
+        for one in blocks.values():
+            stack.enter_context(one.host)
+
+        def new_handler(gpu: torch.device, relays: Sequence[int]) -> OffloadHandler:
+            of = blocks[gpu]
+            return stack.enter_context(OffloadHandler(of.layout, of.host, relays=relays))
+
+        alone, relayed, beside = new_handler(own, ()), new_handler(own, [1]), new_handler(relay, ())
+        for gpu, handlers in (
+            (own, {"0 relays": (alone, own), "1 relay": (relayed, own)}),
+            (relay, {"own transfers": (beside, relay), "as a relay": (relayed, own)}),
+        ):
+            with torch.cuda.device(gpu):
+                decode = computes(gpu)[0]
+            for direction in DIRECTIONS:
+                ways = {
+                    name: HandlerWay(handler, blocks[of], direction, count, None)
+                    for name, (handler, of) in handlers.items()
+                }
+                for name, way in ways.items():
+                    if handlers[name][0] is relayed:
+                        way.nbytes //= 2  # by each of the two links
+                for name, samples in measure_beside(decode, ways, limit.next_part()).items():
+                    kind = shape, ONE_BY_ONE, direction, str(gpu), name
+                    cells.append(BesideCell(*kind, samples, sorted(ways[name].copy_methods), 0.0))
+        return cells, sum(one.wrong() for one in blocks.values())
+
+
 def bytes_of(handler: OffloadHandler) -> tuple[int, int]:
     """Bytes that the relays of a handler were given, and those of all its jobs."""
     channels = handler.metrics().stores, handler.metrics().loads
     by_relays = sum(sum(channel.relayed_bytes.values()) for channel in channels)
     return by_relays, sum(channel.bytes for channel in channels)
+
+
+BESIDE: list[Column[BesideCell]] = [
+    Column("decode on", lambda cell: cell.compute),
+    Column("direction", lambda cell: cell.direction),
+    Column("beside", lambda cell: cell.way),
+    Column("lost ms/GB of its link", lambda cell: cell.lost),
+    Column("GB/s of its link", lambda cell: cell.gb_per_s),
+]
 
 
 def tables(cells: Sequence[Cell]) -> str:
