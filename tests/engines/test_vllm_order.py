@@ -39,11 +39,8 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
         driver.adopt(made.pages, 1)
         return made
 
-    with (
-        mock.patch.object(worker_module, "group_layouts", return_value=[layout]),
-        mock.patch.object(worker_module, "HostPool", pageable),
-    ):
-        worker = KVSwapWorker(None, 16, 1, SpecOptions(1))
+    with mock.patch.object(worker_module, "group_layouts", return_value=[layout]):
+        worker = KVSwapWorker(None, 16, 1, SpecOptions(1), make_pool=pageable)
     worker._pool.pages.random_(256)
     try:
         yield worker, cache

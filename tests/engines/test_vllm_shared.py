@@ -464,7 +464,7 @@ class ServedRanks:
             submit(worker, self.number, direction, blocks, spec)
             worker.wait({self.number})
             assert [one.success for one in worker.get_finished()] == [True]
-            failed.update(*(failure.pages for failure in worker.take_failures().values()))
+            failed.update(*(failure.pages for failure in worker.take_failures()))
         return failed
 
     def step(self) -> None:

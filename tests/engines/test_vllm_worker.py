@@ -234,8 +234,8 @@ def test_a_failed_copy_is_told_once(device, chunk, direction, waits, monkeypatch
         checked.worker.wait({number})
     (result,) = checked.finished(1)
     assert (result.job_id, result.success, result.transfer_size) == (number, True, None)
-    assert checked.worker.take_failures() == {number: (set(blocks), {5, 2}, "failed")}
-    assert checked.worker.take_failures() == {}
+    assert checked.worker.take_failures() == [(number, direction, "failed", set(blocks), {5, 2})]
+    assert checked.worker.take_failures() == []
     assert "failed: error 700" in caplog.text
     assert checked.worker.get_finished() == []
     checked.worker.shutdown()

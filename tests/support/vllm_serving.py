@@ -506,8 +506,7 @@ class Faults:
         self._submit, self._poll = self.worker._submit, self.worker._handler.poll
         self.worker._submit, self.worker._handler.poll = self.submit, self.poll
 
-    def submit(self, moves: dict[int, Any], submit: Any, **options: Any) -> Any:
-        direction = submit.__name__
+    def submit(self, moves: dict[int, Any], direction: str, **options: Any) -> Any:
         slots, layouts = self.worker._blocks_per_page, self.worker._handler.layouts
         places = [place for move in moves.values() for place in move.places(slots)]
         of_groups = [
@@ -517,7 +516,7 @@ class Faults:
             for _ in blocks
         ]
         self.seen[direction] += 1
-        job = self._submit(moves, submit, **options)
+        job = self._submit(moves, direction, **options)
         how = self.chooses(direction, len(places))
         if not how or job is None:
             return job

@@ -69,22 +69,16 @@ class KVSwapWorkerMetadata(OffloadingWorkerMetadata):
     """What the workers report to the scheduler.
 
     Attributes:
-        failed_pages (dict[int, set[int]]): host pages that jobs have not written or not read, by
-            vLLM's number of the job.
-        failures (Counter[tuple[str, str]]): jobs that failed, by direction and reason.
+        failures (list[Failure]): of the jobs that they report.
     """
 
-    failed_pages: dict[int, set[int]] = field(default_factory=dict)
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
         """The reports of several workers as one."""
         both = super().aggregate(other)
-        failed = {number: set(pages) for number, pages in self.failed_pages.items()}
-        for number, pages in other.failed_pages.items():
-            failed.setdefault(number, set()).update(pages)
-        counts = self.failures + other.failures
-        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failed, counts)
+        failures = [*self.failures, *other.failures]
+        return KVSwapWorkerMetadata(both.completed_jobs, both.transfer_stats, failures)
 
 
 class WorkerPart(OffloadingConnectorWorker):
@@ -112,8 +106,7 @@ class WorkerPart(OffloadingConnectorWorker):
         # A step is scheduled before vLLM has heard of the failures of the last one.
         self._is_ahead = vllm_config.max_concurrent_batches > 1
         self._writes_first = _writes_first(vllm_config, kv_cache_config)
-        self._failed_pages: dict[int, set[int]] = {}
-        self._failure_counts = Counter[tuple[str, str]]()
+        self._failures: list[Failure] = []  # that the scheduler has not heard of
         self.failed_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
         self._in_step: set[int] = set()  # loads of this step
@@ -176,18 +169,14 @@ class WorkerPart(OffloadingConnectorWorker):
         requests, in_step = dict(self._load_jobs), self._in_step
         self._in_step, self._in_step_job = set(), None
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
-        failures = self._ours.take_failures() if self._ours else dict[int, Failure]()
-        for number, failure in failures.items():
-            self._failed_pages[number] = failure.pages
-            direction = "load" if number in requests else "store"
-            self._failure_counts[direction, failure.reason] += 1
-            if number not in requests:
-                continue
-            if self._names_blocks:
+        failures = self._ours.take_failures() if self._ours else []
+        self._failures += failures
+        for failure in failures:
+            if failure.direction == "load" and self._names_blocks:
                 self.failed_blocks |= failure.blocks
-            else:
-                self.failed_requests.add(requests[number])
-        if not in_step.isdisjoint(failures):
+            elif failure.direction == "load":
+                self.failed_requests.add(requests[failure.number])
+        if not in_step.isdisjoint(failure.number for failure in failures):
             self._fail_stores(self._metadata)
             self._next_is_spoiled = self._is_ahead
         self._stores -= self._connector_worker_meta.completed_jobs.keys()
@@ -202,13 +191,14 @@ class WorkerPart(OffloadingConnectorWorker):
         computed from a failed load, or have other contents by now."""
         jobs = {number: job.dst_spec for number, job in metadata.store_jobs.items()}
         jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
-        for number in jobs if numbers is None else jobs.keys() & numbers:
-            self._failed_pages[number] = set(map(int, jobs[number].block_ids))
-            self._failure_counts["store", "dropped"] += 1
+        dropped = jobs.keys() if numbers is None else jobs.keys() & numbers
+        for number in dropped:
+            pages = set(map(int, jobs[number].block_ids))
+            self._failures.append(Failure(number, "store", "dropped", set(), pages))
             self._connector_worker_meta.mark_completed(number)
             metadata.store_jobs.pop(number, None)
         self._unsubmitted_store_jobs[:] = [
-            one for one in self._unsubmitted_store_jobs if one[0] not in self._failed_pages
+            one for one in self._unsubmitted_store_jobs if one[0] not in dropped
         ]
 
     def build_connector_worker_meta(self) -> KVSwapWorkerMetadata | None:
@@ -216,9 +206,8 @@ class WorkerPart(OffloadingConnectorWorker):
         meta = super().build_connector_worker_meta()
         if meta is None:
             return None
-        failed, self._failed_pages = self._failed_pages, {}
-        counts, self._failure_counts = self._failure_counts, Counter()
-        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed, counts)
+        failures, self._failures = self._failures, []
+        return KVSwapWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failures)
 
 
 class SchedulerPart(OffloadingConnectorScheduler):
@@ -321,23 +310,23 @@ class SchedulerPart(OffloadingConnectorScheduler):
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's, which takes every job that has ended for a success."""
         meta = connector_output.kv_connector_worker_meta
-        failed: Mapping[int, set[int]] = meta.failed_pages if meta is not None else {}
-        self._failures += meta.failures if meta is not None else Counter()
-        for number, pages in failed.items():
-            job = self._jobs.get(number)
+        failures: list[Failure] = meta.failures if meta is not None else []
+        for failure in failures:
+            self._failures[failure.direction, failure.reason] += 1
+            job = self._jobs.get(failure.number)
             if job is None:  # it was running when the cache was reset
                 continue
             if isinstance(self.manager, HostManager):
-                self.manager.fail_pages(pages)
+                self.manager.fail_pages(failure.pages)
             elif job.is_store:
-                self._failed_stores[number] = job.keys
+                self._failed_stores[failure.number] = job.keys
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
                 self._failed_loads[job.req_id] = status.req.num_preemptions
                 # vLLM counts loaded chunks as stored. What is computed again is offered again.
                 for state in status.group_states:
                     state.next_stored_chunk_idx = 0
-        if not self._in_step.isdisjoint(failed):
+        if not self._in_step.isdisjoint(failure.number for failure in failures):
             self._forget_computed()
         super().update_connector_output(connector_output)
         self._in_step &= self._jobs.keys()

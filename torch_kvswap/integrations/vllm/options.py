@@ -56,7 +56,7 @@ class SpecOptions:
         store_threshold (int): number of times that a chunk is offered before it is stored.
         copy_method, staging_bytes: see OffloadHandler.
         encoding, verify, pin_in_background: see HostPool.
-        host_server (str | None): "unix:PATH", a server that has the host memory.
+        host_server (str | None): the socket of a server that has the host memory.
     """
 
     cpu_bytes_to_use: int = 0
@@ -110,6 +110,7 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
     given = {name: config[name] for name in _OURS if name in config}
     if given.get("host_server") is not None:
         _check_server(given)
+        given["host_server"] = given["host_server"].removeprefix(SCHEME)
         given.pop("cpu_bytes_to_use", None)
     elif "cpu_bytes_to_use" not in config:
         raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")

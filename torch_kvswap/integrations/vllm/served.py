@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import os
+from collections.abc import Sequence
+from typing import Any
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -16,34 +18,13 @@ from torch_kvswap.prefix.engine_sessions import WorkerSession
 _log = logging.getLogger(__name__)
 
 
-class HostServer(NamedTuple):
-    """A server that engines share.
-
-    Attributes:
-        path (str): its socket.
-        engine_id (str): name of this engine, unique at the server.
-        rank (int): this worker, 0 to world - 1.
-        world (int): workers of the engine.
-        is_split (bool): each worker has a part of each page; else all of them have the same cache.
-        model (str): name of the model.
-        bytes_of (Mapping[str, Any]): what else the key and the bytes of a block depend on.
-    """
-
-    path: str
-    engine_id: str
-    rank: int
-    world: int
-    is_split: bool
-    model: str
-    bytes_of: Mapping[str, Any]
-
-
 class ServedPool(RemotePools):
     """The pages of a server for all groups of layers: a page has a chunk of one of them, of all
     workers of an engine. Without a server, one page that nobody uses.
 
     Args:
-        server (HostServer): where the pages are.
+        path (str): the server's socket.
+        config (OffloadingConfig): vLLM's.
         layouts (Sequence[PagedLayout]): of each group.
         largest (PagedLayout): of the layouts that with the largest blocks.
         blocks_per_page (int): GPU blocks per page.
@@ -56,19 +37,28 @@ class ServedPool(RemotePools):
 
     def __init__(
         self,
-        server: HostServer,
+        path: str,
+        config: Any,
         layouts: Sequence[PagedLayout],
         largest: PagedLayout,
         blocks_per_page: int,
         how: dict[str, Any],
     ) -> None:
-        shape = [largest], None, server.model, 0, 1, blocks_per_page
-        rank, parts = (server.rank, server.world) if server.is_split else (0, 1)
-        bytes_of = {**server.bytes_of, "groups": [layout._describe() for layout in layouts]}
+        engine, parallel = config.engine_id, config.parallel
+        # If all workers have the same cache, each has all of a page.
+        rank, parts = (0, 1) if config.replicated_layout else (parallel.rank, parallel.world_size)
+        bytes_of = {
+            "vllm": importlib.metadata.version("vllm"),
+            "cache_dtype": config.model.dtype,
+            "kv_layout": config.kv_cache_layout,
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
+            "groups": [layout._describe() for layout in layouts],
+        }
+        shape = [largest], None, config.model.name, 0, 1, blocks_per_page
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page}
         super().__init__([largest], alone, rank)
-        self._session = WorkerSession(server.path, server.engine_id, cache, self, server.rank)
+        self._session = WorkerSession(path, engine, cache, self, parallel.rank)
         try:
             self._session.join()
         except OSError as error:

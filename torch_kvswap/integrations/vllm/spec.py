@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import os
 from functools import partial
 from typing import Any
 
@@ -18,12 +16,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 
-from torch_kvswap._native.rendezvous import SCHEME
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.integrations.vllm.options import read_options
 from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
-from torch_kvswap.integrations.vllm.served import HostServer
+from torch_kvswap.integrations.vllm.served import ServedPool
 from torch_kvswap.integrations.vllm.server_manager import SharedManager
 from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
@@ -59,13 +56,14 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Makes the manager."""
-        options, server = self.options, self._host_server()
-        if server is None:
+        options = self.options
+        if options.host_server is None:
             num_pages = self._check_size(self.num_pages, self._chunk_bytes)
             events = self.kv_events_config.enable_kv_cache_events
             how = options.eviction_policy, options.store_threshold, events
             return KVSwapManager(num_pages, *how, self._info(num_pages))
-        session = SchedulerSession(server.path, server.engine_id, server.world)
+        names = self.config.engine_id, self.config.parallel.world_size
+        session = SchedulerSession(options.host_server, *names)
         try:
             session.join()
         except OSError as error:  # a worker has told why
@@ -75,21 +73,22 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Makes the worker."""
-        parallel, server, make_pool = self.config.parallel, self._host_server(), None
-        if server is None and self.replicated_layout and parallel.world_size > 1:
-            make_pool = partial(replicated_pool, group=get_tp_group())
+        parallel, path = self.config.parallel, self.options.host_server
+        how: dict[str, Any] = {}
+        if path is not None:
+            how = {"serve": partial(ServedPool, path, self.config), "has_writers": True}
+        elif self.replicated_layout and parallel.world_size > 1:
+            how = {"make_pool": partial(replicated_pool, group=get_tp_group())}
         sizes = self.num_pages, self._chunk_bytes
         if parallel.pp_size > 1:
             # Stages can have different numbers of layers, and thus of pages: the scheduler knows
             # those of the first. The group of all workers exists only if they are on several nodes.
             sizes = get_pp_group().broadcast_object(sizes, src=0)
-        num_pages = 0 if server is not None else self._check_size(*sizes)
+        num_pages = 0 if path is not None else self._check_size(*sizes)
         layers = [group.layer_names for group in self.config.groups]
         try:
             return KVSwapWorker(
-                *(kv_caches, num_pages, self.blocks_per_chunk, self.options, layers, make_pool),
-                server=server,
-                has_writers=server is not None,
+                *(kv_caches, num_pages, self.blocks_per_chunk, self.options, layers), **how
             )
         except NoRoomError as error:
             chunk = max(self._chunk_bytes, 1)
@@ -149,21 +148,6 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 f"{self.blocks_per_chunk} blocks takes {chunk_bytes} bytes in all workers together"
             )
         return num_pages
-
-    def _host_server(self) -> HostServer | None:
-        """The server that has the host memory."""
-        if self.options.host_server is None:
-            return None
-        config = self.config
-        bytes_of = {
-            "vllm": importlib.metadata.version("vllm"),
-            "cache_dtype": config.model.dtype,
-            "kv_layout": config.kv_cache_layout,
-            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", ""),
-        }
-        path = self.options.host_server.removeprefix(SCHEME)
-        worker = config.engine_id, config.parallel.rank, config.parallel.world_size
-        return HostServer(path, *worker, not self.replicated_layout, config.model.name, bytes_of)
 
     def _info(self, num_pages: int) -> Any:
         """What config_info() reports."""

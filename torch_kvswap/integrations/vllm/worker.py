@@ -15,7 +15,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.kv_layouts import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
-from torch_kvswap.integrations.vllm.served import HostServer, ServedPool
+from torch_kvswap.integrations.vllm.served import ServedPool
 from torch_kvswap.offload.handler import Job, OffloadHandler
 from torch_kvswap.results import CorruptedPageError, DeviceLostError, TransferError, error_of
 
@@ -27,15 +27,19 @@ class Failure(NamedTuple):
     """What a transfer has not copied.
 
     Attributes:
+        number (int): vLLM's number of the transfer.
+        direction (str): "store" or "load".
+        reason (str): "failed"; "rejected", if blocks do not fit into encoded slots; "damaged", if
+            they are not what was stored; or "dropped", if it was not begun.
         blocks (set[int]): GPU blocks.
         pages (set[int]): host pages.
-        reason (str): "failed"; "rejected", if blocks do not fit into encoded slots; or "damaged",
-            if they are not what was stored.
     """
 
+    number: int
+    direction: str
+    reason: str
     blocks: set[int]
     pages: set[int]
-    reason: str
 
 
 class _Open(NamedTuple):
@@ -63,9 +67,9 @@ class KVSwapWorker(base.OffloadingWorker):
         blocks_per_page (int): GPU blocks per page.
         options (SpecOptions): copy options.
         layers (Sequence[Sequence[str]]): see group_layouts().
-        make_pool (Callable[..., HostPool] | None): makes the pool as HostPool does, in memory that
-            other workers share. None: this worker has its own.
-        server (HostServer | None): has the pages, and decides how many there are.
+        make_pool (Callable[..., HostPool]): HostPool, or makes one in memory that workers share.
+        serve (Callable[..., ServedPool] | None): instead has the pages of a server, which decides
+            how many there are.
         has_writers (bool): others write the pages, too. vLLM loads them only when they are whole.
         at_end (Callable[[], None]): called when nothing uses the pages any more.
 
@@ -83,12 +87,12 @@ class KVSwapWorker(base.OffloadingWorker):
         blocks_per_page: int,
         options: SpecOptions,
         layers: Sequence[Sequence[str]] = (),
-        make_pool: Callable[..., HostPool] | None = None,
-        server: HostServer | None = None,
+        make_pool: Callable[..., HostPool] = HostPool,
+        serve: Callable[..., ServedPool] | None = None,
         has_writers: bool = False,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._failures: dict[int, Failure] = {}  # key: vLLM's number
+        self._failures: list[Failure] = []
         self.layer_groups = _layer_groups(kv_caches, layers) if layers else {}
         dtype = torch.bfloat16 if options.encoding != "raw" else None
         of_groups = group_layouts(kv_caches, dtype, layers)
@@ -103,12 +107,11 @@ class KVSwapWorker(base.OffloadingWorker):
         self._blocks_per_page = blocks_per_page
         how: dict[str, Any] = {"encoding": options.encoding, "verify": options.verify}
         self._served = None
-        if server is not None:
-            self._served = ServedPool(server, layouts, largest, blocks_per_page, how)
+        if serve is not None:
+            self._served = serve(layouts, largest, blocks_per_page, how)
             self._pools = self._served.pools  # another one when no transfer is open
         else:
             how |= {"pin_in_background": options.pin_in_background}
-            make_pool = make_pool or HostPool
             self._pools = [make_pool(largest, num_pages, blocks_per_page, **how)]
         self._has_writers, self._at_end = has_writers, at_end
         pools = [self._pool.view_for(layout) for layout in layouts]
@@ -129,7 +132,7 @@ class KVSwapWorker(base.OffloadingWorker):
         """
         move = self._read(src_spec, dst_spec)
         move.check_whole_pages(self._blocks_per_page)
-        self._submit({job_id: move}, self._handler.store)
+        self._submit({job_id: move}, "store")
         return True
 
     def submit_load(
@@ -140,7 +143,7 @@ class KVSwapWorker(base.OffloadingWorker):
         vLLM sets `expedited` for loads that it waits for.
         """
         move = self._read(dst_spec, src_spec)
-        self._submit({job_id: move}, self._handler.load, expedited=expedited)
+        self._submit({job_id: move}, "load", expedited=expedited)
         return True
 
     def submit_step_loads(self, loads: Mapping[int, Any]) -> Job | None:
@@ -161,7 +164,7 @@ class KVSwapWorker(base.OffloadingWorker):
         for move in moves.values():
             move.check_whole_pages(self._blocks_per_page)
         groups = max(self.layer_groups.values(), default=0) + 1
-        return self._submit(moves, self._handler.load, expedited=True, layer_groups=groups)
+        return self._submit(moves, "load", expedited=True, layer_groups=groups)
 
     def hold_stream(self) -> None:
         """Makes the current stream wait for all stores that have begun, so that what comes next may
@@ -170,10 +173,9 @@ class KVSwapWorker(base.OffloadingWorker):
             if job.direction == "store":
                 job.wait()
 
-    def take_failures(self) -> dict[int, Failure]:
-        """What the transfers that get_finished() has reported did not copy, by vLLM's number. Each
-        is returned once."""
-        taken, self._failures = self._failures, {}
+    def take_failures(self) -> list[Failure]:
+        """What the transfers that get_finished() has reported did not copy; each once."""
+        taken, self._failures = self._failures, []
         return taken
 
     def get_finished(self) -> list[base.TransferResult]:
@@ -210,9 +212,7 @@ class KVSwapWorker(base.OffloadingWorker):
     def _read(self, gpu: Any, host: Any) -> Move:
         return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
-    def _submit(
-        self, moves: Mapping[int, Move], submit: Callable[..., Job], **options: Any
-    ) -> Job | None:
+    def _submit(self, moves: Mapping[int, Move], direction: str, **options: Any) -> Job | None:
         """Starts transfers as one job, when their pages are pinned. Reports their ends if there is
         nothing to copy, or if they cannot be started."""
         numbers = tuple(moves)
@@ -222,10 +222,10 @@ class KVSwapWorker(base.OffloadingWorker):
             return None
         try:
             self._wait_for(pages)
-            if self._has_writers and submit == self._handler.load:
+            if self._has_writers and direction == "load":
                 self._handler.mark_written(pages)  # although a store of this worker may have failed
             ids = {"gpu_block_ids": blocks, "page_ids": pages, "first_slot": first}
-            job = submit(**ids, **options, tag=numbers)
+            job: Job = getattr(self._handler, direction)(**ids, **options, tag=numbers)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, DeviceLostError):
                 raise
@@ -233,7 +233,8 @@ class KVSwapWorker(base.OffloadingWorker):
                 "transfer %s of vLLM could not start: %s", ", ".join(map(str, numbers)), error
             )
             for number, move in moves.items():
-                self._fail(number, move.places(self._blocks_per_page), "failed")
+                places = move.places(self._blocks_per_page)
+                self._fail(number, direction, "failed", places)
             return None
         for number, move in moves.items():
             self._open[number] = _Open(move, job)
@@ -265,13 +266,16 @@ class KVSwapWorker(base.OffloadingWorker):
             if isinstance(result.error, CorruptedPageError):
                 reason = "damaged"
             for number in moves:
-                self._fail(number, [place for owner, place in lost if owner == number], reason)
+                places = [place for owner, place in lost if owner == number]
+                self._fail(number, result.direction, reason, places)
 
-    def _fail(self, number: int, places: Sequence[tuple[int, int]], reason: str) -> None:
+    def _fail(
+        self, number: int, direction: str, reason: str, places: Sequence[tuple[int, int]]
+    ) -> None:
         """Reports the end of a transfer whose job has failed and not copied these blocks of it."""
         if places:
             blocks, pages = map(set, zip(*places, strict=True))
-            self._failures[number] = Failure(blocks, pages, reason)
+            self._failures.append(Failure(number, direction, reason, blocks, pages))
         self._ended.append(_result_of(number))
 
     def _report(self, numbers: Sequence[int], nbytes: int, seconds: float) -> None:
