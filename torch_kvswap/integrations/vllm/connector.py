@@ -1,17 +1,17 @@
-"""The connector that vLLM is configured with. It makes the spec by itself.
+"""The connector that vLLM is configured with. It makes the spec itself.
 
-vLLM's OffloadingConnector decides what is stored and loaded. What KVSwapConnector adds:
+vLLM's OffloadingConnector decides what is stored and loaded. KVSwapConnector adds two things:
 
-- A transfer that fails ends no engine. The worker part names its blocks and pages, and the
+- A failed transfer does not end the engine. The worker part reports its blocks and pages, and the
   scheduler part forgets the chunks on these pages before it looks up others.
-- A request with enough tokens to compute is loaded in the step in which it is scheduled, an
-  "in-step load": the model's stream waits for the blocks of a layer right before that layer. The
-  in-step loads of one step are one job, so that no request's last layers are copied before the
-  first layers of another one.
-  Only vLLM's policy "fail" makes such loads safe. With "recompute" vLLM drops a token that was
-  computed from a failed load only if no later step was scheduled by then; its runner V2 keeps
-  counting from that token; and requests that share the blocks go on before they are computed again.
-  A child of a MultiConnector is not told the engine's policy, and makes no such loads.
+- In-step loads: a request with enough tokens to compute is loaded in the step that computes them.
+  The model's stream waits for the blocks of each layer right before that layer. The in-step loads
+  of one step are one job, so that the first layers of all requests land before the last layers of
+  any.
+  They are safe only under vLLM's policy "fail". Under "recompute" vLLM drops a token that was
+  computed from a failed load only if no later step has been scheduled; its runner V2 keeps counting
+  from that token; and requests that share the blocks continue before the blocks are recomputed. A
+  child of a MultiConnector does not know the engine's policy and makes no in-step loads.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from torch_kvswap.integrations.vllm.worker import Failure, KVSwapWorker
 from torch_kvswap.offload.handler import Job
 
 _log = logging.getLogger(__name__)
-# So many tokens are loaded about as fast as one is computed. If others are running, a request may
-# load so many in its step for each token that it has to compute. In any case a step loads no more
-# than so many for each token of vLLM's largest step.
+# Loading 16 tokens takes about as long as computing one. While other requests run, a request may
+# load at most 16 tokens in its step for each token that it computes. A step never loads more than
+# 16 tokens for each token of vLLM's largest step.
 _LOADED_PER_COMPUTED = 16
 
 
@@ -91,8 +91,9 @@ class WorkerPart(OffloadingConnectorWorker):
         kv_cache_config (KVCacheConfig): the groups of layers.
 
     Attributes:
-        failed_blocks (set[int]): GPU blocks that were not loaded, if vLLM can compute single ones.
-        failed_requests (set[str]): else the requests whose loads have failed.
+        failed_blocks (set[int]): GPU blocks that were not loaded, if vLLM can recompute single
+            blocks.
+        failed_requests (set[str]): requests whose loads have failed, if it cannot.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class WorkerPart(OffloadingConnectorWorker):
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._names_blocks = _can_name_blocks(kv_cache_config)
-        # A step is scheduled before vLLM has heard of the failures of the last one.
+        # The next step is scheduled before vLLM hears of this step's failures.
         self._is_ahead = vllm_config.max_concurrent_batches > 1
         self._writes_first = _writes_first(vllm_config, kv_cache_config)
         self._failures: list[Failure] = []  # that the scheduler has not heard of
@@ -122,8 +123,8 @@ class WorkerPart(OffloadingConnectorWorker):
         return self.worker if isinstance(self.worker, KVSwapWorker) else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """As vLLM's. Comes before everything else of a step, except with `writes_first`: then it is
-        too late for stores of blocks that are given out again if they have not begun."""
+        """As vLLM's, which calls it before everything else in a step. With `_writes_first` new
+        blocks are written before: stores of their old contents that have not begun are dropped."""
         if self._next_is_spoiled:
             self._next_is_spoiled = False
             self._fail_stores(kv_connector_metadata)
@@ -151,8 +152,8 @@ class WorkerPart(OffloadingConnectorWorker):
         super().prepare_store_kv(metadata)
 
     def wait_for_layer(self, name: str | None) -> None:
-        """Makes the current stream wait until this layer is loaded, or with None until all are. If
-        the in-step loads have failed, get_finished() says so."""
+        """Makes the current stream wait until this layer is loaded; None: all layers. Failures of
+        in-step loads are reported by get_finished()."""
         if self._in_step_job is None or self._ours is None:
             return
         group = self._ours.layer_groups.get(name)
@@ -162,7 +163,7 @@ class WorkerPart(OffloadingConnectorWorker):
             self._in_step_job.wait(layer_group=group)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """As vLLM's. The requests of failed loads are among those received. Blocks the host until
+        """As vLLM's; requests whose loads failed count as received, too. Blocks the host until the
         in-step loads have ended: vLLM must hear of their failures with the step's tokens."""
         if self._in_step:
             self.worker.wait(self._in_step)
@@ -187,8 +188,8 @@ class WorkerPart(OffloadingConnectorWorker):
         return finished
 
     def _fail_stores(self, metadata: Any, numbers: Collection[int] | None = None) -> None:
-        """Does none of these stores, or of all, that have not begun: their blocks may have been
-        computed from a failed load, or have other contents by now."""
+        """Drops stores that have not begun, all or only these: their blocks may have been computed
+        from a failed load, or have other contents by now."""
         jobs = {number: job.dst_spec for number, job in metadata.store_jobs.items()}
         jobs |= {number: host for number, _, host in self._unsubmitted_store_jobs}
         dropped = jobs.keys() if numbers is None else jobs.keys() & numbers
@@ -211,7 +212,7 @@ class WorkerPart(OffloadingConnectorWorker):
 
 
 class SchedulerPart(OffloadingConnectorScheduler):
-    """Forgets the chunks that were not stored, or could not be loaded. Chooses in-step loads.
+    """Forgets chunks that could not be stored or loaded, and chooses in-step loads.
 
     Args:
         spec (KVSwapOffloadingSpec | KVSwapTieringSpec): makes the manager, ours or that of vLLM's
@@ -231,11 +232,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._loads_in_step = loads_in_step
         self._failed_stores: dict[int, Any] = {}  # keys of jobs that some worker has not ended yet
-        if not isinstance(self.manager, HostManager):
+        is_ours = isinstance(self.manager, HostManager)
+        if not is_ours:
             self._complete_store = self.manager.complete_store
             self.manager.complete_store = self._end_store
         notes_hits = spec.kv_events_config.self_describing_kv_events
-        is_ours = isinstance(self.manager, HostManager)
         self._looks_up_at_once = is_ours and not notes_hits
         windows = [group.sliding_window_size_in_chunks for group in self.config.kv_group_configs]
         self._has_one_source = is_ours and windows == [None]
@@ -257,13 +258,13 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's. Loads in the step if no other request is running, or if this one has enough
         tokens to compute.
 
-        A request whose load has failed is computed, until it is preempted, and waits for no tier,
-        because others may wait for it. vLLM still reserves the blocks of that load, and would
-        reserve as many again for another one. If the GPU has fewer, it schedules nothing any more.
+        A request whose load has failed loads nothing more, and waits for no tier, until it is
+        preempted. vLLM still reserves the blocks of the failed load and would reserve as many again
+        for another one. If the GPU has too few, it would schedule nothing any more.
         """
         has_failed = self._failed_loads.get(request.request_id) == request.num_preemptions
         most = 0
-        # Loads of a step are joined page by page, and it must not write to a block that is loaded.
+        # In-step loads are joined page by page, and the step must not write to a loaded block.
         tokens_per_chunk = self.config.kv_group_configs[0].tokens_per_chunk
         if self._loads_in_step and not has_failed and num_computed_tokens % tokens_per_chunk == 0:
             most = self._most_loaded
@@ -281,7 +282,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         return hit, is_async
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, *others: Any) -> int | None:
-        """As vLLM's, which calls lookup() for each key, and may note the hits for events."""
+        """As vLLM's, which calls lookup() for each key and may record the hits for events."""
         hits: int | None = 0
         if not self._looks_up_at_once:
             hits = super()._maximal_prefix_lookup(keys, req_context, *others)
@@ -308,13 +309,13 @@ class SchedulerPart(OffloadingConnectorScheduler):
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """As vLLM's, which takes every job that has ended for a success."""
+        """As vLLM's, which takes every ended job for a success."""
         meta = connector_output.kv_connector_worker_meta
         failures: list[Failure] = meta.failures if meta is not None else []
         for failure in failures:
             self._failures[failure.direction, failure.reason] += 1
             job = self._jobs.get(failure.number)
-            if job is None:  # it was running when the cache was reset
+            if job is None:  # the cache was reset while it ran
                 continue
             if isinstance(self.manager, HostManager):
                 self.manager.fail_pages(failure.pages)
@@ -323,7 +324,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
             status = self._req_status[job.req_id]
             if not job.is_store and not status.req.is_finished():
                 self._failed_loads[job.req_id] = status.req.num_preemptions
-                # vLLM counts loaded chunks as stored. What is computed again is offered again.
+                # vLLM counts loaded chunks as stored. Recomputed ones must be offered again.
                 for state in status.group_states:
                     state.next_stored_chunk_idx = 0
         if not self._in_step.isdisjoint(failure.number for failure in failures):
@@ -348,11 +349,11 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._complete_store(keys, req_context, success and not has_failed)
 
     def _forget_computed(self) -> None:
-        """Forgets what may have been computed from an in-step load that failed.
+        """Forgets what may have been computed from a failed in-step load.
 
-        vLLM has ended the requests with the load's blocks. Those that were preempted or aborted
-        meanwhile have left blocks in the prefix cache of the GPU. All of them were taken in the
-        step of the load, or in the one that was scheduled before vLLM heard of the failure.
+        vLLM has ended the requests with the load's blocks. Requests that were preempted or aborted
+        meanwhile have left blocks in the prefix cache of the GPU. All these blocks were allocated
+        in the step of the load, or in the one that was scheduled before vLLM heard of the failure.
         """
         self.kv_cache_manager.evict_blocks(set().union(*self._spoiled))
         for status in self._req_status.values():
@@ -368,7 +369,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
 
 
 class KVSwapConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector with our copies and block manager. A failed copy ends no engine.
+    """vLLM's OffloadingConnector with our copies and block manager. It survives failed copies.
 
     Args:
         vllm_config (VllmConfig): its kv_connector_extra_config has the SpecOptions: see
@@ -444,7 +445,7 @@ class KVSwapConnector(OffloadingConnector):
 
 
 class MetricsSpec(OffloadingSpec):
-    """Metrics: those of vLLM's own specs, under their names, and two of ours. Nobody makes it."""
+    """Declares our metrics and those of vLLM's own specs, under their names. Has no instances."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -476,7 +477,7 @@ def _vllms_spec(options: Mapping[str, Any]) -> Any:
 
 
 def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
-    """Says once, in vLLM's log, what this engine gets that its configuration does not say."""
+    """Says once, in vLLM's log, what the configuration leaves open."""
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     how = "layer by layer in the step that computes the rest, if enough is left to compute"
     if why_before:
@@ -499,13 +500,13 @@ def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
 
 
 def _why_before_step(vllm_config: Any, kv_cache_config: Any, maker: Any) -> str:
-    """Why no load is safe in the step that computes the rest. Empty if loads are.
+    """Why no load is safe in the step that computes the rest; empty if loads are.
 
     Args:
         vllm_config (VllmConfig): that of the connector.
         kv_cache_config (KVCacheConfig): the groups of layers.
         maker (CodeType): the code that makes the connector. vLLM's factory passes the configuration
-            that the engine follows; others, such as MultiConnector, pass one of their own.
+            that the engine follows; MultiConnector, for example, passes one of its own.
     """
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -522,7 +523,7 @@ def _why_before_step(vllm_config: Any, kv_cache_config: Any, maker: Any) -> str:
 
 
 def _why_whole(vllm_config: Any) -> str:
-    """Why steps wait for all layers of their loads before the first one. Empty if most do not."""
+    """Why steps wait for all layers of their loads before the first layer; empty if they do not."""
     if vllm_config.speculative_config is not None:
         return "decoding is speculative"
     if vllm_config.parallel_config.use_ubatching:
@@ -532,8 +533,8 @@ def _why_whole(vllm_config: Any) -> str:
 
 
 def _can_name_blocks(kv_cache_config: Any) -> bool:
-    """Whether vLLM can compute again from any block on: with several groups it cannot tell whose
-    block it is, and with a sliding window the blocks in front may be gone."""
+    """Whether vLLM can recompute from any block on: with several groups it cannot tell whose block
+    it is, and with a sliding window the blocks before it may be gone."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return False

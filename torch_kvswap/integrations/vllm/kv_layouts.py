@@ -49,7 +49,7 @@ class Move(NamedTuple):
     def check_whole_pages(self, slots: int) -> None:
         """Raises ValueError if a page is copied in part.
 
-        vLLM leaves blocks outside of a sliding window out of a store. It does not say which, so the
+        vLLM leaves blocks outside a sliding window out of a store without saying which, so the
         others could get into wrong slots.
         """
         for group, (blocks, pages, first) in enumerate(zip(*self, strict=True)):
@@ -70,8 +70,8 @@ def group_layouts(
     """Makes a layout for each group of layers; None for a group without layers in this worker.
 
     Layers of a group that share a tensor become one slab. Only the bytes of a block that are in use
-    are part of the layout. With pipeline parallelism a worker has some of the layers: those of a
-    draft model, for example, are all in the last stage.
+    are part of the layout. With pipeline parallelism a worker has some of the layers: the last
+    stage, for example, has all layers of a draft model.
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].

@@ -23,12 +23,12 @@ _OF_VLLM = (
     *("block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes"),
 )
-# What only vLLM's tiers do, and their manager.
+# Options of vLLM's tiers and of their manager.
 _OF_TIERS = (
     *("secondary_tiers", "tier_poll_interval_s", "backpressure", "canonical_layout"),
     *("cache_policy_module_path", "max_tracker_size"),
 )
-# What vLLM's tiers do not do.
+# Options that vLLM's tiers do not have, and their defaults.
 _NOT_OF_TIERS = {
     **{"host_server": None, "encoding": "raw", "verify": "off", "pin_in_background": False},
 }
@@ -38,7 +38,7 @@ _CHOICES = {
     "encoding": ENCODINGS,
     "verify": VERIFY,
 }
-# Of these a server has its own, and an engine the default only.
+# Options that a server decides, and the defaults that an engine may still name.
 _OF_SERVER = {
     **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
     "pin_in_background": False,
@@ -48,7 +48,7 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The options of KVSwapConnector in kv_connector_extra_config, beside those of vLLM.
+    """The options of KVSwapConnector in kv_connector_extra_config, beside vLLM's own.
 
     Attributes:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
@@ -74,14 +74,13 @@ _OURS = tuple(field.name for field in fields(SpecOptions))
 
 
 def read_options(config: Mapping[str, Any]) -> SpecOptions:
-    """Reads the options. With `secondary_tiers` vLLM reads its own, and those of its manager.
+    """Reads the options. With `secondary_tiers` vLLM reads those of its tiers and their manager.
 
     Args:
         config (Mapping[str, Any]): kv_connector_extra_config.
 
     Raises:
-        ValueError: an option is unknown or missing, has an invalid value, or cannot be there beside
-            the others.
+        ValueError: an option is unknown or missing, has an invalid value, or contradicts another.
     """
     has_tiers = bool(config.get("secondary_tiers"))
     for name in () if has_tiers else _OF_TIERS:

@@ -51,12 +51,12 @@ class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
         return load
 
     def all(self) -> Iterator[_Load]:
-        """Those of all requests."""
+        """The loads of all requests."""
         return chain.from_iterable(self.values())
 
 
 class HostManager(base.OffloadingManager):
-    """What the managers of host memory and of a server share.
+    """The common part of the managers of host memory and of a server.
 
     Args:
         info (Mapping[str, Any] | None): what config_info() reports.
@@ -78,8 +78,8 @@ class HostManager(base.OffloadingManager):
         """
 
     def fail_pages(self, pages: Iterable[int]) -> None:
-        """Names pages that an open store has not written, or that an open load has not read. When
-        it ends, their chunks are forgotten."""
+        """Names pages that an open store could not write, or an open load could not read. When it
+        ends, their chunks are forgotten."""
         self._failed.update(pages)
 
     def take_events(self) -> Iterable[Any]:
@@ -197,7 +197,7 @@ class KVSwapManager(HostManager):
             self._record_event(self._end(self._loads.take(req_context, keys)), removed=True)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """Makes the request's chunks the newest, also those whose stores still run. A reuse counts
+        """Makes the request's chunks the newest, even while they are being stored. A reuse counts
         as a use."""
         access = Access.of(req_context, self._cache)
         if access.cache is not self._cache:
@@ -344,7 +344,7 @@ class KVSwapManager(HostManager):
 
 
 def usage_of(now: BlockStats) -> Usage:
-    """The gauges. Those of vLLM count pages in flight only, which can not be evicted."""
+    """The gauges. vLLM's count only pages in flight, which cannot be evicted."""
     in_flight = now.pages - now.free_pages - now.idle_pages
     used, writing = in_flight / now.pages, now.filling_pages / now.pages
     states = {"free": now.free_pages, "used": now.idle_pages, "in_flight": in_flight}

@@ -26,9 +26,9 @@ class ServedPool(RemotePools):
         path (str): the server's socket.
         config (OffloadingConfig): vLLM's.
         layouts (Sequence[PagedLayout]): of each group.
-        largest (PagedLayout): of the layouts that with the largest blocks.
+        largest (PagedLayout): the layout with the largest blocks.
         blocks_per_page (int): GPU blocks per page.
-        how (dict[str, Any]): encoding and verify of HostPool.
+        how (dict[str, Any]): HostPool's encoding and verify.
 
     Raises:
         ValueError: the server refuses this cache, and says why.

@@ -66,7 +66,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         session = SchedulerSession(options.host_server, *names)
         try:
             session.join()
-        except OSError as error:  # a worker has told why
+        except OSError as error:  # a worker has logged it
             _log.debug("%s", error)
         session.start()
         return SharedManager(session, self._info(session.num_pages))
@@ -81,8 +81,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             how = {"make_pool": partial(replicated_pool, group=get_tp_group())}
         sizes = self.num_pages, self._chunk_bytes
         if parallel.pp_size > 1:
-            # Stages can have different numbers of layers, and thus of pages: the scheduler knows
-            # those of the first. The group of all workers exists only if they are on several nodes.
+            # Stages can have different numbers of layers and thus of pages; the scheduler knows the
+            # first stage's. The group of all workers exists only if they are on several nodes.
             sizes = get_pp_group().broadcast_object(sizes, src=0)
         num_pages = 0 if path is not None else self._check_size(*sizes)
         layers = [group.layer_names for group in self.config.groups]
@@ -100,7 +100,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             ) from error
 
     def _check(self) -> None:
-        """Raises ValueError if an option does not fit the model or the other ones."""
+        """Raises ValueError if an option does not fit the model or other options."""
         config, options = self.config, self.options
         parallel, blocks = config.parallel, config.cache.blocks_per_chunk
         dtype = str(config.model.dtype).removeprefix("torch.")

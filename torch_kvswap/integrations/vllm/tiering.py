@@ -22,11 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class KVSwapTieringSpec(TieringOffloadingSpec):
-    """vLLM's TieringOffloadingSpec with our worker, where that puts every byte to vLLM's place.
+    """vLLM's TieringOffloadingSpec with our worker, where both put every byte in the same place.
 
-    The bytes of a chunk are what the tiers keep under its name, for engines with vLLM's own worker,
-    too. Where our worker would order them otherwise, vLLM's own takes its place, and the log says
-    why.
+    Tiers keep the bytes of a chunk under its name, and engines with vLLM's own worker read them,
+    too. Where our worker would order them differently, vLLM's own is used, and the log says why.
 
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
@@ -40,7 +39,7 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
         super().__init__(config)
 
     def create_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Our worker, or vLLM's own. vLLM's is made in any case: it maps and pins the memory."""
+        """Our worker, or vLLM's own, which is always made: it maps and pins the memory."""
         theirs: Any = super().create_worker(kv_caches)
         chunks = theirs._store_handler.dst_tensors
         try:
@@ -72,7 +71,7 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
             raise
 
     def _why_theirs(self, kv_caches: Any, chunks: Sequence[Tensor]) -> str:
-        """Where our worker would put a block elsewhere than vLLM's own; empty if nowhere.
+        """Where our worker would put a block in another place than vLLM's; empty if nowhere.
 
         Args:
             kv_caches: vLLM's CanonicalKVCaches.

@@ -43,8 +43,8 @@ class Failure(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A transfer whose end was not reported to vLLM yet. Transfers of a step can share a job, whose
-    tag has all their numbers."""
+    """A transfer that has not been reported to vLLM. Transfers of a step can share a job, whose tag
+    has all their numbers."""
 
     move: Move
     job: Job
@@ -58,8 +58,8 @@ class KVSwapWorker(base.OffloadingWorker):
     written there, and a load's blocks may still be zeroed there, by the same step before a
     synchronous load or by an earlier step for the previous owner of the block.
 
-    vLLM's code asserts that transfers succeed. So every transfer is reported as a success, and
-    take_failures() has what was not copied, for KVSwapConnector.
+    vLLM asserts that transfers succeed. So every transfer is reported as a success, and
+    take_failures() tells KVSwapConnector what was not copied.
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches.
@@ -150,8 +150,8 @@ class KVSwapWorker(base.OffloadingWorker):
         """Starts the loads of the step that begins, as one job: each layer group lands for all of
         them before the next group of any.
 
-        They also end together: if the job fails, all of them have failed, except those without a
-        rejected block if only blocks were rejected.
+        They also end together: if the job fails, all of them have failed. If it failed only because
+        of rejected blocks, loads without one have succeeded.
 
         Args:
             loads (Mapping[int, TransferJob]): by vLLM's number; each of whole chunks, of a cache
@@ -241,8 +241,8 @@ class KVSwapWorker(base.OffloadingWorker):
         return job
 
     def _wait_for(self, pages: Sequence[Int64Array]) -> None:
-        """Waits until the pages are pinned. The scheduler assigns them from the front, as they are
-        pinned, but does not know how far the workers are."""
+        """Waits until the pages are pinned. The scheduler assigns them in the order in which they
+        are pinned, but does not know how far the workers are."""
         if not self._pool.is_ready:
             last = max((int(some.max()) for some in pages if len(some)), default=-1)
             self._pool.wait_ready(pages=last + 1)
@@ -279,7 +279,7 @@ class KVSwapWorker(base.OffloadingWorker):
         self._ended.append(_result_of(number))
 
     def _report(self, numbers: Sequence[int], nbytes: int, seconds: float) -> None:
-        """Reports the good end of a job. vLLM's counters have it once."""
+        """Reports the success of a job, which vLLM counts once."""
         first, *others = numbers
         self._ended.append(base.TransferResult(first, True, nbytes, seconds))
         self._ended += map(_result_of, others)
@@ -299,5 +299,5 @@ def _layer_groups(kv_caches: Any, layers: Sequence[Sequence[str]]) -> dict[str |
 
 
 def _result_of(number: int) -> base.TransferResult:
-    """The end of a transfer that vLLM's counters leave out."""
+    """The end of a transfer that vLLM does not count."""
     return base.TransferResult(number, True, None, None)
