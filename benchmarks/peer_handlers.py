@@ -82,7 +82,7 @@ class Vllm(Peer):
                 gpu_tensors=on_gpu,
                 cpu_tensors=on_host,
                 blocks_per_chunk=1,
-                kv_cache_groups_data_refs=[refs],
+                layer_refs_per_group=[refs],
                 gpu_to_cpu=direction == "store",
             )
             for direction in DIRECTIONS
