@@ -169,9 +169,9 @@ class Device {
   // the call returns, or in catch_up() and wait_event(). Then nothing stays queued.
   virtual bool is_synchronous() const = 0;
   // Called before the device is asked for ends on behalf of a thread that polls or waits on the
-  // host. A device that copies late copies now what it was given so far, which may take long.
-  // Returns whether there was anything.
-  virtual bool catch_up() noexcept { return false; }
+  // host. A device that copies late copies now what it was given so far, which may take long, or
+  // only what the event `until` stands for. Returns whether there was anything.
+  virtual bool catch_up(Event /*until*/ = nullptr) noexcept { return false; }
 
   // Contexts: only ContextGuard calls these. Any thread, also without the lock.
 

@@ -3,18 +3,28 @@
 #include <chrono>
 #include <deque>
 #include <exception>
+#include <functional>
+#include <list>
 #include <mutex>
 #include <new>
+#include <utility>
 
 #include "environment.h"
 
 namespace kvswap {
 namespace {
 
+struct LateStream {
+  std::deque<std::function<void()>> items;  // that have not run
+  uint64_t num_given = 0, num_run = 0;      // items
+};
+
 struct HostEvent {
   std::chrono::steady_clock::time_point time;
   bool has_happened = true;
-  std::exception_ptr error;  // of a late copy of the transfer that starts with this event
+  std::exception_ptr error;      // of a late copy of the transfer that starts with this event
+  LateStream* stream = nullptr;  // the late stream that records it
+  uint64_t item = 0;             // the number of items of that stream until then
 };
 
 void copy_parts(const std::vector<PartCopy>& parts) {
@@ -24,78 +34,104 @@ void copy_parts(const std::vector<PartCopy>& parts) {
 // What late streams were given and have not done. Any thread may call.
 class LateWork {
  public:
-  // The parts, what they point to, and the start stay valid until the end of the transfer.
-  void add_copies(const std::vector<PartCopy>& parts, HostEvent& start) {
+  LateStream* create_stream() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({parts, &start, false});
+    return &streams_.emplace_back();
   }
-  void add_record(HostEvent& event) {
+  void destroy_stream(const LateStream* stream) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({{}, &event, true});
+    streams_.remove_if([&](const LateStream& other) { return &other == stream; });
+  }
+  // The parts, what they point to, and the start stay valid until the end of the transfer.
+  void add_copies(LateStream& stream, const std::vector<PartCopy>& parts, HostEvent& start) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    add(stream, [parts, &start] {
+      try {
+        copy_parts(parts);
+      } catch (...) {
+        start.error = std::current_exception();
+      }
+    });
+  }
+  void add_record(LateStream& stream, HostEvent& event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    add(stream, [&event] {
+      event.time = std::chrono::steady_clock::now();
+      event.has_happened = true;
+    });
     event.has_happened = false;
     event.error = nullptr;
+    event.stream = &stream;
+    event.item = stream.num_given;
+  }
+  void add_wait(LateStream& stream, const HostEvent& event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (event.has_happened) return;
+    add(stream, [&other = *event.stream, until = event.item] { run(other, until); });
   }
   bool has_happened(const HostEvent& event) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return event.has_happened;
   }
-  // Does the work up to this event; null: all. Returns whether there was any.
-  bool run_until(const HostEvent* event) noexcept {
+  // Does the work before this event in its stream, and what that waits for in others. Returns
+  // whether there was any, as does run_all().
+  bool run_until(const HostEvent& event) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (event.has_happened) return false;
+    run(*event.stream, event.item);
+    return true;
+  }
+  bool run_all() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     bool has_run = false;
-    for (; !items_.empty() && !(event != nullptr && event->has_happened); has_run = true) {
-      run(items_.front());
-      items_.pop_front();
+    for (LateStream& stream : streams_) {
+      has_run |= !stream.items.empty();
+      run(stream, stream.num_given);
     }
     return has_run;
   }
 
  private:
-  struct Item {
-    std::vector<PartCopy> parts;
-    HostEvent* event;  // to be recorded, or the start of the transfer whose parts are copied
-    bool is_record;
-  };
-
-  void run(const Item& item) noexcept {
-    if (item.is_record) {
-      item.event->time = std::chrono::steady_clock::now();
-      item.event->has_happened = true;
-      return;
-    }
-    try {
-      copy_parts(item.parts);
-    } catch (...) {
-      item.event->error = std::current_exception();
+  static void add(LateStream& stream, std::function<void()> item) {
+    stream.items.push_back(std::move(item));
+    ++stream.num_given;
+  }
+  // Runs the stream's first `until` items, as far as they have not run.
+  static void run(LateStream& stream, uint64_t until) noexcept {
+    while (stream.num_run < until) {
+      ++stream.num_run;  // first: what this item waits for may wait for earlier ones
+      stream.items.front()();
+      stream.items.pop_front();
     }
   }
 
   std::mutex mutex_;
-  std::deque<Item> items_;
+  std::list<LateStream> streams_;
 };
 
 class HostCopier : public Copier {
  public:
-  // late: null where copies are not late.
-  explicit HostCopier(LateWork* late) : late_(late) {}
+  // stream: null where copies are not late.
+  HostCopier(LateWork& late, LateStream* stream) : late_(late), stream_(stream) {}
 
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool, CopyPosition& next,
               uint64_t&) override {
-    if (late_ == nullptr) {
+    if (stream_ == nullptr) {
       copy_parts(parts);
     } else {
-      late_->add_copies(parts, *static_cast<HostEvent*>(start));
+      late_.add_copies(*stream_, parts, *static_cast<HostEvent*>(start));
     }
     next.part = parts.size();
-    return late_;
+    return stream_;
   }
   bool synchronize() noexcept override {
-    if (late_ != nullptr) late_->run_until(nullptr);
+    if (stream_ != nullptr) late_.run_all();
     return true;
   }
 
  private:
-  LateWork* const late_;
+  LateWork& late_;
+  LateStream* const stream_;
 };
 
 class HostDevice : public Device {
@@ -104,25 +140,31 @@ class HostDevice : public Device {
 
   std::string name() const override { return "host memory"; }
   bool is_synchronous() const override { return true; }
-  bool catch_up() noexcept override { return late_.run_until(nullptr); }
+  bool catch_up(Event until) noexcept override {
+    return until == nullptr ? late_.run_all() : late_.run_until(*static_cast<HostEvent*>(until));
+  }
 
-  Stream create_stream() override { return cpu_is_late() ? &late_ : nullptr; }
-  void destroy_stream(Stream) noexcept override {}
+  Stream create_stream() override { return cpu_is_late() ? late_.create_stream() : nullptr; }
+  void destroy_stream(Stream stream) noexcept override {
+    late_.destroy_stream(static_cast<LateStream*>(stream));
+  }
   bool is_idle(Stream) override { return true; }
   bool is_alive(Stream) noexcept override { return true; }
   void wait_event(const StreamRef&, Event event) override {
-    late_.run_until(static_cast<HostEvent*>(event));
+    late_.run_until(*static_cast<HostEvent*>(event));
   }
 
   Event create_event(bool) override { return new HostEvent; }
   void destroy_event(Event event) noexcept override { delete static_cast<HostEvent*>(event); }
   void record_event(Event event, Stream stream, const char*) override {
     HostEvent& recorded = *static_cast<HostEvent*>(event);
-    if (stream != nullptr) return late_.add_record(recorded);
+    if (stream != nullptr) return late_.add_record(*static_cast<LateStream*>(stream), recorded);
     recorded.time = std::chrono::steady_clock::now();
   }
-  // The list of late work is in the order of submission.
-  void wait_event(Stream, Event, const char*) override {}
+  void wait_event(Stream stream, Event event, const char*) override {
+    if (stream == nullptr) return;
+    late_.add_wait(*static_cast<LateStream*>(stream), *static_cast<HostEvent*>(event));
+  }
   bool has_happened(Event event) override {
     return late_.has_happened(*static_cast<HostEvent*>(event));
   }
@@ -142,7 +184,7 @@ class HostDevice : public Device {
     return methods;
   }
   std::unique_ptr<Copier> make_copier(Stream copies, bool) override {
-    return std::make_unique<HostCopier>(static_cast<LateWork*>(copies));
+    return std::make_unique<HostCopier>(late_, static_cast<LateStream*>(copies));
   }
 
  private:

@@ -108,7 +108,7 @@ std::pair<State, bool> Handler::state_of(const Job& job) {
 
 bool Handler::has_ended(const Job* job) {
   const Lock lock = scheduler_.lock();
-  if (!job->has_ended()) scheduler_.catch_up(lock);
+  if (!job->has_ended()) scheduler_.catch_up(lock, job);
   return job->has_ended();
 }
 
@@ -141,8 +141,10 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
   Lock lock = scheduler_.lock();
   const JobTable& table = scheduler_.jobs(lock);
   for (const int64_t last = table.last_id();;) {
-    scheduler_.catch_up(lock);
-    for (; ended < jobs.size() && jobs[ended]->has_ended(); ++ended) {
+    if (for_all) scheduler_.catch_up(lock);
+    for (; ended < jobs.size(); ++ended) {
+      if (!jobs[ended]->has_ended()) scheduler_.catch_up(lock, jobs[ended]);
+      if (!jobs[ended]->has_ended()) break;
       failed |= !jobs[ended]->has_succeeded();
     }
     if (for_all ? table.all_have_ended_until(last) : ended == jobs.size()) {

@@ -495,8 +495,9 @@ void Scheduler::advance(const Lock&, int max_transfers) noexcept {
   }
 }
 
-void Scheduler::catch_up(const Lock& lock) noexcept {
-  device_.catch_up();
+void Scheduler::catch_up(const Lock& lock, const Job* job) noexcept {
+  const bool is_submitted = job != nullptr && job->work->transfer != nullptr;
+  device_.catch_up(is_submitted ? job->work->transfer->ends.back() : nullptr);
   advance(lock);
 }
 

@@ -80,8 +80,9 @@ class Scheduler {
 
   // Asks the device which transfers have ended, and ends their jobs, for `max_transfers` at most.
   void advance(const Lock&, int max_transfers = std::numeric_limits<int>::max()) noexcept;
-  // The same for a thread that polls or waits on the host: a device that copies late copies first.
-  void catch_up(const Lock&) noexcept;
+  // The same for a thread that polls or waits on the host: a device that copies late copies first,
+  // for this job, which has not ended, or all.
+  void catch_up(const Lock&, const Job* job = nullptr) noexcept;
   // Waits until a job was submitted or has ended; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
   // Waits until so many layer groups of a job are on the device, or it has ended. It and the jobs

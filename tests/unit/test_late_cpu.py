@@ -89,6 +89,33 @@ def test_bytes_move_when_somebody_waits_or_polls(
         assert load.query()
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda handler, job: job.wait(),
+        lambda handler, job: job.query(),
+        lambda handler, job: job.synchronize(),
+        lambda handler, job: handler.synchronize([job]),
+    ],
+    ids=["wait", "query", "synchronize", "handler"],
+)
+def test_asking_for_a_job_moves_no_unrelated_one(
+    ask: Callable[[kvs.OffloadHandler, kvs.Job], object], late: None
+) -> None:
+    with make_handler() as handler:
+        *_, unrelated = (
+            handler.store(gpu_block_ids=[block], page_ids=[block]) for block in range(3)
+        )
+        handler.load(page_ids=[1], gpu_block_ids=[6])
+        load = handler.load(page_ids=[0], gpu_block_ids=[7])
+        ask(handler, load)
+        assert values(handler)[6:] == [2, 1]
+        assert handler.jobs_using(range(3)) == [unrelated]
+        handler.layouts[0].tensors[0][2] = 50  # too early
+        handler.load(page_ids=[2], gpu_block_ids=[5]).synchronize()
+        assert values(handler)[5] == 50
+
+
 def test_nothing_else_moves_them(late: None) -> None:
     with make_handler() as handler:
         store = handler.store(gpu_block_ids=[2], page_ids=[0])
