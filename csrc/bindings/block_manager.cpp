@@ -145,7 +145,7 @@ struct LoadReservation : Reservation {
 
 struct StoreReservation : Reservation {
   Assigned assigned;
-  int64_t lease = 0;
+  nb::object lease = nb::none();
   size_t skipped = 0;
 };
 
@@ -344,14 +344,6 @@ class PyBlockManager {
     busy([&](bool wait) { manager_.order(joined.keys(), is_renewed, wait); });
   }
 
-  bool release(nb::handle lease) {
-    alive();
-    const int64_t number = nb::isinstance<StoreReservation>(lease)
-                               ? nb::inst_ptr<StoreReservation>(lease)->lease
-                               : nb::cast<int64_t>(python.read_int("lease", lease));
-    return busy([&](bool wait) { return manager_.release(number, wait); });
-  }
-
   void reset() {
     prefix::BlockManager& manager = alive();
     without_gil([&] { manager.reset(); });
@@ -382,14 +374,19 @@ class PyBlockManager {
     const JoinedKeys joined = read(keys);
     // All memory is taken before pages are.
     StoreReservation made{{}, Assigned(is_list_)};
-    auto pages = new_pages();
+    auto pages = new_pages(), pages_of_lease = new_pages();
+    if (purpose == prefix::Purpose::kPreempted) made.lease = nb::cast(Reservation());
     const auto stored = busy([&](bool wait) {
       return manager_.prepare_store(joined.keys(), purpose, resets, made.assigned, wait);
     });
     if (!stored) return std::nullopt;
     made.id = stored->reservation;
-    made.lease = stored->lease;
     made.skipped = stored->skipped;
+    if (stored->lease != 0) {
+      auto& lease = *nb::inst_ptr<Reservation>(made.lease);
+      lease.id = stored->lease;
+      give(lease, std::move(pages_of_lease), joined.size(), true);
+    }
     give(made, std::move(pages), made.assigned.pages.size(), false);
     return made;
   }
@@ -481,7 +478,9 @@ void bind_block_manager(nb::module_& module) {
           },
           "id"_a, "ended"_a, "is_load"_a)
       .def_ro("id", &Reservation::id)
-      .def("let_go", &Reservation::let_go, "Ends the reservation, unless a job has taken it.");
+      .def_prop_ro("is_held", &Reservation::is_held, "Whether let_go() would end it.")
+      .def("let_go", &Reservation::let_go,
+           "Ends it, unless a job has. Returns whether it was held.");
 
   const auto repr_as = [](const char* text) {
     return [text](nb::handle self) { return nb::str(text).format(self); };
@@ -515,16 +514,17 @@ Attributes:
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages to write.
     evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
-    lease (int): the lease of preempt(), which lasts until release(); 0 for none.
+    lease (Reservation | None): of preempt(): holds the pages of all keys until complete().
     skipped (int): keys that store_threshold left out.)")
       .def_prop_ro("key_indices",
                    [](StoreReservation& self) { return self.assigned.python_indices(); })
       .def_prop_ro("pages", [](StoreReservation& self) { return self.assigned.python_pages(); })
       .def_prop_ro("evicted", [](const StoreReservation& self) { return self.assigned.evicted; })
-      .def_ro("lease", &StoreReservation::lease)
+      .def_ro("lease", &StoreReservation::lease,
+              nb::for_getter(nb::sig("def lease(self, /) -> Reservation | None")))
       .def_ro("skipped", &StoreReservation::skipped)
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
-                               "pages={0.pages!r}, lease={0.lease})"));
+                               "pages={0.pages!r})"));
 
   nb::class_<WriteReservation, Reservation>(
       module, "WriteReservation",
@@ -589,11 +589,12 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def("preempt", &PyBlockManager::preempt, "keys"_a.none(),
-           nb::sig("def preempt(self, keys: " KEYS ") -> StoreReservation | None"),
-           R"(prepare_store() for a preempted request, whose blocks stay until release().
+      .def(
+          "preempt", &PyBlockManager::preempt, "keys"_a.none(),
+          nb::sig("def preempt(self, keys: " KEYS ") -> StoreReservation | None"),
+          R"(prepare_store() for a preempted request, whose blocks stay until complete(store.lease).
 
-Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
+Ignores store_threshold. To restore the request, call prepare_load() first.
 
 Args:
     keys: keys of all blocks of the request.
@@ -726,17 +727,8 @@ Args:
         reservation ends, unless prepare_load(), touch() or preempt() uses them before.
     renew (bool): evict these blocks after all others. False keeps the position of the first
         block, so that the blocks stored last are evicted first.)")
-      .def("release", &PyBlockManager::release, "lease"_a.none(),
-           nb::sig("def release(self, lease: int | StoreReservation) -> bool"),
-           R"(Ends a lease: its blocks can be evicted from now on.
-
-Args:
-    lease (int | StoreReservation): of preempt().
-
-Returns:
-    bool: False if its blocks were not held any more.)")
       .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"),
-           R"(Forgets all blocks and leases.
+           R"(Forgets all blocks.
 
 Reserved pages become free when their reservations end. Needs the memory of a second manager
 for a moment.

@@ -19,11 +19,15 @@ struct Reservation {
   Reservation& operator=(Reservation&&) = default;
   ~Reservation() { let_go(); }
 
-  // Ends it, unless a job has taken it.
-  void let_go() noexcept {
-    if (pages_of_job == nullptr) return;
+  // Whether it has not ended, and no job has taken it.
+  bool is_held() const { return pages_of_job != nullptr; }
+
+  // Ends it, if it is held. Returns whether it was.
+  bool let_go() noexcept {
+    if (!is_held()) return false;
     const auto to = pages_of_job->manager;
     to->push(std::move(pages_of_job));
+    return true;
   }
 };
 

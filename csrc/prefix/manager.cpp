@@ -10,7 +10,7 @@
 namespace kvswap::prefix {
 namespace {
 
-// Numbers of reservations and leases, unique among all managers: none takes another's for its own.
+// Numbers of reservations, unique among all managers: none takes another's for its own.
 int64_t next_id() {
   static std::atomic<int64_t> last{0};
   return ++last;
@@ -137,11 +137,14 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
     numbers->resize(num_wanted);
   assigned.counts.resize(groups_.size());
   const Stored stored{next_id(), is_leased ? next_id() : 0, skipped};
-  const auto reservation = reservations_.emplace(stored.reservation, Reservation{kind, {}}).first;
+  Reservation& made =
+      reservations_.emplace(stored.reservation, Reservation{kind, {}}).first->second;
+  Reservation* lease = nullptr;
   try {
-    if (is_leased) leases_.emplace(stored.lease, std::vector<Pin>());
+    if (is_leased)
+      lease = &reservations_.emplace(stored.lease, Reservation{Kind::kLease, {}}).first->second;
   } catch (...) {
-    reservations_.erase(reservation);
+    reservations_.erase(stored.reservation);
     throw;
   }
   size_t at = 0, written = 0, num_evicted = 0;
@@ -159,12 +162,12 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   if (is_leased) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
     leased = pins;
-    leases_.find(stored.lease)->second = std::move(leased);
+    lease->pins = std::move(leased);
   }
-  reservation->second.pins = std::move(pins);
+  made.pins = std::move(pins);
   if (written > 0) return stored;
-  release_all(reservation->second.pins);
-  reservations_.erase(reservation);
+  release_all(made.pins);
+  reservations_.erase(stored.reservation);
   return Stored{0, stored.lease, skipped};
 }
 
@@ -352,21 +355,10 @@ void BlockManager::order(const Keys& keys, bool renew, bool wait) {
   }
 }
 
-bool BlockManager::release(int64_t id, bool wait) {
-  const auto lock = lock_for(0, wait);
-  const auto found = leases_.find(id);
-  if (found == leases_.end()) return false;
-  if (!wait && found->second.size() > kFewKeys) throw Busy{};
-  release_all(found->second);
-  leases_.erase(found);
-  return true;
-}
-
 void BlockManager::reset() {
   // New pages are made, and the old ones freed, while other calls go on.
   std::vector<std::unique_ptr<Pages>> pages;
   for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
-  decltype(leases_) leases;
   const auto held = lock();
   for (size_t g = 0; g < groups_.size(); ++g) {
     pages[g]->take_over(*groups_[g].pages);
@@ -377,7 +369,6 @@ void BlockManager::reset() {
       groups_[pin.group].pages->hold_forgotten(pin.page);
     }
   }
-  leases_.swap(leases);
   ++resets_;
 }
 

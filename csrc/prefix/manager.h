@@ -50,12 +50,12 @@ struct Assigned {
 
 struct Stored {
   int64_t reservation = 0;  // 0: there is nothing to store
-  int64_t lease = 0;        // of all the keys, if the request was preempted; otherwise 0
+  int64_t lease = 0;        // another reservation, which holds the pages of all keys; 0: none
   size_t skipped = 0;       // keys below the store threshold
 };
 
-// What prepare_store() is for. kPreempted: all keys are leased until release(). kPromoted: the
-// pages are filled with what the second tier has. The store threshold counts for kStored only.
+// What prepare_store() is for. kPreempted: all keys are leased. kPromoted: the pages are filled
+// with what the second tier has. The store threshold counts for kStored only.
 enum class Purpose { kStored, kPreempted, kPromoted };
 
 // Pages that are due to be written below, and their keys in a row.
@@ -142,8 +142,6 @@ class BlockManager {
   // and all of them after the blocks of other keys. Does not count as a use. Pages that are held
   // take their place when they are released.
   void order(const Keys& keys, bool renew, bool wait);
-  // Ends a lease of prepare_store(). False if it had ended already.
-  bool release(int64_t lease, bool wait);
   // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
   void reset();
@@ -153,22 +151,22 @@ class BlockManager {
   std::vector<uint64_t> stats(size_t group);
 
  private:
-  // A page that a reservation or a lease holds.
+  // A page that a reservation holds.
   struct Pin {
     uint32_t group;
     uint32_t page;
     bool fills;  // the store that it is reserved for writes the page
   };
-  enum class Kind { kLoad, kStore, kPromotion, kWrite };
+  enum class Kind { kLoad, kStore, kPromotion, kWrite, kLease };
   // The pages of a load, a store, a promotion from below or a write to there, until its copy has
-  // ended.
+  // ended, or those of a preempted request.
   struct Reservation {
     Kind kind;
     std::vector<Pin> pins;  // in the order of the keys
 
     // Whether the copy concerns this page.
     bool moves(const Pin& pin) const {
-      return pin.fills || kind == Kind::kLoad || kind == Kind::kWrite;
+      return kind == Kind::kLoad || kind == Kind::kWrite || (pin.fills && kind != Kind::kLease);
     }
   };
   using Reservations = std::unordered_map<int64_t, Reservation>;
@@ -227,7 +225,6 @@ class BlockManager {
   Reservations reservations_;
   ReservedPages* reported_ = nullptr;  // taken from ended_pages_
   std::vector<std::pair<uint32_t, Key>> corrupted_;
-  std::unordered_map<int64_t, std::vector<Pin>> leases_;
   std::atomic<uint64_t> resets_ = 0;
   // Of the call that is running; kept for their memory.
   std::vector<uint32_t> found_pages_;  // the page of each key, or kNone

@@ -235,7 +235,7 @@ class Server:
         """The weights change. Blocks that were recorded with the old ones stay on the GPU."""
         self.prefixes.manager.reset()
         for preempted, _, _ in self.held:
-            assert not self.prefixes.release(preempted)
+            assert self.prefixes.release(preempted)
         self.held.clear()
         self.change_contents()
         self.counts["resets"] += 1

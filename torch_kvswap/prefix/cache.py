@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
 
+from torch_kvswap._C import Reservation
 from torch_kvswap._native.arguments import (
     NotCopyable,
     kind_of,
@@ -91,12 +92,12 @@ class Preempted(NamedTuple):
         jobs (list[Job]): the jobs that still use the GPU blocks: earlier stores and loads, and the
             new store unless the host has all blocks. The GPU blocks must not change until these
             have ended.
-        lease (int): keeps the blocks on the host.
+        lease (Reservation): keeps the blocks on the host.
         keys: the keys that were passed to preempt().
     """
 
     jobs: list[Job]
-    lease: int
+    lease: Reservation
     keys: Keys | Sequence[Keys]
 
 
@@ -262,7 +263,6 @@ class PrefixCache(NotCopyable):
         self._recording = threading.Lock()
         self._was_polled = False  # or was warned of it
         self._was_too_small = False  # the host, as was warned
-        self._preempted: set[int] = set()  # leases that neither resume() nor release() has ended
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
@@ -550,13 +550,13 @@ class PrefixCache(NotCopyable):
             after, tag: see OffloadHandler.store().
 
         Returns:
-            Preempted | None: None if there is not enough room. Any other result needs one
-                release(), or one resume() that says "loaded" or "lost".
+            Preempted | None: None if there is not enough room. Any other result keeps the blocks
+                until release(), or a resume() that says "loaded" or "lost", or it is dropped.
         """
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
         self._grow()
-        reserved = self._reservations.preempt(prompt.keys)
+        reserved: Any = self._reservations.preempt(prompt.keys)
         if reserved is None:
             self._warn_of_no_room(prompt.keys)
             return None
@@ -565,13 +565,10 @@ class PrefixCache(NotCopyable):
             if self._lazy:
                 with self._recording:
                     self._forget(prompt.named)  # the host has, or is about to have, all of them
-            preempted = Preempted(self._jobs_using(prompt.named, started), reserved.lease, keys)
-            self._preempted.add(reserved.lease)
-        except BaseException:  # nobody has the lease
-            self._preempted.discard(reserved.lease)
-            self.manager.release(reserved.lease)
+            return Preempted(self._jobs_using(prompt.named, started), reserved.lease, keys)
+        except BaseException:
+            reserved.lease.let_go()
             raise
-        return preempted
 
     def resume(
         self,
@@ -605,10 +602,10 @@ class PrefixCache(NotCopyable):
                 stays held.
         """
         _check_preempted(preempted)
-        if preempted.lease not in self._preempted:
+        if not preempted.lease.is_held:
             raise ValueError(
-                "preempted is a request that was resumed or released before, or of another prefix "
-                "cache; preempt() it again, or load() its blocks by their keys"
+                "preempted is a request that was resumed or released before; preempt() it again, "
+                "or load() its blocks by their keys"
             )
         keys, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
         keys, _ = self._reader.keys_on_gpu(keys, blocks)
@@ -640,8 +637,8 @@ class PrefixCache(NotCopyable):
             TypeError: preempted is something else.
         """
         _check_preempted(preempted)
-        self._preempted.discard(preempted.lease)
-        return self.manager.release(preempted.lease)
+        self._handler._native.check_process()
+        return preempted.lease.let_go()
 
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.

@@ -76,13 +76,13 @@ class RemoteReservation(native.Reservation):
 
     Attributes:
         pages (list[np.ndarray]), key_indices (list[np.ndarray]): of each group; indices of a store.
-        lease (int): of preempt().
+        lease (RemoteReservation | None): of preempt().
         skipped (int): 0: a server has no store_threshold.
     """
 
     key_indices: list[Int64Array]
     pages: list[Int64Array]
-    lease: int
+    lease: RemoteReservation | None
     skipped = 0
 
 
@@ -436,16 +436,6 @@ class RemoteManager(Session):
         """See BlockManager.order()."""
         self._tell(Op.ORDER, [read_switch("renew", renew)], self._read(keys))
 
-    def release(self, lease: int) -> bool:
-        """See BlockManager.release()."""
-        lease = read_int("lease", lease)
-        with self._lock:
-            is_held = lease in self._leases
-            if is_held:
-                self._tell(Op.END, [lease, Outcome.DONE])
-                self._leases.discard(lease)
-        return is_held
-
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.
 
@@ -506,10 +496,6 @@ class RemoteManager(Session):
         self.resets = resets
         super()._use(connection, session, generation, resets)
 
-    def _note_reset(self) -> None:
-        super()._note_reset()
-        self._leases.clear()
-
     def _forget(self) -> None:
         super()._forget()
         self._leases.clear()
@@ -525,29 +511,25 @@ class RemoteManager(Session):
     def _borrow(
         self, keys: list[bytes], resets: int | None = None, is_leased: bool = False
     ) -> RemoteReservation | None:
-        """Borrows a page for each key that has none. is_leased: all keys keep theirs until
-        release()."""
-        made, lease = self._new_reservation(), next(self._numbers) if is_leased else 0
+        """Borrows a page for each key that has none. is_leased: all keys keep theirs for longer."""
+        made = self._new_reservation()
+        lease = RemoteReservation(next(self._numbers), self._ended, True) if is_leased else None
         with self._lock:
-            answer = self._ask(Op.BORROW, [made.id, lease], keys)
+            if lease is not None:
+                self._leases.add(lease.id)
+            answer = self._ask(Op.BORROW, [made.id, lease.id if lease is not None else 0], keys)
             if self._connection is None:
                 self._dropped += 1
             if not answer:
                 self._drop(made.id)
                 return None
-            try:
-                if is_leased:
-                    self._leases.add(lease)
-                pages, indices = _split_numbers(answer, len(keys))
-                if any(map(len, pages)):
-                    self._open[made.id] = pages
-                else:
-                    self._drop(made.id)
-                    made = RemoteReservation(0, self._ended, False)
-                made.key_indices, made.pages, made.lease = indices, pages, lease
-            except BaseException:  # nobody has the lease
-                self.release(lease)
-                raise
+            pages, indices = _split_numbers(answer, len(keys))
+            if any(map(len, pages)):
+                self._open[made.id] = pages
+            else:
+                self._drop(made.id)
+                made = RemoteReservation(0, self._ended, False)
+            made.key_indices, made.pages, made.lease = indices, pages, lease
             return made if resets in (None, self._resets) else None
 
     def end_reported(self) -> None:
@@ -570,7 +552,7 @@ class RemoteManager(Session):
 
     def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
         """The copy of a reservation has ended. The caller holds the lock."""
-        if number not in self._open:  # a call before was interrupted
+        if number not in self._open and number not in self._leases:  # nobody knows it any more
             return
         try:
             self._send(pack(Op.END, [number, outcome, *rejected]))
@@ -582,6 +564,7 @@ class RemoteManager(Session):
     def _drop(self, number: int) -> None:
         """Forgets a reservation. The caller holds the lock."""
         self._open.pop(number, None)
+        self._leases.discard(number)
         self._job_ended()
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex, get_args
 
-from torch_kvswap._C import LoadReservation, StoreReservation, WriteReservation
+from torch_kvswap._C import WriteReservation
 from torch_kvswap._native.arguments import (
     INT64_MAX,
     UINT32_MAX,
@@ -74,7 +74,6 @@ native.set_python(
     read_int=read_int,
     read_switch=read_switch,
 )
-Reservation = LoadReservation | StoreReservation
 
 
 @dataclass(frozen=True)

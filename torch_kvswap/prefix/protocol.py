@@ -46,8 +46,9 @@ class Op(IntEnum):
     ASK = 3
     # With keys: number, lease, keys. Lends a page for each key that has none. These are pending
     # until END says with this number how their store has ended. A lease that is not 0 is the number
-    # with which all keys are held, too. The answer: of each group the number of pages lent, the
-    # pages, the indices of their keys; nothing if there is not enough room; or it is refused.
+    # under which the pages of all keys are held, too. The answer: of each group the number of pages
+    # lent, the pages, the indices of their keys; nothing if there is not enough room; or it is
+    # refused.
     # Without: 0, and how many pages of the first group at most. The answer: how many, the pages.
     BORROW = 4
     STATS = 5  # group. The answer: BlockStats

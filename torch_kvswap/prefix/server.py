@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_kvswap._C import StoreReservation
+from torch_kvswap._C import Reservation, StoreReservation
 from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.descriptors import Descriptors
@@ -33,7 +33,7 @@ from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.layout import layout_like
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
-from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup, Reservation
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.protocol import (
     JOINING,
     MAGIC,
@@ -85,7 +85,6 @@ class _Session:
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
     held: dict[int, list[Reservation]] = field(default_factory=dict)  # by the engine's numbers
-    leases: dict[int, int] = field(default_factory=dict)  # the manager's, by these numbers too
     lent: set[int] = field(default_factory=set)  # pages that it has borrowed
 
     @property
@@ -98,7 +97,7 @@ class _Session:
 
     @property
     def has_pages(self) -> bool:
-        return bool(self.held or self.leases or self.lent)
+        return bool(self.held or self.lent)
 
 
 class _Pages:
@@ -492,19 +491,17 @@ class PageServer:
         os.close(session.process)
         if session.lock is not None:
             session.lock.close()
-        leases, lent = list(session.leases.values()), list(session.lent)
+        lent = list(session.lent)
         loads, stores = list[Reservation](), list[Reservation]()
         for held in itertools.chain(*session.held.values()):
             (stores if isinstance(held, StoreReservation) else loads).append(held)
-        for owned in (session.held, session.leases, session.lent):
-            owned.clear()
+        session.held.clear()
+        session.lent.clear()
         self._disconnect(session)
 
         def free() -> None:
             self._end(loads)
             self._end(stores, Outcome.FAILED)
-            for lease in leases:
-                self._manager.release(lease)
             if lent:
                 self._manager.take_back(lent)
             self._some_ended = True
@@ -643,8 +640,6 @@ class PageServer:
 
     def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
         number, outcome, *rejected = numbers.tolist()
-        if (lease := session.leases.pop(number, None)) is not None:
-            self._manager.release(lease)
         several = session.held.get(number, [])  # it may have held nothing
         if rejected and len(several) != 1:
             raise ProtocolError("it rejects pages that are not of one load")
@@ -689,8 +684,8 @@ class PageServer:
             return self._answer(session)
         if store.id:
             session.held[number] = [store]
-        if store.lease:
-            session.leases[lease] = store.lease
+        if store.lease is not None:
+            session.held[lease] = [store.lease]
         answer = array("q", map(len, store.pages))
         for numbers in (*store.pages, *store.key_indices):
             answer.frombytes(numbers.tobytes())
@@ -725,9 +720,7 @@ class PageServer:
         self._answer(session, self._manager._stats(numbers[0]))
 
     def _on_reset(self, session: _Session, *_: object) -> None:
-        self._manager.reset()  # this ends the leases
-        for one in self._sessions.values():
-            one.leases.clear()
+        self._manager.reset()
         self._resets += 1
         self._answer(session)
         for other in self._sessions.values():

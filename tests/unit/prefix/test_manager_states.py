@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from manager_model import Model
 
 from torch_kvswap._C import LoadReservation, StoreReservation
-from torch_kvswap.prefix.manager import BlockManager, Reservation
+from torch_kvswap.prefix.manager import BlockManager
 
 PAGES, KEYS = 6, 10
 lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)
@@ -28,7 +28,7 @@ picks = st.integers(0, 1 << 16)
 
 @dataclass
 class Flight:
-    job: Reservation
+    job: LoadReservation | StoreReservation
     pages: list[int]  # all that it holds
     fills: dict[int, int]  # key to page
 
@@ -122,10 +122,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        lease = list(self.leases)[pick % len(self.leases)]
-        self.model.release(self.leases.pop(lease))
-        assert self.manager.release(lease)
-        assert not self.manager.release(lease)
+        store = list(self.leases)[pick % len(self.leases)]
+        self.model.release(self.leases.pop(store))
+        assert store.lease is not None
+        self.manager.complete(store.lease)
+        with pytest.raises(ValueError, match="has ended before"):
+            self.manager.complete(store.lease)
 
     @rule(count=st.integers(0, 4))
     def lend(self, count: int) -> None:
@@ -167,9 +169,6 @@ class Machine(RuleBasedStateMachine):
         self.manager.reset()
         for key in list(self.model.page_of):
             self.model.forget(key)
-        for pages in self.leases.values():
-            self.model.release(pages)
-        self.leases.clear()
 
     @invariant()
     def the_counts_are_right(self) -> None:

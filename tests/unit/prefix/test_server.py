@@ -86,15 +86,17 @@ def test_a_preemption_keeps_what_earlier_stores_bring(path: str) -> None:
         assert other.hold("e") is not None
 
 
-def test_a_reset_ends_what_preempted_requests_hold(path: str) -> None:
+def test_a_preempted_request_holds_pages_after_a_reset(path: str) -> None:
     with serving(path, pages=4), ServedEngine(path) as engine, ServedEngine(path) as other:
         held = engine.prefixes.preempt(list(map(key_of, "abcd")), range(4))
         assert held is not None
         engine.prefixes.poll()
         other.prefixes.manager.reset()
         assert engine.find("abcd") == Lookup(0, 0, 0)
+        assert other.pages.free_pages == 0
+        assert engine.prefixes.resume(held, range(4)).state == "lost"
+        engine.prefixes.poll()
         assert other.pages.free_pages == 4
-        assert not engine.prefixes.release(held)
 
 
 def test_block_manager_calls_reach_the_server(path: str) -> None:

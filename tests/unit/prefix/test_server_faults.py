@@ -51,7 +51,7 @@ NOTHING = Lookup(0, 0, 0)
 HOLDS = """
 engine.compute("abcd")
 engine.prefixes.load(list(map(key_of, "ab")), [32, 33])
-engine.prefixes.preempt([key_of("c")], [2])
+held = engine.prefixes.preempt([key_of("c")], [2])
 engine.hold("efgh")
 """
 DYING = {
@@ -147,7 +147,8 @@ def test_an_engine_closed_without_connection_keeps_nothing(
     with serving(path), ServedEngine(path) as engine:
         with ServedEngine(path) as other:
             other.compute("abcd")
-            assert other.prefixes.preempt([key_of("c")], [2]) is not None
+            held = other.prefixes.preempt([key_of("c")], [2])
+            assert held is not None
             other.prefixes.poll()
             connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
             connection.shutdown(socket.SHUT_RDWR)
@@ -212,7 +213,7 @@ def test_lazy_records_end_with_their_server(path: str) -> None:
 
 
 def test_an_earlier_servers_preemption_ends_no_other(path: str) -> None:
-    """Each server is a process, so that both count their leases from the same number on."""
+    """Each server is a process, so that both count reservations from the same number on."""
     with server_process(path) as server, ServedEngine(path) as engine:
         lost = engine.prefixes.preempt(KEYS, range(8))
         assert lost is not None
@@ -272,7 +273,8 @@ def test_a_hung_server_costs_one_deadline(
     with server_process(path) as server, ServedEngine(path) as engine:
         engine.compute("abcd")
         engine.hold("efgh")
-        engine.prefixes.preempt([key_of("z")], [9])
+        held = engine.prefixes.preempt([key_of("z")], [9])
+        assert held is not None
         memory = engine.prefixes.pools[0].pages.data_ptr()
         server.send(signal.SIGSTOP)
         with monkeypatch.context() as patched:
@@ -344,10 +346,9 @@ def test_no_interrupted_call_keeps_a_page(call: str, path: str) -> None:
             engine.prefixes.synchronize()
             engine.prefixes.poll()
             engine.until(lambda: engine.is_served)  # an answer that was lost takes the server along
-            if call != "preempt":  # nobody may have its lease
-                assert counts(engine)[2:] == (0, 0), at
-                (session,) = server._sessions.values()
-                assert not session.has_pages
+            assert counts(engine)[2:] == (0, 0), at
+            (session,) = server._sessions.values()
+            assert not session.has_pages
             engine.prefixes.manager.reset()
             if not is_interrupted:
                 break

@@ -14,12 +14,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.prefix.manager import BlockManager, BlockStats, Reservation
+from torch_kvswap.prefix.manager import BlockManager, BlockStats
 
 Key = bytes  # vLLM's OffloadKey
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
+_Reservation = LoadReservation | StoreReservation
 FAILURES, PAGES = "kvswap:transfer_failures", "kvswap:pages"  # a counter and a gauge of our own
 Usage = dict[tuple[str, ...], float]  # gauges, by name and values of labels
 
@@ -143,7 +144,7 @@ class KVSwapManager(HostManager):
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
         self._stores: dict[StoreReservation, list[Key]] = {}
         self._loads: OpenLoads[LoadReservation] = OpenLoads()
-        self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
+        self._flushed: list[_Reservation] = []  # open at a reset, until their jobs have ended
         self._was_reset = False
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
@@ -275,7 +276,7 @@ class KVSwapManager(HostManager):
         if lost:
             self._record_event(lost, removed=True, metadata_only=True)
 
-    def _end(self, reservation: Reservation) -> list[Key]:
+    def _end(self, reservation: _Reservation) -> list[Key]:
         """Ends a store or a load, and returns the keys of its failed pages, which are forgotten.
 
         Another load may have forgotten a page before, whose key may be on another page by now.
