@@ -28,24 +28,6 @@ namespace {
 using prefix::kKeyBytes;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
 
-// Keys read from a list with the GIL held, before other threads get a chance to run.
-constexpr Py_ssize_t kAtOnce = 1024;
-
-// Whether a list has only keys of kKeyBytes, which are appended.
-bool read_list(PyObject* list, std::vector<uint8_t>& to) {
-  for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
-    PyObject* key = PyList_GetItem(list, i);  // borrowed
-    char* bytes = nullptr;
-    Py_ssize_t length = 0;
-    if (!PyBytes_CheckExact(key) || PyBytes_AsStringAndSize(key, &bytes, &length) != 0)
-      return false;
-    if (length != static_cast<Py_ssize_t>(kKeyBytes)) return false;
-    to.insert(to.end(), bytes, bytes + length);
-    if (i % kAtOnce == kAtOnce - 1) without_gil([] {});
-  }
-  return true;
-}
-
 // The keys of a call, kKeyBytes each, of all groups in a row.
 class JoinedKeys {
  public:
@@ -69,27 +51,20 @@ class JoinedKeys {
   const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
 
   int64_t read(const std::string& name, nb::handle keys) {
-    const size_t before = copied_.size();
-    size_t count = 0;
-    if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
-      count = (copied_.size() - before) / kKeyBytes;
-    } else {
-      copied_.resize(before);
-      nb::object object = nb::borrow(keys);
-      if (!PyBytes_CheckExact(keys.ptr()) || nb::len(keys) % kKeyBytes != 0) {
-        object = python.join_keys(name, keys);
-      }
-      char* bytes = nullptr;
-      Py_ssize_t length = 0;
-      if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
-      count = static_cast<size_t>(length) / kKeyBytes;
-      if (copies_) {
-        copied_.insert(copied_.end(), bytes, bytes + length);
-      } else {
-        bytes_ = reinterpret_cast<const uint8_t*>(bytes);
-        held_ = std::move(object);
-      }
+    nb::object object = nb::borrow(keys);
+    if (!PyBytes_CheckExact(keys.ptr()) || nb::len(keys) % kKeyBytes != 0) {
+      object = python.join_keys(name, keys);
     }
+    char* bytes = nullptr;
+    Py_ssize_t length = 0;
+    if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
+    if (copies_) {
+      copied_.insert(copied_.end(), bytes, bytes + length);
+    } else {
+      bytes_ = reinterpret_cast<const uint8_t*>(bytes);
+      held_ = std::move(object);
+    }
+    const size_t count = static_cast<size_t>(length) / kKeyBytes;
     total_ += count;
     return static_cast<int64_t>(count);
   }
@@ -526,26 +501,17 @@ Attributes:
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r})"));
 
-  nb::class_<WriteReservation, Reservation>(
-      module, "WriteReservation",
-      R"(Pages of hold_due(), held until complete() or fail() is called.
-
-Attributes:
-    id (int): number of the reservation.
-    keys (bytes): the keys of the pages, in a row.
-    pages (np.ndarray): int64, the pages.)")
+  nb::class_<WriteReservation, Reservation>(module, "WriteReservation")
       .def_prop_ro("keys",
                    [](const WriteReservation& self) {
                      return nb::bytes(self.due.keys.data(), self.due.keys.size());
                    })
-      .def_prop_ro("pages", [](const WriteReservation& self) { return to_numpy(self.due.pages); })
-      .def("__repr__", repr_as("WriteReservation(id={0.id}, pages={0.pages!r})"));
+      .def_prop_ro("pages", [](const WriteReservation& self) { return to_numpy(self.due.pages); });
 
   nb::class_<PyBlockManager>(module, "BlockManager")
       .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,
            "is_list"_a, "policy"_a, "store_threshold"_a, "below"_a)
       .def(nb::init<const PyBlockManager&>(), "of"_a)
-      .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
            nb::sig("def lookup(self, keys: " KEYS
@@ -558,7 +524,6 @@ not count as a use for eviction; touch() and prepare_load() do.
 Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
     again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
-      .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
            nb::sig("def prepare_load(self, keys: " KEYS ") -> LoadReservation | None"),
            R"(Holds the pages of ready blocks for a load.
@@ -604,67 +569,6 @@ Returns:
 
 Raises:
     ValueError: a key occurs twice.)")
-      .def("_complete_corrupted", &PyBlockManager::complete_corrupted, "reservation"_a.none(),
-           "rejected"_a.none())
-      .def("_take_corrupted", &PyBlockManager::take_corrupted)
-      .def("promote", &PyBlockManager::promote, "keys"_a.none(),
-           nb::sig("def promote(self, keys: " KEYS ") -> StoreReservation | None"),
-           R"(prepare_store() for blocks that are read from a second tier below host memory.
-
-Ignores store_threshold. complete() marks them as being below, so that hold_due() does not return them.
-
-Args:
-    keys: keys of blocks, in order.
-
-Returns:
-    StoreReservation | None: None, with nothing changed, if there is not enough room.
-
-Raises:
-    ValueError: a key occurs twice.)")
-      .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
-      .def("lend", &PyBlockManager::lend, "count"_a,
-           R"(Lends pages of the first group, for blocks whose keys are not known yet.
-
-Nothing else uses them until publish() or take_back(), also after a reset().
-
-Args:
-    count (int): how many at most; fewer if there are no others that are free or can be evicted.
-
-Returns:
-    np.ndarray: int64, the pages, ascending.)")
-      .def("publish", &PyBlockManager::publish, "pages"_a.none(), "keys"_a.none(),
-           nb::sig("def publish(self, pages: collections.abc.Sequence[int], keys: "
-                   "torch_kvswap.prefix.hashing.Keys) -> None"),
-           R"(Lent pages were filled with the blocks of these keys, which are ready then.
-
-A page whose key has another one is free.
-
-Args:
-    pages (Sequence[int]): from lend().
-    keys: the key of each page, in the order of the prompt.
-
-Raises:
-    ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
-      .def("take_back", &PyBlockManager::take_back, "pages"_a.none(),
-           nb::sig("def take_back(self, pages: collections.abc.Sequence[int]) -> None"),
-           R"(Frees lent pages.
-
-Args:
-    pages (Sequence[int]): from lend().
-
-Raises:
-    ValueError: a page is not lent, or is named twice. Nothing is changed then.)")
-      .def("abandon", &PyBlockManager::abandon, "reservation"_a.none(),
-           nb::sig("def abandon(self, reservation: StoreReservation) -> None"),
-           R"(Forgets the blocks that a reservation is to fill, as fail() does.
-
-But its pages stay held until complete() or fail(): something may still write them.
-
-Args:
-    reservation (StoreReservation): from prepare_store(), preempt() or promote().
-
-Raises:
-    ValueError: the reservation has already ended.)")
       .def(
           "complete", &PyBlockManager::complete, "reservation"_a.none(),
           "rejected"_a.none() = nb::tuple(),
@@ -695,16 +599,6 @@ Args:
 
 Raises:
     ValueError: the reservation has already ended.)")
-      .def("hold", &PyBlockManager::hold, "keys"_a.none(),
-           nb::sig("def hold(self, keys: " KEYS ") -> LoadReservation | None"),
-           R"(prepare_load() of those keys that are ready. Does not count as a use: the blocks keep
-their positions in the order of eviction.
-
-Args:
-    keys: any keys, in any order.
-
-Returns:
-    LoadReservation | None: None if no block is ready.)")
       .def("touch", &PyBlockManager::touch, "keys"_a.none(),
            nb::sig("def touch(self, keys: " KEYS ") -> None"),
            R"(Counts a use of the blocks, such as a hit in the GPU cache.
@@ -736,6 +630,25 @@ for a moment.
 Raises:
     MemoryError: nothing was changed.)")
       .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
+      // What a prefix cache, its second tier and a server call: see prefix/manager.h.
+      .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
+      .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
+      .def("_complete_corrupted", &PyBlockManager::complete_corrupted, "reservation"_a.none(),
+           "rejected"_a.none())
+      .def("_take_corrupted", &PyBlockManager::take_corrupted)
+      .def("_promote", &PyBlockManager::promote, "keys"_a,
+           nb::sig("def _promote(self, keys: " KEYS ") -> StoreReservation | None"))
+      .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
+      .def("_lend", &PyBlockManager::lend, "count"_a)
+      .def("_publish", &PyBlockManager::publish, "pages"_a, "keys"_a,
+           nb::sig("def _publish(self, pages: collections.abc.Sequence[int], keys: "
+                   "torch_kvswap.prefix.hashing.Keys) -> None"))
+      .def("_take_back", &PyBlockManager::take_back, "pages"_a,
+           nb::sig("def _take_back(self, pages: collections.abc.Sequence[int]) -> None"))
+      .def("_abandon", &PyBlockManager::abandon, "reservation"_a,
+           nb::sig("def _abandon(self, reservation: Reservation) -> None"))
+      .def("_hold", &PyBlockManager::hold, "keys"_a,
+           nb::sig("def _hold(self, keys: " KEYS ") -> LoadReservation | None"))
       .def("_stats", &PyBlockManager::stats, "group"_a);
 }
 

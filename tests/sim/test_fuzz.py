@@ -161,7 +161,7 @@ def test_control_late_answers_write_into_others_pages(
             whole(tier, ask)
 
     whole = Tier._answer
-    monkeypatch.setattr(BlockManager, "abandon", BlockManager.fail)
+    monkeypatch.setattr(BlockManager, "_abandon", BlockManager.fail)
     monkeypatch.setattr(Tier, "_answer", answer)
     with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: BelowServer(Device(), seed, {"get": (0.0, 0.5)}), 80)

@@ -324,8 +324,7 @@ def _check_length(name: str, keys: bytes) -> None:
 
 
 def join_keys(name: str, keys: Keys) -> bytes:
-    """Converts keys of a caller to keys of KEY_BYTES in a row. Native code reads bytes and lists
-    of such keys itself.
+    """Converts keys of a caller to keys of KEY_BYTES in a row. Native code reads bytes itself.
 
     Raises TypeError or ValueError that calls the argument `name`.
     """

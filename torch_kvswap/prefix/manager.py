@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex, get_args
 
-from torch_kvswap._C import WriteReservation
 from torch_kvswap._native.arguments import (
     INT64_MAX,
     UINT32_MAX,
@@ -17,7 +16,6 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.block_groups import (
-    MAX_PAGES,
     BlockGroup,
     read_groups,
     read_ready_pages,
@@ -146,7 +144,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
             it. Counts are kept for as many keys as there are pages, the latest ones.
-        below_policy (str | None): which blocks hold_due() returns: "reused", those that a load or
+        below_policy (str | None): which blocks a second tier gets: "reused", those that a load or
             touch() has used since they were stored; "all"; None is none.
 
     Attributes:
@@ -241,25 +239,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         """
         needed = needed_blocks(self.groups, prefix)
         return needed if self._is_list else needed[0]
-
-    def hold_due(self, count: int, group: int = 0) -> WriteReservation | None:
-        """Holds blocks that are due to be written to a second tier below host memory.
-
-        This does not count as a use, so the order of eviction is unchanged. complete() marks them
-        as being below. After fail(), or in its `rejected`, they are due again.
-
-        Args:
-            count (int): how many at most; those that have been due for longest.
-            group (int): its position in `groups`.
-
-        Returns:
-            WriteReservation | None: None if no block is due.
-
-        Raises:
-            TypeError, ValueError: count is no number from 1 on, or there is no such group.
-        """
-        group = read_int("group", group, 0, len(self.groups) - 1)
-        return self._hold_due(read_int("count", count, 1, MAX_PAGES), group)
 
     def stats(self, group: int = 0) -> BlockStats:
         """The statistics of a group.

@@ -503,7 +503,7 @@ class PageServer:
             self._end(loads)
             self._end(stores, Outcome.FAILED)
             if lent:
-                self._manager.take_back(lent)
+                self._manager._take_back(lent)
             self._some_ended = True
 
         if (stores or lent) and (session.is_dead or session.is_over):
@@ -625,7 +625,7 @@ class PageServer:
 
     def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:
         """What is answered for a list of keys whose pages are to be held."""
-        call = self._manager.prepare_load if how == Ask.LOAD else self._manager.hold
+        call = self._manager.prepare_load if how == Ask.LOAD else self._manager._hold
         held = call(of_groups)
         counts = [0] * len(of_groups) if held is None else list(map(len, held.pages))
         is_part = sum(counts) * KEY_BYTES < sum(map(len, of_groups))
@@ -667,7 +667,7 @@ class PageServer:
             return self._borrow_for(session, number, most, self._keys(counts, data))
         lent_to = sum(bool(one.lent) for one in self._sessions.values() if one is not session)
         share = max(int(self._pages.pools[0].num_pages * _MAX_LENT_SHARE / (lent_to + 1)), 1)
-        pages = self._manager.lend(max(min(most, share - len(session.lent)), 0)).tolist()
+        pages = self._manager._lend(max(min(most, share - len(session.lent)), 0)).tolist()
         session.lent.update(pages)
         self._answer(session, [len(pages), *pages])
 
@@ -703,9 +703,9 @@ class PageServer:
         if not session.lent.issuperset(pages):
             raise ProtocolError("it names a page that it has not borrowed")
         if keys is None:
-            self._manager.take_back(pages)
+            self._manager._take_back(pages)
         else:
-            self._manager.publish(pages, keys)
+            self._manager._publish(pages, keys)
         session.lent.difference_update(pages)
         self._some_ended = True
 

@@ -296,7 +296,7 @@ class Tier:
         ask.is_over = True
         self._failed += ask.count
         if ask.reservation is not None and ask.left:  # the store may still write these pages
-            self._manager.abandon(ask.reservation)
+            self._manager._abandon(ask.reservation)
         self._note_absent(ask.identity)
         self._asking.pop(ask.identity, None)
 
@@ -358,7 +358,7 @@ class Tier:
             ranges = zip(ask.keys, needed_blocks(self._manager.groups, units), strict=True)
             needed = [keys[its.start * KEY_BYTES : its.stop * KEY_BYTES] for keys, its in ranges]
             with contextlib.suppress(ValueError):  # a key occurs twice: nobody stores that
-                reservation = self._manager.promote(needed)
+                reservation = self._manager._promote(needed)
             if reservation is not None:
                 break
             units = (units + ask.units) // 2
@@ -496,7 +496,7 @@ class Tier:
         with self._lock:
             room = self._most_held[group] - self._writing[group]
             count = min(self._write_batch[group], room)
-            held = self._manager.hold_due(count, group) if count > 0 else None
+            held = self._manager._hold_due(count, group) if count > 0 else None
             if held is not None:
                 self._writing[group] += len(held.pages)
             return held

@@ -264,10 +264,10 @@ def test_hold_takes_what_is_ready_without_use():
     manager = BlockManager([BlockGroup(2), BlockGroup(2)])
     store = manager.prepare_store([["a", "b"], ["c"]])
     manager.complete(store)
-    held = manager.hold([["x", "b"], ["y", "z", "c"]])
+    held = manager._hold([["x", "b"], ["y", "z", "c"]])
     assert [places.tolist() for places in held.key_indices] == [[1], [2]]
     assert [pages.tolist() for pages in held.pages] == [store.pages[0].tolist()[1:], [0]]
-    assert manager.hold([["x"], []]) is None
+    assert manager._hold([["x"], []]) is None
     manager.complete(held)
     # The end of a prompt is evicted first, also if it was held.
     assert manager.prepare_store([["n"], []]).pages[0].tolist() == held.pages[0].tolist()
@@ -448,7 +448,7 @@ pass one of them""",
 
 def due(manager: BlockManager, keys: str, count: int = 100, end: bool = True) -> str:
     """Which of the keys are due, in order. They are below from then on."""
-    held = manager.hold_due(count)
+    held = manager._hold_due(count, 0)
     if held is None:
         return ""
     hashed = [held.keys[at : at + KEY_BYTES] for at in range(0, len(held.keys), 32)]
@@ -486,12 +486,12 @@ def test_due_blocks_come_first_and_again() -> None:
     manager = BlockManager(8, below_policy="all")
     for key in "abcd":
         stored(manager, [key])
-    held = manager.hold_due(3)
+    held = manager._hold_due(3, 0)
     assert held is not None
     manager.complete(held, rejected=[1])
     assert due(manager, "abcd") == "db"
     stored(manager, ["e"])
-    failed = manager.hold_due(1)
+    failed = manager._hold_due(1, 0)
     manager.fail(failed)
     assert due(manager, "abcde") == "e"
 
@@ -500,7 +500,7 @@ def test_each_group_has_blocks_that_are_due() -> None:
     manager = BlockManager([BlockGroup(4), BlockGroup(4)], below_policy="all")
     store = manager.prepare_store([["a"], ["b", "c"]])
     manager.complete(store)
-    counts = [len(manager.hold_due(9, group).pages) for group in range(2)]  # type: ignore[union-attr]
+    counts = [len(manager._hold_due(9, group).pages) for group in range(2)]  # type: ignore[union-attr]
     assert counts == [1, 2]
 
 
@@ -511,7 +511,7 @@ def test_held_blocks_stay_and_keep_their_turn(policy: str) -> None:
         for key in "abcdef":
             stored(manager, [key])
         if is_held:
-            held = manager.hold_due(3)
+            held = manager._hold_due(3, 0)
             assert held is not None
             assert manager.stats().idle_pages == 3
             assert manager.prepare_store(list("uvwx")) is None
@@ -522,7 +522,7 @@ def test_held_blocks_stay_and_keep_their_turn(policy: str) -> None:
     manager = BlockManager(3, eviction_policy=policy, below_policy="all")
     for key in "abc":
         stored(manager, [key])
-    held = manager.hold_due(1)
+    held = manager._hold_due(1, 0)
     assert held is not None
     assert set(evicted(manager, 2)).isdisjoint(held.pages.tolist())
 
@@ -533,7 +533,7 @@ def test_a_store_renews_a_block_being_written(policy: str) -> None:
         manager = BlockManager(4, eviction_policy=policy, below_policy="all")
         for key in "abc":
             stored(manager, [key])
-        held = manager.hold_due(2) if is_held else None
+        held = manager._hold_due(2, 0) if is_held else None
         stored(manager, ["a", "d"])
         if held is not None:
             manager.complete(held)
@@ -557,7 +557,7 @@ def test_due_blocks_evicted_count_as_lost() -> None:
 def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
     manager = BlockManager(4, below_policy="all")
     stored(manager, ["a"])
-    held = manager.hold_due(1)
+    held = manager._hold_due(1, 0)
     assert held is not None
     if by == "a reset":
         manager.reset()
@@ -571,40 +571,33 @@ def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
 
 def test_promoted_blocks_are_pending_then_ready() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
-    promotion = manager.promote(["a", "b"])
+    promotion = manager._promote(["a", "b"])
     assert promotion is not None
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0)
     manager.complete(promotion, rejected=[1])
     assert manager.lookup(["a", "b"]) == (1, 1, 0, 0)
     assert (manager.stats().promoted, manager.stats().stored, manager.stats().failed) == (1, 0, 1)
     assert due(manager, "a") == ""
-    assert manager.promote(list("abcde")) is None
+    assert manager._promote(list("abcde")) is None
 
 
 def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     manager = BlockManager(4)
-    promotion = manager.promote(["a", "b"])
+    promotion = manager._promote(["a", "b"])
     assert promotion is not None
-    manager.abandon(promotion)
+    manager._abandon(promotion)
     assert manager.lookup(["a", "b"]).found == 0
     manager.reset()
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
-    again = manager.promote(["a", "b"])
+    again = manager._promote(["a", "b"])
     manager.complete(promotion)
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0), "those that came later wait for their own"
     manager.complete(again)
     assert manager.lookup(["a", "b"]).ready == 2
     with pytest.raises(ValueError, match="has ended before"):
-        manager.abandon(promotion)
+        manager._abandon(promotion)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    manager = BlockManager(4, below_policy="all")
-    with pytest.raises(ValueError, match="count is 0"):
-        manager.hold_due(0)
-    with pytest.raises(ValueError, match="group is 1"):
-        manager.hold_due(1, 1)
-    with pytest.raises(TypeError, match="reservation is None"):
-        manager.abandon(None)  # type: ignore[arg-type]
+def test_a_wrong_below_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="below_policy is 'some'; it can be reused or all"):
         BlockManager(4, below_policy="some")  # type: ignore[arg-type]

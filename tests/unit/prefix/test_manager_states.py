@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 4))
     def lend(self, count: int) -> None:
-        pages = self.manager.lend(count).tolist()
+        pages = self.manager._lend(count).tolist()
         assert len(pages) == min(count, self.model.free + len(self.model.idle))
         keys = list(range(KEYS, KEYS + len(pages)))
         self.model.place(keys, pages, [])
@@ -145,21 +145,21 @@ class Machine(RuleBasedStateMachine):
     def publish(self, keys: list[int]) -> None:
         pages, self.lent = self.lent[: len(keys)], self.lent[len(keys) :]
         keys = keys[: len(pages)]
-        self.manager.publish(pages, keys)
+        self.manager._publish(pages, keys)
         for key, page in reversed(list(zip(keys, pages, strict=True))):
             self.model.page_of.setdefault(key, page)
             self.model.fill(key, page)
             self.model.release([page])
         with pytest.raises(ValueError, match=f"page {min(pages)} is not lent"):
-            self.manager.publish(pages, keys)
+            self.manager._publish(pages, keys)
 
     @precondition(lambda self: self.lent)
     @rule(count=st.integers(1, 4))
     def take_back(self, count: int) -> None:
         pages, self.lent = self.lent[:count], self.lent[count:]
         with pytest.raises(ValueError, match=f"page {pages[0]} is named twice"):
-            self.manager.take_back([*pages, pages[0]])
-        self.manager.take_back(pages)
+            self.manager._take_back([*pages, pages[0]])
+        self.manager._take_back(pages)
         self.model.release(pages)
 
     @rule(pick=picks)
