@@ -216,13 +216,15 @@ void BlockManager::end(Reservations::iterator of, bool succeeded, size_t num_cor
     if (reservation.kind == Kind::kWrite) {
       group.pages->end_write(pin.page, succeeded && !is_rejected);
     } else if (!succeeded || is_rejected) {
-      if (is_rejected && notes) corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
+      if (is_rejected && notes && group.pages->was_read(pin.page)) {
+        corrupted_.emplace_back(pin.group, group.pages->key(pin.page));
+      }
       group.pages->forget(pin.page);
       ++group.counters.failed;
     } else if (pin.fills) {
-      const bool is_below = reservation.kind == Kind::kPromotion;
-      const bool is_filled = group.pages->mark_filled(pin.page, is_below);
-      (is_below ? group.counters.promoted : group.counters.stored) += is_filled;
+      const bool was_read = reservation.kind == Kind::kPromotion;
+      const bool is_filled = group.pages->mark_filled(pin.page, was_read);
+      (was_read ? group.counters.promoted : group.counters.stored) += is_filled;
     } else {
       ++group.counters.loaded;
     }

@@ -93,8 +93,9 @@ class BlockManager {
   ~BlockManager();
 
   const std::shared_ptr<EndedPages>& ended_pages() const { return ended_pages_; }
-  // The group and key of pages that were found to be corrupted since the last call, if there is a
-  // second tier, which has the same.
+  // The group and key of pages that were found to be corrupted since the last call and came from
+  // the second tier, which may have the same bytes. Pages that came from the GPU may have been
+  // written there before the damage: whoever reads such a page finds out.
   std::vector<std::pair<uint32_t, Key>> take_corrupted();
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
@@ -122,7 +123,7 @@ class BlockManager {
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their
   // positions among the pages that the reservation was made for, ascending.
   // Pages of hold_due() stay filled, and are then below or due again. is_corrupted: the rejected
-  // pages are, and take_corrupted() says so.
+  // pages are, see take_corrupted().
   void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected,
            bool is_corrupted, bool wait);
   // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not

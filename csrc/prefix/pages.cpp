@@ -153,11 +153,11 @@ bool Pages::publish(uint32_t page, const Key& key) {
   return true;
 }
 
-bool Pages::mark_filled(uint32_t page, bool is_below) {
+bool Pages::mark_filled(uint32_t page, bool was_read) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);
-  if (is_below) {
-    table_.nodes[page].below |= kIsBelow;
+  if (was_read) {
+    table_.nodes[page].below |= kWasRead;
   } else if (below_ == BelowPolicy::kAll) {
     make_due(page);
   }
@@ -175,7 +175,7 @@ void Pages::forget(uint32_t page) {
 
 void Pages::make_due(uint32_t page) {
   uint8_t& below = table_.nodes[page].below;
-  if ((below & (kDue | kWriting | kIsBelow)) != 0) return;
+  if ((below & (kDue | kWriting | kIsBelow | kWasRead)) != 0) return;
   below |= kDue;
   if ((below & kQueued) != 0) return;
   below |= kQueued;

@@ -79,9 +79,10 @@ class Pages {
   bool publish(uint32_t page, const Key& key);
   // A lent page is free.
   void take_back(uint32_t page);
-  // Called when the page has its key's bytes. is_below: the second tier has them too. False if the
-  // key was forgotten meanwhile.
-  bool mark_filled(uint32_t page, bool is_below);
+  // Called when the page has its key's bytes. was_read: from the second tier. False if the key was
+  // forgotten meanwhile.
+  bool mark_filled(uint32_t page, bool was_read);
+  bool was_read(uint32_t page) const { return (table_.nodes[page].below & kWasRead) != 0; }
   // Forgets the page's key.
   void forget(uint32_t page);
 
@@ -94,8 +95,8 @@ class Pages {
 
  private:
   // Bits of Node::below. kDue: the page is to be written. kQueued: it is in due_. kWriting: it is
-  // held by hold_due(). kIsBelow: it was written, or read from there.
-  enum Below : uint8_t { kDue = 1, kQueued = 2, kWriting = 4, kIsBelow = 8 };
+  // held by hold_due(). kIsBelow: it was written. kWasRead: it was read from there.
+  enum Below : uint8_t { kDue = 1, kQueued = 2, kWriting = 4, kIsBelow = 8, kWasRead = 16 };
   void make_due(uint32_t page);
   uint32_t evict(const Admission& admission);
   uint32_t take_free();

@@ -48,7 +48,8 @@ class BelowStats:
     Attributes:
         promoted (int): read into host memory.
         damaged (int): refused and deleted, because the checksum or the trailer was wrong, an object
-            was missing or had another size, or a load found a damaged block.
+            was missing or had another size, or a load found a damaged block in a page that had been
+            read.
         written (int): written, or found to be there already.
         failed (int): part of a call of the store that failed or timed out. Writes are tried again
             while the pages are in memory.
@@ -226,7 +227,8 @@ class Tier:
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, given by group and key, are not what was stored.
 
-        What is below may be as wrong, so it is deleted and can be written anew.
+        They were read from the store, which may have the same bytes, so they are deleted there and
+        can be written anew.
         """
         with self._lock:
             self._damaged += len(pages)

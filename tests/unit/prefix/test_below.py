@@ -255,40 +255,68 @@ def test_encoded_pages_are_shared_as_they_are(encoding: Any, tmp_path: Path) -> 
     assert torch.equal(one[:8], two[8:])
 
 
-@pytest.mark.parametrize("damage", ["", "before it is written", "after it was read"])
-def test_pages_keep_the_checksums_of_their_blocks(damage: str, store: MemoryStore) -> None:
+@pytest.mark.parametrize("when", ["", "before it is written", "after it was read"])
+def test_pages_keep_the_checksums_of_their_blocks(when: str, store: MemoryStore) -> None:
     """So that a load finds damage in host memory, in the engine that stored the block or in any."""
     with Engine(store, verify="load") as writer:
         store.held = {"exists"}
         writer.compute(PROMPT)
-        if damage == "before it is written":
-            page = next(place for place in range(32) if stored_in(writer, place, PROMPT[3]))
-            writer.pool.pages[page, 0, 1000] ^= 1
+        if when == "before it is written":
+            damage(writer, PROMPT[3])
         store.release()
         writer.until(lambda: writer.stats.written == len(PROMPT))
     with Engine(MemoryStore(store.objects), verify="load") as reader, logged() as messages:
         reader.compute(range(20))  # pages and numbers of stores are others
         assert reader.find(PROMPT).ready == len(PROMPT)
-        if damage == "after it was read":
-            page = next(place for place in range(32) if stored_in(reader, place, PROMPT[3]))
-            reader.pool.pages[page, 0, 1000] ^= 1
+        if when == "after it was read":
+            damage(reader, PROMPT[3])
         job = reader.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
         assert job is not None
         reader.prefixes.poll()
         assert job.result is not None
-        assert job.result.rejected == ((3,) if damage else ())
-        assert len(messages) == bool(damage)
-        good = [place for place in range(8) if not damage or place != 3]
+        assert job.result.rejected == ((3,) if when else ())
+        assert len(messages) == bool(when)
+        good = [place for place in range(8) if not when or place != 3]
         for place in good:
             assert torch.equal(reader.tensor[32 + place], bytes_of(key_of(PROMPT[place])))
         reader.until(lambda: len(store.objects) == 2 * (len(good) + 20))
-        assert reader.stats.damaged == bool(damage)
+        assert reader.stats.damaged == bool(when)
         reader.compute(PROMPT)
         reader.until(lambda: len(store.objects) == 2 * (len(PROMPT) + 20))
     with Engine(MemoryStore(store.objects), verify="load") as third:
         assert third.load(PROMPT) == len(PROMPT)
     with Engine(MemoryStore(store.objects)) as other:
         assert other.find(PROMPT).found == 0, "these pages have no checksums"
+
+
+def damage(engine: Engine, name: object) -> None:
+    """A block in host memory."""
+    page = next(page for page in range(32) if stored_in(engine, page, name))
+    engine.pool.pages[page, 0, 1000] ^= 1
+
+
+@pytest.mark.parametrize("when", ["before it is written", "after it was written"])
+def test_a_page_damaged_in_memory_is_read_below(when: str, store: MemoryStore) -> None:
+    with Engine(store, verify="load") as engine:
+        if when == "before it is written":
+            store.held = {"exists"}
+            engine.compute(PROMPT)
+            damage(engine, "d")
+            store.release()
+            engine.until(lambda: engine.stats.written == len(PROMPT))
+        else:
+            engine.share(PROMPT)
+            damage(engine, "d")
+        for is_read in (False, True):
+            assert engine.find(PROMPT).ready == len(PROMPT)
+            assert engine.stats.promoted == is_read
+            assert engine.stats.damaged == 0
+            engine.prefixes.load(list(map(key_of, PROMPT)), list(range(32, 40)))
+            (result,) = engine.prefixes.poll()
+            is_good = is_read and when == "after it was written"
+            assert result.rejected == (() if is_good else (3,))
+        engine.until(lambda: len(store.objects) == 2 * (len(PROMPT) - (not is_good)))
+        assert engine.stats.damaged == (not is_good)
 
 
 def stored_in(engine: Engine, page: int, name: object) -> bool:
