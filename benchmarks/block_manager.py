@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import numpy as np
 from block_managers import Contestant, OfKeys, OfVllm, OneByOne
 from page_server import serving, tiny_cache
-from program import finish, new_parser
+from program import count, finish, new_parser
 from report import Column, table_of
 from timing import Spread, no_garbage_collection, resident_bytes
 
@@ -142,9 +142,9 @@ def main(arguments: list[str]) -> int:
 def _options(arguments: list[str]) -> Namespace:
     parser = new_parser(__doc__, of_gpu=False)
     add = parser.add_argument
-    add("--pages", type=int, default=1_000_000)
-    add("--blocks", type=int, default=1000, help="of a prompt")
-    add("--samples", type=int, default=100, help="prompts for which each call is timed")
+    add("--pages", type=count, default=1_000_000)
+    add("--blocks", type=count, default=1000, help="of a prompt")
+    add("--samples", type=count, default=100, help="prompts for which each call is timed")
     add("--server", action="store_true")
     add("--trace", type=Path)
     add("--vllm", action="store_true")

@@ -16,7 +16,7 @@ import torch
 from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
 from other_work import OtherWork
-from program import device_of, finish, new_parser
+from program import count, device_of, finish, new_parser
 from timing import (
     Hold,
     Move,
@@ -133,8 +133,8 @@ def comparison_parser(description: str | None, samples: int, cold_samples: int) 
     parser = new_parser(description)
     add = parser.add_argument
     add_transfers(parser)
-    add("--blocks", type=int, nargs="+", help="in a transfer")
-    add("--samples", type=int, default=samples, help="rounds in a cell, after the warm-up rounds")
+    add("--blocks", type=count, nargs="+", help="in a transfer")
+    add("--samples", type=count, default=samples, help="rounds in a cell, after the warm-up rounds")
     text = "rounds in a cell in which other work is done before each transfer and each copy"
     add("--cold-samples", type=int, default=cold_samples, help=text)
     text = f"for the whole program; cells then have fewer rounds, but {LEAST} at least"

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import torch
 from big_copy import BigCopy
 from computes import Compute, computes
-from program import device_of, finish, new_parser
+from program import count, device_of, finish, new_parser
 from report import Column, table_of
 from sglang_stubs import install
 from timing import synchronize
@@ -46,7 +46,7 @@ Times = dict[str, float]  # microseconds by what was timed
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=9)
+    add("--rounds", type=count, default=9)
     add("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="numbers of shapes")
     add("--blocks", type=int, nargs="*", default=BLOCKS)
     add("--layout", choices=("page_first", "layer_first"), default="page_first", help="of HiCache")

@@ -36,7 +36,7 @@ import transformers as hf
 from generations import generations, new_prompts
 from integration_transformers_report import MANAGERS, Cell, Rate, tables
 from preemptions import Preemptions
-from program import device_of, finish, new_parser
+from program import count, device_of, finish, new_parser
 from timing import in_turn, no_garbage_collection
 
 from torch_kvswap.integrations import transformers as integration
@@ -79,13 +79,13 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--block-tokens", type=int, nargs="+", help="tokens in a block (16 64 256)")
     add("--blocks", type=int, nargs="+", help="blocks of the request that is preempted (64 512)")
-    add("--samples", type=int, default=5, help="preemptions in a cell, of each manager, at least")
-    add("--rounds", type=int, default=3, help="of generations, at least")
+    add("--samples", type=count, default=5, help="preemptions in a cell, of each manager, at least")
+    add("--rounds", type=count, default=3, help="of generations, at least")
     add("--seconds", type=float, default=90, help="for both, which go on until then")
-    add("--requests", type=int, default=16, help="prompts in a generation")
-    add("--tokens", type=int, default=32, help="tokens that each prompt generates")
-    add("--layers", type=int, default=16)
-    add("--kv-heads", type=int, default=4, help="of 64 numbers each")
+    add("--requests", type=count, default=16, help="prompts in a generation")
+    add("--tokens", type=count, default=32, help="tokens that each prompt generates")
+    add("--layers", type=count, default=16)
+    add("--kv-heads", type=count, default=4, help="of 64 numbers each")
     return parser
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import torch
 from big_copy import BigCopy
 from computes import Compute, Idle, computes
-from program import device_of, finish, new_parser
+from program import count, device_of, finish, new_parser
 from report import Column, table_of
 from timing import TimeLimit, in_turn, no_garbage_collection, summary, synchronize
 from traffic import BigWay, HandlerWay, Way, beside
@@ -64,7 +64,7 @@ def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add_transfers(parser)
-    add("--staging-mib", type=int, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
+    add("--staging-mib", type=count, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
     text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
     add("--time-limit", type=float, metavar="SECONDS", help=text)
     return parser

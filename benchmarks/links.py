@@ -40,7 +40,7 @@ from comparison import (
 from computes import computes
 from interference import Cell as BesideCell
 from interference import measure as measure_beside
-from program import device_of
+from program import count, device_of
 from report import Column, table_of
 from timing import Move, TimeLimit
 from traffic import HandlerWay
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     parser = comparison_parser(__doc__, samples=20, cold_samples=0)
     text = "numbers of other GPUs that take part; default: those of 0, 1, 3 and 7 that the host has"
     parser.add_argument("--relays", type=int, nargs="+", help=text)
-    parser.add_argument("--staging-mib", type=int, default=256, help="staging_bytes of handlers")
+    parser.add_argument("--staging-mib", type=count, default=256, help="staging_bytes of handlers")
     parser.set_defaults(arrangements=[ONE_BY_ONE])
     options = parser.parse_args(arguments)
     on_cuda = options.device == "cuda"

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from program import device_of, finish, new_parser
+from program import count, device_of, finish, new_parser
 from report import Column, table_of
 
 CACHES = ("resident", "OffloadedCache", "HostCache raw", "HostCache lossless")
@@ -32,14 +32,14 @@ Row = tuple[int, str, dict[str, float]]  # of a prompt's length and a cache
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--new-tokens", type=int, default=4, help="decoded after the prompt")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--buffers", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--chunk", type=count, default=8192)
+    parser.add_argument("--new-tokens", type=count, default=4, help="decoded after the prompt")
+    parser.add_argument("--layers", type=count, default=32)
+    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--kv-heads", type=count, default=8)
+    parser.add_argument("--head-size", type=count, default=128)
+    parser.add_argument("--buffers", type=count, default=3)
+    parser.add_argument("--turns", type=count, default=2)
     options = parser.parse_args(arguments)
     cells, wrong = [], 0
     model = make_model(options)

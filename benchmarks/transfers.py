@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,8 +32,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        layers, kib = map(int, text.split("x"))
-        return cls(layers, kib)
+        layers, _, kib = text.partition("x")
+        if not (layers.isdecimal() and kib.isdecimal() and int(layers) * int(kib)):
+            raise ArgumentTypeError(f"{text!r} is no number of layers x KiB, such as 64x32")
+        return cls(int(layers), int(kib))
 
     @property
     def block_bytes(self) -> int:

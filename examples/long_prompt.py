@@ -208,8 +208,12 @@ def main() -> None:
     parser.add_argument("--encoding", choices=("raw", "lossless"), default="lossless")
     parser.add_argument("--control", action="store_true", help="leave out the waits")
     of = parser.parse_args()
-    if of.tokens % of.chunk or of.chunk % of.block or not 2 <= of.buffers <= of.layers:
-        parser.error("--tokens must be whole chunks, a chunk whole blocks; 2 to --layers buffers")
+    if min(of.tokens, of.chunk, of.block, of.heads, of.kv_heads) < 1:
+        parser.error("--tokens, --chunk, --block, --heads and --kv-heads must be 1 or more")
+    if of.tokens % of.chunk or of.chunk % of.block or of.heads % of.kv_heads:
+        parser.error("--chunk must divide --tokens, --block --chunk, and --kv-heads --heads")
+    if not 2 <= of.buffers <= of.layers:
+        parser.error(f"--buffers must be 2 to --layers, which is {of.layers}")
 
     torch.manual_seed(0)
     model = Model(of.layers, of.heads, of.kv_heads, 128 if on_gpu else 32, of.device)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices import generic_ops
 from torch_kvswap.devices.kind import is_native
@@ -184,10 +185,13 @@ for _key in generic_ops.DISPATCH_KEYS:
     _library.impl("expand_block_ids.out", generic_ops.expand_block_ids_out, _key)
 
 
-def _refuse_none(**operands: object) -> NoReturn:
-    """Raises TypeError that names the operand: PyTorch itself treats None as an empty tensor."""
-    name = next(name for name, operand in operands.items() if operand is None)
-    raise TypeError(f"{name} is None; it must be a tensor")
+def _refuse(**operands: object) -> NoReturn:
+    """Raises TypeError that names the operand that is no tensor: PyTorch itself treats None as an
+    empty one, and prints the values of other operands."""
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
+            raise TypeError(f"{name} is {kind_of(operand)}; it must be a tensor")
+    raise AssertionError
 
 
 def _refuse_other_devices() -> None:
@@ -231,12 +235,14 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
             ``src`` is copied to block ``block_mapping[i, 1]`` of ``dst``.
 
     Raises:
-        TypeError: an operand is None.
+        TypeError: an operand is no tensor.
         RuntimeError: an id is out of range, blocks overlap, sizes differ, or a tensor is not as
             described (before anything is copied); or the driver reports an error.
     """
-    if src is None or dst is None or block_mapping is None:
-        _refuse_none(src=src, dst=dst, block_mapping=block_mapping)
+    if not (
+        isinstance(src, Tensor) and isinstance(dst, Tensor) and isinstance(block_mapping, Tensor)
+    ):
+        _refuse(src=src, dst=dst, block_mapping=block_mapping)
     torch.ops.torch_kvswap.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 
 
@@ -255,8 +261,13 @@ def swap_kv_blocks(
             of ``src`` is copied to block ``dst_block_ids[i]`` of ``dst``.
         dst_block_ids (Tensor): int64 ``[n]`` on the CPU.
     """
-    if src_block_ids is None or dst_block_ids is None:
-        _refuse_none(src_block_ids=src_block_ids, dst_block_ids=dst_block_ids)
+    if not (isinstance(src_block_ids, Tensor) and isinstance(dst_block_ids, Tensor)):
+        _refuse(src_block_ids=src_block_ids, dst_block_ids=dst_block_ids)
+    for name, layers in (("src", src), ("dst", dst)):
+        if not isinstance(layers, list | tuple):
+            raise TypeError(
+                f"{name} is {kind_of(layers)}; pass a list with a tensor for each layer"
+            )
     torch.ops.torch_kvswap.swap_kv_blocks(src, dst, src_block_ids, dst_block_ids)
 
 
@@ -293,13 +304,15 @@ def swap_blocks_batch(
             read in stream order.
 
     Raises:
-        TypeError: an operand is None.
+        TypeError: an operand is no tensor.
         RuntimeError: the accelerator is not CUDA; a negative size, a null address or an address
             on a second device, with its index (before anything is copied); or the driver reports
             an error, with an index: copies before it may have run.
     """
-    if src_ptrs is None or dst_ptrs is None or sizes is None:
-        _refuse_none(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
+    if not (
+        isinstance(src_ptrs, Tensor) and isinstance(dst_ptrs, Tensor) and isinstance(sizes, Tensor)
+    ):
+        _refuse(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
     _refuse_other_devices()
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
@@ -329,12 +342,12 @@ def expand_block_ids(
         Tensor: int64 ids on the device of ``block_ids``; ``out`` if it was given.
 
     Raises:
-        TypeError: block_ids is None.
+        TypeError: block_ids is no tensor.
         RuntimeError: the factor is below 1, a count is out of range, or an id on the CPU is
             negative.
     """
-    if block_ids is None:
-        _refuse_none(block_ids=block_ids)
+    if not isinstance(block_ids, Tensor):
+        _refuse(block_ids=block_ids)
     if out is None:
         result: Tensor = torch.ops.torch_kvswap.expand_block_ids(
             block_ids, block_size_factor, skip_count, count

@@ -232,12 +232,17 @@ class ReferenceHandler(NotCopyable):
         needed = math.ceil((first + len(blocks)) / per_page) if len(blocks) else 0
         if len(pages) != needed:
             raise ValueError(
-                f"page_ids has {count_of(len(pages), 'page')} of {per_page}; for "
-                f"{count_of(len(blocks), 'block')} from first_slot={first} on, pass {needed}"
+                f"page_ids has {count_of(len(pages), 'page')} of {count_of(per_page, 'block')}; "
+                f"for {count_of(len(blocks), 'block')} from first_slot={first} on, pass {needed}"
             )
         name, written = ("page_ids", pages) if direction == "store" else ("gpu_block_ids", blocks)
-        if len(set(written.tolist())) < len(written):
-            raise ValueError(f"{name} would be written twice; pass each destination once")
+        first_at: dict[int, int] = {}
+        for at, number in enumerate(written.tolist()):
+            if (before := first_at.setdefault(number, at)) != at:
+                raise ValueError(
+                    f"{name}[{before}] and {name}[{at}] are both {number}: it would be written "
+                    "twice; pass each destination once"
+                )
         return blocks, expand_block_ids(pages, per_page, first if needed else 0, len(blocks))
 
     def _copy(self, direction: Direction, blocks: Tensor, slots: Tensor) -> None:

@@ -52,6 +52,14 @@ def run(name: str, file: Path, device: str = "cpu") -> int:
     return code
 
 
+@pytest.mark.parametrize("option", ["--blocks 0", "--samples x", "--shapes 3", "--shapes 3x0"])
+def test_a_wrong_argument_is_named(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module("peers").main(option.split())
+    name, value = option.split()
+    assert f"argument {name}: '{value}' is no" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_and_leaves_its_figures(name: str, device: str, tmp_path: Path) -> None:

@@ -338,11 +338,11 @@ void CopyPlanner::check_encoding(size_t number) const {
   bool is_possible = options_.copy_method < 0 && !options_.without_kernels;
   for (const CopyMethod method : methods) {
     is_possible |= chooser_.forces(method);
-    choices += std::string(", ") + copy_method_name(method);
+    if (method != CopyMethod::kHost) choices += std::string(", ") + copy_method_name(method);
   }
   if (!is_possible) {
     fail<ValueError>(options_.copy_method_setting, " cannot ", demand->work, " of host pages with ",
-                     demand->option, "; pass one of ", choices, ", or make the pool with ",
+                     demand->option, "; it can be ", choices, ", or make the pool with ",
                      demand->instead);
   }
   const bool stages =

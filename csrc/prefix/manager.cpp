@@ -323,8 +323,9 @@ void BlockManager::check_positions(const Reservation& reservation,
   int64_t least = 0;
   for (size_t i = 0; i < positions.size(); ++i) {
     if (positions[i] < least || positions[i] >= copied) {
-      fail<ValueError>("rejected[", i, "] is ", positions[i], "; the reservation has ", copied,
-                       " pages, and positions must ascend");
+      fail<ValueError>("rejected[", i, "] is ", positions[i], "; the reservation has ",
+                       count_of(copied, "page"), ": pass positions below ", copied,
+                       ", in ascending order");
     }
     least = positions[i] + 1;
   }

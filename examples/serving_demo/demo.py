@@ -28,14 +28,15 @@ Encoding = Literal["raw", "lossless"]
 
 
 def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
 
 
 def read_device(text: str) -> torch.device:
-    if not (device := torch.device(text)).type.startswith(("cpu", "cuda")):
+    if text.partition(":")[0] not in ("cpu", "cuda"):
         raise ArgumentTypeError(f"the demo runs on cpu and cuda, not on {text}")
+    device = torch.device(text)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentTypeError("PyTorch finds no GPU; leave --device out")
     return device
@@ -110,7 +111,12 @@ def serve(
         gpu = kvs.PagedLayout(cache, block_dim=1)
         if encoding is not None and options.server:
             named = f"demo, seed {options.seed}"  # other weights give other keys and values
-            prefixes = kvs.PrefixCache.connect(options.server, gpu, model=named, encoding=encoding)
+            try:
+                prefixes = kvs.PrefixCache.connect(
+                    options.server, gpu, model=named, encoding=encoding
+                )
+            except (OSError, ValueError) as error:
+                sys.exit(f"--server: {error}")
             stack.enter_context(prefixes)
         elif encoding is not None:
             pages = 2 * len(requests) * model.max_blocks  # for every request, and partial blocks

@@ -50,7 +50,7 @@ def test_a_size_may_be_a_fraction_of_bytes():
             {"evict_policy": 1},
             "evict_policy, which KVSwapConnector does not know; did you mean evic",
         ),
-        ({"x": 1}, "which KVSwapConnector does not know; did you mean cpu_bytes_to_use or evic"),
+        ({"x": 1}, "which KVSwapConnector does not know; the options are cpu_bytes_to_use, evic"),
         ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
         ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number from 0 on"),

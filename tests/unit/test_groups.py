@@ -40,7 +40,7 @@ def test_layer_groups_of_one_tensor_are_refused(shape: tuple[int, ...], dim: int
         load = partial(handler.load, page_ids=[0], gpu_block_ids=[0], layer_groups=6)
         said = one_line(load)
     assert said == (
-        "ValueError: layer_groups is 6; it must be 1 to 1, because a tensor counts as one layer: "
+        "ValueError: layer_groups is 6; it must be 1, because a tensor counts as one layer: "
         f"if kv of shape {list(shape)} has 6 layers, make the layout of kv.unbind({dim}) with "
         f"block_dim={block_dim - 1}"
     )

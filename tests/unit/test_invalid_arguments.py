@@ -239,11 +239,24 @@ def test_a_layout_refuses_what_has_no_blocks() -> None:
         (ops.expand_block_ids, ["block_ids"], {"block_size_factor": 2}),
     ],
 )
-def test_none_is_no_tensor_of_an_op(
+def test_what_is_no_tensor_of_an_op_is_named(
     op: Callable[..., Any], tensors: list[str], others: dict[str, Any]
 ) -> None:
-    """PyTorch would take it for an empty one."""
+    """PyTorch would take None for an empty one, and prints the values of others."""
     given = dict.fromkeys(tensors, torch.zeros(0, dtype=torch.int64))
     for name in tensors:
-        with pytest.raises(TypeError, match=f"^{name} is None; it must be a tensor$"):
-            op(**{**given, **others, name: None})
+        for value, kind in ((None, "None"), ([0], "a list")):
+            with pytest.raises(TypeError, match=f"^{name} is {kind}; it must be a tensor$"):
+                op(**{**given, **others, name: value})
+
+
+def test_a_tensor_is_no_list_of_layers() -> None:
+    ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"^dst is a Tensor; pass a list with a tensor for each"):
+        ops.swap_kv_blocks([torch.zeros(4, 4)], torch.zeros(4, 4), ids, ids)  # type: ignore[arg-type]
+
+
+def test_relays_are_a_list() -> None:
+    for value, kind in ((1, "an int"), (None, "None"), ("1", "a str")):
+        with pytest.raises(TypeError, match=f"^relays is {kind}; pass a list of GPU indices"):
+            make_handler(relays=value)

@@ -58,8 +58,8 @@ def test_another_kind_of_cache_is_refused() -> None:
             """\
 ValueError: the cache does not fit the host pool: tensors[0]: uint8 [blocks, 41] in the
 cache, uint8 [blocks, 40] in the host pool; make the pool from this layout
-TypeError: gpu is a list of 2 PagedLayouts, host is a HostPool; pass one of each, or a
-list of each""",
+TypeError: gpu is a list of 2 PagedLayouts; pass a PagedLayout, as when the handler was
+made""",
         )
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
@@ -85,8 +85,8 @@ def test_a_hybrid_cache_is_rebound() -> None:
     layouts = [PagedLayout([make_cache("cpu", number)]) for number in (1, 2)]
     with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
         for wrong, error in (
-            (layouts[0], "TypeError: gpu is a PagedLayout, host is a tuple of 2 HostPools"),
-            ([layouts[0], 5], "TypeError: a handler takes a PagedLayout"),
+            (layouts[0], "TypeError: gpu is a PagedLayout; pass a list of 2 PagedLayouts"),
+            ([layouts[0], 5], "TypeError: gpu is a list of 2 items; pass a list of 2"),
             (layouts[:1], "ValueError: 1 layout and 2 host pools"),
             ([], "ValueError: 0 layouts and 2 host pools"),
         ):

@@ -191,5 +191,5 @@ def test_only_own_jobs_are_waited_for() -> None:
     handler = make()
     with pytest.raises(ValueError, match=r"jobs\[0\] is store 0 of another handler"):
         handler.synchronize(job_of(make()))
-    with pytest.raises(TypeError, match=r"jobs\[0\] is 5; pass the Job"):
+    with pytest.raises(TypeError, match=r"jobs\[0\] is an int; pass the Job"):
         handler.synchronize(5)

@@ -43,7 +43,7 @@ def test_demos_on_one_server_reuse_more(tmp_path, capsys):
     path = str(tmp_path / "pages")
     with serving(path, pages=768):  # as much memory as two have of their own
         first, second = reused("--server", path), reused("--server", path)
-        with pytest.raises(ValueError, match="model: demo, seed 1 here, demo, seed 0 at"):
+        with pytest.raises(SystemExit, match=r"^--server: .*: demo, seed 1 here, demo, seed 0 at"):
             demo.main([*SMALL, "--server", path, "--seed", "1"])
     alone = reused()
     assert first == alone
@@ -54,7 +54,8 @@ def test_demos_on_one_server_reuse_more(tmp_path, capsys):
     ("option", "value", "why"),
     [
         ("--device", "meta", "the demo runs on cpu and cuda, not on meta"),
-        ("--requests", "0", "invalid positive value: '0'"),
+        ("--device", "gpu", "the demo runs on cpu and cuda, not on gpu"),
+        ("--requests", "0", "'0' is no whole number from 1 on"),
     ],
 )
 def test_a_wrong_argument_is_named(option, value, why, capsys):

@@ -66,8 +66,9 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
     except CONVERSION_ERRORS as error:  # every tensor has __index__, whatever it holds
         raise TypeError(f"{name} must be an integer: {error}") from error
     if not least <= number <= most:
-        is_open_ended = most == INT64_MAX and number < least
-        valid = f"{least} or more" if is_open_ended else f"{least} to {most}"
+        valid = f"{least} to {most}" if least < most else f"{least}"
+        if most == INT64_MAX and number < least:
+            valid = f"{least} or more"
         raise ValueError(f"{name} is {number}; it must be {valid}")
     return number
 

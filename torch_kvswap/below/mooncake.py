@@ -35,11 +35,12 @@ class MooncakeStore(PageStore):
 
     def __init__(self, url: str) -> None:
         is_no_url = (
-            "below is no URL of a Mooncake master; pass 'mooncake://HOST' or 'mooncake://HOST:PORT'"
+            "below is no URL of a Mooncake master: {why}; pass 'mooncake://HOST' or "
+            "'mooncake://HOST:PORT'"
         )
         parts, self._address = split_url(url, "mooncake", _PORT, is_no_url)
         if parts.username is not None:
-            raise ValueError(is_no_url)
+            raise ValueError(is_no_url.format(why="it names a user, but Mooncake has none"))
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:

@@ -49,14 +49,19 @@ def split_url(
     """The parts of a server's URL, and its host and port.
 
     Raises:
-        ValueError: with the text `is_no_url`, because other messages can have the password.
+        ValueError: with the text `is_no_url`, which gets the reason for {why}. The URL is not
+            shown, because it can have a password.
     """
     try:
         parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(is_no_url.format(why="it cannot be parsed")) from None
+    try:
         port = parts.port or default_port
     except ValueError:
-        raise ValueError(is_no_url) from None
-    behind = parts.path or parts.query or parts.fragment
-    if parts.scheme != scheme or not parts.hostname or behind:
-        raise ValueError(is_no_url)
+        raise ValueError(is_no_url.format(why="its port is no port number")) from None
+    if parts.scheme != scheme or not parts.hostname:
+        raise ValueError(is_no_url.format(why="it names no host"))
+    if parts.path or parts.query or parts.fragment:
+        raise ValueError(is_no_url.format(why="something stands behind the port"))
     return parts, (parts.hostname, port)

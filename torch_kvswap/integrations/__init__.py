@@ -14,4 +14,6 @@ def is_tested(package: str, version: str) -> bool:
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of an error about an option that is unknown: the nearest name, or all of them."""
-    return f"did you mean {' or '.join(difflib.get_close_matches(name, known, 1) or known)}?"
+    if near := difflib.get_close_matches(name, known, 1):
+        return f"did you mean {near[0]}?"
+    return f"the options are {', '.join(known)}"

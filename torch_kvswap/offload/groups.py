@@ -152,6 +152,15 @@ class Groups:
             ValueError: the layouts do not match the pools, or the device or number of tensors
                 changed.
         """
+        layouts = gpu if self.is_list else [gpu]
+        if not isinstance(layouts, Sequence) or not all(
+            isinstance(layout, PagedLayout) for layout in layouts
+        ):
+            wanted = f"a list of {count_of(len(self.pools), 'PagedLayout')}"
+            raise TypeError(
+                f"gpu is {_describe(gpu)}; pass {wanted if self.is_list else 'a PagedLayout'}, as "
+                "when the handler was made"
+            )
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
         if groups.device != self.device:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_kvswap._native.arguments import read_int
+from torch_kvswap._native.arguments import kind_of, read_int
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.system import one_at_a_time
@@ -32,12 +32,16 @@ def usable_relays(device: torch.device, relays: Sequence[int]) -> list[int]:
         TypeError: an index is not an integer.
         ValueError: the device is no GPU, or a relay is the device itself or named twice.
     """
+    if not isinstance(relays, Sequence) or isinstance(relays, str):
+        raise TypeError(f"relays is {kind_of(relays)}; pass a list of GPU indices, such as [1]")
     usable = []
     for position, relay in enumerate(relays):
         name = f"relays[{position}]"
         peer = read_int(name, relay, 0)
         if device.type != "cuda":
-            raise ValueError(f"{name} is {peer}, but the cache is on {device}, which has no link")
+            raise ValueError(
+                f"{name} is {peer}, but the cache is on {device}, which has no link; leave it out"
+            )
         if peer == device.index:
             raise ValueError(f"{name} is {peer}, the GPU of the cache; name other GPUs")
         if peer in relays[:position]:

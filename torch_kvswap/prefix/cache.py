@@ -263,6 +263,7 @@ class PrefixCache(NotCopyable):
         self._recording = threading.Lock()
         self._was_polled = False  # or was warned of it
         self._was_too_small = False  # the host, as was warned
+        self._was_overwritten = False  # a recorded block, as was warned
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
@@ -739,7 +740,14 @@ class PrefixCache(NotCopyable):
             loads = tuple(self._handler._unreported_loads(prompt.named))
             records, _ = self._records()
             for lazy, group_keys, blocks in zip(records, prompt.keys, prompt.blocks, strict=True):
-                lazy.record(group_keys, blocks, loads)
+                lost = lazy.record(group_keys, blocks, loads)
+                if lost is not None and not self._was_overwritten:
+                    self._was_overwritten = True
+                    log.warning(
+                        "GPU block %d had contents of another key that were not stored yet; pass "
+                        "blocks to evict() before they are reused",
+                        lost,
+                    )
 
     def _records(self) -> tuple[list[LazyStorePolicy], int]:
         """What evict() stores: the keys of GPU blocks, per pool, and how often the manager had been

@@ -88,6 +88,8 @@ class PrefixKeys(Sequence[bytes]):
     block_tokens: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.joined, bytes):
+            raise TypeError(f"joined is {kind_of(self.joined)}; pass bytes, keys in a row")
         _check_length("joined", self.joined)
 
     def __len__(self) -> int:

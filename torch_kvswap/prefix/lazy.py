@@ -30,16 +30,22 @@ class LazyStorePolicy:
 
     def record(
         self, keys: bytes, gpu_block_ids: Sequence[int], loads: tuple[Any, ...] = ()
-    ) -> None:
+    ) -> int | None:
         """Records that a request's first blocks, one page for each key, were computed.
+
+        Returns a block that had the contents of another key, which are lost.
 
         The keys are in a row and distinct, from the first block of the prompt on. `loads` are jobs
         that load blocks of the prompt, and are not reported yet.
         """
-        parent = None
+        parent, lost = None, None
         for place, key in enumerate(split_keys(keys)):
             blocks = list(gpu_block_ids[place * self._per_page : (place + 1) * self._per_page])
             for block in blocks:
+                if self._key.get(block, key) != key and block in self._blocks.get(
+                    self._key[block], ()
+                ):
+                    lost = block
                 self._forget(block)
                 self._key[block] = key
             # If a page has two copies on the GPU, keep the newer one, which leaves later.
@@ -48,6 +54,7 @@ class LazyStorePolicy:
             if loads:
                 self._loads[key] = loads
             parent = key
+        return lost
 
     def chains_of(
         self, gpu_block_ids: Iterable[int]

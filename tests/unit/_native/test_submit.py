@@ -74,8 +74,8 @@ slots 0 to 1
 ValueError: first_slot=-1 is no slot of the first page: with blocks_per_page=2 a page
 has slots 0 to 1
 TypeError: first_slot is a float; it must be an integer
-ValueError: layer_groups is 0; it must be 1 to 1
-ValueError: layer_groups is 2; it must be 1 to 1""",
+ValueError: layer_groups is 0; it must be 1
+ValueError: layer_groups is 2; it must be 1""",
     )
     assert handler.poll() == []
     assert handler.store(gpu_block_ids=[0], page_ids=[0]).id == 0

@@ -147,19 +147,19 @@ in; pass 'valkey://USER:PASSWORD@HOST:PORT'""",
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "why"),
     [
-        "valkey:",
-        "valkey://",
-        "valkey://there/1",
-        "redis://there",
-        "valkey://user:part#secret@there",
-        "valkey://there:port",
-        "valkey://there:65536",
-        "valkey://user:secret\u2100@there",
+        ("valkey:", "it names no host"),
+        ("valkey://", "it names no host"),
+        ("valkey://there/1", "something stands behind the port"),
+        ("redis://there", "it names no host"),
+        ("valkey://user:part#secret@there", "its port is no port number"),
+        ("valkey://there:port", "its port is no port number"),
+        ("valkey://there:65536", "its port is no port number"),
+        ("valkey://user:secret\u2100@there", "it cannot be parsed"),
     ],
 )
-def test_urls_that_name_no_server_are_refused(url: str) -> None:
+def test_urls_that_name_no_server_are_refused(url: str, why: str) -> None:
     text = error_text(ValkeyStore, url)
-    assert text.startswith("ValueError: below is no URL of a Valkey")
+    assert text.startswith(f"ValueError: below is no URL of a Valkey server: {why}; pass")
     assert "secret" not in text

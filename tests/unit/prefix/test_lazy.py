@@ -60,7 +60,7 @@ def test_naming_all_blocks_takes_little_more_memory():
 def test_a_reused_block_loses_its_first_prompt():
     storing = LazyStorePolicy()
     storing.record(keys_of(1), [5, 6, 7, 8])
-    storing.record(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
+    assert storing.record(keys_of(2), [15, 16, 7, 9]) == 7  # nobody said that 7 would go
     assert evicting(storing, [8]) == [(keys_of(1)[3 * KEY_BYTES :], [8], ())]
     storing.record(keys_of(3), [15, 16, 20, 21])
     evicting(storing, [20])

@@ -330,9 +330,12 @@ group without blocks
 ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
 TypeError: rejected is an int; pass a list, numpy array or CPU tensor
-ValueError: rejected[0] is 2; the reservation has 2 pages, and positions must ascend
-ValueError: rejected[0] is -1; the reservation has 2 pages, and positions must ascend
-ValueError: rejected[1] is 0; the reservation has 2 pages, and positions must ascend
+ValueError: rejected[0] is 2; the reservation has 2 pages: pass positions below 2, in
+ascending order
+ValueError: rejected[0] is -1; the reservation has 2 pages: pass positions below 2, in
+ascending order
+ValueError: rejected[1] is 0; the reservation has 2 pages: pass positions below 2, in
+ascending order
 TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
 ValueError: reservation ~ has ended before, or is another manager's""",
     )

@@ -185,6 +185,19 @@ def test_a_closed_pool_is_named_not_its_handler() -> None:
             assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
 
 
+def test_a_block_reused_without_evict_is_warned_of_once() -> None:
+    prefixes, _ = make(store_policy="lazy")
+    with prefixes, logged() as messages:
+        prefixes.store(["a", "b"], [1, 2])
+        prefixes.evict([2])
+        prefixes.store(["a", "c"], [1, 2])
+        assert messages == []
+        for key in ("d", "e"):
+            prefixes.store([key], [1])
+        [message] = messages
+        assert "GPU block 1 had contents of another key" in message
+
+
 def test_what_only_looks_like_keys_is_refused() -> None:
     """All of these would find nothing."""
     layout = PagedLayout([torch.zeros(4, 4)])
