@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
-from torch_kvswap.integrations.vllm.access import Access
+from torch_kvswap.integrations.vllm.access import Access, Cache
 from torch_kvswap.prefix.manager import BlockManager, BlockStats
 
 Key = bytes  # vLLM's OffloadKey
@@ -65,7 +65,7 @@ class HostManager(base.OffloadingManager):
 
     def __init__(self, info: Mapping[str, Any] | None) -> None:
         self._info = info or {}
-        self._cache = object()  # replaced when all chunks are forgotten
+        self._cache = Cache(self)
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._sizes: list[int] = []  # chunks per store since get_stats()
 
@@ -312,7 +312,7 @@ class KVSwapManager(HostManager):
         self._flushed += self._stores
         for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()
-        self._cache, self._was_reset = object(), True
+        self._cache, self._was_reset = Cache(self), True
 
     def on_reset_flushed(self) -> None:
         """Frees the pages that were reserved at a reset."""

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
-from torch_kvswap.integrations.vllm.access import Access
+from torch_kvswap.integrations.vllm.access import Access, Cache
 from torch_kvswap.integrations.vllm.scheduler_side import (
     HostManager,
     Key,
@@ -43,7 +43,7 @@ class _Asked(Access):
         step (int): the last step that has looked something up.
     """
 
-    def __init__(self, cache: object) -> None:
+    def __init__(self, cache: Cache) -> None:
         super().__init__(cache)
         self.answers: dict[Key, int] = {}
         self.unknown: list[Key] = []
@@ -366,4 +366,4 @@ class SharedManager(HostManager):
         """Forgets all chunks, but not the jobs."""
         self._active.clear()
         self._known.clear()
-        self._cache, self._resets = object(), self._session.resets
+        self._cache, self._resets = Cache(self), self._session.resets
