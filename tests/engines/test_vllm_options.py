@@ -48,9 +48,9 @@ def test_a_size_may_be_a_fraction_of_bytes():
         ({"cpu_bytes_to_use": None}, "cpu_bytes_to_use is None; it must be a whole number"),
         (
             {"evict_policy": 1},
-            "evict_policy, which KVSwapConnector does not know; did you mean evic",
+            "evict_policy is 1; KVSwapConnector does not know it; did you mean evic",
         ),
-        ({"x": 1}, "which KVSwapConnector does not know; the options are cpu_bytes_to_use, evic"),
+        ({"x": 1}, "x is 1; KVSwapConnector does not know it; the options are cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
         ({"staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole number from 0 on"),
@@ -59,9 +59,9 @@ def test_a_size_may_be_a_fraction_of_bytes():
         ({"encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),
         ({"verify": True}, "verify is True; it must be off or load"),
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
-        ({"kv_role": 1}, "kv_role; put it beside kv_connector_extra_config, in kv_transfer_config"),
-        ({"engine_id": 1}, "engine_id; put it beside kv_connector_extra_config"),
-        ({"spec_name": "CPUOffloadingSpec"}, "makes its spec itself; leave spec_name out"),
+        ({"kv_role": 1}, "kv_role is 1; put it beside kv_connector_extra_config, in kv_transfer"),
+        ({"engine_id": 1}, "engine_id is 1; put it beside kv_connector_extra_config"),
+        ({"spec_name": "CPUOffloadingSpec"}, "KVSwapConnector makes its spec itself; leave it out"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(wrong, said):
@@ -78,7 +78,7 @@ def test_the_bytes_of_host_memory_must_be_given():
     ("option", "value"), [("canonical_layout", True), ("tier_poll_interval_s", 0.1)]
 )
 def test_an_option_of_tiers_needs_tiers(option, value):
-    said = f"{option} is for vLLM's manager of secondary_tiers, and there are none; leave {option}"
+    said = f"{option} is {value}; it is for vLLM's manager of secondary_tiers, and there are none"
     with pytest.raises(ValueError, match=said):
         read_options({"cpu_bytes_to_use": 1, option: value})
 
@@ -101,7 +101,7 @@ def test_with_tiers_vllm_reads_its_managers_options():
     ],
 )
 def test_options_without_tiers_are_refused_with_them(wrong):
-    said = f"{next(iter(wrong))} is .* which vLLM's secondary_tiers do not have; leave .* out, or"
+    said = f"{next(iter(wrong))} is .*; vLLM's secondary_tiers do not have it; leave it out, or"
     size = {} if "host_server" in wrong else {"cpu_bytes_to_use": 4096}
     with pytest.raises(ValueError, match=said):
         read_options({"secondary_tiers": [{"type": "fs"}], **size, **wrong})

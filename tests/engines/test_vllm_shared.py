@@ -615,8 +615,8 @@ def test_what_engines_cannot_share_is_refused(folder):
         with pytest.raises(ValueError, match="which must be 1 there; set cpu_bytes_to_use"):
             KVSwapOffloadingSpec(settings)
     assert refused(cpu_bytes_to_use=10) == (
-        "kv_connector_extra_config: cpu_bytes_to_use is 10, but the server at unix:/s has the host "
-        "memory and its index; leave cpu_bytes_to_use out"
+        "kv_connector_extra_config: cpu_bytes_to_use is 10; the server at unix:/s has the host "
+        "memory and its index; leave it out"
     )
     assert "eviction_policy is 'arc'" in refused(eviction_policy="arc")
     assert "host_server is '/s'; it must be \"unix:PATH\"" in refused(host_server="/s")

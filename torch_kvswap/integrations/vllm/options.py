@@ -30,18 +30,21 @@ _OF_TIERS = (
 )
 # Options that vLLM's tiers do not have, and their defaults.
 _NOT_OF_TIERS = {
-    **{"host_server": None, "encoding": "raw", "verify": "off", "pin_in_background": False},
+    "host_server": None,
+    "encoding": "raw",
+    "verify": "off",
+    "pin_in_background": False,
+}
+# Options that a server decides, and the defaults that an engine may still name.
+_OF_SERVER = {
+    **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
+    "pin_in_background": False,
 }
 _CHOICES = {
     "eviction_policy": POLICIES,
     "copy_method": CHOICES,
     "encoding": ENCODINGS,
     "verify": VERIFY,
-}
-# Options that a server decides, and the defaults that an engine may still name.
-_OF_SERVER = {
-    **{"cpu_bytes_to_use": None, "eviction_policy": "lru", "store_threshold": 1},
-    "pin_in_background": False,
 }
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
@@ -82,80 +85,54 @@ def read_options(config: Mapping[str, Any]) -> SpecOptions:
     Raises:
         ValueError: an option is unknown or missing, has an invalid value, or contradicts another.
     """
-    has_tiers = bool(config.get("secondary_tiers"))
-    for name in () if has_tiers else _OF_TIERS:
-        if config.get(name):
-            raise ValueError(
-                f"kv_connector_extra_config: {name} is for vLLM's manager of secondary_tiers, and "
-                f"there are none; leave {name} out"
-            )
-    for name in config:
-        if name.startswith("kv_") or name == "engine_id":
-            raise ValueError(
-                f"kv_connector_extra_config has {name}; put it beside kv_connector_extra_config, "
-                "in kv_transfer_config itself"
-            )
-        if name.startswith("spec_"):
-            raise ValueError(
-                f"kv_connector_extra_config has {name}, but KVSwapConnector makes its spec itself; "
-                f"leave {name} out"
-            )
-    known = *_OURS, *_OF_VLLM, *_OF_TIERS
-    for name in config.keys() - known:
-        raise ValueError(
-            f"kv_connector_extra_config has {name}, which KVSwapConnector does not know; "
-            + did_you_mean(name, known)
-        )
+    for name, value in config.items():
+        if why := _why_not(name, value, config):
+            raise ValueError(f"kv_connector_extra_config: {name} is {value!r}; {why}")
     given = {name: config[name] for name in _OURS if name in config}
     if given.get("host_server") is not None:
-        _check_server(given)
         given["host_server"] = given["host_server"].removeprefix(SCHEME)
         given.pop("cpu_bytes_to_use", None)
-    elif "cpu_bytes_to_use" not in config:
+    elif "cpu_bytes_to_use" not in given:
         raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
-    size = given.get("cpu_bytes_to_use")
-    if isinstance(size, float) and 1 <= size < math.inf:
-        # vLLM computes it from --kv-offloading-size, in GiB: 10.3 is no whole number of bytes.
-        given["cpu_bytes_to_use"] = math.floor(size)
-    for name, least in _LEAST.items():
-        if name in given:
-            given[name] = _whole(name, given[name], least)
-    for name, none in _NOT_OF_TIERS.items() if has_tiers else ():
-        if given.get(name, none) != none:
-            raise ValueError(
-                f"kv_connector_extra_config: {name} is {given[name]!r}, which vLLM's "
-                f"secondary_tiers do not have; leave {name} out, or leave out secondary_tiers and "
-                "use a host_server with a second tier (docs/serve.md)"
-            )
-    if has_tiers:
-        given["eviction_policy"] = "lru"  # vLLM reads it, and may know others
-    for name, choices in _CHOICES.items():
-        if given.get(name, choices[0]) not in choices:
-            raise _wrong(name, given[name], " or ".join(choices))
-    if not isinstance(given.get("pin_in_background", False), bool):
-        raise _wrong("pin_in_background", given["pin_in_background"], "true or false")
-    return SpecOptions(**given)
+    if config.get("secondary_tiers"):
+        given["eviction_policy"] = "lru"  # vLLM reads it
+    return SpecOptions(**given | {name: int(given[name]) for name in _LEAST if name in given})
 
 
-def _check_server(given: Mapping[str, Any]) -> None:
-    """Raises ValueError if host_server is no address, or an option is the server's."""
-    server = given["host_server"]
-    if not isinstance(server, str) or not server.startswith(SCHEME) or server == SCHEME:
-        raise _wrong("host_server", server, f'"{SCHEME}PATH", the socket of a server')
-    for name in _OF_SERVER:
-        if name in given and given[name] != _OF_SERVER[name]:
-            raise ValueError(
-                f"kv_connector_extra_config: {name} is {given[name]!r}, but the server at "
-                f"{server} has the host memory and its index; leave {name} out"
-            )
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value != int(value) or value < least:
-        raise _wrong(name, value, f"a whole number from {least} on")
-    return int(value)
-
-
-def _wrong(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"kv_connector_extra_config: {name} is {value!r}; it must be {expected}")
+def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
+    """Why an option cannot have this value, and what to do; empty if it can."""
+    has_tiers, server = bool(config.get("secondary_tiers")), config.get("host_server")
+    known, why = (*_OURS, *_OF_VLLM, *_OF_TIERS), ""
+    if name.startswith("kv_") or name == "engine_id":
+        why = "put it beside kv_connector_extra_config, in kv_transfer_config itself"
+    elif name.startswith("spec_"):
+        why = "KVSwapConnector makes its spec itself; leave it out"
+    elif name not in known:
+        why = f"KVSwapConnector does not know it; {did_you_mean(name, known)}"
+    elif name in _OF_TIERS and value and not has_tiers:
+        why = "it is for vLLM's manager of secondary_tiers, and there are none; leave it out"
+    elif has_tiers and value != _NOT_OF_TIERS.get(name, value):
+        why = (
+            "vLLM's secondary_tiers do not have it; leave it out, or leave out secondary_tiers and "
+            "use a host_server with a second tier (docs/serve.md)"
+        )
+    elif name == "host_server" and value is not None:
+        is_address = isinstance(value, str) and value.startswith(SCHEME) and value != SCHEME
+        why = "" if is_address else f'it must be "{SCHEME}PATH", the socket of a server'
+    elif server is not None and name in _OF_SERVER:
+        if value != _OF_SERVER[name]:
+            why = f"the server at {server} has the host memory and its index; leave it out"
+    elif has_tiers and name == "eviction_policy":
+        pass  # vLLM may know others
+    elif name in _CHOICES and value not in _CHOICES[name]:
+        why = f"it must be {' or '.join(_CHOICES[name])}"
+    elif name == "pin_in_background" and not isinstance(value, bool):
+        why = "it must be true or false"
+    elif name in _LEAST:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # vLLM computes cpu_bytes_to_use from --kv-offloading-size, in GiB: 10.3 is no whole number.
+        if not (is_number and math.isfinite(value) and value >= _LEAST[name]) or (
+            value != int(value) and name != "cpu_bytes_to_use"
+        ):
+            why = f"it must be a whole number from {_LEAST[name]} on"
+    return why
