@@ -64,6 +64,7 @@ class ChannelMetrics:
         jobs_by_copy_method (dict[str, int]): jobs done, by copy method.
         relayed_bytes (dict[int, int]): bytes given to each relay so far, by its GPU. The other
             bytes went over the own link.
+        exchanged_bytes (int): bytes that came from other ranks so far, by an exchange.
         submit (Histogram): host time in the submitting call.
         queue (Histogram): time in the software queue.
         copy (Histogram): time copying, without the waits before the copy.
@@ -86,6 +87,7 @@ class ChannelMetrics:
     events: int
     jobs_by_copy_method: dict[str, int]
     relayed_bytes: dict[int, int]
+    exchanged_bytes: int
     submit: Histogram
     queue: Histogram
     copy: Histogram

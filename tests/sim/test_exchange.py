@@ -1,0 +1,381 @@
+"""Ranks that load the same pages, each a part of them, and get the rest from the others."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from exchanging import BLOCKS, LARGE, Ranks
+from logged import logged
+from patience import in_time
+from simulated_cache import needs_kernels
+from simulated_driver import Driver, simulated
+from simulated_driver.handles import Stream
+
+from torch_kvswap import DeviceLostError, HostPool, Job, OffloadHandler
+
+KIB = 1 << 10
+SHORT = 0.2  # seconds: the deadline of tests in which it passes
+
+
+def expect_failure(group: Ranks, *jobs: Job, says: str) -> None:
+    """The jobs end with this error. The next loads go by the own links."""
+    group.finish(*jobs)
+    for job in jobs:
+        assert job.result is not None
+        assert says in str(job.result.error)
+    before = group.exchanged
+    for whole, expected in zip(group.wholes, group.expected, strict=True):
+        whole.copy_(expected.transpose(0, 1))  # failed loads may have left anything
+    group.finish(*group.load_all(LARGE, LARGE[::-1]))
+    assert group.is_right()
+    assert group.exchanged == before
+
+
+def kernels_of(group: Ranks, rank: int) -> int:
+    """The stream on which the rank unpacks."""
+    group.driver.log()
+    jobs = [group.load(rank, LARGE, LARGE)]
+    found = re.search(r"unpack .* on stream (\d+)", group.driver.log())
+    assert found is not None
+    group.finish(*jobs, *(group.load(other, LARGE, LARGE) for other in {0, 1} - {rank}))
+    epoch = group.driver.cuda.create_stream() // 1000000  # the log counts from the last reset on
+    return epoch * 1000000 + int(found[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("fragment", [1 << 15, 300 * KIB + 48])
+@needs_kernels
+@simulated
+def test_exchanged_bytes_arrive(driver: Driver, ranks: int, fragment: int) -> None:
+    with Ranks(driver, ranks, fragment=fragment) as group:
+        loads = [(LARGE, LARGE[::-1]), (LARGE[9:], LARGE[:-9]), (LARGE[::-1], LARGE)]
+        for pages, blocks in loads:
+            group.finish(*group.load_all(pages, blocks))
+            assert group.is_right()
+        nbytes = sum(len(pages) * 2 * fragment for pages, _ in loads)
+        # Each piece comes over one link, and from there to the other ranks.
+        assert sum(group.exchanged) == (ranks - 1) * nbytes
+        assert min(group.exchanged) > 0.7 * max(group.exchanged)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+@pytest.mark.parametrize("verify", ["off", "load"])
+@needs_kernels
+@simulated
+def test_encoded_and_verified_blocks_are_exchanged(
+    driver: Driver, encoding: Any, verify: Any
+) -> None:
+    torch.set_num_threads(1)
+    wholes = [torch.randn(2, BLOCKS, 2048).bfloat16() for _ in range(2)]
+    pool = {"encoding": encoding, "verify": verify}
+    with Ranks(driver, wholes=wholes, pool=pool) as group:
+        whole = wholes[0].clone()
+        group.finish(group.handlers[0].store(gpu_block_ids=LARGE, page_ids=LARGE, after=()))
+        group.finish(*group.load_all(LARGE, LARGE))
+        for loaded in wholes:
+            assert torch.equal(loaded[:, LARGE], whole[:, LARGE])
+        assert min(group.exchanged) > 0
+
+
+@needs_kernels
+@simulated
+def test_layer_groups_of_exchanged_loads_end_in_turn(driver: Driver) -> None:
+    with Ranks(driver) as group:
+        jobs = group.load_all(LARGE, LARGE, layer_groups=2)
+        driver.set_link(0, slowness=0)
+        stream, event = driver.cuda.create_stream(), driver.cuda.create_event()
+        jobs[0].wait(Stream(stream), layer_group=0)
+        driver.cuda.record(event, stream)
+        driver.run()
+        assert not driver.cuda.is_done(event=event)
+        driver.set_link(0, slowness=1)
+        group.finish(*jobs)
+        assert driver.cuda.is_done(event=event)
+        assert group.is_right()
+        assert min(group.exchanged) > 0
+
+
+@needs_kernels
+@simulated
+def test_an_empty_last_layer_group_ends_an_exchanged_load(driver: Driver) -> None:
+    with Ranks(driver, is_hybrid=True) as group:
+        hold = driver.hold(kernels_of(group, 0))
+        jobs = group.load_all(LARGE[:8], LARGE[:8], layer_groups=2)  # all fits into the rings
+        driver.run()
+        assert not jobs[0].query()
+        driver.release(hold)
+        group.finish(*jobs)
+        assert [job.result.error for job in jobs] == [None, None]
+        assert group.is_right()
+        assert min(group.exchanged) > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(1, {}), (32, {"expedited": True}), (32, {"copy_method": "copy_engines"})],
+    ids=["small", "expedited", "without kernels"],
+)
+@needs_kernels
+@simulated
+def test_other_loads_keep_the_own_link(driver: Driver, count: int, options: Any) -> None:
+    with Ranks(driver, staging_bytes=2 << 20) as group:
+        group.finish(group.load(1, LARGE[:count], LARGE[:count], **options))
+        assert group.exchanged == [0, 0]
+        assert group.is_right()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@needs_kernels
+@simulated
+def test_a_ring_waits_for_ranks_that_unpack_late(driver: Driver, late: int) -> None:
+    """Loads of many more pieces than a ring has places."""
+    with Ranks(driver) as group:
+        hold = driver.hold(kernels_of(group, late))
+        jobs = group.load_all(LARGE[::-1], LARGE)
+        driver.run()
+        assert not any(job.query() for job in jobs)
+        driver.release(hold)
+        group.finish(*jobs)
+        assert group.is_right()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@needs_kernels
+@simulated
+def test_exchanged_loads_start_after_the_stream(driver: Driver, late: int) -> None:
+    with Ranks(driver) as group, driver.on(late):
+        stream = driver.cuda.create_stream()
+        hold = driver.hold(stream)
+        before = group.blocks(late)
+        jobs = [group.load(late, LARGE, LARGE, after=Stream(stream, late))]
+        jobs.append(group.load(1 - late, LARGE, LARGE))
+        driver.run()
+        assert torch.equal(group.blocks(late), before)
+        driver.release(hold)
+        group.finish(*jobs)
+        assert group.is_right()
+
+
+def random_loads_are_right(driver: Driver, seed: int, control: bool) -> bool:
+    """Loads that all ranks exchange, and others, over links of random speeds."""
+    chance = random.Random(seed)
+    driver.reset()
+    with Ranks(driver, chance.choice([2, 3])) as group:
+        ranks = range(len(group.handlers))
+        driver.set_mode("threaded", seed)
+        if control:
+            driver.drop_waits_between_gpus()
+        jobs = []
+        for _ in range(12):
+            for rank in ranks:
+                driver.set_link(rank, slowness=chance.choice([1, 1, 8, 32]))
+            pages = chance.sample(range(BLOCKS), chance.choice([2, 9, 33]))
+            blocks = chance.sample(range(BLOCKS), len(pages))
+            layer_groups = chance.choice([1, 1, 2])
+            for rank in chance.sample(ranks, len(ranks)):
+                jobs.append(group.load(rank, pages, blocks, layer_groups=layer_groups))
+                if chance.random() < 0.3:  # of this rank only
+                    jobs.append(group.load(rank, pages[:1], blocks[:1]))
+        for job in jobs:
+            assert in_time(job.query), driver.pending()
+        assert control or min(group.exchanged) > 0
+        return all(job.result.ok for job in jobs) and group.is_right()
+
+
+@needs_kernels
+@simulated
+def test_random_exchanged_loads_have_the_pages_bytes(driver: Driver) -> None:
+    assert all(random_loads_are_right(driver, seed, control=False) for seed in range(4))
+
+
+@needs_kernels
+@simulated
+def test_as_a_control_no_stream_waits_for_a_word(driver: Driver) -> None:
+    assert not all(random_loads_are_right(driver, seed, control=True) for seed in range(20))
+
+
+# What ends an exchange.
+
+
+@needs_kernels
+@simulated
+def test_a_rank_that_loads_nothing_fails_the_load(driver: Driver) -> None:
+    with Ranks(driver, deadline=SHORT) as group:
+        job = group.load(0, LARGE, LARGE)
+        expect_failure(group, job, says="rank 0 has waited too long for the others")
+
+
+@pytest.mark.parametrize("other", [[*LARGE[1:], 0], LARGE[:20], [*LARGE, 0, 1]], ids=len)
+@needs_kernels
+@simulated
+def test_ranks_that_load_other_pages_fail(driver: Driver, other: list[int]) -> None:
+    with Ranks(driver, deadline=SHORT) as group:
+        jobs = [group.load(0, LARGE, LARGE), group.load(1, other, list(range(len(other))))]
+        expect_failure(group, *jobs, says="the exchange with the other ranks has ended")
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cuStreamWriteValue64", "cuStreamWaitValue64", "cuMemcpyAsync", "cuLaunchKernel"],
+)
+@pytest.mark.parametrize("nth", [1, 9])
+@needs_kernels
+@simulated
+def test_a_failed_call_fails_the_load_of_all(driver: Driver, call: str, nth: int) -> None:
+    with Ranks(driver) as group:
+        driver.set_mode("immediate")
+        number = driver.fail(call, nth)
+        jobs = [group.load(0, LARGE, LARGE)]
+        assert in_time(lambda: driver.calls(call) >= number)
+        jobs.append(group.load(1, LARGE, LARGE))
+        group.finish(*jobs)
+        assert call in str(jobs[0].result.error)
+        expect_failure(group, says="")
+
+
+@needs_kernels
+@simulated
+def test_a_lost_gpu_fails_the_load_of_all(driver: Driver) -> None:
+    with logged(), Ranks(driver) as group:  # that what the ranks shared stays pinned
+        driver.set_link(1, slowness=0)
+        jobs = group.load_all(LARGE, LARGE)
+        driver.run()
+        driver.lose(719, device=1)
+        in_time(jobs[1].query)
+        assert isinstance(jobs[1].result.error, DeviceLostError)
+        group.finish(jobs[0])
+        assert "rank 1 could not take part" in str(jobs[0].result.error)
+        group.finish(group.load(0, LARGE, LARGE))
+        assert group.is_right(0)
+
+
+@needs_kernels
+@simulated
+def test_a_cancelled_exchanged_load_serves_the_others(driver: Driver) -> None:
+    with Ranks(driver, own=[{}, {"submit_thread": True}]) as group:
+        driver.set_link(1, slowness=0)
+        jobs = group.load_all(LARGE, LARGE)
+        group.handlers[1].cancel(jobs[1])
+        driver.set_link(1, slowness=1)
+        group.finish(*jobs)
+        assert [job.result.state for job in jobs] == ["done", "cancelled"]
+        assert group.is_right()
+
+
+@needs_kernels
+@simulated
+def test_a_rank_may_close_when_its_loads_have_ended(driver: Driver) -> None:
+    with Ranks(driver) as group:
+        jobs = group.load_all(LARGE, LARGE)
+        group.finish(jobs[0])
+        driver.set_mode("immediate")
+        group.handlers[0].close()
+        group.finish(jobs[1])
+        assert jobs[1].result.ok
+        before = group.exchanged
+        group.finish(group.load(1, LARGE, LARGE[::-1]))
+        assert group.exchanged == before
+        assert group.is_right()
+
+
+@needs_kernels
+@simulated
+def test_a_ring_outlives_a_rank_that_others_read(driver: Driver) -> None:
+    """Rank 0 has what it has loaded, and closes while rank 1 unpacks."""
+    with Ranks(driver) as group:
+        hold = driver.hold(kernels_of(group, 1))
+        jobs = group.load_all(LARGE[:8], LARGE[:8])  # all pieces fit into the rings
+        group.finish(jobs[0])
+        group.handlers[0].close()
+        assert driver.violations() == 0
+        driver.release(hold)
+        group.finish(jobs[1])
+        assert jobs[0].result.ok
+        assert "rank 0 has closed its handler" in str(jobs[1].result.error)
+
+
+# Joining and leaving.
+
+
+@needs_kernels
+@simulated
+def test_ranks_join_again_after_closing(driver: Driver) -> None:
+    with Ranks(driver) as group:
+        for _ in range(2):
+            group.finish(*group.load_all(LARGE, LARGE))
+            assert min(group.exchanged) > 0
+            group.close()
+            group.open()
+        group.finish(*group.load_all(LARGE[::-1], LARGE))
+        assert group.is_right()
+
+
+@needs_kernels
+@simulated
+def test_nothing_is_left_of_an_exchange(driver: Driver) -> None:
+    driver.cuda.create_stream()
+    kinds = ("events", "streams", "allocations")
+    with Ranks(driver, own=[{"exchange": None}] * 2) as group:
+        group.close()
+        live = [driver.live(kind) for kind in kinds]
+        group.own = [{}] * 2
+        group.open()
+        group.finish(*group.load_all(LARGE, LARGE))
+        group.close()
+        assert [driver.live(kind) for kind in kinds] == live
+    assert driver.calls("cuIpcOpenMemHandle") == driver.calls("cuIpcCloseMemHandle") == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ([{}, {"exchange": None}], "not all ranks have joined"),
+        ([{}, {"staging_bytes": 4 << 20}], "other pages, options or loads"),
+        ([{}, {"copy_method": "copy_engines"}], "no copy is staged"),
+    ],
+    ids=["alone", "other options", "without kernels"],
+)
+@needs_kernels
+@simulated
+def test_ranks_that_cannot_join_use_their_links(driver: Driver, own: Any, says: str) -> None:
+    with logged() as messages, Ranks(driver, own=own, join_timeout=SHORT) as group:
+        assert messages
+        assert "exchange=(0, 2) is not used" in "".join(messages)
+        assert says in "".join(messages)
+        group.finish(*group.load_all(LARGE, LARGE))
+        assert group.exchanged == [0, 0]
+        assert group.is_right()
+
+
+@needs_kernels
+@simulated
+def test_gpus_without_peer_access_do_not_exchange(driver: Driver) -> None:
+    driver.refuse_peer_access(0, 1)
+    with logged() as messages, Ranks(driver) as group:
+        assert any("cuIpcOpenMemHandle of rank" in message for message in messages)
+        group.finish(*group.load_all(LARGE, LARGE))
+        assert group.exchanged == [0, 0]
+        assert group.is_right()
+
+
+@pytest.mark.parametrize(
+    ("exchange", "error", "says"),
+    [
+        (1, TypeError, "exchange is an int"),
+        ((0, 1), ValueError, "2 to 8 ranks"),
+        ((0, 9), ValueError, "2 to 8 ranks"),
+        ((2, 2), ValueError, r"exchange\[0\]"),
+        ((0, 2), ValueError, r"HostPool\(shared=True\)"),
+    ],
+)
+@needs_kernels
+@simulated
+def test_a_wrong_exchange_is_refused(driver: Driver, exchange: Any, error: Any, says: str) -> None:
+    with Ranks(driver, own=[{"exchange": None}] * 2) as group:
+        private = HostPool(group.layouts[0], num_pages=2)
+        with pytest.raises(error, match=says):
+            OffloadHandler(group.layouts[0], private, exchange=exchange)
