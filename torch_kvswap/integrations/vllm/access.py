@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 _Access = TypeVar("_Access", bound="Access")
-_GROUP = slice(-4, None)  # the bytes of a key that number its group of layers
 
 
 class Cache(NamedTuple):
