@@ -256,7 +256,7 @@ class KVSwapManager(HostManager):
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """Ends the stores of these keys. vLLM names all keys of a store at once."""
+        """Ends the stores of these keys. vLLM names all keys of a store, or of several, at once."""
         stored: list[Key] = []
         lost: list[Key] = []
         for key in keys:

@@ -91,8 +91,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 *(kv_caches, num_pages, self.blocks_per_chunk, self.options, layers), **how
             )
         except NoRoomError as error:
-            chunk = max(self._chunk_bytes, 1)
-            fits = error.room // chunk * chunk
+            fits = error.room // self._chunk_bytes * self._chunk_bytes
             smaller = f"set it to {fits} or less, or " if fits > 0 else ""
             raise ValueError(
                 f"kv_connector_extra_config: cpu_bytes_to_use is {self.options.cpu_bytes_to_use}, "
