@@ -488,7 +488,7 @@ Attributes:
     id (int): number of the reservation; 0 if there is nothing to store.
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages to write.
-    evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
+    evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
     lease (Reservation | None): of preempt(): holds the pages of all keys until complete().
     skipped (int): keys that store_threshold left out.)")
       .def_prop_ro("key_indices",
@@ -549,7 +549,7 @@ Args:
 
 Returns:
     StoreReservation | None: None, with nothing changed, if there is not enough room, or the
-        manager was reset since. Its `evicted` lists those of its pages whose blocks were evicted
+        manager was reset since. Its `evicted` lists the pages whose blocks were evicted
         for it, in that order, of all groups one after another.
 
 Raises:
@@ -610,7 +610,7 @@ Args:
       .def("order", &PyBlockManager::order, "keys"_a.none(), nb::kw_only(),
            "renew"_a.none() = false,
            nb::sig("def order(self, keys: " KEYS ", *, renew: bool = False) -> None"),
-           R"(Orders the eviction of a prompt that was stored in several steps: its end goes first.
+           R"(Orders the eviction of a prompt that was stored in several steps, so that its end goes first.
 
 Not needed if each store names all keys of the prompt so far. Does not count as a use, so
 "arc" does not treat the blocks as frequently used.

@@ -58,8 +58,7 @@ def test_another_kind_of_cache_is_refused() -> None:
             """\
 ValueError: the cache does not fit the host pool: tensors[0]: uint8 [blocks, 41] in the
 cache, uint8 [blocks, 40] in the host pool; make the pool from this layout
-TypeError: gpu is a list of 2 PagedLayouts; pass a PagedLayout, as when the handler was
-made""",
+TypeError: gpu is a list of 2 PagedLayouts; pass a PagedLayout, as before""",
         )
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 

@@ -159,7 +159,7 @@ class Groups:
             wanted = f"a list of {count_of(len(self.pools), 'PagedLayout')}"
             raise TypeError(
                 f"gpu is {_describe(gpu)}; pass {wanted if self.is_list else 'a PagedLayout'}, as "
-                "when the handler was made"
+                "before"
             )
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
         if groups.device != self.device:

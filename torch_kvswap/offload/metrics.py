@@ -62,9 +62,9 @@ class ChannelMetrics:
         streams (int): streams that exist now.
         events (int): events that exist now.
         jobs_by_copy_method (dict[str, int]): jobs done, by copy method.
-        relayed_bytes (dict[int, int]): bytes given to each relay so far, by its GPU. The other
-            bytes went over the own link.
-        exchanged_bytes (int): bytes that came from other ranks so far, by an exchange.
+        relayed_bytes (dict[int, int]): bytes given to each relay so far, by its GPU.
+        exchanged_bytes (int): bytes that came from other ranks so far, by an exchange. All others
+            went over the link of the cache's GPU.
         submit (Histogram): host time in the submitting call.
         queue (Histogram): time in the software queue.
         copy (Histogram): time copying, without the waits before the copy.

@@ -176,9 +176,9 @@ class PrefixCache(NotCopyable):
             memory, which other processes may share: `"file:PATH"` or a path,
             `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a PageStore, which close() closes.
             Needs the package xxhash. See docs/below.md.
-        below_model (str | tuple[str, int, int] | None): with `below`, the model, its revision, and
-            the order of axes of equal size, also if the keys cover them; of a part of the model,
-            with the rank of this process and the number of ranks. See docs/below.md.
+        below_model (str | tuple[str, int, int] | None): required with `below`, even if the keys
+            cover it: the model, its revision, and the order of axes of equal size. For a part of
+            the model, (name, rank of this process, number of ranks). See docs/below.md.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
 
@@ -691,6 +691,8 @@ class PrefixCache(NotCopyable):
         forgotten. See OffloadHandler.rebind().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
+        if not self._is_list and not isinstance(gpu, PagedLayout):
+            raise TypeError(f"gpu is {kind_of(gpu)}; pass a PagedLayout, as before")
         handler, manager = self._handler, self.manager
         rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
         with self._recording:  # evict() stores of the old cache, or forgets it
@@ -702,6 +704,8 @@ class PrefixCache(NotCopyable):
         Raises RuntimeError if there is none.
         """
         if self._below is None:
+            if isinstance(self.manager, RemoteManager):
+                raise RuntimeError("a server has its own second tier, and does not count here")
             raise RuntimeError("this prefix cache has no second tier; make it with `below=`")
         return self._below.stats()
 

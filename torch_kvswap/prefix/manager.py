@@ -39,7 +39,7 @@ class Lookup(NamedTuple):
         pending (int): blocks of the keys, in all groups, that are still being stored, including
             blocks behind `found`. With full attention, keys behind the first missing one do not
             count. If it is not 0, a later lookup may find more. If it is 0 and load() or
-            prepare_load() has returned None, blocks are missing that no job is storing.
+            prepare_load() has returned None, blocks are missing, and no job is storing them.
         asking (int): keys behind `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
     """
@@ -143,7 +143,7 @@ class BlockManager(NotCopyable, native.BlockManager):
             that can be used already; None is all. grow() adds more.
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
-            it. Counts are kept for as many keys as there are pages, the latest ones.
+            it. Counts are kept for the latest keys, as many as there are pages.
         below_policy (str | None): which blocks a second tier gets: "reused", those that a load or
             touch() has used since they were stored; "all"; None is none.
 
@@ -225,7 +225,7 @@ class BlockManager(NotCopyable, native.BlockManager):
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """The blocks that must be on the GPU to go on after a prefix.
 
-        All other blocks of the prefix are those that a window or a state has left behind.
+        The other blocks of the prefix lie behind a window or a state, and are not needed.
 
         Args:
             prefix (int): length in units, such as `Lookup.ready`.

@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_kvswap._C import StoreReservation, WriteReservation
-from torch_kvswap._native.arguments import count_of
+from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.below import threads
@@ -450,9 +450,14 @@ class Tier:
         *arguments: Sequence[Any],
     ) -> list[bool]:
         """What the store answers for each key."""
-        answers = [bool(answer) for answer in direction.call(ask, method, *arguments)]
+        answers = direction.call(ask, method, *arguments)
+        name = getattr(method, "__name__", repr(method))
+        what = f"{name}() of {count_of(len(arguments[0]), 'key')} returned"
+        if not isinstance(answers, Iterable):
+            raise TypeError(f"{what} {kind_of(answers)}, not a list of bool")
+        answers = [bool(answer) for answer in answers]
         if len(answers) != len(arguments[0]):
-            raise ValueError(f"{len(answers)} answers for {count_of(len(arguments[0]), 'key')}")
+            raise ValueError(f"{what} {count_of(len(answers), 'answer')}")
         return answers
 
     def _fail_read(self, ask: _Ask, error: Exception, pages: int) -> None:

@@ -543,12 +543,19 @@ def test_a_failed_read_is_told_and_pauses(
 
 
 @pytest.mark.parametrize(
-    ("answer", "problem"), [(None, "TypeError("), ([True], "ValueError('1 answers for 8 keys')")]
+    ("answer", "problem"),
+    [
+        (None, "TypeError('exists() of 8 keys returned None, not a list of bool')"),
+        ([True], "ValueError('exists() of 8 keys returned 1 answer')"),
+    ],
 )
 def test_a_method_that_forgets_its_answers_has_failed(
     answer: Any, problem: str, store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "exists", lambda keys: answer)
+    def exists(keys: list[str]) -> Any:
+        return answer
+
+    monkeypatch.setattr(store, "exists", exists)
     with logged() as messages:
         assert reader.load(PROMPT) == 0
     assert messages[0].startswith(f"reading from MemoryStore pauses for 1 s: {problem}")
@@ -810,7 +817,7 @@ torch_kvswap.below.PageStore
 TypeError: below_model is None; name the model and its revision, because others may use
 the same pages, or pass (name, rank, number of ranks)
 
-ValueError: below_model[1] is 1; it must be 0 to 0
+ValueError: below_model[1] is 1; it must be 0
 
 ValueError: below_policy is 'none'; it can be reused or all
 
