@@ -112,7 +112,7 @@ CACHES = {  # groups of layers, as (tensor, bytes used), and bytes of the rows o
     "shared": ([[(0, 4096), (1, 4096)], [(0, 4096), (1, 2048)]], [4096, 4096], {}, ""),
     "padded": ([[(0, 4000), (1, 4096)]], [4096, 4096], {}, "tensor 1 lies at byte 4096, not 4000"),
     "apart": ([[(0, 4096)], [(1, 4096)]], [4096, 4096], {}, "tensor 1 lies at byte 4096, not 0"),
-    "chunks": ([[(0, 4096)]], [4096], {"chunk": 3}, "3 blocks of a layer lie one behind"),
+    "chunks": ([[(0, 4096)]], [4096], {"chunk": 3}, "3 blocks of a layer lie one after"),
 }
 
 

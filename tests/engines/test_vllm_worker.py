@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from patience import in_time
+from patience import PATIENCE, in_time
 from torch import Tensor
 from vllm_contract import KVSwapWorker, base, caches, common
 
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.kv_layouts import group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
-from torch_kvswap.results import TransferError
+from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import OffloadHandler
+from torch_kvswap.results import CorruptedPageError, TransferError
 
 PAGES = 16
 GROUPS = {  # of layers, as (tensor, bytes used), and the bytes of the rows of each tensor
@@ -239,3 +248,95 @@ def test_a_failed_copy_is_told_once(device, chunk, direction, waits, monkeypatch
     assert "failed: error 700" in caplog.text
     assert checked.worker.get_finished() == []
     checked.worker.shutdown()
+
+
+# vLLM's caches as layouts, and its transfers as lists of ids
+
+
+def test_layers_sharing_a_tensor_are_one_slab():
+    (layout,) = group_layouts(caches([[(0, 16), (0, 48), (0, 32)]], [64], "cpu"))
+    assert layout.sizes.tolist() == [48]
+
+
+@pytest.mark.parametrize(
+    ("refs", "names"),
+    [
+        ([0, 1], ["a", "b"]),
+        ([1, 0], ["a", "b"]),
+        ([0], ["a to b, tensor 0"]),
+        ([0, 1, 2, 3], [f"a to b, tensor {tensor}" for tensor in range(4)]),
+        ([0, 0], ["b"]),
+    ],
+)
+def test_tensors_are_named_after_their_layers(refs, names):
+    cache = caches([[(tensor, 16) for tensor in refs]], [16] * 4, "cpu")
+    (layout,) = group_layouts(cache, layers=[["a", "b"]])
+    assert layout.names == tuple(names)
+
+
+def test_places_are_in_the_order_of_blocks():
+    gpu = base.GPULoadStoreSpec([1, 2, 3, 4, 5], group_sizes=[2, 0, 3], block_indices=[2, 0, 4])
+    move = read_move(gpu, common.CPULoadStoreSpec([7, 6, 8, 9]), [True] * 3, 3)
+    assert move.places(3) == [(1, 7), (2, 6), (3, 8), (4, 8), (5, 9)]
+
+
+@pytest.mark.parametrize("pages", [[7], [7, 8, 9]])
+def test_pages_that_do_not_fit_are_refused(pages):
+    gpu = base.GPULoadStoreSpec([1, 2, 3], group_sizes=[3], block_indices=[0])
+    said = "but its groups of [3] blocks starting at [0] need 3 and 2"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_move(gpu, common.CPULoadStoreSpec(pages), [True], 2)
+
+
+# The workers of an engine with equal caches share one host pool
+
+
+def pools_of_two(layouts: Sequence[PagedLayout]) -> list[Callable[[], HostPool]]:
+    """What the two workers of an engine, which are threads, are given."""
+    said: Future[Any] = Future()
+    both = threading.Barrier(2, timeout=PATIENCE)
+
+    def make(rank: int) -> HostPool:
+        def broadcast(mine: Any = None) -> Any:
+            if rank == 0:
+                said.set_result(mine)
+            return said.result(PATIENCE)
+
+        group = SimpleNamespace(rank_in_group=rank, broadcast_object=broadcast, barrier=both.wait)
+        options = {"encoding": "raw", "verify": "load", "pin_in_background": False}
+        return replicated_pool(layouts[rank], 6, 2, group=group, **options)
+
+    with ThreadPoolExecutor(2) as threads:
+        return [threads.submit(make, rank).result for rank in range(2)]
+
+
+def test_a_worker_loads_what_another_stored():
+    """With checksums, by which it notices damage."""
+    gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
+    layouts = [PagedLayout([one]) for one in gpu]
+    pools = [result() for result in pools_of_two(layouts)]
+    first, second = map(OffloadHandler, layouts, pools)
+    first.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[4, 5]).synchronize()
+    second.load(page_ids=[4, 5], gpu_block_ids=[7, 6, 5, 4]).synchronize()
+    assert torch.equal(gpu[1][[7, 6, 5, 4]], gpu[0][:4])
+    pools[0].pages[4, 1, 9] ^= 1
+    with pytest.raises(CorruptedPageError, match="GPU block 3, page 4, slot 1"):
+        second.load(page_ids=[4, 5], gpu_block_ids=[2, 3, 1, 0]).synchronize()
+    for pool in pools:
+        pool.close()
+
+
+def test_when_worker_0_fails_others_are_told():
+    first, other = pools_of_two([None, PagedLayout([torch.zeros(8, 64)])])
+    with pytest.raises(TypeError, match="layout is None"):
+        first()
+    with pytest.raises(RuntimeError, match="worker 1 got no host pool, because worker 0"):
+        other()
+
+
+def test_a_worker_that_fails_holds_up_no_other():
+    layouts = [PagedLayout([torch.zeros(8, size, dtype=torch.uint8)]) for size in (64, 32)]
+    first, other = pools_of_two(layouts)
+    with pytest.raises(ValueError, match="the handle is for other pages"):
+        other()
+    first().close()

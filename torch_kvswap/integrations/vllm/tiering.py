@@ -46,9 +46,9 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
             why = self._why_theirs(kv_caches, chunks)
             if why:
                 _log.info(
-                    "vLLM's own worker moves the KV-cache blocks, because %s in the chunks of its "
-                    "tiers, where torch_kvswap puts them otherwise. A copy that fails ends the "
-                    "engine, and the host waits for what is loaded in a step",
+                    "vLLM's own worker moves the KV-cache blocks, because torch_kvswap would lay "
+                    "out the chunks of its tiers differently: %s. A failed copy ends the engine, "
+                    "and the host waits for loads in a step",
                     why,
                 )
                 return theirs
@@ -78,7 +78,7 @@ class KVSwapTieringSpec(TieringOffloadingSpec):
             chunks (Sequence[Tensor]): vLLM's chunks of each of its tensors, [chunks, bytes].
         """
         if self.blocks_per_chunk > 1:
-            return f"{self.blocks_per_chunk} blocks of a layer lie one behind the other"
+            return f"{self.blocks_per_chunk} blocks of a layer lie one after another"
         if self.config.canonical_layout and not all(
             ref.mapping.num_writers == 1
             and [run.fragment_size for run in ref.mapping.runs] == [ref.page_size_bytes]
