@@ -103,7 +103,7 @@ class WorkerPart(OffloadingConnectorWorker):
         kv_cache_config: Any,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._names_blocks = _can_name_blocks(kv_cache_config)
+        self._recomputes_blocks = _can_recompute_blocks(kv_cache_config)
         # The next step is scheduled before vLLM hears of this step's failures.
         self._is_ahead = vllm_config.max_concurrent_batches > 1
         self._writes_first = _writes_first(vllm_config, kv_cache_config)
@@ -114,7 +114,7 @@ class WorkerPart(OffloadingConnectorWorker):
         self._in_step_job: Job | None = None  # that does them all
         self._waited = -1  # layer group
         self._metadata: Any = None
-        self._next_is_spoiled = False
+        self._drops_next_stores = False
         self._stores: set[int] = set()  # that have not ended
 
     @property
@@ -125,8 +125,8 @@ class WorkerPart(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's, which calls it before everything else in a step. With `_writes_first` new
         blocks are written before: stores of their old contents that have not begun are dropped."""
-        if self._next_is_spoiled:
-            self._next_is_spoiled = False
+        if self._drops_next_stores:
+            self._drops_next_stores = False
             self._fail_stores(kv_connector_metadata)
         if self._writes_first:
             self._fail_stores(kv_connector_metadata, kv_connector_metadata.jobs_to_flush)
@@ -173,13 +173,13 @@ class WorkerPart(OffloadingConnectorWorker):
         failures = self._ours.take_failures() if self._ours else []
         self._failures += failures
         for failure in failures:
-            if failure.direction == "load" and self._names_blocks:
+            if failure.direction == "load" and self._recomputes_blocks:
                 self.failed_blocks |= failure.blocks
             elif failure.direction == "load":
                 self.failed_requests.add(requests[failure.number])
         if not in_step.isdisjoint(failure.number for failure in failures):
             self._fail_stores(self._metadata)
-            self._next_is_spoiled = self._is_ahead
+            self._drops_next_stores = self._is_ahead
         self._stores -= self._connector_worker_meta.completed_jobs.keys()
         if self._writes_first and self._ours:
             self._ours.hold_stream()
@@ -246,7 +246,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         most_computed: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._most_loaded = _LOADED_PER_COMPUTED * most_computed
         self._loaded = 0  # tokens of in-step loads in this step
-        self._spoiled: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps have taken
+        self._allocated: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps were given
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
         self.kv_cache_manager: Any = None
@@ -300,10 +300,10 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's."""
         meta = super().build_connector_meta(scheduler_output)
         self._in_step |= {number for number, job in meta.load_jobs.items() if job.sync}
-        taken = {copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ()}
+        allocated = {copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ()}
         for _, groups, _ in yield_req_data(scheduler_output):
-            taken.update(*(groups or ()))
-        self._spoiled.append(taken)
+            allocated.update(*(groups or ()))
+        self._allocated.append(allocated)
         self._running = set(scheduler_output.num_scheduled_tokens)
         self._loaded = 0
         return meta
@@ -355,7 +355,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         meanwhile have left blocks in the prefix cache of the GPU. All these blocks were allocated
         in the step of the load, or in the one that was scheduled before vLLM heard of the failure.
         """
-        self.kv_cache_manager.evict_blocks(set().union(*self._spoiled))
+        self.kv_cache_manager.evict_blocks(set().union(*self._allocated))
         for status in self._req_status.values():
             for state in status.group_states if status.req.is_finished() else ():
                 state.offload_keys.clear()
@@ -517,7 +517,7 @@ def _why_before_step(vllm_config: Any, kv_cache_config: Any, maker: Any) -> str:
         )
     if policy != "fail":
         return f"kv_load_failure_policy is {policy!r}"
-    if not _can_name_blocks(kv_cache_config):
+    if not _can_recompute_blocks(kv_cache_config):
         return "the model has several groups of layers, a sliding window or states"
     return "" if stages == 1 else f"pipeline_parallel_size is {stages}"
 
@@ -532,7 +532,7 @@ def _why_whole(vllm_config: Any) -> str:
     return "cudagraph_mode is FULL" if mode and mode.mixed_mode() == CUDAGraphMode.FULL else ""
 
 
-def _can_name_blocks(kv_cache_config: Any) -> bool:
+def _can_recompute_blocks(kv_cache_config: Any) -> bool:
     """Whether vLLM can recompute from any block on: with several groups it cannot tell whose block
     it is, and with a sliding window the blocks before it may be gone."""
     groups = kv_cache_config.kv_cache_groups
