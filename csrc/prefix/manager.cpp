@@ -244,7 +244,6 @@ std::vector<int64_t> BlockManager::lend(size_t count, bool wait) {
 
 void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait) {
   const auto lock = lock_for(pages.size(), wait);
-  check_lent(pages);
   Group& group = groups_.front();
   for (size_t i = pages.size(); i-- > 0;) {  // as in release_all()
     const auto page = static_cast<uint32_t>(pages[i]);
@@ -254,22 +253,7 @@ void BlockManager::publish(const std::vector<int64_t>& pages, const uint8_t* key
 
 void BlockManager::take_back(const std::vector<int64_t>& pages, bool wait) {
   const auto lock = lock_for(pages.size(), wait);
-  check_lent(pages);
   for (const int64_t page : pages) groups_.front().pages->take_back(static_cast<uint32_t>(page));
-}
-
-void BlockManager::check_lent(const std::vector<int64_t>& pages) const {
-  const Group& group = groups_.front();
-  std::vector<int64_t> sorted = pages;
-  std::sort(sorted.begin(), sorted.end());
-  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  if (twice != sorted.end()) fail<ValueError>("page ", *twice, " is named twice");
-  const auto num_pages = static_cast<int64_t>(group.options.num_pages);
-  for (const int64_t page : sorted) {
-    const bool exists = page >= 0 && page < num_pages;
-    if (!exists || group.pages->state(static_cast<uint32_t>(page)) != PageState::kLent)
-      fail<ValueError>("page ", page, " is not lent");
-  }
 }
 
 void BlockManager::abandon(int64_t id, bool wait) {

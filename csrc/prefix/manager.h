@@ -129,8 +129,8 @@ class BlockManager {
   // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
   // known yet. They ascend. A reset does not end that.
   std::vector<int64_t> lend(size_t count, bool wait);
-  // Lent pages were filled with the blocks of these keys, which are ready. A page whose key has
-  // another one is free.
+  // Lent pages, each named once, were filled with the blocks of these keys, which are ready. A page
+  // whose key has another one is free.
   void publish(const std::vector<int64_t>& pages, const uint8_t* keys, bool wait);
   // Lent pages are free.
   void take_back(const std::vector<int64_t>& pages, bool wait);
@@ -212,8 +212,6 @@ class BlockManager {
   // Throws unless these are ascending positions of pages that the reservation was made for.
   static void check_positions(const Reservation& reservation,
                               const std::vector<int64_t>& positions);
-  // Throws unless these are different pages that are lent.
-  void check_lent(const std::vector<int64_t>& pages) const;
   void release_all(const std::vector<Pin>& pins);
 
   const std::shared_ptr<EndedPages> ended_pages_ = std::make_shared<EndedPages>();

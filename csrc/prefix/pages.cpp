@@ -23,7 +23,6 @@ void Pages::take_over(const Pages& before) {
   num_lost_ = before.num_lost_;
   for (uint32_t page = before.lent_.oldest(); page != kNone;) {
     hold_forgotten(page);
-    set_state(page, PageState::kLent);
     lent_.append(table_.nodes, page);
     page = before.table_.nodes[page].after;
   }
@@ -124,14 +123,13 @@ uint32_t Pages::evict(const Admission& admission) {
 uint32_t Pages::lend() {
   const uint32_t page = num_free() > 0 ? take_free() : evict({});
   table_.nodes[page].count = 1;
-  set_state(page, PageState::kLent);
+  set_state(page, PageState::kForgotten);
   lent_.append(table_.nodes, page);
   return page;
 }
 
 void Pages::take_back(uint32_t page) {
   lent_.remove(table_.nodes, page);
-  set_state(page, PageState::kForgotten);
   release(page);
 }
 

@@ -8,9 +8,8 @@
 namespace kvswap::prefix {
 
 // kFree: the page has no key. kFilling: its key's bytes are being stored. kFilled: it has them.
-// kForgotten: its key is gone, but the page is still held. kLent: it is held for a key that
-// publish() will name.
-enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3, kLent = 4 };
+// kForgotten: its key is gone, or not named yet, but the page is held.
+enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
 
 // Which filled pages are due to be written to a second tier: none, those that were used, or all.
 enum class BelowPolicy { kNothing = 0, kReused = 1, kAll = 2 };

@@ -700,8 +700,8 @@ class PageServer:
 
     def _end_loan(self, session: _Session, pages: Sequence[int], keys: bytes | None = None) -> None:
         """Takes pages from an engine, with the blocks of these keys or without."""
-        if not session.lent.issuperset(pages):
-            raise ProtocolError("it names a page that it has not borrowed")
+        if not session.lent.issuperset(pages) or len({*pages}) < len(pages):
+            raise ProtocolError("it names a page that it has not borrowed, or one twice")
         if keys is None:
             self._manager._take_back(pages)
         else:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from below_engine import BLOCK_BYTES, key_of
+from logged import logged
 from patience import PATIENCE, in_time
 from served_engine import Process, server_process, serving
 
@@ -23,6 +24,7 @@ from torch_kvswap.prefix import client, engine_sessions
 from torch_kvswap.prefix.client import RemotePools, describe
 from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession, WorkerSession
 from torch_kvswap.prefix.manager import BlockStats
+from torch_kvswap.prefix.protocol import Op, pack
 from torch_kvswap.prefix.server import PageServer
 
 
@@ -130,6 +132,17 @@ def test_held_pages_are_not_evicted(path: str) -> None:
             a.store([name])
         a.find([0])
         assert b.indices("abcd") == []
+
+
+def test_no_page_is_given_back_twice(path: str) -> None:
+    with serving(path) as server:
+        with split(path, "a") as a:
+            page = a.take(1)[0]
+            with logged() as messages:
+                a._send(pack(Op.GIVE_BACK, [page, page]))
+                a.until(lambda: a.losses)
+            assert "it names a page that it has not borrowed, or one twice" in messages[0]
+        assert in_time(lambda: stats(server).free_pages == stats(server).pages)
 
 
 def test_a_key_stored_twice_keeps_one_page(path: str) -> None:

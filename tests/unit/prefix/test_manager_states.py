@@ -150,15 +150,11 @@ class Machine(RuleBasedStateMachine):
             self.model.page_of.setdefault(key, page)
             self.model.fill(key, page)
             self.model.release([page])
-        with pytest.raises(ValueError, match=f"page {min(pages)} is not lent"):
-            self.manager._publish(pages, keys)
 
     @precondition(lambda self: self.lent)
     @rule(count=st.integers(1, 4))
     def take_back(self, count: int) -> None:
         pages, self.lent = self.lent[:count], self.lent[count:]
-        with pytest.raises(ValueError, match=f"page {pages[0]} is named twice"):
-            self.manager._take_back([*pages, pages[0]])
         self.manager._take_back(pages)
         self.model.release(pages)
 
