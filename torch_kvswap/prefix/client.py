@@ -404,8 +404,8 @@ class RemoteManager(Session):
         made = self._new_reservation(is_load=True)
         with self._lock:
             answer = self._ask(Op.ASK, [Ask.LOAD, made.id], keys)
-            pages, _ = _split_numbers(answer[4:], len(keys)) if answer else ([], [])
-            if sum(map(len, pages)) * KEY_BYTES < sum(map(len, keys)) or not answer:
+            pages = _split(answer, keys)
+            if pages is None:
                 self._drop(made.id)
                 return None
             made.pages = self._open[made.id] = pages
@@ -520,10 +520,12 @@ class RemoteManager(Session):
             answer = self._ask(Op.BORROW, [made.id, lease.id if lease is not None else 0], keys)
             if self._connection is None:
                 self._dropped += 1
-            if not answer:
+            numbers = _split(answer, keys)
+            if numbers is None:
                 self._drop(made.id)
                 return None
-            pages, indices = _split_numbers(answer, len(keys))
+            indices = [np.flatnonzero(of_group >= 0) for of_group in numbers]
+            pages = [of_group[its] for of_group, its in zip(numbers, indices, strict=True)]
             if any(map(len, pages)):
                 self._open[made.id] = pages
             else:
@@ -571,13 +573,13 @@ class RemoteManager(Session):
         return read_keys(keys, len(self.groups), self._is_list)
 
 
-def _split_numbers(numbers: array[int], groups: int) -> tuple[list[Any], list[Any]]:
-    """The pages of each group, whose counts come first, and then the indices of their keys, if
-    these are said."""
-    every, counts = np.asarray(numbers), numbers[:groups]
-    ends = list(accumulate([*counts, *counts], initial=groups))
-    of_groups = [every[start:end] for start, end in pairwise(ends)]
-    return of_groups[:groups], of_groups[groups:]
+def _split(answer: array[int] | None, keys: list[bytes]) -> list[Int64Array] | None:
+    """The number of each key, by group; None if the answer is nothing."""
+    ends = list(accumulate((len(of_group) // KEY_BYTES for of_group in keys), initial=0))
+    if answer is None or len(answer) < ends[-1]:
+        return None
+    numbers: Int64Array = np.asarray(answer)
+    return [numbers[start:end] for start, end in pairwise(ends)]
 
 
 class RemotePools:

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 from torch_kvswap.prefix.client import RemotePools, Session, connect_to
@@ -60,17 +60,17 @@ class Held(NamedTuple):
     """What a server holds of a list of keys.
 
     Attributes:
-        id (int): its number; 0 for nothing.
-        pages (list[int]): of the keys that are held.
-        indices (Sequence[int]): of these keys.
-        in_front (int): so many keys in front are there, arrive, or are being asked for below; -1 if
-            all are held.
+        id (int): its number.
+        answers (list[int]): for each key the page that is held, ARRIVES or ABSENT.
     """
 
     id: int
-    pages: list[int]
-    indices: Sequence[int]
-    in_front: int
+    answers: list[int]
+
+    @property
+    def pages(self) -> list[int]:
+        """Those that are held."""
+        return [page for page in self.answers if page >= 0]
 
 
 class SchedulerSession(Session):
@@ -205,15 +205,21 @@ class SchedulerSession(Session):
         """
         first = next(self._numbers)
         self._numbers = count(first + len(keys))
-        asked = [len(one) // KEY_BYTES for one in keys]
-        message = pack_keys(Op.ASK, [Ask.HOLD, first], keys)
-        self._send(message, lambda answer: then(_read_held(first, asked, answer)))
+        counts = [len(one) // KEY_BYTES for one in keys]
+
+        def read(answer: array[int]) -> None:
+            numbers = iter(answer)
+            answers = [list(islice(numbers, asked)) for asked in counts]
+            then([Held(number, its) for number, its in enumerate(answers, first)])
+
+        self._send(pack_keys(Op.ASK, [Ask.HOLD, first], keys), read)
 
     def end_hold(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
         """Ends what hold() has reserved. Nobody finds the blocks on failed pages any more."""
         for one in held:
-            rejected = [at for at, page in enumerate(one.pages) if page in failed] if failed else ()
-            if one.id:
+            pages = one.pages
+            rejected = [at for at, page in enumerate(pages) if page in failed] if failed else ()
+            if pages:
                 self._send(pack(Op.END, [one.id, Outcome.DONE, *rejected]))
 
     def begin_load(self, held: Sequence[Held]) -> None:
@@ -278,9 +284,8 @@ class SchedulerSession(Session):
             self._send(pack(Op.BORROW, [0, missing]), partial(self._borrowed, missing))
 
     def _borrowed(self, asked: int, answer: array[int]) -> None:
-        pages = answer[1:]
-        self._free += pages
-        self._is_borrowing, self._is_short = False, len(pages) < asked
+        self._free += answer
+        self._is_borrowing, self._is_short = False, len(answer) < asked
 
     def touch(self, keys: bytes) -> None:
         """See BlockManager.touch()."""
@@ -293,17 +298,3 @@ class SchedulerSession(Session):
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""
         self._send(pack(Op.STATS, [0]), lambda numbers: then(BlockStats(*numbers)))
-
-
-def _read_held(first: int, asked: Sequence[int], answer: array[int]) -> list[Held]:
-    held, at = [], 0
-    for number, keys in enumerate(asked, first):
-        found, _, _, asking, count = answer[at : at + 5]
-        pages, at = answer[at + 5 : at + 5 + count].tolist(), at + 5 + count
-        if count == keys:
-            held.append(Held(number, pages, range(count), -1))
-            continue
-        indices = answer[at : at + count].tolist()
-        at += count
-        held.append(Held(number if count else 0, pages, indices, found + asking))
-    return held

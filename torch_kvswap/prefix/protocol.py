@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 13
+VERSION = 14
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -41,15 +41,13 @@ class Op(IntEnum):
     HELLO = 1  # JSON, and open_lock(). Behind the answer come the PoolHandles
     MEET = 2  # JSON. The answer comes when the others have come
     # Ask, number, keys of one list or of several: what is held of them has this number and those
-    # that follow. The answer for each list: a Lookup, and for what is to be held: of each group the
-    # number of pages held, the pages, and unless all keys are held the indices of theirs.
+    # that follow. The answer: see Ask.
     ASK = 3
     # With keys: number, lease, keys. Lends a page for each key that has none. These are pending
     # until END says with this number how their store has ended. A lease that is not 0 is the number
-    # under which the pages of all keys are held, too. The answer: of each group the number of pages
-    # lent, the pages, the indices of their keys; nothing if there is not enough room; or it is
-    # refused.
-    # Without: 0, and how many pages of the first group at most. The answer: how many, the pages.
+    # under which the pages of all keys are held, too. The answer: for each key the page, or ABSENT:
+    # none is lent for it; nothing if there is not enough room; or it is refused.
+    # Without: 0, and how many pages of the first group at most. The answer: the pages.
     BORROW = 4
     STATS = 5  # group. The answer: BlockStats
     RESET = 6  # the answer: no number
@@ -68,10 +66,15 @@ class Op(IntEnum):
 class Ask(IntEnum):
     """What ASK does."""
 
-    LOOK = 0  # holds nothing
+    LOOK = 0  # holds nothing. Answer: a Lookup for each list
     AGAIN = 1  # the same, for a lookup that was counted before
-    HOLD = 2  # holds the keys that are ready. If they are not all, the others are looked up
-    LOAD = 3  # holds all keys, or none; this is a use
+    HOLD = 2  # holds the keys that are ready. Answer: for each key its page, ARRIVES or ABSENT
+    LOAD = 3  # holds all keys, or none; this is a use. Answer: for each key its page, or nothing
+
+
+# Of a key without a page. ASKED: no answer has come. ARRIVES: it is being stored, or read from the
+# second tier, which may still be asked. ABSENT: neither.
+ASKED, ARRIVES, ABSENT = -1, -2, -3
 
 
 class Outcome(IntEnum):

@@ -16,9 +16,12 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch_kvswap._C import Reservation, StoreReservation
+import numpy as np
+
+from torch_kvswap._C import LoadReservation, Reservation, StoreReservation
 from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.descriptors import Descriptors
@@ -35,6 +38,8 @@ from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.protocol import (
+    ABSENT,
+    ARRIVES,
     JOINING,
     MAGIC,
     READ_BYTES,
@@ -57,7 +62,7 @@ _LOCK_SECONDS = 0.1  # between checks whether a dead engine's forked children ha
 _PAUSE_SECONDS = 1.0  # without new connections, after the file descriptors have run out
 _TIER_SECONDS = 1.0  # between checks for calls of the tier that have timed out
 _MAX_LENT_SHARE = 1 / 4  # of the pages that may be lent, divided among the borrowers
-_NOTHING = Lookup(0, 0, 0)
+_NOTHING, _NO_PAGES = Lookup(0, 0, 0), np.empty(0, np.int64)
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 
 
@@ -625,18 +630,13 @@ class PageServer:
 
     def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:
         """What is answered for a list of keys whose pages are to be held."""
-        call = self._manager.prepare_load if how == Ask.LOAD else self._manager._hold
-        held = call(of_groups)
-        counts = [0] * len(of_groups) if held is None else list(map(len, held.pages))
-        is_part = sum(counts) * KEY_BYTES < sum(map(len, of_groups))
-        looks_on = is_part and how == Ask.HOLD
-        answer = array("q", self._look(of_groups, True) if looks_on else _NOTHING)
-        answer.extend(counts)
+        is_load = how == Ask.LOAD
+        held = self._manager.prepare_load(of_groups) if is_load else self._manager._hold(of_groups)
         if held is not None:
             session.held.setdefault(number, []).append(held)
-            for numbers in (*held.pages, *(held.key_indices if is_part else ())):
-                answer.frombytes(numbers.tobytes())
-        return answer
+        elif is_load:
+            return array("q")
+        return _page_of_each(of_groups, held, partial(self._look, of_groups, again=True))
 
     def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
         number, outcome, *rejected = numbers.tolist()
@@ -669,7 +669,7 @@ class PageServer:
         share = max(int(self._pages.pools[0].num_pages * _MAX_LENT_SHARE / (lent_to + 1)), 1)
         pages = self._manager._lend(max(min(most, share - len(session.lent)), 0)).tolist()
         session.lent.update(pages)
-        self._answer(session, [len(pages), *pages])
+        self._answer(session, pages)
 
     def _borrow_for(
         self, session: _Session, number: int, lease: int, of_groups: list[bytes]
@@ -686,10 +686,7 @@ class PageServer:
             session.held[number] = [store]
         if store.lease is not None:
             session.held[lease] = [store.lease]
-        answer = array("q", map(len, store.pages))
-        for numbers in (*store.pages, *store.key_indices):
-            answer.frombytes(numbers.tobytes())
-        self._answer(session, answer)
+        self._answer(session, _page_of_each(of_groups, store))
 
     def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
         resets, *pages = numbers.tolist()
@@ -735,6 +732,24 @@ class PageServer:
         if generation == self._generation and ended is not None and ended.pid == session.pid:
             self._end_session(ended)
         self._end_session(session)
+
+
+def _page_of_each(
+    keys: list[bytes],
+    reserved: LoadReservation | StoreReservation | None,
+    look: Callable[[], Lookup] = lambda: _NOTHING,
+) -> array[int]:
+    """For each key the page that is reserved for it. look: finds out which of the others arrive."""
+    answer = array("q")
+    for group, of_group in enumerate(keys):
+        numbers = _NO_PAGES if reserved is None else reserved.pages[group]
+        if len(numbers) * KEY_BYTES < len(of_group):
+            found, numbers = look(), np.full(len(of_group) // KEY_BYTES, ABSENT, np.int64)
+            numbers[: found.found + found.asking] = ARRIVES  # a scheduler has one group
+            if reserved is not None:
+                numbers[reserved.key_indices[group]] = reserved.pages[group]
+        answer.frombytes(numbers.tobytes())
+    return answer
 
 
 def _refuse(connection: socket.socket, why: str) -> None:

@@ -310,7 +310,7 @@ def test_engines_wait_as_long_as_their_server_says(path: str) -> None:
         PageServer(path, PAGE_BYTES, deadline=0)
 
 
-@pytest.mark.parametrize("within", ["next_message", "_split_numbers"])
+@pytest.mark.parametrize("within", ["next_message", "_split"])
 def test_an_interrupted_call_reserves_nothing(
     within: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,12 +23,10 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     usage_of,
 )
 from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession
+from torch_kvswap.prefix.protocol import ABSENT, ARRIVES, ASKED
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
-# What a request knows of a key without a page. ASKED: the server was asked, or will be. ARRIVES: it
-# is being stored, or read from the second tier of the server. ABSENT: neither.
-_ASKED, _ARRIVES, _ABSENT = -1, -2, -3
 _MOST_KEYS = 8192  # in one request to the server
 _STATS_SECONDS = 1.0
 
@@ -37,7 +35,7 @@ class _Asked(Access):
     """What a request has asked the server for.
 
     Attributes:
-        answers (dict[bytes, int]): the page of each key, which is held, or one of the above.
+        answers (dict[bytes, int]): the page of each key, which is held, ASKED, ARRIVES or ABSENT.
         unknown (list[bytes]): keys to ask for at the end of the step.
         held (list[Held]): the pages.
         step (int): the last step that has looked something up.
@@ -53,7 +51,7 @@ class _Asked(Access):
     def ask(self, keys: Iterable[Key]) -> None:
         """Asks for keys again that are there, as far as is known."""
         for key in keys:
-            if self.answers.setdefault(key, _ASKED) == _ASKED:
+            if self.answers.setdefault(key, ASKED) == ASKED:
                 self.unknown.append(key)
 
     def take_held(self) -> list[Held]:
@@ -118,12 +116,12 @@ class SharedManager(HostManager):
             return 0
         answers = asked.answers
         if not answers and not self._storing:
-            answers.update(zip(keys, repeat(_ASKED)))
+            answers.update(zip(keys, repeat(ASKED)))
             asked.unknown += keys
             return None
         hits, is_deferred = 0, False
         for key in keys:
-            if answers.get(key, _ABSENT) < 0:
+            if answers.get(key, ABSENT) < 0:
                 result = self._look(key, asked)
                 if result is _MISS:
                     break
@@ -151,15 +149,15 @@ class SharedManager(HostManager):
         if page is None:
             if key in self._storing:
                 return _PENDING
-            asked.answers[key] = _ASKED
+            asked.answers[key] = ASKED
         elif page >= 0:
             return _HIT
-        elif page == _ASKED:
+        elif page == ASKED:
             return _RETRY
         asked.unknown.append(key)  # what is there only later is asked for again
         if page is None:
             return _RETRY
-        return _PENDING if page == _ARRIVES or key in self._storing else _MISS
+        return _PENDING if page == ARRIVES or key in self._storing else _MISS
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -172,7 +170,7 @@ class SharedManager(HostManager):
         if not keys:
             return CPULoadStoreSpec([])
         asked = _Asked.of(req_context, self._cache, starts=True)
-        pages = list(map(asked.answers.get, keys, repeat(_ABSENT)))
+        pages = list(map(asked.answers.get, keys, repeat(ABSENT)))
         if min(pages) < 0:
             raise RuntimeError(
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
@@ -329,15 +327,12 @@ class SharedManager(HostManager):
             if asked.cache is not self._cache:
                 self._session.end_hold([held])
                 continue
-            found = keys
-            if len(held.indices) < len(keys):
-                found = [keys[at] for at in held.indices]
-                asked.answers.update(dict.fromkeys(keys[: held.in_front], _ARRIVES))
-                asked.answers.update(dict.fromkeys(keys[held.in_front :], _ABSENT))
-                for key in set(keys).difference(found):
+            answers = dict(zip(keys, held.answers, strict=True))
+            asked.answers.update(answers)
+            for key, page in answers.items():
+                if page < 0:
                     self._known.pop(key, None)
-            asked.answers.update(zip(found, held.pages, strict=True))
-            self._know(found)
+            self._know(key for key, page in answers.items() if page >= 0)
             asked.held.append(held)
             asked.step = self._step  # the step that begins may look for it
             self._active.add(asked)
