@@ -106,7 +106,6 @@ def measure(rank: int, options: Namespace, path: str, barrier: Any, results: Any
     ]
     layout = PagedLayout(tensors)
     pool = shared_pool(layout, most, rank, options.gpus, path)
-    pages = pool.pages.view(torch.int64).view(most, shape.layers, words)
     handlers = {
         "own link": OffloadHandler(layout, pool),
         "exchange": OffloadHandler(layout, pool, exchange=(rank, options.gpus)),
@@ -128,7 +127,7 @@ def measure(rank: int, options: Namespace, path: str, barrier: Any, results: Any
                 if sample >= 2:
                     of_rank[way].append(seconds)
                 if sample in (0, options.samples):
-                    of_rank["wrong"] += wrong_blocks(tensors, pages, *ids)
+                    of_rank["wrong"] += wrong_blocks(tensors, *ids)
                 barrier.wait()
         found.append(of_rank)
     results.put(found)
@@ -136,15 +135,18 @@ def measure(rank: int, options: Namespace, path: str, barrier: Any, results: Any
         handler.close()
 
 
-def wrong_blocks(
-    tensors: list[torch.Tensor], pages: torch.Tensor, loaded: torch.Tensor, blocks: torch.Tensor
-) -> int:
-    wrong = torch.zeros(len(blocks), dtype=torch.bool)
+def wrong_blocks(tensors: list[torch.Tensor], pages: torch.Tensor, blocks: torch.Tensor) -> int:
+    """How many blocks do not have the numbers of these pages. Zeroes all."""
+    device, words = tensors[0].device, tensors[0].shape[1]
+    pages, blocks = pages.to(device), blocks.to(device)
+    wrong = torch.zeros(len(blocks), dtype=torch.bool, device=device)
     for layer, tensor in enumerate(tensors):
-        wrong |= (tensor[blocks.to(tensor.device)].cpu() != pages[loaded, layer]).any(1)
+        first = (pages * len(tensors) + layer) * words
+        wrong |= (tensor[blocks] != first[:, None] + torch.arange(words, device=device)).any(1)
         tensor.zero_()
+    found = int(wrong.sum())
     torch.cuda.synchronize()
-    return int(wrong.sum())
+    return found
 
 
 def shared_pool(layout: PagedLayout, count: int, rank: int, ranks: int, path: str) -> HostPool:

@@ -11,7 +11,7 @@ namespace kvswap {
 namespace {
 
 constexpr std::chrono::milliseconds kTick{1};
-constexpr std::chrono::seconds kMaxLeaving{1};
+constexpr double kMaxSecondsToDrain = 1;
 // At least as high as any number of a piece; waits compare as signed numbers.
 constexpr uint64_t kPoison = uint64_t{1} << 62;
 // A rank may have begun this many loads more than another one has seen the end of: twice the number
@@ -201,19 +201,19 @@ bool Exchange::rings_are_idle() const {
 
 bool Exchange::leave() noexcept {
   if (!thread_.joinable()) return true;
-  const auto until = std::chrono::steady_clock::now() + kMaxLeaving;
-  const auto wait = [&](const auto& is_over) {
+  const auto wait = [&](double seconds, const auto& is_over) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     while (!is_over() && std::chrono::steady_clock::now() < until)
       std::this_thread::sleep_for(kTick);
   };
   // What this rank has loaded, the others have almost loaded, too.
-  wait([&] {
+  wait(deadline_, [&] {
     return !is_open() || std::all_of(memory_.ranks, memory_.ranks + ranks_, [&](const Rank& rank) {
       return rank.phase != kReady || rank.right >= own().right;
     });
   });
   end(kLeft);
-  wait([&] { return rings_are_idle(); });
+  wait(kMaxSecondsToDrain, [&] { return rings_are_idle(); });
   const bool is_idle = rings_are_idle();
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -72,8 +72,9 @@ class Exchange {
   std::string failure_of(uint64_t load);
   // Ends it for all ranks, if it has not ended.
   void end(End why) noexcept;
-  // Ends it as far as this rank is concerned, within a second: nothing more is begun. False if a
-  // stream of this rank or of another one may still read a ring.
+  // Ends it when the other ranks have what this one has loaded, or after the deadline. Then waits
+  // up to a second for all streams. False if one, of this rank or of another, may still read a
+  // ring.
   bool leave() noexcept;
 
  private:
