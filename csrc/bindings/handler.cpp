@@ -556,6 +556,7 @@ void bind_layouts(nb::module_& module) {
       .def(
           "add_relay", [](CopyMethodOptions& of, int device) { of.relays.push_back(device); },
           "device"_a)
+      .def_rw("may_exchange", &CopyMethodOptions::may_exchange)
       .def_ro("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
 }

@@ -368,7 +368,9 @@ void CopyPlanner::set_up_states(const Channels& channels) {
 void CopyPlanner::set_up(const Channels& channels, bool needs_kernels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
-  const bool stages = chooser_.may_choose(CopyMethod::kStaged);
+  const bool may_exchange =
+      options_.may_exchange && options_.copy_method < 0 && !options_.without_kernels;
+  const bool stages = chooser_.may_choose(CopyMethod::kStaged) || may_exchange;
   if (!stages && !needs_kernels && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);

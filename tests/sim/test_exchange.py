@@ -46,6 +46,17 @@ def kernels_of(group: Ranks, rank: int) -> int:
     return epoch * 1000000 + int(found[1])
 
 
+@needs_kernels
+@simulated
+def test_large_fragments_are_exchanged(driver: Driver) -> None:
+    """Which are not staged otherwise."""
+    options = {"fragment": 1 << 20, "copy_method": "auto", "staging_bytes": 64 << 20}
+    with Ranks(driver, **options) as group:
+        group.finish(*group.load_all(LARGE, LARGE[::-1]))
+        assert group.is_right()
+        assert min(group.exchanged) > 0
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("fragment", [1 << 15, 300 * KIB + 48])
 @needs_kernels

@@ -274,6 +274,7 @@ class OffloadHandler(NotCopyable):
         for pool in groups.pools:
             pool._check_new_user(assigns_pages)
         ranks = read_exchange(exchange, groups.device, groups.pools)
+        options.may_exchange = ranks is not None
         for relay in usable_relays(groups.device, relays):
             options.add_relay(relay)
         self._tags: dict[int, object] = {}  # of jobs that poll() has not reported
