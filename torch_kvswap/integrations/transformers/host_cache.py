@@ -73,7 +73,8 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
                 )
         if len(full) < 2:
             raise NotImplementedError(
-                f"{len(full)} of {len(layers)} layers have full attention; use a DynamicCache"
+                f"{len(full)} of {len(layers)} layers have full attention, and a HostCache needs "
+                "two; use a DynamicCache"
             )
         read_encoding(encoding)
         options = {"encoding": encoding, "verify": read_verify(verify)}
@@ -226,7 +227,8 @@ class _HostLayers:
         if layer != self.step % self.layers:
             raise RuntimeError(
                 f"layer {layer} of those with full attention comes after layer "
-                f"{(self.step - 1) % self.layers}: a forward pass did not end; reset() the cache"
+                f"{(self.step - 1) % self.layers}: a forward pass did not end, or the HostCache "
+                "has another model's config; reset() it, or make another one"
             )
         if self.lengths[layer] + tokens > self.max_tokens:
             raise ValueError(
