@@ -27,7 +27,8 @@ def read_part(part: object, name: str = "part") -> tuple[int, int] | None:
     if part is None:
         return None
     if not isinstance(part, tuple) or len(part) != 2:
-        raise TypeError(f"{name} is {kind_of(part)}; it must be a tuple of a rank and their number")
+        given = repr(part) if isinstance(part, tuple) else kind_of(part)
+        raise TypeError(f"{name} is {given}; pass a tuple, (rank, number of ranks)")
     world = read_int(f"{name}[1]", part[1], 1)
     return read_int(f"{name}[0]", part[0], 0, world - 1), world
 

@@ -316,7 +316,7 @@ def test_a_wrong_part_is_refused() -> None:
 ValueError: part is (0, 2), but shared is False, so that nobody has the others; pass
 shared=True, or leave part out
 ValueError: part[0] is 2; it must be 0 to 1
-TypeError: part is an int; it must be a tuple of a rank and their number
+TypeError: part is an int; pass a tuple, (rank, number of ranks)
 ValueError: rank is 2; it must be 0 to 1
 ValueError: blocks of 8192 bytes do not fit into slots of 4096 bytes; make the pool from
 the layout with the largest slots""",
