@@ -13,7 +13,7 @@ from simulated_cache import needs_kernels, run_until
 from simulated_driver import Driver, on_device, simulated
 from staged_bytes import expect, numbers
 
-from torch_kvswap import DeviceLostError, HostPool
+from torch_kvswap import DeviceLostError, HostPool, PrefixCache
 
 KIB, MIB = 1 << 10, 1 << 20
 KINDS = pytest.mark.parametrize("kind", ["store", "load"])
@@ -287,6 +287,29 @@ def test_wrong_relays_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         RelayedCache(driver, relays=relays)
+
+
+@needs_kernels
+@simulated
+def test_a_prefix_cache_has_relays(driver: Driver) -> None:
+    whole = numbers(2, 40, 1 << 15)
+    before = whole.clone()
+    layout = on_device(driver, whole)
+    keys = [bytes([number]) * 32 for number in LARGE]
+    options = {"copy_method": "staged", "staging_bytes": MIB, "relays": (1,)}
+    with gain_of(2.0), PrefixCache(layout, HostPool(layout, num_pages=40), **options) as prefixes:
+        store = prefixes.store(keys, LARGE, after=()).job
+        assert store is not None
+        store.synchronize()
+        prefixes.poll()
+        whole.zero_()
+        load = prefixes.load(keys, LARGE, after=())
+        assert load is not None
+        load.synchronize()
+        assert torch.equal(whole[:, LARGE], before[:, LARGE])
+        metrics = prefixes.metrics()
+        for channel in (metrics.stores, metrics.loads):
+            assert channel.relayed_bytes[1] > channel.bytes // 4
 
 
 @needs_kernels

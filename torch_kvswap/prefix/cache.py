@@ -171,7 +171,7 @@ class PrefixCache(NotCopyable):
         store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
             leave the GPU cache.
         eviction_policy, store_threshold: see BlockManager.
-        copy_method, staging_bytes: see OffloadHandler.
+        copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier for pages that leave host
             memory, which other processes may share: `"file:PATH"` or a path,
             `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a PageStore, which close() closes.
@@ -209,6 +209,7 @@ class PrefixCache(NotCopyable):
         store_threshold: int = 1,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        relays: Sequence[int] = (),
         below: str | os.PathLike[str] | PageStore | None = None,
         below_model: str | tuple[str, int, int] | None = None,
         below_policy: BelowPolicy = "reused",
@@ -240,7 +241,7 @@ class PrefixCache(NotCopyable):
         self.manager = manager
         self._reservations = for_jobs = manager._for_jobs()
         self._are_ready = ready == [pool.num_pages for pool in pools]
-        self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes)
+        self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
         if below is not None:
             self._open_below(below, formats, for_jobs)
 
@@ -251,6 +252,7 @@ class PrefixCache(NotCopyable):
         store_policy: str,
         copy_method: str | None,
         staging_bytes: int,
+        relays: Sequence[int],
     ) -> None:
         """Initializes a prefix cache of any kind."""
         self._is_list = of_handler.is_list
@@ -266,7 +268,8 @@ class PrefixCache(NotCopyable):
         self._was_overwritten = False  # a recorded block, as was warned
         self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
-        self._handler._open(of_handler, copy_method, staging_bytes, assigns_pages=True)
+        options = copy_method, staging_bytes
+        self._handler._open(of_handler, *options, assigns_pages=True, relays=relays)
 
     @classmethod
     def connect(
@@ -282,6 +285,7 @@ class PrefixCache(NotCopyable):
         store_policy: Literal["eager", "lazy"] = "eager",
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        relays: Sequence[int] = (),
     ) -> PrefixCache:
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
@@ -300,7 +304,7 @@ class PrefixCache(NotCopyable):
                 the number of pages.
             model (str | tuple[str, int, int]): see below_model of PrefixCache.
             blocks_per_page, encoding, verify: of the pages; see HostPool.
-            store_policy, copy_method, staging_bytes: see PrefixCache.
+            store_policy, copy_method, staging_bytes, relays: see PrefixCache.
 
         Raises:
             TypeError: an argument has a wrong type.
@@ -329,7 +333,7 @@ class PrefixCache(NotCopyable):
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
             made.manager = made._reservations = manager
             made._are_ready = True
-            made._open(of_handler, of_layers, store_policy, copy_method, staging_bytes)
+            made._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
         except BaseException:
             manager.close()
             served.close()
