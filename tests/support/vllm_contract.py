@@ -112,7 +112,6 @@ def _contract() -> dict[str, types.ModuleType]:
 
     plain = ("OffloadingManager", "OffloadingWorker", "RequestOffloadingContext", "LoadStoreSpec")
     base = {name: type(name, (), {}) for name in plain}
-    base["OffloadingManager"].on_reset_flushed = lambda self: None
     for one in (LookupResult, Medium, ReqContext, PrepareStoreOutput, OffloadingEvent):
         base[one.__name__] = one
     for one in (CanonicalKVCacheTensor, CanonicalKVCacheRef, CanonicalKVCaches):

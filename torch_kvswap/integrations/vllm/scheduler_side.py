@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -25,39 +26,9 @@ FAILURES, PAGES = "kvswap:transfer_failures", "kvswap:pages"  # a counter and a 
 Usage = dict[tuple[str, ...], float]  # gauges, by name and values of labels
 
 
-class OpenLoads(dict[tuple[str, frozenset[Key]], list[_Load]], Generic[_Load]):
-    """Loads that have not ended, by request and keys.
-
-    A request may load the same keys several times at once. These loads are interchangeable.
-    """
-
-    def add(self, req_context: base.ReqContext, keys: Iterable[Key], load: _Load) -> None:
-        """A load of exactly these keys has begun."""
-        self.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
-
-    def take(self, req_context: base.ReqContext, keys: Collection[Key]) -> _Load:
-        """One load of exactly these keys has ended.
-
-        Raises:
-            RuntimeError: none is open.
-        """
-        name = req_context.req_id, frozenset(keys)
-        if name not in self:
-            raise RuntimeError(
-                f"request {req_context.req_id}: no load of these {len(keys)} chunks is open"
-            )
-        load = self[name].pop()
-        if not self[name]:
-            del self[name]
-        return load
-
-    def all(self) -> Iterator[_Load]:
-        """The loads of all requests."""
-        return chain.from_iterable(self.values())
-
-
-class HostManager(base.OffloadingManager):
-    """The common part of the managers of host memory and of a server.
+class HostManager(base.OffloadingManager, Generic[_Load]):
+    """The common part of the managers of host memory and of a server. Only the scheduler's thread
+    calls the methods.
 
     Args:
         info (Mapping[str, Any] | None): what config_info() reports.
@@ -68,6 +39,10 @@ class HostManager(base.OffloadingManager):
         self._cache = Cache(self)
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._sizes: list[int] = []  # chunks per store since get_stats()
+        # Loads that have not ended, by request and keys. A request may load the same keys several
+        # times at once. These loads are interchangeable.
+        self._loads: dict[tuple[str, frozenset[Key]], list[_Load]] = {}
+        self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
@@ -77,6 +52,60 @@ class HostManager(base.OffloadingManager):
             int | None: the hits in front of it. None if vLLM must look them up again in a later
                 step.
         """
+
+    @abstractmethod
+    def _begin_load(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> tuple[_Load, Any] | None:
+        """Holds the pages of keys. Returns the load, and the pages; None if a key has no page."""
+
+    @abstractmethod
+    def _end_load(self, load: _Load, keys: Collection[Key]) -> None:
+        """Lets go of the pages of a load. Forgets the chunks on failed pages."""
+
+    def prepare_load(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.LoadStoreSpec:
+        """Holds the pages of keys, which lookup() has just found, until the load has ended.
+
+        Raises:
+            RuntimeError: a key has no page.
+        """
+        if not keys:
+            return CPULoadStoreSpec([])
+        begun = self._begin_load(keys, req_context)
+        if begun is None:
+            raise RuntimeError(
+                f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are on "
+                "the host; vLLM loads only what lookup() has just found"
+            )
+        load, pages = begun
+        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        return CPULoadStoreSpec(pages)
+
+    def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        """Ends one load of exactly these keys by this request.
+
+        Raises:
+            RuntimeError: none is open.
+        """
+        if not keys:
+            return
+        name = req_context.req_id, frozenset(keys)
+        loads = self._loads.get(name)
+        if loads is None:
+            raise RuntimeError(
+                f"request {req_context.req_id}: no load of these {len(keys)} chunks is open"
+            )
+        load = loads.pop()
+        if not loads:
+            del self._loads[name]
+        self._end_load(load, keys)
+
+    def on_reset_flushed(self) -> None:
+        """Frees the pages of jobs that were open at a reset."""
+        while self._flushed:
+            self._flushed.pop()()
 
     def fail_pages(self, pages: Iterable[int]) -> None:
         """Names pages that an open store could not write, or an open load could not read. When it
@@ -106,12 +135,12 @@ class HostManager(base.OffloadingManager):
         return stats
 
 
-class KVSwapManager(HostManager):
+class KVSwapManager(HostManager[LoadReservation]):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
     A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
     needs. Behind sliding windows it looks up one key at a time, for as long as a request waits, so
-    lookup() reads a Python dict. Only the scheduler's thread calls the methods.
+    lookup() reads a Python dict.
 
     A prompt is evicted from its end, although vLLM stores it in several steps: chunks to store are
     ordered directly behind the chunk in front of them, and when the request finishes, all its
@@ -143,8 +172,6 @@ class KVSwapManager(HostManager):
         self._states: dict[Key, base.LookupResult | StoreReservation] = {}
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
         self._stores: dict[StoreReservation, list[Key]] = {}
-        self._loads: OpenLoads[LoadReservation] = OpenLoads()
-        self._flushed: list[_Reservation] = []  # open at a reset, until their jobs have ended
         self._was_reset = False
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
@@ -168,34 +195,21 @@ class KVSwapManager(HostManager):
         found = self._blocks.lookup(fold_keys(keys), again=True)
         return None if found.pending else found.found
 
-    def prepare_load(
+    def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
-    ) -> base.LoadStoreSpec:
-        """Holds the pages of the keys for a load.
-
-        Raises:
-            RuntimeError: a key is not stored.
-        """
-        if not keys:
-            return CPULoadStoreSpec([])
+    ) -> tuple[LoadReservation, Any] | None:
         folded = fold_keys(keys)
         load = self._blocks.prepare_load(folded)
         if load is None:
-            raise RuntimeError(
-                f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
-                "stored; vLLM loads only what lookup() has just found"
-            )
-        self._loads.add(req_context, keys, load)
+            return None
         access = Access.of(req_context, self._cache, starts=True)
         access.see(req_context, keys, is_reused=True)
         placed = access.sort(keys)
         self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
-        return CPULoadStoreSpec(load.pages)
+        return load, load.pages
 
-    def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends one load of exactly these keys by this request."""
-        if keys:
-            self._record_event(self._end(self._loads.take(req_context, keys)), removed=True)
+    def _end_load(self, load: LoadReservation, keys: Collection[Key]) -> None:
+        self._record_event(self._end(load), removed=True)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest, even while they are being stored. A reuse counts
@@ -308,16 +322,11 @@ class KVSwapManager(HostManager):
         if stored := self._ready(self._states):
             self._record_event(stored, removed=True)
         self._blocks.reset()
-        self._flushed += self._loads.all()
-        self._flushed += self._stores
+        for reservation in (*chain(*self._loads.values()), *self._stores):
+            self._flushed.append(partial(self._blocks.fail, reservation))
         for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()
         self._cache, self._was_reset = Cache(self), True
-
-    def on_reset_flushed(self) -> None:
-        """Frees the pages that were reserved at a reset."""
-        while self._flushed:
-            self._blocks.fail(self._flushed.pop())
 
     def take_events(self) -> Iterable[Any]:
         taken, self._events = self._events or [], None if self._events is None else []

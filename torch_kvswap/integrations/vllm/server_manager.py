@@ -4,9 +4,9 @@ server, which engines share (docs/serve.md)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -18,7 +18,6 @@ from torch_kvswap.integrations.vllm.access import Access, Cache
 from torch_kvswap.integrations.vllm.scheduler_side import (
     HostManager,
     Key,
-    OpenLoads,
     Usage,
     usage_of,
 )
@@ -62,7 +61,7 @@ class _Asked(Access):
         return held
 
 
-class SharedManager(HostManager):
+class SharedManager(HostManager[list[Held]]):
     """vLLM's OffloadingManager on the pages of a server.
 
     lookup() never waits. It says RETRY for a key that it does not know, and vLLM looks on; at the
@@ -74,8 +73,7 @@ class SharedManager(HostManager):
     keys are published. Another engine may have stored them meanwhile: then its page stays. An
     engine without requests gives its pages back.
 
-    Without a server nothing is found and nothing is stored. Only the scheduler's thread calls the
-    methods.
+    Without a server nothing is found and nothing is stored.
 
     Args:
         session (SchedulerSession): of this engine.
@@ -93,8 +91,6 @@ class SharedManager(HostManager):
         # again when they are offered.
         self._known: dict[Key, None] = {}
         self._storing: dict[Key, int] = {}  # their pages
-        self._loads: OpenLoads[list[Held]] = OpenLoads()
-        self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
         self._losses, self._resets = session.losses, session.resets
         self._step, self._is_new_step = 1, True
         self._usage: Usage = {}
@@ -159,38 +155,23 @@ class SharedManager(HostManager):
             return _RETRY
         return _PENDING if page == ARRIVES or key in self._storing else _MISS
 
-    def prepare_load(
+    def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
-    ) -> base.LoadStoreSpec:
-        """The pages of keys that lookup() has just found. They are held until the load has ended.
-
-        Raises:
-            RuntimeError: a key was not found.
-        """
-        if not keys:
-            return CPULoadStoreSpec([])
+    ) -> tuple[list[Held], Any] | None:
         asked = _Asked.of(req_context, self._cache, starts=True)
         pages = list(map(asked.answers.get, keys, repeat(ABSENT)))
         if min(pages) < 0:
-            raise RuntimeError(
-                f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
-                "held; vLLM loads only what lookup() has just found"
-            )
+            return None
         held = asked.take_held()
         self._session.begin_load(held)
-        self._loads.add(req_context, keys, held)
         asked.see(req_context, keys)
         self._session.touch(fold_keys(asked.sort(keys)))
-        return CPULoadStoreSpec(pages)
+        return held, pages
 
-    def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends one load of exactly these keys by this request."""
-        if not keys:
-            return
-        held = self._loads.take(req_context, keys)
-        self._session.end_load(held, self._failed)
+    def _end_load(self, load: list[Held], keys: Collection[Key]) -> None:
+        self._session.end_load(load, self._failed)
         if self._failed:
-            pages = {page for one in held for page in one.pages}
+            pages = {page for one in load for page in one.pages}
             if not self._failed.isdisjoint(pages):
                 for key in keys:
                     self._known.pop(key, None)
@@ -281,18 +262,15 @@ class SharedManager(HostManager):
         """
         for asked in self._active:
             self._session.end_hold(asked.take_held())
-        self._flushed += (partial(self._session.end_load, held) for held in self._loads.all())
+        self._flushed += (
+            partial(self._session.end_load, held) for held in chain(*self._loads.values())
+        )
         pages = list(self._storing.values())
         self._flushed.append(partial(self._session.end_store, pages, [], b""))
         for known in (self._loads, self._storing, self._failed):
             known.clear()
         self._session.reset()
         self._forget()
-
-    def on_reset_flushed(self) -> None:
-        """Frees the pages that were reserved at a reset."""
-        while self._flushed:
-            self._flushed.pop()()
 
     def get_stats(self) -> OffloadingConnectorStats:
         """The usage is that of the server."""
