@@ -143,7 +143,7 @@ def _options(arguments: list[str]) -> Namespace:
     parser = new_parser(__doc__, of_gpu=False)
     add = parser.add_argument
     add("--pages", type=count, default=1_000_000)
-    add("--blocks", type=count, default=1000, help="of a prompt")
+    add("--blocks", type=count, default=1000, help="blocks per prompt")
     add("--samples", type=count, default=100, help="prompts for which each call is timed")
     add("--server", action="store_true")
     add("--trace", type=Path)

@@ -133,9 +133,9 @@ def comparison_parser(description: str | None, samples: int, cold_samples: int) 
     parser = new_parser(description)
     add = parser.add_argument
     add_transfers(parser)
-    add("--blocks", type=count, nargs="+", help="in a transfer")
-    add("--samples", type=count, default=samples, help="rounds in a cell, after the warm-up rounds")
-    text = "rounds in a cell in which other work is done before each transfer and each copy"
+    add("--blocks", type=count, nargs="+", help="blocks per transfer")
+    add("--samples", type=count, default=samples, help="rounds per cell, after the warm-up")
+    text = "rounds per cell with other work before each transfer and each copy"
     add("--cold-samples", type=int, default=cold_samples, help=text)
     text = f"for the whole program; cells then have fewer rounds, but {LEAST} at least"
     add("--time-limit", type=float, metavar="SECONDS", help=text)

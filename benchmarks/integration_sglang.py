@@ -47,9 +47,14 @@ def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=count, default=9)
-    add("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="numbers of shapes")
+    add("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which shapes, by number")
     add("--blocks", type=int, nargs="*", default=BLOCKS)
-    add("--layout", choices=("page_first", "layer_first"), default="page_first", help="of HiCache")
+    add(
+        "--layout",
+        choices=("page_first", "layer_first"),
+        default="page_first",
+        help="memory layout of HiCache",
+    )
     options = parser.parse_args(arguments)
     device = device_of(options)
     install(on_gpu=device.type == "cuda")

@@ -79,13 +79,13 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--block-tokens", type=int, nargs="+", help="tokens in a block (16 64 256)")
     add("--blocks", type=int, nargs="+", help="blocks of the request that is preempted (64 512)")
-    add("--samples", type=count, default=5, help="preemptions in a cell, of each manager, at least")
-    add("--rounds", type=count, default=3, help="of generations, at least")
-    add("--seconds", type=float, default=90, help="for both, which go on until then")
-    add("--requests", type=count, default=16, help="prompts in a generation")
-    add("--tokens", type=count, default=32, help="tokens that each prompt generates")
+    add("--samples", type=count, default=5, help="least preemptions per cell and manager")
+    add("--rounds", type=count, default=3, help="least rounds of generations")
+    add("--seconds", type=float, default=90, help="time for both, which go on until then")
+    add("--requests", type=count, default=16, help="prompts per generation")
+    add("--tokens", type=count, default=32, help="tokens generated per prompt")
     add("--layers", type=count, default=16)
-    add("--kv-heads", type=count, default=4, help="of 64 numbers each")
+    add("--kv-heads", type=count, default=4, help="heads of 64 values")
     return parser
 
 

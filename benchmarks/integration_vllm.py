@@ -135,14 +135,14 @@ def _parser() -> ArgumentParser:
     numbers |= {"long_tokens": 32768, "long_new": 2048, "tensor_parallel": 1}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
-    add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
+    add("--seconds", type=float, default=90.0, help="no turn begins after this time")
     add("--cpu-gib", type=float, default=10.0)
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
     add("--dtype", default="bfloat16")
-    add("--backend", default="FLASH_ATTN", help="of attention")
-    add("--tier", type=Path, help="a folder for the files of tiers, which are removed at the end")
+    add("--backend", default="FLASH_ATTN", help="attention backend")
+    add("--tier", type=Path, help="folder for the files of tiers, removed at the end")
     add("--eager", action="store_true", help="no CUDA graphs: launches take most of the time then")
-    add("--logs", type=Path, help="where vLLM's words go; by default nowhere")
+    add("--logs", type=Path, help="folder for vLLM's logs; default: none")
     add("--preload", help="a file that each engine runs first, on machines without a GPU")
     return parser
 

@@ -64,7 +64,12 @@ def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add_transfers(parser)
-    add("--staging-mib", type=count, default=DEFAULT_STAGING_BYTES >> 20, help="of a handler")
+    add(
+        "--staging-mib",
+        type=count,
+        default=DEFAULT_STAGING_BYTES >> 20,
+        help="staging_bytes of a handler",
+    )
     text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
     add("--time-limit", type=float, metavar="SECONDS", help=text)
     return parser

@@ -33,7 +33,9 @@ def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--chunk", type=count, default=8192)
-    parser.add_argument("--new-tokens", type=count, default=4, help="decoded after the prompt")
+    parser.add_argument(
+        "--new-tokens", type=count, default=4, help="tokens decoded after the prompt"
+    )
     parser.add_argument("--layers", type=count, default=32)
     parser.add_argument("--heads", type=count, default=32)
     parser.add_argument("--kv-heads", type=count, default=8)

@@ -25,7 +25,7 @@ def new_parser(description: str | None, of_gpu: bool = True) -> ArgumentParser:
         epilog="The exit code is 1 if bytes are wrong.",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     if of_gpu:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         parser.add_argument("--device", choices=("cpu", "cuda"), default=default)

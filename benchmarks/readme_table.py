@@ -32,7 +32,7 @@ Row = tuple[str, int]  # shape and number of blocks
 
 def main(arguments: list[str]) -> int:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="to the README, over its table")
+    parser.add_argument("--write", action="store_true", help="replace the table of the README")
     options = parser.parse_args(arguments)
     table = readme_table()
     if not options.write:

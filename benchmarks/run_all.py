@@ -26,10 +26,10 @@ def main() -> int:
     """Returns 1 if a benchmark failed or found wrong bytes."""
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--json", type=Path, metavar="DIR", help="keep the figures there, NAME.json each")
-    add("--machine", metavar="NAME", help="in the names of these files: bandwidth-NAME.json")
+    add("--json", type=Path, metavar="DIR", help="folder for the figures, a NAME.json each")
+    add("--machine", metavar="NAME", help="part of these file names: bandwidth-NAME.json")
     add("--only", nargs="+", choices=SHARES, default=list(SHARES), metavar="NAME")
-    text = "for all of them; a program takes longer where a few samples of each cell need it"
+    text = "time for all programs; one takes longer if a few samples of each cell need it"
     add("--seconds", type=float, default=420.0, help=text)
     options = parser.parse_args()
     left = max(0.0, options.seconds - START * len(options.only))

@@ -53,9 +53,9 @@ class Shape:
 def add_transfers(parser: ArgumentParser) -> None:
     """Options that say which transfers are measured."""
     add = parser.add_argument
-    text = "of a block, layers x KiB: 64x32"
+    text = "shapes of a block, layers x KiB: 64x32"
     add("--shapes", type=Shape.parse, nargs="+", help=text)
-    text = "of the layers in memory; default: both"
+    text = "how the layers lie in memory; default: both"
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help=text)
 
 

@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32 if on_gpu else 4)
     parser.add_argument("--kv-heads", type=int, default=8 if on_gpu else 2)
     parser.add_argument("--buffers", type=int, default=3)
-    parser.add_argument("--block", type=int, default=256 if on_gpu else 64, help="tokens")
+    parser.add_argument("--block", type=int, default=256 if on_gpu else 64, help="tokens per block")
     parser.add_argument("--encoding", choices=("raw", "lossless"), default="lossless")
     parser.add_argument("--control", action="store_true", help="leave out the waits")
     of = parser.parse_args()

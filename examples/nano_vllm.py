@@ -155,7 +155,7 @@ def first_tokens(llm: Any, prompt: list[int]) -> tuple[float, list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder with a Qwen3 model")
-    parser.add_argument("--tokens", type=int, default=15872, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=15872, help="length of the prompt")
     arguments = parser.parse_args()
     longest = arguments.tokens + 8
     llm = HostLLM(arguments.model, 16 << 30, max_model_len=longest, max_num_batched_tokens=longest)

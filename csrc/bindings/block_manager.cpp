@@ -577,12 +577,12 @@ Raises:
           R"(Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
 
 Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks are
-forgotten: a lookup finds the blocks in front of them only.
+forgotten: a lookup finds only the blocks before them.
 
 Args:
     reservation (Reservation): from prepare_load(), prepare_store() or preempt().
-    rejected (Sequence[int]): positions of pages with a block in `Result.rejected`, in
-        reservation.pages, those of all groups one after another; ascending.
+    rejected (Sequence[int]): ascending positions in reservation.pages (all groups one after
+        another) of the pages with a block in `Result.rejected`.
 
 Raises:
     TypeError: rejected is no list of integers.

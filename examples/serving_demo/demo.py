@@ -45,23 +45,30 @@ def read_device(text: str) -> torch.device:
 def parser() -> ArgumentParser:
     made = ArgumentParser("python examples/serving_demo", description=__doc__)
     made.add_argument("--device", type=read_device, default="cpu", help="cpu (default) or cuda")
-    made.add_argument("--requests", type=positive, default=24)
-    made.add_argument("--new-tokens", type=positive, default=48, help="of each request")
-    made.add_argument("--gpu-blocks", type=int, default=40, help=f"of {BLOCK_SIZE} tokens")
+    made.add_argument("--requests", type=positive, default=24, help="number of prompts")
+    made.add_argument(
+        "--new-tokens", type=positive, default=48, help="tokens generated for each request"
+    )
+    made.add_argument(
+        "--gpu-blocks",
+        type=int,
+        default=40,
+        help=f"size of the cache, in blocks of {BLOCK_SIZE} tokens",
+    )
     made.add_argument(
         "--encoding",
         choices=("raw", "lossless"),
         default="raw",
-        help="of the host pages; lossless keeps keys and values in bfloat16",
+        help="how host pages keep blocks; lossless uses bfloat16 keys and values",
     )
-    made.add_argument("--seed", type=int, default=0, help="of the weights and the prompts")
+    made.add_argument("--seed", type=int, default=0, help="for random weights and prompts")
     made.add_argument(
         "--control", action="store_true", help="zero one loaded block: the tokens must change"
     )
     made.add_argument(
         "--server",
         metavar="PATH",
-        help="of a `python -m torch_kvswap serve`, which keeps the host cache for several demos",
+        help="socket of a `python -m torch_kvswap serve`, which several demos can share",
     )
     made.add_argument(
         "--plot", metavar="FILE", help="draw the times to first token; needs matplotlib"

@@ -1,7 +1,7 @@
 """Report what this installation can do on this machine.
 
 Without --measure it does not initialise CUDA, so it does not disturb other processes. Exits with 1
-if something is at fault.
+if it finds a fault.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _host_memory() -> str:
     room, file = min(rooms, default=(0, ""))
     text = f"{max(room, 0) / 2**30:.1f} GiB available{file}" if rooms else "of unknown size"
     if (locked := system.memlock_limit()) is not None:
-        text += f"; locked memory {locked} bytes, which drivers need not obey"
+        text += f"; limit on locked memory: {locked} bytes, which a driver may ignore"
     return text if system.offers_huge_pages() else f"{text}; no transparent huge pages"
 
 
@@ -185,11 +185,13 @@ def main(arguments: list[str]) -> int:
     """Runs the command.
 
     Returns:
-        int: the exit code; 1 if something is at fault, 2 if there is no GPU to measure.
+        int: the exit code; 1 if it finds a fault, 2 if there is no GPU to measure.
     """
     parser = argparse.ArgumentParser("python -m torch_kvswap doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="for programs and bug reports")
-    parser.add_argument("--measure", action="store_true", help="time a big copy with each GPU")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, for programs and bug reports"
+    )
+    parser.add_argument("--measure", action="store_true", help="time a large copy with each GPU")
     options = parser.parse_args(arguments)
     found = report()
     if options.measure:

@@ -1,6 +1,6 @@
 """Keep host pages for the engines of this machine: one memory and one index for all of them.
 
-Engines connect with PrefixCache.connect(PATH, ...). The memory is made for the first one, and is
+Engines connect with PrefixCache.connect(PATH, ...). The memory is allocated for the first one, and
 freed when this program and all engines have ended. SIGTERM and Ctrl-C end it; engines go on
 without host pages.
 """
@@ -25,18 +25,18 @@ def main(arguments: list[str]) -> int:
     be had."""
     parser = argparse.ArgumentParser("python -m torch_kvswap serve", description=__doc__)
     add = parser.add_argument
-    add(
-        "--socket", required=True, metavar="PATH", help="where engines connect; made with mode 0600"
-    )
-    add("--memory", required=True, type=_bytes, help="of all pages, such as 64GiB")
-    add("--below", help="a store for pages that leave memory, such as file:PATH")
-    add("--below-policy", choices=BELOW_POLICIES, default="reused", help="which pages it gets")
+    add("--socket", required=True, metavar="PATH", help="socket at which engines connect")
+    text = "memory for all pages, such as 64GiB"
+    add("--memory", required=True, metavar="SIZE", type=_bytes, help=text)
+    add("--below", metavar="STORE", help="second tier, such as file:PATH")
+    text = "which pages the second tier gets"
+    add("--below-policy", choices=BELOW_POLICIES, default="reused", help=text)
     add(
         "--deadline",
         type=float,
         default=DEADLINE,
         metavar="SECONDS",
-        help="that an engine waits for an answer before it gives this server up",
+        help="how long an engine waits for an answer before it gives up this server",
     )
     options = parser.parse_args(arguments)
     below = options.below, options.below_policy
