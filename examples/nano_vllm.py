@@ -1,4 +1,5 @@
 """nano-vllm with its prefixes in host memory: nothing of it is patched, three classes are derived.
+For an engine of your own, serving_demo/engine.py is easier to copy from.
 
     pip install git+https://github.com/GeeeekExplorer/nano-vllm
     python examples/nano_vllm.py MODEL
@@ -37,8 +38,10 @@ class HostBlockManager(BlockManager):
         seq.on_gpu = super().can_allocate(seq)
         if seq.on_gpu < 0:
             return -1
+        was_asked = hasattr(seq, "keys")
         seq.keys = self.hasher.lookup_keys(seq.token_ids)
-        return int(seq.on_gpu + self.prefixes.lookup(seq.keys[seq.on_gpu :]).ready)
+        found = self.prefixes.lookup(seq.keys[seq.on_gpu :], again=was_asked)
+        return int(seq.on_gpu + found.ready)
 
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
         super().allocate(seq, seq.on_gpu)

@@ -139,7 +139,7 @@ class Model:
         """The logits, float32 [T, VOCAB], of tokens, int64 [T], at positions start, start + 1, ...
 
         Writes their keys and values to the blocks of `table`, which must already hold the positions
-        before `start`. Positions behind the tokens are masked, and may hold any finite values.
+        before `start`. Positions behind the tokens are masked, and may hold anything.
         """
         positions = self.positions[start : start + len(tokens)]
         blocks, slots = table[positions // self.block_size], positions % self.block_size
@@ -149,6 +149,7 @@ class Model:
             q, k, v = self._queries_keys_values(layer, rms_norm(x, (DIM,)), start)
             kv_cache[:, blocks, slots] = torch.stack((k, v)).to(kv_cache.dtype)
             keys, values = kv_cache.index_select(1, table).flatten(1, 2).float()
+            values[start + len(tokens) :] = 0  # a weight of 0 does not mask NaN
             x = x + linear(attention(q, keys, values, unseen), layer.out)
             gate, up = linear(rms_norm(x, (DIM,)), layer.gate_up).chunk(2, -1)
             x = x + linear(silu(gate) * up, layer.down)

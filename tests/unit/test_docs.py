@@ -7,7 +7,6 @@ import inspect
 import pkgutil
 import re
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,19 +146,12 @@ def test_the_reference_has_every_public_member(path):
     assert not [name for name in names if not is_documented(kind, name, options[path])]
 
 
-# The examples of the docs that are parts of a scheduler work in one.
+# The example of preemption works in a scheduler.
 
 
 def examples_of(page):
     text = (ROOT / "docs" / page).read_text()
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-def on_the_cpu(code, *changes):
-    for large, small in (('"cuda"', '"cpu"'), *changes):
-        assert code.count(large) == 1
-        code = code.replace(large, small)
-    return code
 
 
 @pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
@@ -185,58 +177,3 @@ def test_the_preemption_example_runs_without_a_gpu(becomes, monkeypatch):
         first = 4 if becomes == "loaded" else 11
         assert rows[11:, 0].tolist() == list(range(first, first + 7))
         assert prefixes.release(names["held"]) == (becomes == "pending")
-
-
-@pytest.fixture
-def scheduler(monkeypatch):
-    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
-    code = on_the_cpu(examples_of("scheduler.md")[0])
-    names = {}
-    exec(code, names)
-    assert names["scheduler"].running == [names["request"]]
-    assert names["request"].num_valid == 5
-    gpu = kvs.PagedLayout([torch.arange(12, dtype=torch.float32)[:, None].repeat(1, 4)])
-    with kvs.OffloadHandler(gpu, kvs.HostPool(gpu, num_pages=8)) as handler:
-        made = names["Scheduler"](handler)
-        made.running.append(names["Request"]([made.free_blocks.pop() for _ in range(5)], [], 5))
-        yield made
-
-
-def make_results(scheduler, monkeypatch, **changes):
-    """Lets poll() report all jobs with these changes."""
-    poll = scheduler.handler.poll
-    monkeypatch.setattr(
-        scheduler.handler, "poll", lambda *of: [replace(each, **changes) for each in poll(*of)]
-    )
-
-
-def test_the_documented_scheduler_moves_a_request(scheduler):
-    (request,) = scheduler.running
-    assert scheduler.preempt(request)
-    assert (scheduler.running, len(scheduler.free_pages), len(scheduler.free_blocks)) == ([], 3, 7)
-    scheduler.poll()
-    assert (scheduler.swapped, len(scheduler.free_blocks)) == ([request], 12)
-    assert scheduler.resume(request)
-    scheduler.poll()
-    assert (scheduler.running, scheduler.swapped) == ([request], [])
-    assert request.num_valid == 5
-    assert sorted(scheduler.free_pages) == list(range(8))
-    assert sorted(scheduler.free_blocks + request.blocks) == list(range(12))
-    (rows,) = scheduler.handler.layouts[0].tensors
-    assert rows[request.blocks, 0].tolist() == [11, 10, 9, 8, 7]
-
-
-@pytest.mark.parametrize(
-    ("state", "rejected", "valid"), [("cancelled", (), 0), ("failed", (2, 3), 2)]
-)
-def test_the_documented_scheduler_recomputes_after_failures(
-    scheduler, monkeypatch, state, rejected, valid
-):
-    (request,) = scheduler.running
-    scheduler.preempt(request)
-    scheduler.poll()
-    make_results(scheduler, monkeypatch, state=state, rejected=rejected)
-    scheduler.resume(request)
-    scheduler.poll()
-    assert (scheduler.running, request.num_valid) == ([request], valid)
-    assert (len(request.blocks), len(scheduler.free_pages)) == (5, 8)
