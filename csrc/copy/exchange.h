@@ -18,11 +18,10 @@ namespace kvswap {
 // ring, and unpacks the other pieces from the rings of the other ranks (ExchangeRings).
 //
 // Words in pinned memory that all ranks share order the pieces. Streams write them and wait for
-// them; the host does not wait. The wait of a stream has no timeout. So each rank has a thread that
-// watches the words. When none has changed for the deadline, it ends the exchange, for all ranks
-// and for good, and releases the streams of its rank: it poisons the words that they wait for. What
-// they copy then may be wrong. So each load that had not ended before fails, and no ring is used
-// afterwards.
+// them; the host does not wait. The wait of a stream has no timeout, so a thread of each rank
+// watches the words. When no word has changed for the deadline, it ends the exchange for all ranks.
+// Then the threads poison the words that the streams of their ranks wait for, which go on and may
+// copy wrong bytes: loads that had not ended before fail, and no ring is used for another load.
 //
 // Any thread, unless a function says otherwise.
 class Exchange {
