@@ -79,6 +79,8 @@ class _Ask:
         reservation (StoreReservation | None): of the pages to read.
         left (int): batches of these that have not ended.
         rejected (list[int]): positions of pages that did not come.
+        absent (list[bytes]): keys that the store lacks. They count as absent from the poll() on
+            that has the answer: however slow a step is, its lookups do not ask again.
         is_over (bool): lookups are told that nothing is there.
     """
 
@@ -89,7 +91,7 @@ class _Ask:
         self.count = sum(map(len, missed)) // KEY_BYTES
         self.has_begun = self.is_over = False
         self.reservation: StoreReservation | None = None
-        self.left, self.rejected = 0, list[int]()
+        self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
 
 
 class _Batch(NamedTuple):
@@ -205,6 +207,8 @@ class Tier:
             while self._answered:  # each is taken when it has ended: Ctrl-C may come in between
                 answered = self._answered[0]
                 self._enter(answered)
+                for key in answered.absent:
+                    self._note_absent(key)
                 self._asking.pop(answered.identity, None)
                 self._answered.popleft()
             late = self._reads.find_late()
@@ -371,7 +375,7 @@ class Tier:
                 return []
             ask.left = len(batches)
             if (behind := _first(self._behind(ask.keys, units))) is not None:
-                self._note_absent(behind)
+                ask.absent.append(behind)
             return batches
 
     def _batches(self, of: StoreReservation, keys: list[bytes]) -> Iterator[_Batch]:
@@ -398,8 +402,7 @@ class Tier:
         with self._lock:
             ask.rejected += (batch.first + place for place in rejected)
             for place in rejected:
-                self._note_absent(batch.keys[place])
-                self._note_absent(ask.identity)
+                ask.absent += (batch.keys[place], ask.identity)
             ask.left -= 1
             if not ask.left:
                 self._answer(ask)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,22 @@ def test_a_lookup_asks_once_until_a_poll(store: MemoryStore, reader: Engine) -> 
     reader.prefixes.poll()
     assert reader.prefixes.lookup(keys) == (8, 8, 0, 0)
     assert store.calls == ["exists", *["get"] * 4]
+
+
+def test_a_slow_step_asks_once_for_what_is_not_there(
+    reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a request that waits while it is asking could wait for ever."""
+    passed = [0.0]
+    monkeypatch.setattr(
+        tier, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    )
+    keys = list(map(key_of, "xyz"))
+    assert reader.prefixes.lookup(keys).asking == 3
+    assert in_time(lambda: len(reader.tier._answered) == 1)
+    passed[0] = 10 * tier.ABSENT  # the step goes on
+    reader.prefixes.poll()
+    assert reader.prefixes.lookup(keys, again=True).asking == 0
 
 
 @pytest.mark.parametrize("call", ["lookup", "submit", "a control that gives it away"])
