@@ -47,7 +47,7 @@ def load() -> ModuleType:
             version = ".".join(map(str, sys.version_info[:2]))
             raise ImportError(
                 f"torch_kvswap's native library is missing: {FOLDER} has none for Python "
-                f"{version}{others}. {_installed_elsewhere()}Build it {_BUILD}."
+                f"{version}{others}. Build it {_BUILD}.{_installed_elsewhere()}"
             ) from error
         raise ImportError(
             f"torch {torch.__version__} cannot load torch_kvswap's native library {error.path}: "
@@ -74,8 +74,8 @@ def _installed_elsewhere() -> str:
     for folder in map(Path, sys.path):
         if any((folder / FOLDER.name).glob("_C.*so")):
             return (
-                f"torch_kvswap is installed in {folder}, and this source tree hides it: start "
-                "Python in another folder. Or: "
+                f" Or, for a program outside of this source tree, which hides the torch_kvswap in "
+                f"{folder}: start Python in another folder."
             )
     return ""
 

@@ -103,7 +103,7 @@ class PageFormat:
         )
         for name, found, wanted in several:
             if found != wanted:
-                return f"its {name} is {_text(found)}, not {_text(wanted)}"
+                return f"its trailer has the {name} {_text(found)} instead of {_text(wanted)}"
         return "its trailer is damaged"
 
     def enter_checksums(self, trailer: memoryview, page: int) -> None:

@@ -657,8 +657,8 @@ class PrefixCache(NotCopyable):
         Blocks that came from a second tier can be loaded from now on.
 
         Args:
-            timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits for an answer
-                of a second tier, if lookup() has asked one.
+            timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits until a
+                second tier has answered a lookup(), and has read what that has found.
         """
         self._was_polled = True
         began = time.monotonic() if self._below is not None else 0.0

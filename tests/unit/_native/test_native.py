@@ -120,7 +120,7 @@ def test_a_source_tree_hiding_an_installation_says_so(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
         return done.stderr.splitlines()[-1]
 
-    hint = f"torch_kvswap is installed in {installed}, and this source tree hides it: start Python "
+    hint = f"which hides the torch_kvswap in {installed}: start Python in another folder"
     assert "native library is missing" in error()
     assert hint not in error()  # the control: nothing is installed
     shutil.copytree(loader.FOLDER, installed / "torch_kvswap")

@@ -462,11 +462,11 @@ def replace(store: MemoryStore, *names_of: NameOf) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda store: flip(store, data_of, 1234, 1), "its checksum is "),
+        (lambda store: flip(store, data_of, 1234, 1), "its trailer has the checksum "),
         (lambda store: flip(store, trailer_of, 4000, 1), "its trailer is damaged"),
-        (lambda store: flip(store, trailer_of, 8, 1), "its version is 2, not 3"),
-        (lambda store: replace(store, data_of), "its checksum is "),
-        (lambda store: replace(store, data_of, trailer_of), "its key is "),
+        (lambda store: flip(store, trailer_of, 8, 1), "its trailer has the version 2 instead of 3"),
+        (lambda store: replace(store, data_of), "its trailer has the checksum "),
+        (lambda store: replace(store, data_of, trailer_of), "its trailer has the key "),
     ],
 )
 def test_a_damaged_page_is_deleted_and_written_anew(
