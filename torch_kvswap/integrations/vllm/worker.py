@@ -109,7 +109,7 @@ class KVSwapWorker(base.OffloadingWorker):
         self._served = None
         if serve is not None:
             self._served = serve(layouts, largest, blocks_per_page, how)
-            self._pools = self._served.pools  # another one when no transfer is open
+            self._pools = self._served.pools  # replaced in place while no transfer is open
         else:
             how |= {"pin_in_background": options.pin_in_background}
             self._pools = [make_pool(largest, num_pages, blocks_per_page, **how)]
