@@ -102,7 +102,10 @@ class PrefixKeys(Sequence[bytes]):
     def __getitem__(self, index: slice) -> PrefixKeys: ...
 
     def __getitem__(self, index: int | slice) -> bytes | PrefixKeys:
-        places = range(len(self))[index]
+        try:
+            places = range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"keys[{index}]; there are {count_of(len(self), 'key')}") from None
         if isinstance(places, int):
             return self.joined[places * KEY_BYTES : (places + 1) * KEY_BYTES]
         if places.step != 1:

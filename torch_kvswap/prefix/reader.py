@@ -26,7 +26,7 @@ class ArgumentReader:
         pools (Sequence[HostPool]): one for each group.
         groups (Sequence[BlockGroup]): of the pools.
         is_list (bool): the caller passes a list with an item for each group. A caller that does not
-            has one group, whose block_tokens are not known.
+            has one group, whose block_tokens the first keys decide.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ArgumentReader:
     ) -> None:
         self._per_page = [pool.blocks_per_page for pool in pools]
         self._groups, self._is_list = groups, is_list
+        self._tokens = [group.block_tokens if is_list else None for group in groups]
 
     def read_keys(self, keys: Any) -> list[bytes]:
         """The keys of each group. Raises TypeError for tokens, or for the keys of one group where
@@ -61,16 +62,23 @@ class ArgumentReader:
                     f"keys[0] is {kind_of(first)}, but this cache was made of one layout, not of a "
                     "list; pass keys[0] itself"
                 )
-            tokens = self._groups[group].block_tokens
-            is_hashed = self._is_list and isinstance(of_group, PrefixKeys)
-            if is_hashed and of_group.block_tokens != tokens:
-                raise ValueError(
-                    f"keys[{group}] stand for {count_of(of_group.block_tokens, 'token')} each, but "
-                    f"block_tokens of group {group} is {tokens}; make both equal, in the "
-                    "PrefixHasher or in the BlockGroup"
-                )
+            if isinstance(of_group, PrefixKeys):
+                self._check_tokens(group, of_group.block_tokens)
             read.append(join_keys(self._name("keys", group), of_group))
         return read
+
+    def _check_tokens(self, group: int, tokens: int) -> None:
+        """Raises ValueError if the group's keys stand for another number of tokens."""
+        own = self._tokens[group]
+        if own is None:
+            self._tokens[group] = tokens
+        elif own != tokens:
+            other = f"earlier keys for {own}; use one block_tokens for all keys of a cache"
+            if self._is_list:
+                other = f"block_tokens of group {group} is {own}; make both equal, in the "
+                other += "PrefixHasher or in the BlockGroup"
+            name = self._name("keys", group)
+            raise ValueError(f"{name} stand for {count_of(tokens, 'token')} each, but {other}")
 
     def read_blocks(
         self, gpu_block_ids: Any, layouts: Sequence[PagedLayout]

@@ -204,10 +204,11 @@ def test_what_only_looks_like_keys_is_refused() -> None:
     groups = [BlockGroup(4, 4), BlockGroup(4, 4, window_tokens=8)]
     one = PrefixCache(layout, HostPool(layout, 4))
     two = PrefixCache([layout, layout], [HostPool(layout, 4), HostPool(layout, 4)], groups)
-    keys = PrefixHasher("m", "uint8", block_tokens=4).keys(range(8))
+    keys, of_8 = (PrefixHasher("m", "uint8", tokens).keys(range(8)) for tokens in (4, 8))
     errors = [
         error_text(one.lookup, list(range(8))),
         error_text(one.lookup, [keys]),
+        error_text(lambda: [one.lookup(some) for some in (keys, of_8)]),
         error_text(two.lookup, keys),
         error_text(two.lookup, [("a", 1), ("b", 2)]),
         error_text(two.lookup, [keys, list(range(8))]),
@@ -220,6 +221,8 @@ TypeError: keys[0] is an int, as tokens are; pass keys of a PrefixHasher, such a
 hasher.lookup_keys(tokens), or make keys of your own tuples, such as (0,)
 TypeError: keys[0] is a PrefixKeys, but this cache was made of one layout, not of a
 list; pass keys[0] itself
+ValueError: keys stand for 8 tokens each, but earlier keys for 4; use one block_tokens
+for all keys of a cache
 TypeError: keys[0] is bytes, which is one key; pass a list of 2 lists, the keys of each
 group
 TypeError: keys[0] is a tuple, which is one key; pass a list of 2 lists, the keys of
