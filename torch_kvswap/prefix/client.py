@@ -80,7 +80,7 @@ class RemoteReservation(native.Reservation):
         skipped (int): 0: a server has no store_threshold.
     """
 
-    key_indices: list[Int64Array]
+    key_indices: list[Any]
     pages: list[Int64Array]
     lease: RemoteReservation | None
     skipped = 0
@@ -404,11 +404,10 @@ class RemoteManager(Session):
         made = self._new_reservation(is_load=True)
         with self._lock:
             answer = self._ask(Op.ASK, [Ask.LOAD, made.id], keys)
-            pages = _split(answer, keys)
-            if pages is None:
+            if answer is None or len(answer) * KEY_BYTES < sum(map(len, keys)):
                 self._drop(made.id)
                 return None
-            made.pages = self._open[made.id] = pages
+            made.pages = self._open[made.id] = _split(answer, keys)
         return made
 
     def prepare_store(
@@ -520,13 +519,15 @@ class RemoteManager(Session):
             answer = self._ask(Op.BORROW, [made.id, lease.id if lease is not None else 0], keys)
             if self._connection is None:
                 self._dropped += 1
-            numbers = _split(answer, keys)
-            if numbers is None:
+            if not answer:
                 self._drop(made.id)
                 return None
-            indices = [np.flatnonzero(of_group >= 0) for of_group in numbers]
-            pages = [of_group[its] for of_group, its in zip(numbers, indices, strict=True)]
-            if any(map(len, pages)):
+            lent, pages = answer[0], _split(answer[1:], keys)
+            indices: list[Any] = [range(len(of_group)) for of_group in pages]
+            if lent < sum(map(len, pages)):
+                indices = [np.flatnonzero(of_group >= 0) for of_group in pages]
+                pages = [of_group[its] for of_group, its in zip(pages, indices, strict=True)]
+            if lent:
                 self._open[made.id] = pages
             else:
                 self._drop(made.id)
@@ -573,13 +574,11 @@ class RemoteManager(Session):
         return read_keys(keys, len(self.groups), self._is_list)
 
 
-def _split(answer: array[int] | None, keys: list[bytes]) -> list[Int64Array] | None:
-    """The number of each key, by group; None if the answer is nothing."""
-    ends = list(accumulate((len(of_group) // KEY_BYTES for of_group in keys), initial=0))
-    if answer is None or len(answer) < ends[-1]:
-        return None
-    numbers: Int64Array = np.asarray(answer)
-    return [numbers[start:end] for start, end in pairwise(ends)]
+def _split(numbers: array[int], keys: list[bytes]) -> list[Int64Array]:
+    """The numbers of the keys of each group."""
+    every: Int64Array = np.asarray(numbers)
+    ends = accumulate((len(of_group) // KEY_BYTES for of_group in keys), initial=0)
+    return [every[start:end] for start, end in pairwise(ends)]
 
 
 class RemotePools:

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 14
+VERSION = 15
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -45,8 +45,9 @@ class Op(IntEnum):
     ASK = 3
     # With keys: number, lease, keys. Lends a page for each key that has none. These are pending
     # until END says with this number how their store has ended. A lease that is not 0 is the number
-    # under which the pages of all keys are held, too. The answer: for each key the page, or ABSENT:
-    # none is lent for it; nothing if there is not enough room; or it is refused.
+    # under which the pages of all keys are held, too. The answer: how many pages are lent, and for
+    # each key its page, or ABSENT if none is lent; nothing if there is not enough room; or it is
+    # refused.
     # Without: 0, and how many pages of the first group at most. The answer: the pages.
     BORROW = 4
     STATS = 5  # group. The answer: BlockStats

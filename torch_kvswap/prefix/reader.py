@@ -133,9 +133,14 @@ class ArgumentReader:
             present_blocks.append(array("q", _select(numbers, present, per_page).tobytes()))
         return present_keys, present_blocks
 
-    def select(self, blocks: Sequence[array[int]], key_indices: Sequence[Any]) -> list[Int64Array]:
+    def select(
+        self, blocks: Sequence[array[int]], key_indices: Sequence[Any]
+    ) -> list[array[int] | Int64Array]:
         """Selects the GPU blocks of the keys with these indices, per group."""
-        return list(map(_select, blocks, key_indices, self._per_page))
+        return [
+            of_group if len(its) * per_page >= len(of_group) else _select(of_group, its, per_page)
+            for of_group, its, per_page in zip(blocks, key_indices, self._per_page, strict=True)
+        ]
 
     def needed(
         self, keys: list[bytes], blocks: list[array[int]], prefix: int

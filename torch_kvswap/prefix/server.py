@@ -686,7 +686,8 @@ class PageServer:
             session.held[number] = [store]
         if store.lease is not None:
             session.held[lease] = [store.lease]
-        self._answer(session, _page_of_each(of_groups, store))
+        lent = sum(map(len, store.pages))
+        self._answer(session, array("q", [lent]) + _page_of_each(of_groups, store))
 
     def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
         resets, *pages = numbers.tolist()
