@@ -734,7 +734,7 @@ class PrefixCache(NotCopyable):
 
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
-        if not self._are_ready:
+        if not self._are_ready and isinstance(self.manager, BlockManager):
             ready = [pool.num_ready_pages for pool in self.pools]
             self.manager.grow(ready)
             self._are_ready = ready == [pool.num_pages for pool in self.pools]

@@ -446,9 +446,6 @@ class RemoteManager(Session):
         stats = BlockStats(*([0] * fields if answer is None else answer))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
 
-    def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
-        """Does nothing: all pages are ready before the server is joined."""
-
     # Messages.
 
     def _ask(

@@ -170,10 +170,6 @@ class _Pages:
                 on_answer,
             )
 
-    def ask(self, found: Lookup, of_groups: Sequence[bytes]) -> Lookup:
-        """Asks the second tier for what is not found; see Tier.ask()."""
-        return found if self.tier is None else self.tier.ask(found, of_groups)
-
 
 class PageServer:
     """Serves engines at a Unix socket: reservations are messages, pages are shared memory.
@@ -626,7 +622,8 @@ class PageServer:
         self._answer(session, answer)
 
     def _look(self, of_groups: list[bytes], again: bool) -> Lookup:
-        return self._pages.ask(self._manager.lookup(of_groups, again=again), of_groups)
+        found, tier = self._manager.lookup(of_groups, again=again), self._pages.tier
+        return found if tier is None else tier.ask(found, of_groups)
 
     def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:
         """What is answered for a list of keys whose pages are to be held."""

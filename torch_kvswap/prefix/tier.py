@@ -115,8 +115,8 @@ class Tier:
     wait(), which call no store. Lookups find what was read after poll(). The pages for it are taken
     at any time: a block that a lookup has found may be evicted before its load.
 
-    Memory that the store uses is held: pages that it reads by a reservation of hold_due(), pages
-    that it writes by one of promote(). Both end when all calls have returned, however late.
+    Memory that the store uses is held: pages to write there by a WriteReservation, pages to fill
+    from there by a StoreReservation. Both end when all calls have returned, however late.
 
     Args:
         store (PageStore): is closed by close().
