@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from patience import in_time
+from patience import PATIENCE, in_time
 from served_engine import serving
 
 import torch_kvswap as kvs
 from serving_demo import demo
 from serving_demo.engine import Engine, Request
 from serving_demo.model import Model, same_bits_every_time
+from torch_kvswap.below import threads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The last rows of the table: without the host cache, and with it.
@@ -133,7 +134,8 @@ def test_damaged_preempted_requests_are_computed_again(kind):
         assert (engine.computed_again > 0) == (kind is Engine)
 
 
-def test_a_second_tier_replaces_damaged_pages(tmp_path):
+def test_a_second_tier_replaces_damaged_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads, "DEADLINE", PATIENCE)  # however slow this machine is
     tier = {"below": f"file:{tmp_path}", "below_model": "demo", "below_policy": "all"}
     with served(PROMPTS, **tier) as one:
         one.start().run()
