@@ -91,7 +91,8 @@ def _read_memory(memory: object) -> Tensor:
     """The memory as uint8 of one dimension."""
     remedy = "pass a contiguous tensor on the CPU"
     if not isinstance(memory, Tensor):
-        raise TypeError(f"memory is {kind_of(memory)}; {remedy}")
+        from_buffer = ", such as torch.frombuffer(memory, dtype=torch.uint8)"
+        raise TypeError(f"memory is {kind_of(memory)}; {remedy}{from_buffer}")
     if memory.device.type != "cpu" or memory.layout != torch.strided:
         raise ValueError(f"memory is a {memory.layout} tensor on {memory.device}; {remedy}")
     if not memory.is_contiguous():

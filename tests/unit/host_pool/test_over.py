@@ -248,7 +248,8 @@ def test_wrong_memory_is_refused_with_what_to_do() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-TypeError: memory is a bytearray; pass a contiguous tensor on the CPU
+TypeError: memory is a bytearray; pass a contiguous tensor on the CPU, such as
+torch.frombuffer(memory, dtype=torch.uint8)
 ValueError: memory is a torch.strided tensor on meta; pass a contiguous tensor on the
 CPU
 ValueError: memory has the shape [4, 1535] and the strides [1536, 1]; pass a contiguous
