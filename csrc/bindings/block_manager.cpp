@@ -607,10 +607,10 @@ Ready blocks become the last to be evicted.
 
 Args:
     keys: keys of the blocks.)")
-      .def("order", &PyBlockManager::order, "keys"_a.none(), nb::kw_only(),
-           "renew"_a.none() = false,
-           nb::sig("def order(self, keys: " KEYS ", *, renew: bool = False) -> None"),
-           R"(Orders the eviction of a prompt that was stored in several steps, so that its end goes first.
+      .def(
+          "order", &PyBlockManager::order, "keys"_a.none(), nb::kw_only(), "renew"_a.none() = false,
+          nb::sig("def order(self, keys: " KEYS ", *, renew: bool = False) -> None"),
+          R"(Orders the eviction of a prompt that was stored in several steps, so that its end goes first.
 
 Not needed if each store names all keys of the prompt so far. Does not count as a use, so
 "arc" does not treat the blocks as frequently used.

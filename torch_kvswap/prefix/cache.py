@@ -36,7 +36,7 @@ from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.lazy import LazyStorePolicy
-from torch_kvswap.prefix.manager import BELOW_POLICIES, BelowPolicy, BlockManager, Lookup
+from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
@@ -220,9 +220,6 @@ class PrefixCache(NotCopyable):
         is_list, pools = of_handler.is_list, of_handler.pools
         of_layers = read_layer_groups(groups, [pool.num_pages for pool in pools], is_list)
         _check_distinct_pools(pools)
-        if below_policy not in BELOW_POLICIES:
-            known = " or ".join(BELOW_POLICIES)
-            raise ValueError(f"below_policy is {below_policy!r}; it can be {known}")
         formats: list[PageFormat] = []
         if below is None:
             unused = below_model is not None, below_policy != "reused"

@@ -27,6 +27,7 @@ from torch_kvswap._native.arguments import (
     read_int,
     read_switch,
 )
+from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import open_lock
@@ -47,7 +48,7 @@ from torch_kvswap.prefix.block_groups import (
 from torch_kvswap.prefix.hashing import (
     KEY_BYTES,
     Keys,
-    read_keys,
+    join_keys,
 )
 from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import (
@@ -568,7 +569,10 @@ class RemoteManager(Session):
         self._job_ended()
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
-        return read_keys(keys, len(self.groups), self._is_list)
+        if not self._is_list:
+            return [join_keys("keys", keys)]
+        split = enumerate(split_groups("keys", keys, len(self.groups)))
+        return [join_keys(f"keys[{group}]", of_group) for group, of_group in split]
 
 
 def _split(numbers: array[int], keys: list[bytes]) -> list[Int64Array]:

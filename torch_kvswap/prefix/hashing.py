@@ -25,7 +25,6 @@ from torch_kvswap._native.arguments import (
     kind_of,
     read_int,
 )
-from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 
 KEY_BYTES: int = native.KEY_BYTES
@@ -357,16 +356,6 @@ def join_keys(name: str, keys: Keys) -> bytes:
         except TypeError as error:
             raise TypeError(f"{name}[{at}]: {error}") from error
     return bytes(hashed)
-
-
-def read_keys(keys: Keys | Sequence[Keys], num_groups: int, is_list: bool) -> list[bytes]:
-    """The keys of each group: of the items of a list, or of the keys of the only group."""
-    if not is_list:
-        return [join_keys("keys", keys)]
-    return [
-        join_keys(f"keys[{group}]", of_group)
-        for group, of_group in enumerate(split_groups("keys", keys, num_groups))
-    ]
 
 
 native.set_python(join_keys=join_keys)
