@@ -633,6 +633,17 @@ def test_a_held_request_is_resumed_once_or_lost() -> None:
         assert stats.free_pages + stats.idle_pages == PAGES
 
 
+def test_a_dropped_preemption_is_released() -> None:
+    prefixes, _ = make()
+    with prefixes:
+        held = prefixes.preempt(["a", "b"], [1, 2])
+        assert held is not None
+        prefixes.poll()
+        assert prefixes.manager.stats().idle_pages == 0
+        del held
+        assert prefixes.manager.stats().idle_pages == 2
+
+
 def test_a_poll_during_resume_leaves_it_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes, _ = make()
     with prefixes:
