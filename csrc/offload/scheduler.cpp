@@ -204,7 +204,8 @@ bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
 // failed: then `jobs` has all of them, and the caller tries them one at a time. Otherwise all jobs
 // are on the device or have ended, or the transfer is in Queue::begun.
 
-// Submits jobs as one transfer, or each by itself if that fails. bytes: see Channel::enqueue().
+// Submits jobs as one transfer, or each by itself if that fails. bytes: see Channel::enqueue();
+// for a single job, because only one job can be in Queue::begun.
 void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t bytes) noexcept {
   JobList ready;
   while (!jobs.empty()) {
@@ -213,6 +214,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t byt
     const Reason reason = table_.source_failure(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
+  if (ready.size() > 1) bytes = kAllBytes;
   if (!ready.empty() && !submit_transfer(lock, queue, ready, bytes)) {
     while (!ready.empty()) {  // each by itself, so that only that one fails
       JobList one;

@@ -252,6 +252,22 @@ def test_a_failed_rest_leaves_nothing_in_flight(driver: Driver, kind: str, call:
         assert sim.is_right()
 
 
+@needs_kernels
+@simulated
+def test_joined_jobs_before_a_layer_all_end(driver: Driver) -> None:
+    """Whichever of their pieces the driver refuses."""
+    for nth in range(1, 9):
+        with staged(driver, "load") as sim:
+            with driver.stopped(sim.worker):
+                jobs = [sim.submit(), sim.submit(ids=ALL[:32]), sim.submit(ids=ALL[32:])]
+                jobs.append(sim.submit(layer_groups=2))
+                driver.fail(LAUNCH, nth)
+                jobs[-1].wait(Stream(SIDE), layer_group=0)
+            with suppress(TransferError):
+                sim.handler.synchronize(jobs, timeout=60)
+            assert all(job.result for job in jobs)
+
+
 @KINDS
 @needs_kernels
 @simulated
