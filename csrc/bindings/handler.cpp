@@ -2,7 +2,6 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -353,7 +352,6 @@ class PyHandler {
     read["jobs_by_copy_method"] = methods;
     for (const auto& [device, bytes] : of.relayed_bytes) relayed[nb::int_(device)] = bytes;
     read["relayed_bytes"] = relayed;
-    read["exchanged_bytes"] = of.exchanged_bytes;
     read["submit"] = histogram_of(of.submit);
     read["queue"] = histogram_of(of.queue);
     read["copy"] = histogram_of(of.copy);
@@ -366,29 +364,6 @@ class PyHandler {
     const auto described = items_of<const GroupLayout*>(layouts);
     in_context([&](Handler& of) { of.rebind(read_groups(described, of.device())); });
     std::swap(groups_, groups);  // the old cache is freed after the call
-  }
-
-  // Joins the other ranks in an exchange in this shared memory, before any job. Returns why the
-  // exchange ended meanwhile, or that not all ranks have joined within `timeout` seconds; None if
-  // all have.
-  std::optional<std::string> join_exchange(uintptr_t memory, int rank, int ranks, double deadline,
-                                           double timeout) {
-    const auto exchange =
-        std::make_shared<Exchange>(reinterpret_cast<void*>(memory), rank, ranks, deadline);
-    std::string why = "not all ranks have joined";
-    bool has_joined = false;
-    try {
-      has_joined = wait_in_slices(timeout, [&](double seconds) {
-        return in_context_of(*handler_,
-                             [&](Handler& of) { return of.join_exchange(exchange, seconds); });
-      });
-    } catch (const std::runtime_error& error) {
-      why = error.what();
-    }
-    if (has_joined) return {};
-    exchange->end(Exchange::kFailed);
-    in_context([](Handler& of) { of.leave_exchange(); });
-    return why;
   }
 
   void close() {
@@ -556,7 +531,6 @@ void bind_layouts(nb::module_& module) {
       .def(
           "add_relay", [](CopyMethodOptions& of, int device) { of.relays.push_back(device); },
           "device"_a)
-      .def_rw("may_exchange", &CopyMethodOptions::may_exchange)
       .def_ro("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
 }
@@ -596,8 +570,6 @@ void bind_handler(nb::module_& module) {
       "enable_peer_access",
       [](int device, int peer) { without_gil([&] { cuda::enable_peer_access(device, peer); }); },
       "device"_a, "peer"_a, "See context.h.");
-  module.attr("EXCHANGE_BYTES") = Exchange::kBytes;
-  module.attr("MAX_EXCHANGE_RANKS") = Exchange::kMaxRanks;
   module.attr("BUCKETS") = Histogram::kBuckets;
   bind_layouts(module);
 
@@ -659,8 +631,6 @@ void bind_handler(nb::module_& module) {
       .def("cancel", &PyHandler::cancel, "job"_a)
       .def("metrics", &PyHandler::metrics, "channel"_a)
       .def("rebind", &PyHandler::rebind, "groups"_a, "layouts"_a)
-      .def("join_exchange", &PyHandler::join_exchange, "memory"_a, "rank"_a, "ranks"_a,
-           "deadline"_a, "timeout"_a)
       .def("close", &PyHandler::close);
 }
 

@@ -6,7 +6,6 @@
 #include "check.h"
 #include "copy/address_map.h"
 #include "copy/batch.h"
-#include "copy/exchange_rings.h"
 #include "copy/staged.h"
 #include "copy/strided.h"
 #include "cuda/context.h"
@@ -25,7 +24,6 @@ class CudaCopier : public Copier {
   CudaCopier(int device, cuda::Stream copies, bool to_host)
       : device_(device), copies_(copies), to_host_(to_host) {}
   ~CudaCopier() override {
-    rings_.reset();
     if (kernels_ != nullptr) cuda::driver().destroy_stream(kernels_);
   }
 
@@ -34,11 +32,6 @@ class CudaCopier : public Copier {
     staging_->add_relay(device, begin, bytes);
   }
   void remove_relay(int device) noexcept override { staging_->remove_relay(device); }
-  bool join_exchange(const std::shared_ptr<Exchange>& exchange, uint64_t place_bytes,
-                     uint64_t description) override;
-  void leave_exchange() noexcept override { rings_.reset(); }
-  uint64_t begin_exchange(uint64_t contents, Event start) override;
-  void end_exchange() override;
   void start_after(const std::vector<Event>& events) override;
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t& bytes) override;
@@ -52,11 +45,7 @@ class CudaCopier : public Copier {
   size_t num_streams() const override {
     return kernels_ == nullptr ? 0 : 1 + 2 * staging_->relays().size();
   }
-  size_t num_events() const override {
-    return (staging_ == nullptr ? 0 : staging_->num_events()) +
-           (rings_ == nullptr ? 0 : rings_->num_events());
-  }
-  uint64_t exchanged_bytes() const override { return rings_ == nullptr ? 0 : rings_->bytes(); }
+  size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
   std::vector<RelayedBytes> relayed_bytes() const override;
 
  private:
@@ -71,42 +60,12 @@ class CudaCopier : public Copier {
   const bool uses_batch_ = batch_is_on();
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
-  std::unique_ptr<ExchangeRings> rings_;
-  bool is_exchanging_ = false;  // the rings load the parts
 };
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   kernels_ = cuda::create_stream();
   const StagedStreams streams{{device_, copies_}, {device_, kernels_}};
   staging_ = std::make_unique<StagingBuffer>(streams, to_host_, begin, bytes);
-}
-
-bool CudaCopier::join_exchange(const std::shared_ptr<Exchange>& exchange, uint64_t place_bytes,
-                               uint64_t description) {
-  if (rings_ == nullptr) {
-    const cuda::Driver& driver = cuda::driver();
-    int supported = 0;
-    if (driver.wait_value != nullptr && driver.write_value != nullptr) {
-      KVSWAP_DRIVER_CHECK(
-          driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, device_),
-          "cuDeviceGetAttribute");
-    }
-    KVSWAP_CHECK(supported != 0, "streams of CUDA device ", device_, " cannot wait for words");
-    const cuda::StreamRef copies{device_, copies_}, kernels{device_, kernels_};
-    rings_ = std::make_unique<ExchangeRings>(exchange, copies, kernels, place_bytes);
-  }
-  return rings_->join(description);
-}
-
-uint64_t CudaCopier::begin_exchange(uint64_t contents, Event start) {
-  const uint64_t load = rings_->begin(contents, start);
-  is_exchanging_ = true;
-  return load;
-}
-
-void CudaCopier::end_exchange() {
-  rings_->end();
-  is_exchanging_ = false;
 }
 
 // A store is packed while the one before it is on the link. Beside a GEMM the kernel waits for SMs
@@ -150,7 +109,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
     }
   }
   send(fragments, options);
-  if (is_unpacking || is_exchanging_) return kernels_;
+  if (is_unpacking) return kernels_;
   order_after_staging();
   return copies_;
 }
@@ -159,9 +118,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
 // if there is none.
 uint64_t CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options,
                            uint64_t begin, uint64_t& bytes) {
-  const uint64_t end = is_exchanging_
-                           ? rings_->load(part, *part.table, begin, bytes, options)
-                           : staging_->copy(part, *part.table, begin, bytes, start, options);
+  const uint64_t end = staging_->copy(part, *part.table, begin, bytes, start, options);
   bytes -= std::min(bytes, end - begin);
   return end < part.count * part.encoding->packed_bytes(part.slabs) ? end : 0;
 }
@@ -194,8 +151,6 @@ bool CudaCopier::synchronize() noexcept {
     alive = cuda::driver().synchronize_stream(stream) == cuda::kSuccess;
   }
   if (staging_ != nullptr) staging_->forget();
-  if (rings_ != nullptr && alive) rings_->forget();
-  is_exchanging_ = false;
   return alive;
 }
 
@@ -214,7 +169,7 @@ std::vector<RelayedBytes> CudaCopier::relayed_bytes() const {
   return found;
 }
 
-class CudaDevice : public Device, public PackKernels {
+class CudaDevice : public Device, public PackKernels, public StreamWords {
  public:
   using Device::Device;
 
@@ -291,6 +246,7 @@ class CudaDevice : public Device, public PackKernels {
     return std::make_unique<CudaCopier>(index(), copies, to_host);
   }
   PackKernels* pack_kernels() override { return this; }
+  StreamWords* stream_words() override;
 
   void load_kernels() override { cuda::kernels(index()); }
   uint64_t allocate_staging(int device, uint64_t bytes) override {
@@ -306,6 +262,20 @@ class CudaDevice : public Device, public PackKernels {
       cuda::driver().free(address);
     } catch (const std::exception&) {  // a lost relay, and its memory with it
     }
+  }
+
+  volatile uint64_t* allocate_words(int count) override;
+  void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
+    const auto address = reinterpret_cast<cuda::Address>(word);
+    KVSWAP_DRIVER_CHECK(cuda::driver().write_value(stream, address, value, 0),
+                        "cuStreamWriteValue64");
+  }
+  void wait_for_word(const StreamRef& stream, volatile uint64_t* word, uint64_t value) override {
+    const cuda::ContextGuard context(stream.device);
+    const auto address = reinterpret_cast<cuda::Address>(word);
+    KVSWAP_DRIVER_CHECK(
+        cuda::driver().wait_value(stream.handle, address, value, cuda::kWaitUntilAtLeast),
+        "cuStreamWaitValue64");
   }
 
  private:
@@ -332,6 +302,20 @@ Allocations CudaDevice::find_allocations(const std::vector<uint64_t>& cache,
     found.host_is_pageable |= memory.kind == MemoryKind::kPageable;
   }
   return found;
+}
+
+StreamWords* CudaDevice::stream_words() {
+  const cuda::Driver& driver = cuda::driver();
+  if (driver.wait_value == nullptr || driver.write_value == nullptr) return nullptr;
+  int supported = 0;
+  KVSWAP_DRIVER_CHECK(
+      driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
+      "cuDeviceGetAttribute");
+  return supported ? this : nullptr;
+}
+
+volatile uint64_t* CudaDevice::allocate_words(int count) {
+  return static_cast<volatile uint64_t*>(allocate_host(count * sizeof(uint64_t)));
 }
 
 }  // namespace

@@ -60,11 +60,6 @@ class Channel {
     copier_->add_relay(device, begin, bytes);
   }
   void remove_relay(int device) noexcept { copier_->remove_relay(device); }
-  bool join_exchange(const std::shared_ptr<Exchange>& exchange, uint64_t place_bytes,
-                     uint64_t description) {
-    return copier_->join_exchange(exchange, place_bytes, description);
-  }
-  void leave_exchange() noexcept { copier_->leave_exchange(); }
 
   // From now on blocks that can be rejected can be copied, with these SlotStates::kCount zeros.
   void use_states(uint8_t* states) { states_.use(states); }
@@ -107,9 +102,6 @@ class Channel {
   // See Copier.
   bool is_drained() const { return copier_->is_drained(); }
 
-  uint64_t exchanged_bytes() const {
-    return copier_ == nullptr ? exchanged_bytes_ : copier_->exchanged_bytes();
-  }
   std::vector<RelayedBytes> relayed_bytes() const {
     return copier_ == nullptr ? relayed_bytes_ : copier_->relayed_bytes();
   }
@@ -136,7 +128,6 @@ class Channel {
   Transfers running_;                        // in the order of submission
   size_t entries_ = 0;                       // in flight
   std::vector<RelayedBytes> relayed_bytes_;  // of a closed channel
-  uint64_t exchanged_bytes_ = 0;             // of a closed channel
   Transfers retired_;  // ended, but another thread is about to wait for their events
 };
 

@@ -113,15 +113,6 @@ class CopyPlanner {
   // group, its entries in the driver's queue, and the seconds that submitting it takes.
   void plan(Job& job) const noexcept;
 
-  // Whether large loads could be exchanged with other ranks.
-  bool can_exchange() const;
-  // Of a place in a rank's ring.
-  uint64_t exchange_place_bytes() const { return exchanged_place_bytes(options_.staging_bytes); }
-  // Of the pages and of how loads are cut: equal in all ranks of an exchange.
-  uint64_t describe_exchange(int64_t layers) const;
-  // From now on large loads are planned for an exchange, as long as it is open.
-  void use_exchange(std::shared_ptr<const Exchange> exchange) { exchange_ = std::move(exchange); }
-
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
   std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts, int layer_groups) const;
@@ -150,7 +141,6 @@ class CopyPlanner {
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
-  bool exchanges(const Job& job) const;
   size_t unstaged_blocks(int group) const;
   size_t queue_entries(CopyMethod method, const MethodChooser::GroupCopy& copy) const;
 
@@ -166,7 +156,6 @@ class CopyPlanner {
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0;
   std::vector<RelayMemory> relays_;
-  std::shared_ptr<const Exchange> exchange_;
   uint8_t* states_ = nullptr;  // of slots; null if no group can reject blocks
 };
 

@@ -216,16 +216,6 @@ void Handler::rebind(std::vector<Group> groups) {
   reader_ = std::move(reader);
 }
 
-bool Handler::join_exchange(const std::shared_ptr<Exchange>& exchange, double seconds) {
-  const double began = now();
-  const Lock lock = scheduler_.lock();
-  while (!scheduler_.join_exchange(lock, exchange)) {
-    if (now() - began >= seconds) return false;
-    pause_since(began);
-  }
-  return true;
-}
-
 ChannelMetrics Handler::metrics(int channel) {
   const Lock lock = scheduler_.lock();
   scheduler_.advance(lock);

@@ -64,10 +64,6 @@ class Handler {
   bool cancel(Job* job);
   // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
-  // Joins an exchange with other ranks; see Scheduler. False after `seconds`; to be called again
-  // then. No job was submitted yet.
-  bool join_exchange(const std::shared_ptr<Exchange>& exchange, double seconds);
-  void leave_exchange() { scheduler_.leave_exchange(scheduler_.lock()); }
   ChannelMetrics metrics(int channel);
   // Refuses further jobs, and waits until all have ended. False if that takes longer than
   // `seconds`; to be called again then.

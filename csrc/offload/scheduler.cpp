@@ -90,7 +90,6 @@ ChannelMetrics Scheduler::metrics(const Lock&, int channel) const {
   metrics.events = queue.channel.num_events();
   for (const auto& [device, bytes] : queue.channel.relayed_bytes())
     metrics.relayed_bytes.emplace_back(device, bytes);
-  metrics.exchanged_bytes = queue.channel.exchanged_bytes();
   return metrics;
 }
 
@@ -157,8 +156,6 @@ bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_unt
   if (queue.submitting >= 0) return false;
   if (job.id > flush_until && !queue.channel.has_room_for(job.work->entries)) return false;
   if (!queue.channel.has_states_for(job.work->rejectable_blocks)) return false;
-  // A rank compares a load with those of the others when it has ended: they remember the latest.
-  if (job.work->is_exchanged && queue.channel.num_running() >= kMaxRunning) return false;
   return all_before_are_submitted(queue, *job.work);
 }
 
@@ -286,12 +283,9 @@ std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(
 Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
   const int layer_groups = jobs.front().layer_groups;
-  const Work& first = *jobs.front().work;
-  const size_t entries =
-      first.is_exchanged ? first.entries : planner_.entries_of(parts, layer_groups);
+  const size_t entries = planner_.entries_of(parts, layer_groups);
   Transfers made = queue.channel.make_transfer(layer_groups, std::move(parts), groups_);
   made.front()->entries = entries;
-  made.front()->is_exchanged = first.is_exchanged;
   return made;
 }
 
@@ -306,8 +300,6 @@ bool Scheduler::enqueue(Lock& lock, Queue& queue, Transfers made,
   do {
     lock.unlock();
     error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, bytes);
-    // Before it waits for streams, which wait for other ranks.
-    if (!error.empty() && transfer.is_exchanged) exchange_->end(Exchange::kFailed);
     if (!error.empty() && transfer.has_begun) alive = queue.channel.synchronize();
     if (!error.empty() && alive) alive = queue.channel.is_alive();
     lock.lock();
@@ -471,7 +463,6 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
     if (job->layer_groups > 1) return false;
   }
   if (work.without_kernels != first.work->without_kernels) return false;
-  if (work.is_exchanged || first.work->is_exchanged) return false;
   // Nothing may be written twice in one copy.
   if (work.runs_after[queue.channel.number()] >= first.id) return false;
   if (!all_before_are_submitted(queue, work)) return false;
@@ -543,10 +534,6 @@ void Scheduler::retire_first(Queue& queue) {
     seconds = queue.channel.copy_seconds(transfer);
     planner_.record_duration(transfer, seconds);
     rejected = find_rejected(transfer);
-    if (transfer.is_exchanged) {
-      const std::string failure = exchange_->failure_of(transfer.exchanged_load);
-      KVSWAP_CHECK(failure.empty(), failure);
-    }
   } catch (const std::exception& problem) {
     if (!queue.channel.is_alive()) throw;
     error = Reason(problem);
@@ -568,7 +555,6 @@ void Scheduler::retire_first(Queue& queue) {
 void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noexcept {
   Work& work = *job.work;
   Queue& queue = queue_of(job);
-  if (work.is_exchanged) exchange_->end(Exchange::kFailed);  // the other ranks would wait for it
   queue.num_queued -= work.was_queued && !work.submission_started;
   queue.channel.release_point(work.after);
   const bool cancelled = state == State::kCancelled || work.was_cancelled;
@@ -580,9 +566,7 @@ bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
   advance(lock);
   if (job.has_ended()) return false;
   job.work->was_cancelled = true;
-  // The other ranks wait for an exchanged load.
-  if (!job.work->submission_started && !job.work->is_exchanged)
-    end_unsubmitted(job, State::kCancelled, {});
+  if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
   return true;
 }
 
@@ -592,7 +576,6 @@ void Scheduler::check_alive(const Lock&, const Reason& error) noexcept {
 
 void Scheduler::mark_lost(const Reason& reason) noexcept {
   lost_at_ = now();
-  if (exchange_ != nullptr) exchange_->end(Exchange::kFailed);
   const auto text = [&] {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";
@@ -636,16 +619,6 @@ void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
   groups_.swap(groups);
   planner_.rebind(std::move(chooser));
   table_.rebind(std::move(blocks), std::move(slots));
-}
-
-bool Scheduler::join_exchange(const Lock&, const std::shared_ptr<Exchange>& exchange) {
-  KVSWAP_CHECK(planner_.can_exchange(), "no copy is staged, or the host pages are not pinned");
-  if (!queues_[kLoads].channel.join_exchange(exchange, planner_.exchange_place_bytes(),
-                                             planner_.describe_exchange(layers_)))
-    return false;
-  planner_.use_exchange(exchange);
-  exchange_ = exchange;
-  return true;
 }
 
 void Scheduler::close(const Lock&) noexcept {

@@ -108,11 +108,6 @@ class Scheduler {
   // Takes new groups while no job is outstanding. If it throws, nothing has changed.
   void rebind(const Lock&, std::vector<Group> groups);
 
-  // Joins an exchange with other ranks. Returns whether all have joined; if not, call it again.
-  // Throws if that is not possible. leave_exchange(): as if it had not begun. No job was submitted.
-  bool join_exchange(const Lock&, const std::shared_ptr<Exchange>& exchange);
-  void leave_exchange(const Lock&) noexcept { queues_[kLoads].channel.leave_exchange(); }
-
   // Closing.
 
   // From now on check_open() throws.
@@ -185,7 +180,6 @@ class Scheduler {
   JobTable table_;
   Queue queues_[kChannels];
   CopyPlanner planner_;
-  std::shared_ptr<Exchange> exchange_;  // null before all ranks have joined
   Reason device_loss_;
   double lost_at_ = 0;
   // Jobs up to this number are submitted beyond the channel's limits, by threads that may block.

@@ -39,10 +39,8 @@ struct Transfer {
   JobNumbers runs_after = kNoJobs;
   bool has_begun = false;  // some of its bytes may have been copied
   bool is_relayed = false;
-  bool is_exchanged = false;
-  uint64_t exchanged_load = 0;  // its number in the exchange
-  int layer_group = 0;          // the first one that is not enqueued completely
-  CopyPosition next;            // what to enqueue next of it
+  int layer_group = 0;  // the first one that is not enqueued completely
+  CopyPosition next;    // what to enqueue next of it
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }

@@ -18,8 +18,8 @@ SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 _ROW_ALIGNMENT = 64  # bytes, of a slot's checksums
 
 
-def read_part(part: object, name: str = "part") -> tuple[int, int] | None:
-    """Checks the argument `part` of a pool, or another one of this kind.
+def read_part(part: object) -> tuple[int, int] | None:
+    """Checks the argument `part` of a pool.
 
     Raises:
         TypeError, ValueError: it is no pair of a rank and a number of ranks.
@@ -28,9 +28,9 @@ def read_part(part: object, name: str = "part") -> tuple[int, int] | None:
         return None
     if not isinstance(part, tuple) or len(part) != 2:
         given = repr(part) if isinstance(part, tuple) else kind_of(part)
-        raise TypeError(f"{name} is {given}; pass a tuple, (rank, number of ranks)")
-    world = read_int(f"{name}[1]", part[1], 1)
-    return read_int(f"{name}[0]", part[0], 0, world - 1), world
+        raise TypeError(f"part is {given}; pass a tuple, (rank, number of ranks)")
+    world = read_int("part[1]", part[1], 1)
+    return read_int("part[0]", part[0], 0, world - 1), world
 
 
 class Part(NamedTuple):

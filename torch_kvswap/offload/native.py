@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.keep_alive import allow_free
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
-from torch_kvswap.offload import exchange
 from torch_kvswap.offload.streams import resolve_waiting
 from torch_kvswap.results import DeviceLostError
 
@@ -32,7 +30,6 @@ class NativeHandler(NotCopyable, native.Handler):
     """
 
     groups: Groups
-    _exchange: exchange.ExchangeMemory | None = None
     owner = "handler"
     was_closed = False
 
@@ -60,23 +57,6 @@ class NativeHandler(NotCopyable, native.Handler):
                 "the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync: copies of "
                 "scattered blocks take one driver call per fragment; update the driver"
             )
-
-    def join_ranks(self, ranks: tuple[int, int]) -> None:
-        """Joins an exchange with other ranks. Logs a warning if that is not possible, and loads go
-        by the own link."""
-        until = time.monotonic() + exchange.JOIN_TIMEOUT
-        why: str | None = "not all ranks have joined"
-        try:
-            pools = self.groups.pools
-            self._exchange = exchange.ExchangeMemory(ranks, pools, self.device, until)
-            left = max(until - time.monotonic(), 0.0)
-            why = self.join_exchange(self._exchange.address, *ranks, exchange.DEADLINE, left)
-        except TimeoutError:
-            pass
-        except (RuntimeError, OSError) as error:
-            why = str(error)
-        if why is not None:
-            log.warning("exchange=%s is not used, and loads go by the own link: %s", ranks, why)
 
     def check_open(self) -> None:
         """Raises RuntimeError if it is closed, or its device is lost."""
@@ -112,8 +92,6 @@ class NativeHandler(NotCopyable, native.Handler):
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
         super().close()
-        if self._exchange is not None:
-            self._exchange.close()
         allow_free(self)
 
     def destroy(self) -> None:
