@@ -364,26 +364,26 @@ def test_a_prefix_cache_uses_the_pinned_pages(driver: Driver) -> None:
 def test_lazy_storing_during_pinning_on_a_gpu() -> None:
     rows = torch.randint(256, (64, 1 << 20), dtype=torch.uint8, device="cuda")
     layout, ids = PagedLayout([rows]), list(range(64))
-    kept = rows.clone()
+    keys, kept = [str(block) for block in ids], rows.clone()
     with (
         in_chunks(4 << 20, layout, 64, pin_in_background=True) as pool,
         PrefixCache(layout, pool, store_policy="lazy") as prefixes,
     ):
-        assert prefixes.store(ids, ids).state == "recorded"
+        assert prefixes.store(keys, ids).state == "recorded"
         for job in prefixes.evict(ids):
             prefixes.synchronize(job)
         prefixes.poll()
-        if prefixes.lookup(ids).ready < 64:  # there were too few pages
+        if prefixes.lookup(keys).ready < 64:  # there were too few pages
             assert pool.wait_ready(60)
-            prefixes.store(ids, ids)
+            prefixes.store(keys, ids)
             for job in prefixes.evict(ids):
                 job.wait()
                 rows.zero_()
             drain(prefixes)
             prefixes.poll()
         rows.zero_()
-        assert prefixes.lookup(ids).ready == 64
-        prefixes.load(ids, ids).wait()
+        assert prefixes.lookup(keys).ready == 64
+        prefixes.load(keys, ids).wait()
         assert torch.equal(rows, kept)
 
 
