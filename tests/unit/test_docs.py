@@ -101,6 +101,15 @@ def test_the_python_blocks_of_a_page_run(page):
     run_script(program)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_can_be_pasted_into_a_prompt(page):
+    # There only an empty line ends an indented block.
+    next_line = re.compile(r"^ .*\n(?!elif |else:|except|finally:)[^\s)\]}].*", re.MULTILINE)
+    assert not [
+        found for at in BLOCK.finditer(page.read_text()) for found in next_line.findall(at[2])
+    ]
+
+
 PACKAGES = ("", ".below", ".host_pool", ".offload", ".prefix")
 PUBLIC = [
     f"torch_kvswap{package}.{name}"
