@@ -27,7 +27,10 @@ def open_lock() -> Descriptors:
 
 
 def is_free(lock: int) -> bool:
-    """Whether the process whose lock this is, and all that were forked from it, are gone."""
+    """Whether the process whose lock this is, and all that were forked from it, are gone.
+
+    Raises OSError if the kernel cannot say, or the descriptor can be no lock.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

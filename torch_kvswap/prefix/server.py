@@ -248,14 +248,24 @@ class PageServer:
                 if self._timers:
                     seconds.append(max(self._timers[0][0] - self._clock(), 0.0))
                 for key, events in self._selector.select(min(seconds, default=None)):
-                    key.data(key.fileobj, events)
+                    self._do(key.data, key.fileobj, events)
                 while self._timers and self._timers[0][0] <= self._clock():
-                    heapq.heappop(self._timers)[2]()
+                    self._do(heapq.heappop(self._timers)[2])
                 if tier is not None:
-                    tier.poll(some_ended=self._some_ended)
-                    self._some_ended = False
+                    self._do(self._poll, tier)
         finally:
             self._close()
+
+    def _do(self, call: Callable[..., None], *arguments: object) -> None:
+        """Whatever one engine causes, the others are served."""
+        try:
+            call(*arguments)
+        except Exception:
+            log.exception("an error in the server, which goes on")
+
+    def _poll(self, tier: Tier) -> None:
+        tier.poll(some_ended=self._some_ended)
+        self._some_ended = False
 
     def stop(self) -> None:
         """Ends run(). Any thread may call, and a signal handler."""
@@ -306,13 +316,20 @@ class PageServer:
             return _refuse(connection, str(error))
         self._is_full = False
         session = _Session(next(self._numbers), connection, process, pid)
+        try:
+            self._selector.register(
+                process, selectors.EVENT_READ, lambda *_: self._process_ended(session)
+            )
+            self._selector.register(
+                connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
+            )
+        except OSError as error:
+            self._unwatch(session)
+            os.close(process)
+            text = f"the kernel watches no more engines: {error}; see fs.epoll.max_user_watches"
+            log.warning("process %d is not served: %s", pid, text)
+            return _refuse(connection, text)
         self._sessions[session.number] = session
-        self._selector.register(
-            process, selectors.EVENT_READ, lambda *_: self._process_ended(session)
-        )
-        self._selector.register(
-            connection, selectors.EVENT_READ, lambda _, events: self._serve(session, events)
-        )
         greeting = VERSION, self._generation, int(self._deadline * 1e6)
         self._send(session, pack(Status.DONE, greeting, MAGIC))
         self._expect_hello(session)
@@ -340,10 +357,11 @@ class PageServer:
     def _listen_again(self) -> None:
         """Waits for connections, once a descriptor is reserved."""
         try:
-            self._spare = os.dup(self._lock_file)
+            if self._spare is None:
+                self._spare = os.dup(self._lock_file)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         except OSError:
-            return self._later(_PAUSE_SECONDS, self._listen_again)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._later(_PAUSE_SECONDS, self._listen_again)
 
     def _expect_hello(self, session: _Session) -> None:
         """Disconnects a session that does not say HELLO or MEET in time."""
@@ -365,15 +383,16 @@ class PageServer:
             if events & selectors.EVENT_WRITE:
                 self._send(session)
             else:
-                data = self._receive(session, connection)
+                try:
+                    data = self._receive(session, connection)
+                except BlockingIOError:  # nothing has come
+                    return
                 if not data:
                     return self._disconnect(session)
                 session.received += data
             while not session.unsent and (message := next_message(session.received)) is not None:
                 self._handle(session, *message)
-        except BlockingIOError:
-            pass
-        except Exception as error:  # whatever one engine causes, the others are served
+        except Exception as error:  # it ends this connection only
             if session.connection is not None:
                 text = str(error) or type(error).__name__
                 log.warning("the connection of process %d is closed: %s", session.pid, text)
@@ -384,6 +403,7 @@ class PageServer:
             return connection.recv(READ_BYTES)
         data, came = rendezvous.receive(connection, READ_BYTES)
         if came.fds:
+            is_free(came.fd)  # raises OSError if it can be no lock
             if session.lock is not None:
                 session.lock.close()
             session.lock = came
@@ -449,7 +469,11 @@ class PageServer:
         """
         if session.number not in self._sessions:
             return
-        if session.lock is None or is_free(session.lock.fd):
+        are_gone = session.lock is None
+        if session.lock is not None:
+            with contextlib.suppress(OSError):  # the kernel has no memory to say so: later
+                are_gone = is_free(session.lock.fd)
+        if are_gone:
             self._end_session(session)
         else:
             self._later(_LOCK_SECONDS, lambda: self._await_forks(session))
@@ -556,9 +580,11 @@ class PageServer:
         session.is_member = True
         self._answer(session, [session.number, self._index, self._pages.pools[0].num_pages])
         for pool in self._pages.pools:
-            handle = pool.share()
-            handle.send(session.connection)
-            handle.close()
+            with contextlib.closing(pool.share()) as handle:
+                try:
+                    handle.send(session.connection)
+                except BlockingIOError as error:
+                    raise ConnectionError("its socket has no room for the pages' handle") from error
 
     def _enter(self, session: _Session, said: dict[str, Any]) -> None:
         """Names a session, and ends the one that the same process has had before, of which no job

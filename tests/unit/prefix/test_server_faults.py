@@ -36,8 +36,9 @@ from served_engine import (
 )
 
 from torch_kvswap import PagedLayout, PrefixCache
-from torch_kvswap._native import rendezvous
+from torch_kvswap._native import process_lock, rendezvous
 from torch_kvswap.cli import serve
+from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.prefix import client
 from torch_kvswap.prefix import server as page_server
 from torch_kvswap.prefix.manager import Lookup
@@ -119,6 +120,22 @@ open({path + ".child"!r}, "w").write(str(child))
         finally:
             os.kill(child, signal.SIGKILL)
         engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+
+
+def test_a_lock_that_fails_is_asked_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = iter([OSError(errno.ENOLCK, "no memory")])
+
+    def is_free(lock: int) -> bool:
+        for error in fails:
+            raise error
+        return process_lock.is_free(lock)
+
+    with serving(path), ServedEngine(path) as engine:
+        with engine_process(path, HOLDS) as other:
+            monkeypatch.setattr(page_server, "is_free", is_free)
+            other.send(signal.SIGKILL)
+            engine.until(lambda: counts(engine) == (28, 4, 0, 0))
+        assert not list(fails)
 
 
 def test_pages_being_written_are_quarantined(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,6 +579,55 @@ def test_a_server_without_descriptors_says_so_and_waits(
         assert client.receive(connections[3])[1] == b"KVSWSERV"
         assert len(warnings) == 1
     server._close()
+
+
+@pytest.mark.parametrize("watched", [0, 1])
+def test_an_engine_that_cannot_be_watched_is_refused(watched: int, path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
+        calls, register = count(), server._selector.register
+
+        def fail(*arguments: Any) -> Any:
+            if next(calls) == watched:
+                raise OSError(errno.ENOSPC, "no space")
+            return register(*arguments)
+
+        with mock.patch.object(server._selector, "register", fail):
+            assert "the kernel watches no more engines" in error_text(ServedEngine, path)
+        assert len(warnings) == 1
+        with ServedEngine(path) as other:
+            engine.compute("a")
+            assert other.load("a") == 1
+            assert len(server._sessions) == len(server._selector.get_map()) / 2 - 1 == 2
+
+
+def test_an_error_in_a_timer_ends_no_server(path: str) -> None:
+    with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
+        server._later(0.0, mock.Mock(side_effect=MemoryError))
+        server._wake()
+        assert in_time(lambda: warnings == ["an error in the server, which goes on"])
+        engine.compute("a")
+        assert engine.load("a") == 1
+
+
+def test_a_descriptor_that_is_no_lock_is_refused(path: str) -> None:
+    with serving(path), socket.socket(socket.AF_UNIX) as connection, logged() as warnings:
+        connection.connect(path)
+        no_lock = os.open(os.devnull, os.O_PATH)
+        rendezvous.send(connection, pack(Op.MEET, data=b"{}")[:3], [no_lock])
+        os.close(no_lock)
+        wait_until_closed(connection)
+    (warning,) = warnings
+    assert "Bad file descriptor" in warning
+
+
+def test_a_handle_without_room_ends_its_connection(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PoolHandle, "send", mock.Mock(side_effect=BlockingIOError))
+    with serving(path), logged() as warnings:
+        assert error_text(ServedEngine, path).startswith("ConnectionError: received 0 bytes")
+    (warning,) = warnings
+    assert warning.endswith("is closed: its socket has no room for the pages' handle")
 
 
 def test_slow_engines_delay_nobody_and_take_no_memory(path: str) -> None:
