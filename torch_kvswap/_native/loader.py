@@ -48,7 +48,7 @@ def load() -> ModuleType:
             raise ImportError(
                 f"torch_kvswap's native library is missing: {FOLDER} has none for Python "
                 f"{version}{others}. Build it {_BUILD}.{_installed_elsewhere()}"
-            ) from error
+            ) from None  # that torch_kvswap._C is missing says no more
         raise ImportError(
             f"torch {torch.__version__} cannot load torch_kvswap's native library {error.path}: "
             f"{error}. It needs torch 2.11 or later; with such a torch, build it again on this "
