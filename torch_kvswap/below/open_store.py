@@ -12,8 +12,8 @@ from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.valkey import ValkeyStore
 
 _KNOWN = (
-    "'file:PATH', 'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object of a class derived "
-    "from torch_kvswap.below.PageStore"
+    "'file:PATH', 'valkey://HOST:PORT' (for Redis too), 'mooncake://HOST:PORT', or an object of a "
+    "class derived from torch_kvswap.below.PageStore"
 )
 
 
@@ -37,7 +37,7 @@ def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
     if isinstance(below, os.PathLike):
         return FileStore(os.fsdecode(below))
     if isinstance(below, str):
-        kind, _, place = below.partition(":")
+        kind, colon, place = below.partition(":")
         if kind == "file":
             if not place:
                 raise ValueError(f"below is {below!r}, which names no folder; pass 'file:PATH'")
@@ -51,7 +51,7 @@ def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
             return ValkeyStore(below)
         if kind == "mooncake":
             return MooncakeStore(below)
-        if os.sep in kind:
+        if os.sep in kind or not colon:
             raise ValueError(f"below is {kind!r}; for a folder pass 'file:PATH' or a pathlib.Path")
         # Not all of it, which may have a password.
         raise ValueError(f"below is a store of the kind {kind!r}; pass {_KNOWN}")

@@ -812,6 +812,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         refused(below_model=("m", 1, 1)),
         refused(below_policy="none"),
         refused(below="/a/folder"),
+        refused(below="folder"),
         refused(below="file:~/pages"),
         refused(below="file://host/pages"),
         refused(below_model=""),
@@ -823,11 +824,11 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert_expected_inline(
         "\n\n".join(texts),
         """\
-ValueError: below is a store of the kind 'redis'; pass 'file:PATH',
-'valkey://HOST:PORT', 'mooncake://HOST:PORT', or an object of a class derived from
+ValueError: below is a store of the kind 'redis'; pass 'file:PATH', 'valkey://HOST:PORT'
+(for Redis too), 'mooncake://HOST:PORT', or an object of a class derived from
 torch_kvswap.below.PageStore
 
-TypeError: below is an int; pass 'file:PATH', 'valkey://HOST:PORT',
+TypeError: below is an int; pass 'file:PATH', 'valkey://HOST:PORT' (for Redis too),
 'mooncake://HOST:PORT', or an object of a class derived from
 torch_kvswap.below.PageStore
 
@@ -839,6 +840,8 @@ ValueError: below_model[1] is 1; it must be 0
 ValueError: below_policy is 'none'; it can be reused or all
 
 ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Path
+
+ValueError: below is 'folder'; for a folder pass 'file:PATH' or a pathlib.Path
 
 ValueError: below is 'file:~/pages', but a PATH has neither ~ nor a host; pass
 'file:/FOLDER'
