@@ -156,7 +156,10 @@ class StoreThreads:
     def _run(self) -> None:
         try:
             while (task := self._tasks.get()) is not None and not self._is_closing:
-                task()
+                try:
+                    task()
+                except Exception as error:  # such as MemoryError: no other takes this one's place
+                    self.fail(error)
                 del task  # its memory must not outlive the call
         finally:
             self._on_end()

@@ -332,27 +332,32 @@ class Tier:
             if ask is None:
                 return
             ask.has_begun = True
+        batches = list[_Batch]()
+        try:
+            units = self._ask_store(ask)
+            if units == ask.units:  # else the reads show whether it works
+                self._reads.end_pause()
+            batches = self._reserve(ask, units)
+        except Exception as error:  # whatever somebody else's store raises, and MemoryError
+            ask.absent.append(ask.identity)
+            self._fail_read(ask, error, ask.count)
+        for batch in batches:
+            self._reads.submit(partial(self._read_batch, ask, batch))
+        if not batches:
+            with self._lock:
+                self._answer(ask)
+
+    def _ask_store(self, ask: _Ask) -> int:
+        """The length of the longest prefix that it completes."""
         keys = list(map(split_keys, ask.missed))
         names = [
             self._formats[group].trailer_name(key)
             for group, of_group in enumerate(keys)
             for key in of_group
         ]
-        units = ask.units
-        try:
-            rest = iter(self._call(self._reads, ask, self._store.exists, names))
-            there = [bytes(islice(rest, len(of_group))) for of_group in keys]
-            units = self._manager._longest_prefix(units, there)
-            if units == ask.units:  # else the reads show whether it works
-                self._reads.end_pause()
-        except Exception as error:  # whatever somebody else's store raises
-            self._fail_read(ask, error, len(names))
-        batches = self._reserve(ask, units)
-        for batch in batches:
-            self._reads.submit(partial(self._read_batch, ask, batch))
-        if not batches:
-            with self._lock:
-                self._answer(ask)
+        rest = iter(self._call(self._reads, ask, self._store.exists, names))
+        there = [bytes(islice(rest, len(of_group))) for of_group in keys]
+        return self._manager._longest_prefix(ask.units, there)
 
     def _reserve(self, ask: _Ask, units: int) -> list[_Batch]:
         """Takes pages for what a prefix of this length lacks, or a shorter one if there is no room.
@@ -368,14 +373,19 @@ class Tier:
             if reservation is not None:
                 break
             units = (units + ask.units) // 2
-        batches = [] if reservation is None else list(self._batches(reservation, needed))
+        try:
+            batches = [] if reservation is None else list(self._batches(reservation, needed))
+            if (behind := _first(self._behind(ask.keys, units))) is not None:
+                ask.absent.append(behind)
+        except BaseException:
+            if reservation is not None:
+                self._manager.fail(reservation)
+            raise
         with self._lock:
             ask.reservation = reservation
             if ask.is_over:
                 return []
             ask.left = len(batches)
-            if (behind := _first(self._behind(ask.keys, units))) is not None:
-                ask.absent.append(behind)
             return batches
 
     def _batches(self, of: StoreReservation, keys: list[bytes]) -> Iterator[_Batch]:
@@ -494,10 +504,14 @@ class Tier:
             self._writes.submit(self._write_due)
 
     def _write_due(self) -> None:
-        for group in range(len(self._formats)):
-            while (held := self._hold_due(group)) is not None:
-                self._wake_writers()  # there may be more
-                self._write(group, held)
+        try:
+            for group in range(len(self._formats)):
+                while (held := self._hold_due(group)) is not None:
+                    self._wake_writers()  # there may be more
+                    self._write(group, held)
+        except BaseException:
+            self._must_retry = True
+            raise
 
     def _hold_due(self, group: int) -> WriteReservation | None:
         """Pages for a batch, unless enough are held."""
@@ -513,9 +527,9 @@ class Tier:
 
     def _write(self, group: int, held: WriteReservation) -> None:
         """Writes pages that the store does not have, and then their trailers."""
-        form, keys, pages = self._formats[group], split_keys(held.keys), held.pages.tolist()
-        is_below = [False] * len(pages)
+        form, is_below = self._formats[group], [False] * len(held.pages)
         try:
+            keys, pages = split_keys(held.keys), held.pages.tolist()
             names = list(map(form.trailer_name, keys))
             is_below = self._call(self._writes, None, self._store.exists, names)
             left = [place for place, is_there in enumerate(is_below) if not is_there]
@@ -534,8 +548,8 @@ class Tier:
             self._writes.fail(error)
         failed = [place for place, is_there in enumerate(is_below) if not is_there]
         with self._lock:
-            self._writing[group] -= len(pages)
-            self._written += len(pages) - len(failed)
+            self._writing[group] -= len(held.pages)
+            self._written += len(held.pages) - len(failed)
             self._failed += len(failed)
         self._manager.complete(held, failed)
         if failed:  # not |=, which would undo what another thread sets meanwhile

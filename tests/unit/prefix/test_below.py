@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -557,6 +558,38 @@ def test_a_failed_read_is_told_and_pauses(
     assert reader.prefixes.lookup([key_of("x")]).asking == 0
     works_again(reader)
     assert reader.load(PROMPT) == len(PROMPT), "no page was lost"
+
+
+@pytest.mark.parametrize("where", ["_reserve", "_batches", "any task"])
+def test_a_lookup_without_memory_ends(
+    where: str, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = list(map(key_of, PROMPT))
+    with monkeypatch.context() as patched, logged() as warnings:
+        if where == "any task":
+            for _ in reader.tier._reads.threads:
+                reader.tier._reads.submit(Mock(side_effect=MemoryError))
+        else:
+            patched.setattr(reader.tier, where, Mock(side_effect=MemoryError))
+            assert reader.prefixes.lookup(keys).asking == len(PROMPT)
+            reader.until(lambda: reader.prefixes.lookup(keys, again=True).asking == 0)
+        reader.until(lambda: bool(warnings))
+    assert "MemoryError()" in warnings[0]
+    assert reader.prefixes.manager.stats().filling_pages == 0
+    reader.until(lambda: works_again(reader) or reader.prefixes.lookup(keys).ready == len(PROMPT))
+    assert reader.load(PROMPT) == len(PROMPT)
+
+
+def test_a_write_without_memory_is_tried_again(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(store) as engine:
+        with monkeypatch.context() as patched, logged() as warnings:
+            patched.setattr(engine.tier, "_hold_due", Mock(side_effect=MemoryError))
+            engine.compute(PROMPT)
+            assert in_time(lambda: bool(warnings))
+        works_again(engine)
+        engine.until(lambda: engine.stats.written == len(PROMPT))
 
 
 @pytest.mark.parametrize(
