@@ -455,6 +455,8 @@ class PageServer:
             self._end_session(session)
 
     def _process_ended(self, session: _Session) -> None:
+        if session.number not in self._sessions:  # dropped since select() has returned
+            return  # its descriptor may have become another engine's
         session.is_dead = True
         self._unwatch(session)
         self._await_forks(session)

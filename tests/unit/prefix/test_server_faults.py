@@ -600,6 +600,20 @@ def test_an_engine_that_cannot_be_watched_is_refused(watched: int, path: str) ->
             assert len(server._sessions) == len(server._selector.get_map()) / 2 - 1 == 2
 
 
+def test_a_dropped_engines_end_unwatches_no_other(path: str) -> None:
+    server = PageServer(path, 4 * PAGE_BYTES)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        for connection in (one, other):
+            connection.connect(path)
+            server._accept()
+        dropped, alive = server._sessions.values()
+        server._drop(dropped)
+        dropped.process = alive.process  # the kernel gives the number again
+        server._process_ended(dropped)
+        assert alive.process in server._selector.get_map()
+    server._close()
+
+
 def test_an_error_in_a_timer_ends_no_server(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine, logged() as warnings:
         server._later(0.0, mock.Mock(side_effect=MemoryError))
