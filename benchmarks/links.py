@@ -136,7 +136,7 @@ def name_of(number: int) -> str:
 
 
 def name_of_links(relays: int) -> str:
-    """Of the plain copies over the links that a handler with so many relays has."""
+    """The name of plain copies over as many links as a handler with these relays has."""
     return f"{relays + 1} links"
 
 

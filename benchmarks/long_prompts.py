@@ -87,7 +87,7 @@ def make_model(options: Namespace) -> Any:
 
 
 def new_caches(name: str, model: Any, tokens: int, options: Namespace) -> Iterator[tuple[str, Any]]:
-    """Yields the cache with its name, a HostCache twice; nothing where it cannot be had."""
+    """Yields each cache with its name: a HostCache twice, OffloadedCache only on a GPU."""
     import transformers
 
     from torch_kvswap.integrations.transformers import HostCache

@@ -74,7 +74,7 @@ class StagingBuffer {
       return table.packing.page_fragments(copy, begin, end, packed);
     }
   };
-  // Whether relays take part in the copy of a group, of which the transfer has this many bytes.
+  // Whether relays take part in the copy of a group. bytes: of the group in the transfer.
   bool uses_relays(uint64_t bytes, const Packing& packing, uint64_t block_bytes) const;
   // The largest piece of such a copy, unless a block is larger: each link gets at least four.
   uint64_t max_relayed_piece(uint64_t bytes) const {

@@ -85,9 +85,9 @@ class Scheduler {
   void catch_up(const Lock&, const Job* job = nullptr) noexcept;
   // Waits until a job was submitted or has ended; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
-  // Waits until so many layer groups of a job are on the device, or it has ended. It and the jobs
-  // before it are then submitted beyond the channel's limits, so this waits for the device only if
-  // the driver's queue is full.
+  // Waits until the first `layer_groups` layer groups of a job are on the device, or the job has
+  // ended. The job and those before it are submitted beyond the channel's limits, so this waits for
+  // the device only if the driver's queue is full.
   void flush(Lock& lock, const Job& job, int layer_groups) noexcept;
   // For a thread that waits for the job: submits the first job of that channel's queue before the
   // worker has woken up, which takes tens of microseconds, and hundreds where the processor sleeps

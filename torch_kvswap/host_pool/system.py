@@ -241,8 +241,10 @@ def _read(file: str | Path) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: str, seconds: float) -> Iterator[None]:
-    """Waits while another process of the machine that sees the same folder is in here. Whoever is
-    stopped in here delays the others, but not for longer than `seconds`."""
+    """Keeps out the other processes of the machine that see the same folder.
+
+    A process that is stopped inside delays the others by `seconds` at most.
+    """
     with contextlib.closing(Descriptors(os.open, ROOT / folder, os.O_RDONLY | os.O_CLOEXEC)) as own:
         until = time.monotonic() + seconds
         while True:
