@@ -16,8 +16,6 @@ order them with the caller's kernels, and the host waits for none of it::
 
 On a device that only PyTorch drives, no op takes addresses: PyTorch's operations gather the blocks
 into a buffer on the device, and copy its rows to the pages (devices/blocks.py).
-
-docs/dataflow.md says why OffloadHandler does not call the ops.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 #include "encoding/codec.h"
 #include "encoding/slot_format.h"
 
-// How slots keep blocks, and lossless encoding of bf16 values by the CPU, see docs/encoding.md.
+// How slots keep blocks, and lossless encoding of bf16 values by the CPU.
 // sizes: bytes of a block in each slab; bases: where they are in host memory. The codec
 // releases the GIL.
 namespace kvswap::bindings {

@@ -37,8 +37,10 @@ struct Demand {
 // How a slot of a host page keeps its block: the one answer to what depends on that. csrc/offload
 // and csrc/device know no more of it, and are called once for each part of a transfer.
 //
-// To add an encoding: derive from Encoding and PackTable in a file of this folder, name a function
-// that makes it below and in csrc/bindings/encoding.cpp. docs/encoding.md lists all files.
+// To add an encoding: derive from Encoding and PackTable in a file of this folder, with kernels in
+// csrc/kernels/; name a function that makes it below and in csrc/bindings/encoding.cpp, and its
+// name, options and for_native() in torch_kvswap/encoding/slot.py. Checksums are an encoding around
+// another one (verified.cpp).
 class Encoding : public Packing {
  public:
   virtual uint64_t slot_bytes() const = 0;

@@ -7,6 +7,10 @@
 // Checksums of blocks, with which loads find that a block is not the one that was stored: what the
 // CPU and the kernel of checksum.cu share. tests/support/checksum_model.py has the function in
 // plain Python. Read by nvcc and by the C++ compiler, so it has nothing but numbers.
+//
+// The function is NH, the hash of UMAC (RFC 4418), twice with shifted keys, mixed with the number
+// of the tile. With random keys two different tiles collide with a probability of at most 2^-63.
+// Our keys are fixed, so this holds for damage that does not know them.
 namespace kvswap {
 
 // A slab's part of a block is cut into tiles, each with a checksum. All are this large but its last

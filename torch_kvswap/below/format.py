@@ -3,9 +3,8 @@
 A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer:
 magic, version, namespace, key, length, checksum, the checksums of the blocks if the pool has them
 (`HostPool.verify`), then zeros up to a multiple of 4,096. The checksum is of the bytes and of the
-checksums of the blocks. The trailer is written second. Whoever reads a page makes the trailer of
-what
-came, and compares: that checks all fields.
+checksums of the blocks. The trailer is written second. A reader makes the trailer of the bytes that
+came, and compares the two: that checks all fields.
 
 NAMESPACE is the SHA-256 of the page_text() of what describes the pages. Another version of the
 format has other namespaces, so that its pages are not found, and another number in its trailers, so
