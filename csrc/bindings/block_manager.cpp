@@ -28,6 +28,30 @@ namespace {
 using prefix::kKeyBytes;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
 
+// A list of keys of kKeyBytes each as bytes; nothing if it has another item.
+nb::object join_list(PyObject* list) {
+  constexpr auto kLength = static_cast<Py_ssize_t>(kKeyBytes);
+  nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, PyList_Size(list) * kLength));
+  if (!joined.is_valid()) throw nb::python_error();
+  char* to = PyBytes_AsString(joined.ptr());
+  for (Py_ssize_t i = 0; i < PyList_Size(list); ++i, to += kLength) {
+    PyObject* key = PyList_GetItem(list, i);  // borrowed
+    if (!PyBytes_CheckExact(key) || PyBytes_Size(key) != kLength) return {};
+    std::memcpy(to, PyBytes_AsString(key), kKeyBytes);
+  }
+  return joined;
+}
+
+// Keys of a caller, kKeyBytes each, in a row. python.hash_keys() hashes other keys, and refuses
+// what is none; the error names the argument `name`.
+nb::object join_keys(const std::string& name, nb::handle keys) {
+  if (PyBytes_CheckExact(keys.ptr()) && nb::len(keys) % kKeyBytes == 0) return nb::borrow(keys);
+  if (keys.type().is(python.PrefixKeys)) return keys.attr("joined");
+  nb::object joined;
+  if (PyList_CheckExact(keys.ptr())) joined = join_list(keys.ptr());
+  return joined.is_valid() ? joined : python.hash_keys(name, keys);
+}
+
 // The keys of a call, kKeyBytes each, of all groups in a row.
 class JoinedKeys {
  public:
@@ -51,10 +75,7 @@ class JoinedKeys {
   const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
 
   int64_t read(const std::string& name, nb::handle keys) {
-    nb::object object = nb::borrow(keys);
-    if (!PyBytes_CheckExact(keys.ptr()) || nb::len(keys) % kKeyBytes != 0) {
-      object = python.join_keys(name, keys);
-    }
+    nb::object object = join_keys(name, keys);
     char* bytes = nullptr;
     Py_ssize_t length = 0;
     if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
@@ -170,7 +191,7 @@ nb::bytes fold_keys(const nb::object& keys) {
     if (length != kVllmKeyBytes) {
       nb::list one;
       one.append(key);
-      key = python.join_keys("keys", one);
+      key = join_keys("keys", one);
       if (PyBytes_AsStringAndSize(key.ptr(), &bytes, &length) != 0) throw nb::python_error();
     }
     std::memcpy(to, bytes, kKeyBytes);
@@ -437,6 +458,8 @@ class PyBlockManager {
 void bind_block_manager(nb::module_& module) {
   module.attr("KEY_BYTES") = kKeyBytes;
   module.def("fold_keys", &fold_keys, "keys"_a);
+  module.def("join_keys", &join_keys, "name"_a, "keys"_a.none(),
+             nb::sig("def join_keys(name: str, keys: torch_kvswap.prefix.hashing.Keys) -> bytes"));
 
   nb::class_<PyEndedPages>(module, "EndedPages")
       .def(nb::init<>())

@@ -39,7 +39,7 @@ void set_python(const nb::kwargs& named) {
   const std::map<std::string, nb::handle*> places{{"read_ids", &python.read_ids},
                                                   {"split_ids", &python.split_ids},
                                                   {"read_first_slots", &python.read_first_slots},
-                                                  {"join_keys", &python.join_keys},
+                                                  {"hash_keys", &python.hash_keys},
                                                   {"kind_of", &python.kind_of},
                                                   {"read_int", &python.read_int},
                                                   {"read_switch", &python.read_switch},
@@ -48,6 +48,7 @@ void set_python(const nb::kwargs& named) {
                                                   {"int64", &python.int64},
                                                   {"Result", &python.Result},
                                                   {"Lookup", &python.Lookup},
+                                                  {"PrefixKeys", &python.PrefixKeys},
                                                   {"DeviceLostError", &python.DeviceLostError}};
   for (const auto& [name, object] : named) {
     *places.at(nb::cast<std::string>(name)) = nb::object(nb::borrow(object)).release();

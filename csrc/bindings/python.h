@@ -25,11 +25,11 @@ struct Python {
   nb::handle read_ids;                        // (name, ids, num_groups) -> array("q")
   nb::handle split_ids;                       // (name, ids, num_groups) -> list
   nb::handle read_first_slots;                // (first_slot, num_groups) -> list
-  nb::handle join_keys;                       // (name, keys) -> bytes
+  nb::handle hash_keys;                       // (name, keys) -> bytes
   nb::handle kind_of, read_int, read_switch;  // of arguments.py
   nb::handle make_error;                      // (kind, message, rejected) -> TransferError
   nb::handle empty, int64;                    // NumPy's
-  nb::handle Result, Lookup, DeviceLostError;
+  nb::handle Result, Lookup, PrefixKeys, DeviceLostError;
 };
 extern Python python;
 

@@ -48,7 +48,6 @@ from torch_kvswap.prefix.block_groups import (
 from torch_kvswap.prefix.hashing import (
     KEY_BYTES,
     Keys,
-    join_keys,
 )
 from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import (
@@ -570,9 +569,9 @@ class RemoteManager(Session):
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
         if not self._is_list:
-            return [join_keys("keys", keys)]
+            return [native.join_keys("keys", keys)]
         split = enumerate(split_groups("keys", keys, len(self.groups)))
-        return [join_keys(f"keys[{group}]", of_group) for group, of_group in split]
+        return [native.join_keys(f"keys[{group}]", of_group) for group, of_group in split]
 
 
 def _split(numbers: array[int], keys: list[bytes]) -> list[Int64Array]:

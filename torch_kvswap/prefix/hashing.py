@@ -302,9 +302,6 @@ Keys = PrefixKeys | bytes | Sequence[Hashable]
 
 def check_distinct_keys(name: str, joined: bytes) -> None:
     """Raises ValueError if a key occurs twice, as BlockManager.prepare_store() does."""
-    beginnings = np.sort(np.frombuffer(joined, np.int64)[:: KEY_BYTES // 8])
-    if (beginnings[1:] != beginnings[:-1]).all():  # nearly always, and faster than a set
-        return
     first = dict[bytes, int]()
     for index, key in enumerate(split_keys(joined)):
         if (before := first.setdefault(key, index)) != index:
@@ -327,13 +324,11 @@ def _check_length(name: str, keys: bytes) -> None:
         )
 
 
-def join_keys(name: str, keys: Keys) -> bytes:
-    """Converts keys of a caller to keys of KEY_BYTES in a row. Native code reads bytes itself.
+def _hash_keys(name: str, keys: Keys) -> bytes:
+    """What native.join_keys() does with keys that are not all KEY_BYTES long.
 
     Raises TypeError or ValueError that calls the argument `name`.
     """
-    if isinstance(keys, PrefixKeys):
-        return keys.joined
     if isinstance(keys, bytes):
         _check_length(name, keys)
         return keys
@@ -341,14 +336,6 @@ def join_keys(name: str, keys: Keys) -> bytes:
         raise TypeError(
             f"{name} is {kind_of(keys)}; pass keys of a PrefixHasher, or a list of keys"
         )
-    try:  # fast if all of them have KEY_BYTES
-        if set(map(len, keys)) == {KEY_BYTES}:  # type: ignore[arg-type]
-            joined = b"".join(keys)  # type: ignore[arg-type]
-            # Differs if a key is a buffer of KEY_BYTES items that are larger than a byte.
-            if len(joined) == len(keys) * KEY_BYTES:
-                return joined
-    except (TypeError, BufferError):
-        pass  # some keys are not bytes
     hashed = bytearray()
     for at, key in enumerate(keys):
         try:
@@ -358,4 +345,4 @@ def join_keys(name: str, keys: Keys) -> bytes:
     return bytes(hashed)
 
 
-native.set_python(join_keys=join_keys)
+native.set_python(hash_keys=_hash_keys, PrefixKeys=PrefixKeys)

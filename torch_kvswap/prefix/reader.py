@@ -15,7 +15,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.block_groups import BlockGroup
-from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys, join_keys
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys
 from torch_kvswap.prefix.manager import needed_blocks
 
 
@@ -64,7 +64,7 @@ class ArgumentReader:
                 )
             if isinstance(of_group, PrefixKeys):
                 self._check_tokens(group, of_group.block_tokens)
-            read.append(join_keys(self._name("keys", group), of_group))
+            read.append(native.join_keys(self._name("keys", group), of_group))
         return read
 
     def _check_tokens(self, group: int, tokens: int) -> None:
