@@ -110,6 +110,7 @@ STREAMS: dict[str, Callable[[int], torch.cuda.Stream]] = {  # torch 2.11 takes n
 def test_any_stream_of_another_gpu_can_wait(gpu: GpuCache, name: str, wait: str) -> None:
     other = STREAMS[name](0)
     seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize(0)
 
     def look() -> torch.cuda.Event:
         # PyTorch orders a copy between GPUs behind the current streams of both: consumer is idle.
