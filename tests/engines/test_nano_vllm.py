@@ -12,7 +12,9 @@ import torch
 import torch_kvswap as kvs
 
 nano_standin.install()
-import nano_vllm  # noqa: E402  derives from what is installed
+import integration_nano_vllm  # noqa: E402  derive from what is installed
+
+import nano_vllm  # noqa: E402
 
 PROMPTS = [[*range(9), n, 3 * n + 1, *range(n, n + 9)] for n in range(6)]
 
@@ -38,9 +40,7 @@ class Engine(nano_vllm.HostLLM):
         return [done[number] for number in sorted(done)]
 
     def forget_gpu(self) -> None:
-        self.prefixes.synchronize()
-        self.prefixes.poll()
-        self.manager.hash_to_block_id.clear()
+        super().forget_gpu()
         self.model_runner.kv_cache.fill_(-1)
 
     @property
@@ -124,3 +124,10 @@ def test_damaged_pages_stop_the_simple_scheduler(engine: Engine) -> None:
     damage(engine)
     with pytest.raises(RuntimeError, match="a load failed"):
         engine.serve(PROMPTS)
+
+
+def test_zeroed_loads_change_all_tokens(engine: Engine) -> None:
+    counts = integration_nano_vllm.compare_tokens(engine, PROMPTS)
+    all_of_them = len(PROMPTS)
+    assert counts["host_as_gpu"] == counts["computed_as_gpu"] == all_of_them
+    assert counts["zeroed_as_gpu"] == 0
