@@ -4,21 +4,21 @@ import importlib.util
 import os
 import re
 import sys
-from pathlib import Path
+import textwrap
 
 import pytest
+import simulated_driver
 from simulated_driver import Driver, simulated, without_cuda
 
 
 @without_cuda
-def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "simulated_driver.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def test_the_example_of_the_package_passes(tmp_path, monkeypatch):
+    (code,) = re.findall(r"::\n\n(.*?)\n\n(?=\S)", simulated_driver.__doc__, re.DOTALL)
     imports = (
         "from simulated_driver import cache, simulated\nfrom torch_kvswap import OffloadHandler\n"
     )
     file = tmp_path / "example.py"
-    file.write_text(imports + code)
+    file.write_text(imports + textwrap.dedent(code))
     spec = importlib.util.spec_from_file_location("example", file)
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "example", example)

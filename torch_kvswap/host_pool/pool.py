@@ -333,9 +333,6 @@ class HostPool(NotCopyable):
 
         Returns:
             int: bytes per page.
-
-        Raises:
-            TypeError, ValueError: see HostPool.
         """
         slot_encoding, verify = read_encoding(encoding), read_verify(verify)
         shape = PoolShape(layout, 1, blocks_per_page, slot_encoding, verify, read_part(part))

@@ -414,9 +414,7 @@ class OffloadHandler(NotCopyable):
         Returns:
             Job: the submitted job.
 
-        Raises:
-            ValueError: layer_groups is out of range, or as in store().
-            IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
+        Raises what store() does.
         """
         if unnamed:
             raise TypeError(_UNNAMED)
@@ -437,7 +435,6 @@ class OffloadHandler(NotCopyable):
 
         Raises:
             IndexError: the cache has no such block.
-            TypeError, ValueError: see store().
         """
         jobs: list[Job] = self._native.jobs_using(gpu_block_ids, Job, self, self._tags)
         return jobs
@@ -455,7 +452,6 @@ class OffloadHandler(NotCopyable):
         Raises:
             IndexError: the pool has no such page, or it is not pinned yet.
             ValueError: a store that has not ended writes such a page. None is marked then.
-            TypeError: see store().
         """
         self._native.mark_written(page_ids)
 

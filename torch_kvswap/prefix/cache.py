@@ -424,9 +424,7 @@ class PrefixCache(NotCopyable):
         Returns:
             Job | None: None if a block is not ready.
 
-        Raises:
-            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
-                and BlockManager.prepare_load(). Nothing is held then.
+        Raises what OffloadHandler.load() and BlockManager.prepare_load() do; nothing is held then.
         """
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
@@ -487,9 +485,8 @@ class PrefixCache(NotCopyable):
         Returns:
             Stored: the job that copies them, or why there is none.
 
-        Raises:
-            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
-                and BlockManager.prepare_store(). Nothing is held then.
+        Raises what OffloadHandler.store() and BlockManager.prepare_store() do; nothing is held
+        then.
         """
         if self._lazy:
             if after is not None:
@@ -513,9 +510,7 @@ class PrefixCache(NotCopyable):
             list[Job]: earlier stores and loads that still use these blocks, then the stores that
                 this call started.
 
-        Raises:
-            IndexError: the cache has no such block.
-            TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
+        Raises what OffloadHandler.store() does.
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
         resolve_after(after, self._handler._native.groups.device)  # refused if wrong, also unused
@@ -598,10 +593,8 @@ class PrefixCache(NotCopyable):
                 must be computed again, for example because their store failed.
 
         Raises:
-            TypeError: preempted is something else.
-            ValueError: the request was resumed or released before.
-            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see load(). The request
-                stays held.
+            ValueError: the request was resumed or released before. If something else is raised, as
+                by load(), the request stays held.
         """
         _check_preempted(preempted)
         if not preempted.lease.is_held:

@@ -357,7 +357,7 @@ class RemoteManager(Session):
     Args:
         groups (int | Sequence[BlockGroup]): as for a BlockManager; with a number, the server says
             how many pages there are.
-        others: see Session.
+        others: from PrefixCache.connect().
 
     Attributes:
         groups, unit_tokens: see BlockManager.

@@ -1,8 +1,37 @@
 """A CUDA driver in host memory, whose work runs when the test wants it.
 
 Loading it replaces the driver for the whole process. Tests therefore run on it in other processes,
-with a PyTorch without CUDA: a :func:`simulated` test in a process that many tests share, :func:`run`
-in a process of its own.
+with a PyTorch without CUDA: a :func:`simulated` test in a process that many tests share, and that is
+reset before each, :func:`run` in a process of its own. "Device" memory is host memory, and a stream
+is a queue of operations::
+
+    @simulated
+    def test_a_store_waits_for_the_current_stream(driver):
+        layout, pool = cache(driver)  # tensors on "GPU 0", pages in "pinned" memory
+        driver.set_mode("manual")
+        hold = driver.hold(0)  # a kernel on the default stream that does not end
+        with OffloadHandler(layout, pool) as handler:
+            job = handler.store(gpu_block_ids=[0], page_ids=[0])
+            driver.run()  # everything that can run
+            assert not job.query()
+            driver.release(hold)
+            driver.run()
+            assert job.query()
+
+In the mode "immediate", the default, each driver call runs everything that can run. In "manual"
+operations run in run() and step(), and synchronising calls run only what they wait for. In
+"threaded" a thread runs operations of random streams, from a given seed. Handlers use kernels only
+if a test passes copy_method.
+
+A test fails after a warning that it does not collect with logged(), and after what CUDA accepts
+although it is a mistake: a wait for an event that was never recorded, freeing memory that pending
+operations use, a copy between GPUs whose access was not enabled. A deadlock aborts the process and
+prints all pending operations.
+
+Not modelled, so tested in tests/gpu/: speed; torn and reordered writes; the limit of the driver's
+queue; the implicit order of the legacy default stream; the driver's staging of pageable copies;
+bounds of allocations (make test-asan, compute-sanitizer); asynchronous errors of kernels; CUDA's
+capture calls; PyTorch's CUDA allocator, streams and events.
 """
 
 from simulated_driver.driver import DEVICE, HOST, Driver
