@@ -16,8 +16,8 @@ from vllm_contract import IS_REAL, KVSwapManager, base, common, manager_module
 Access = manager_module.Access
 HIT, MISS = base.LookupResult.HIT, base.LookupResult.MISS
 PENDING = base.LookupResult.HIT_PENDING
-METRIC = "vllm:kv_offload_cpu_cache_usage_perc"
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
+METRIC = "vllm:kv_offload_cpu_cache_usage_perc"
 SEEDS = range(4)
 needs_vllm = pytest.mark.skipif(not IS_REAL, reason="vLLM is not here")
 
@@ -44,22 +44,11 @@ def manager(
     return KVSwapManager(pages, policy, threshold, events)
 
 
-def theirs(pages: int = 4, policy: str = "lru", **options: Any) -> Any:
-    """vLLM's own manager."""
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-    return CPUOffloadingManager(pages, cache_policy=policy, **options)
-
-
 def store(of: Any, context: Any, *places: int, prompt: int = 0) -> list[bytes]:
     """What was evicted for it."""
     output = of.prepare_store(keys(*places, prompt=prompt), context)
     of.complete_store(set(output.keys_to_store), context)
     return list(output.evicted_keys)
-
-
-def found(of: Any, *places: int) -> list[Any]:
-    return [of.lookup(key(0, place), request()) for place in places]
 
 
 def pages_of(spec: Any) -> list[int]:
@@ -122,7 +111,7 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
                 del state[one]
         elif action == 2:
             hits = [one for one in some if state.get(one) is HIT]
-            loading.append((request(str(step)), hits))
+            loading.append((request(str(step % 3)), hits))  # some load the same keys twice
             spec = ours.prepare_load(hits, loading[-1][0])
             assert pages_of(spec) == [page_of[one] for one in hits]
         elif action == 3 and loading:
@@ -134,44 +123,23 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
         is_pending = any(state[one] is PENDING for one in in_front)
         assert ours.lookup_prefix(some, asks) == (None if is_pending else len(in_front))
         assert ours._states.keys() == state.keys()
-        if IS_REAL:
-            usage = manager_module.usage_of(ours._blocks.stats())
-            assert ours.get_stats().reduce()[METRIC] == usage[METRIC,]
+    ours.reset_cache()
+    ours.on_reset_flushed()
+    assert len(ours.prepare_store(keys(*range(12)), request()).keys_to_store) == 12
+    assert list(ours.take_events()) == [], "none were wanted"
 
 
-def test_a_load_of_missing_chunks_is_an_error():
-    ours = manager()
+def test_calls_out_of_turn_are_errors():
+    ours, twice = manager(), request("twice")
     ours.prepare_store(keys(1), request())
     for place in (1, 2):
-        with pytest.raises(RuntimeError, match="request r: not all of the 1 chunks to load"):
-            ours.prepare_load(keys(place), request("r"))
-
-
-@POLICIES
-def test_open_loads_of_the_same_keys_are_counted(policy):
-    ours, twice = manager(policy=policy), request("twice")
-    store(ours, request(), 1, 2)
-    for _ in range(2):
-        ours.prepare_load(keys(1, 2), twice)
-    ours.complete_load(set(keys(1, 2)), twice)
-    assert ours.prepare_store(keys(5, 6, 7), request()) is None, "the second one reads them"
-    ours.complete_load(set(keys(1, 2)), twice)
-    assert len(ours.prepare_store(keys(5, 6, 7), request()).evicted_keys) == 1
-    assert not ours._loads
-    with pytest.raises(RuntimeError, match="request twice: no load of these 2 chunks is open"):
-        ours.complete_load(set(keys(1, 2)), twice)
-
-
-@needs_vllm
-def test_a_threshold_counts_offers():
-    def skipped() -> int:
-        return int(ours.get_stats().reduce()["vllm:kv_offload_stores_skipped"])
-
-    ours = manager(threshold=2)
-    assert ours.prepare_store(keys(1, 2, 3), request()).keys_to_store == []
-    assert [skipped(), skipped()] == [3, 0]
-    assert ours.prepare_store(keys(1, 2, 4), request()).keys_to_store == keys(1, 2)
-    assert skipped() == 1
+        with pytest.raises(RuntimeError, match="request twice: not all of the 1 chunks to load"):
+            ours.prepare_load(keys(place), twice)
+    ours.complete_store(keys(1), request())
+    ours.prepare_load(keys(1), twice)
+    ours.complete_load(keys(1), twice)
+    with pytest.raises(RuntimeError, match="request twice: no load of these 1 chunks is open"):
+        ours.complete_load(keys(1), twice)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -201,7 +169,7 @@ def test_keys_are_in_the_order_of_prompts(seed, groups):
         assert access.behind_known(part, known) == in_front[-1:] + in_order
 
 
-# Events and statistics
+# Events
 
 
 def test_events_tell_each_store_and_eviction_once():
@@ -212,31 +180,20 @@ def test_events_tell_each_store_and_eviction_once():
     store(ours, request(), 3, 4, 5)
     assert list(ours.take_events()) == [event(1, 2), event(2, removed=True), event(3, 4, 5)]
     assert list(ours.take_events()) == []
-
-
-def test_a_reset_tells_what_it_removes():
-    ours = manager(events=True)
-    store(ours, request(), 1, 2)
-    ours.prepare_store(keys(3), request())
+    ours.prepare_store(keys(6), request())  # a reset tells what it removes, once
     ours.reset_cache()
-    assert list(ours.take_events()) == [event(1, 2), event(1, 2, removed=True)]
+    assert [(sorted(one.keys), one.removed) for one in ours.take_events()] == [
+        (keys(1), True),
+        (keys(3, 4, 5), True),
+    ]
     ours.reset_cache()
     assert list(ours.take_events()) == []
 
 
-def test_without_events_nothing_is_kept():
-    ours = manager()
-    store(ours, request(), 1, 2, 3, 4)
-    store(ours, request(), 5)
-    assert list(ours.take_events()) == []
-
-
-@pytest.mark.parametrize("whose", ["ours", pytest.param("theirs", marks=needs_vllm)])
-def test_a_failed_store_drops_its_event(whose):
+def test_a_failed_store_drops_its_event():
     """But not of a key that is stored again by then."""
-    of = manager(events=True) if whose == "ours" else theirs(enable_events=True)
+    of, one = manager(events=True), request()
     store(of, request(), 1)
-    one = request()
     for places in ((2, 3), (4,)):
         of.prepare_store(keys(*places), one)
         of.complete_store(set(keys(*places)), one, success=False)
@@ -247,16 +204,15 @@ def test_a_failed_store_drops_its_event(whose):
 
 
 @needs_vllm
-@pytest.mark.parametrize("threshold", [0, 2])
-def test_allocations_count_stores_without_room(threshold):
-    said = []
-    for of in (manager(threshold=threshold), theirs(store_threshold=threshold)):
-        for name, places in enumerate(((1, 2, 3), (1, 2, 3), (4, 5), (4, 5, 6))):
-            one = request(str(name))
-            output = of.prepare_store(keys(*places), one)
-        assert output is None
-        said.append(of.get_stats().reduce())
-    assert said[0] | said[1] == said[0], "vLLM's numbers, beside our own"
+def test_a_threshold_counts_offers():
+    def skipped() -> int:
+        return int(ours.get_stats().reduce()["vllm:kv_offload_stores_skipped"])
+
+    ours = manager(threshold=2)
+    assert ours.prepare_store(keys(1, 2, 3), request()).keys_to_store == []
+    assert [skipped(), skipped()] == [3, 0]
+    assert ours.prepare_store(keys(1, 2, 4), request()).keys_to_store == keys(1, 2)
+    assert skipped() == 1
 
 
 @needs_vllm
@@ -270,10 +226,6 @@ def test_stats_say_what_is_in_use():
     assert stats[METRIC] == 0.75
     assert stats["vllm:kv_offload_cpu_cache_write_usage_perc"] == 0.5
     assert stats["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0.25
-    assert ours.get_stats().reduce()[METRIC] == 0.75
-    ours.complete_load(keys(1), request())
-    ours.complete_store(set(keys(2, 3)), request())
-    assert ours.get_stats().reduce()[METRIC] == 0
 
 
 # Resets
@@ -308,22 +260,6 @@ def test_a_reset_forgets_what_requests_have_had():
     assert evicted_one_by_one(ours, 4) == keys(3, 2)
 
 
-def test_a_reset_frees_pages_when_workers_end():
-    ours, one, other = manager(), request(), request("other", 1)
-    store(ours, one, 0, 1)
-    held = [
-        *ours.prepare_load(keys(0, 1), one).block_ids,
-        *ours.prepare_store(keys(2), one).store_spec.block_ids,
-    ]
-    ours.reset_cache()
-    assert ours.prepare_store(keys(0, 1, prompt=1), other) is None
-    output = ours.prepare_store(keys(0, prompt=1), other)
-    assert not {*output.store_spec.block_ids} & {*held}
-    ours.on_reset_flushed()
-    ours.on_reset_flushed()
-    assert len(ours.prepare_store(keys(1, 2, 3, prompt=1), other).keys_to_store) == 3
-
-
 # Eviction
 
 
@@ -343,21 +279,6 @@ def test_a_prompt_is_evicted_from_its_end(policy, begin, end, finishes):
     if finishes == "after them":
         ours.on_request_finished(one)
     assert evicted_one_by_one(ours, 6) == keys(5, 4, 3, 2, 1, 0)
-
-
-MANAGERS = pytest.mark.parametrize("make", [manager, pytest.param(theirs, marks=needs_vllm)])
-
-
-@MANAGERS
-@POLICIES
-def test_a_late_store_is_not_newer(policy, make):
-    of, old, new = make(4, policy), request("1"), request("2", 1)
-    output = of.prepare_store(keys(0, 1), old)
-    of.on_request_finished(old)
-    store(of, new, 0, 1, prompt=1)
-    of.on_request_finished(new)
-    of.complete_store(set(output.keys_to_store), old)
-    assert evicted_one_by_one(of, 4) == keys(1, 0) + keys(1, 0, prompt=1)
 
 
 def test_arc_counts_no_own_reuse():
@@ -387,7 +308,8 @@ class Request:
     context: Any
     keys: list[bytes]
     computed: int  # chunks
-    stored: int = 0
+    stored: int
+    loading: list[bytes]
     open_stores: list[list[bytes]] = field(default_factory=list)
 
 
@@ -431,10 +353,12 @@ class Traffic:
             found += 1
         if found:
             manager.prepare_load(keys[:found], context)
-            manager.complete_load(set(keys[:found]), context)
-        return Request(context, keys, found, found)
+        return Request(context, keys, found, found, keys[:found])
 
     def _step(self, manager: Any, request: Request) -> None:
+        if request.loading:
+            manager.complete_load(set(request.loading), request.context)
+            request.loading = []
         for keys in request.open_stores:
             manager.complete_store(set(keys), request.context)
         request.open_stores.clear()
@@ -448,25 +372,29 @@ class Traffic:
                 request.open_stores.append(output.keys_to_store)
 
 
-def stored_and_evicted(make: Any, seed: int) -> list[Any]:
-    """The answers to all stores of some traffic, with pages for 30 % of its chunks. With pages for
-    10 % a sixth of the seeds evict other chunks than vLLM; they find as many to within 0.1 %."""
-    traffic, said = Traffic(seed), list[Any]()
-    manager = make(int(0.3 * sum(traffic.lengths)))
-    prepare_store = manager.prepare_store
+def answers(of: Any, traffic: Traffic) -> list[Any]:
+    """The answers to all stores of some traffic, and how many chunks vLLM counts for each."""
+    said, prepare_store = list[Any](), of.prepare_store
 
     def prepare(keys: list[bytes], request: Any) -> Any:
         output = prepare_store(keys, request)
-        said.append(output and (output.keys_to_store, output.evicted_keys))
+        size = of.get_stats().reduce().get("vllm:kv_offload_cpu_allocation_size_sum")
+        said.append((size, output and (output.keys_to_store, output.evicted_keys)))
         return output
 
-    manager.prepare_store = prepare
-    traffic.run(manager)
+    of.prepare_store = prepare
+    traffic.run(of)
     return said
 
 
 @needs_vllm
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lru_stores_and_evicts_what_vllm_does(seed):
-    """Stores end after their requests, and after requests that ended later."""
-    assert stored_and_evicted(manager, seed) == stored_and_evicted(theirs, seed)
+    """Stores end after their requests, and after requests that ended later. There are pages for 30 %
+    of the chunks. With pages for 10 % a sixth of the seeds evict other chunks than vLLM; they find
+    as many to within 0.1 %."""
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    pages = int(0.3 * sum(Traffic(seed).lengths))
+    ours, theirs = manager(pages), CPUOffloadingManager(pages)
+    assert answers(ours, Traffic(seed)) == answers(theirs, Traffic(seed))

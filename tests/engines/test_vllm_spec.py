@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import textwrap
-from concurrent.futures import ThreadPoolExecutor
+import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE
+from vllm_contract import TwoWorkers, bytes_of, submit
 from vllm_engine import (
+    CPULoadStoreSpec,
     KVSwapOffloadingSpec,
     base,
+    bf16_cache,
     caches,
     config,
     keys,
 )
 
 from torch_kvswap.host_pool import system
+from torch_kvswap.integrations.vllm import spec as spec_module
+from torch_kvswap.integrations.vllm import vllm_logging
 from torch_kvswap.integrations.vllm.connector import MetricsSpec
 
 
@@ -41,74 +39,22 @@ def config_of_stage(stage: int, layers: int, nbytes: int) -> Any:
     return replace(settings, parallel=replace(settings.parallel, pp_size=2, tp_size=1))
 
 
-# A process of two, with its rank and a store as arguments.
-BEGIN = """
-import sys
-import torch
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
-from test_vllm_spec import *
-from vllm_contract import bytes_of, submit
-from vllm_engine import CPULoadStoreSpec, bf16_cache
-
-rank = int(sys.argv[1])
-
-def begin(*sizes):
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        parallel_state.init_distributed_environment(2, rank, sys.argv[2], rank, "gloo")
-        parallel_state.initialize_model_parallel(*sizes, backend="gloo")
-"""
-# gloo ends a process that exits with its threads still there.
-END = """
-parallel_state.destroy_model_parallel()
-parallel_state.destroy_distributed_environment()
-"""
-STAGE = """
-    begin(1, 2)
-    for layers, nbytes in (((2, 3), 1536), ((2, 1), 1536), ((2, 3), 767), ((2, 1), 511)):
-        spec = KVSwapOffloadingSpec(config_of_stage(rank, layers[rank], nbytes))
-        canonical = caches([[(0, layers[rank] * 64)]], [layers[rank] * 64], "cpu")
-        try:
-            worker = spec.get_worker(canonical)
-        except ValueError as error:
-            print("said", error)
-        else:
-            print("said", worker._pool.num_pages)
-            worker.shutdown()
-"""
-
-
-def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
-    """What two processes print behind "said ". They run at once."""
-
-    def run(rank: int) -> list[str]:
-        # Not run_script(), which runs one script after the other: these wait for each other.
-        done = subprocess.run(
-            [
-                *(sys.executable, "-c", f"{BEGIN}{textwrap.dedent(script)}{END}"),
-                *(str(rank), f"file://{tmp_path}/store"),
-            ],
-            cwd=Path(__file__).parent,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=3 * PATIENCE,
-        )
-        assert done.returncode == 0, done.stderr
-        return [line[5:] for line in done.stdout.splitlines() if line.startswith("said")]
-
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, range(2)))
-
-
-def test_pipeline_stages_have_the_schedulers_pages(tmp_path):
+@pytest.mark.parametrize(
+    ("layers", "nbytes", "pages"), [((2, 3), 1536, 3), ((2, 1), 1536, 3), ((2, 3), 767, 1)]
+)
+def test_pipeline_stages_have_the_schedulers_pages(monkeypatch, layers, nbytes, pages):
     """vLLM gives the scheduler the configuration of the first worker."""
-    said = said_by_two(STAGE, tmp_path)
-    too_few = (
-        "cpu_bytes_to_use is 511, but one chunk of 2 blocks takes 512 bytes in all workers together"
-    )
-    assert said[0] == ["3", "3", "1", too_few]
-    assert said[1] == said[0]
+
+    def begin(rank: int) -> int:
+        spec = KVSwapOffloadingSpec(config_of_stage(rank, layers[rank], nbytes))
+        row = layers[rank] * 64
+        worker = spec.get_worker(caches([[(0, row)]], [row], "cpu"))
+        worker.shutdown()
+        return int(worker._pool.num_pages)
+
+    stages = TwoWorkers()
+    monkeypatch.setattr(spec_module, "get_pp_group", lambda: stages)
+    assert [result() for result in stages.run(begin)] == [pages, pages]
 
 
 def test_a_worker_without_layers_says_so():
@@ -128,31 +74,36 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
     assert (64 << 30) // (-(-MLA_BYTES // 4096) * 4096 * (1 if replicated else 8)) == pages
 
 
-WORKER = """
-    begin(2, 1)
-    settings = config(2, 1, 4096, rank=rank, replicated=True, cpu_bytes_to_use=10 * 4096)
-    cache, expected = bf16_cache(rank), bf16_cache(0)
-    worker = KVSwapOffloadingSpec(settings).get_worker(cache)
-    if rank == 0:
-        submit(worker, 1, "store", [3, 4], CPULoadStoreSpec([7, 8]))
-        worker.wait({1})
-    torch.distributed.barrier(parallel_state.get_tp_group().cpu_group)
-    submit(worker, 2, "load", [5, 6], CPULoadStoreSpec([7, 8]))
-    worker.wait({2})
-    for block in (3, 4):
-        print("said", bytes_of(cache, block + 2) == bytes_of(expected, block))
-    worker.shutdown()
-"""
+def test_equal_caches_load_what_rank_0_stored(monkeypatch):
+    """With the checksums of rank 0."""
+    both = [bf16_cache(0), bf16_cache(1)]
+    expected = bytes_of(both[0], 3)
 
+    def begin(rank: int) -> Any:
+        options = {"cpu_bytes_to_use": 10 * 4096, "verify": "load"}
+        settings = config(2, 1, 4096, rank=rank, replicated=True, **options)
+        return KVSwapOffloadingSpec(settings).get_worker(both[rank])
 
-def test_equal_caches_load_what_rank_0_stored(tmp_path):
-    assert said_by_two(WORKER, tmp_path) == [["True", "True"]] * 2
+    ranks = TwoWorkers()
+    monkeypatch.setattr(spec_module, "get_tp_group", lambda: ranks)
+    first, second = [result() for result in ranks.run(begin)]
+    submit(first, 1, "store", [3, 4], CPULoadStoreSpec([7, 8]))
+    first.wait({1})
+    first._pool.pages[8, 0, 9] ^= 1
+    submit(second, 2, "load", [5, 6], CPULoadStoreSpec([7, 8]))
+    second.wait({2})
+    assert bytes_of(both[1], 5) == expected
+    assert second.take_failures() == [(2, "load", "damaged", {6}, {8})]
+    for worker in (first, second):
+        worker.shutdown()
 
 
 def test_too_few_bytes_for_a_chunk_are_refused():
-    said = "^cpu_bytes_to_use is {}, but one chunk of {} blocks takes {} bytes in all workers together$"
-    with pytest.raises(ValueError, match=said.format(7999, 4, 8000)):
-        KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999)).get_manager()
+    spec = KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999))
+    said = "cpu_bytes_to_use is 7999, but one chunk of 4 blocks takes 8000 bytes in all workers"
+    for ask in (spec.get_manager, lambda: spec.get_worker(caches([[(0, 1000)]], [1000], "cpu"))):
+        with pytest.raises(ValueError, match=said):
+            ask()
 
 
 def test_too_little_memory_names_the_option(tmp_path, monkeypatch):
@@ -165,25 +116,20 @@ def test_too_little_memory_names_the_option(tmp_path, monkeypatch):
         spec.get_worker(caches([[(0, 1000)]], [1000], "cpu"))
 
 
-def test_our_log_looks_like_vllms():
-    script = """
-    import logging
-    from torch_kvswap.integrations.vllm.vllm_logging import write_where_vllm_does
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging
-
-    configure_logging(LoggingConfig())  # as each of vLLM's processes begins
-    write_where_vllm_does()
-    logging.getLogger("torch_kvswap.host_pool").info("it moves")
-    logging.getLogger("torch_kvswap").warning("it is damaged")
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stdout"}
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    said = subprocess.check_output(command, cwd=here, env=environment, text=True)
-    for level, text in (("INFO", "it moves"), ("WARNING", "it is damaged")):
-        assert re.search(rf"pid=\d+\) {level} \S+ \d\d:\d\d:\d\d \[.*\] {text}\n", said)
+def test_our_log_is_written_where_vllms_is(monkeypatch):
+    theirs, said = logging.getLogger("vllm"), list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    root, ours = logging.Logger("root"), logging.Logger("torch_kvswap")
+    ours.parent = root  # the program has no handlers
+    monkeypatch.setattr(vllm_logging, "log", ours)
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    for _ in range(2):  # of two connectors
+        vllm_logging.write_where_vllm_does()
+    ours.info("it moves")
+    ours.debug("it moves slowly")
+    assert said == ["it moves"]
 
 
 def test_encoded_pages_are_more_in_the_same_memory():
@@ -196,19 +142,17 @@ def test_encoded_pages_are_more_in_the_same_memory():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block"), [("float16", 1 << 20), ("fp8_e4m3", 1 << 20), ("float32", 64)]
+    ("dtype", "world", "said"),
+    [
+        ("float16", 1, "for bfloat16, but the KV cache is of float16; leave"),
+        ("bfloat16", 8, "the 8 workers have the same cache and share raw pages"),
+    ],
 )
-def test_a_type_without_encoding_is_refused(dtype, block):
-    settings = config(1, 1, block, encoding="lossless", cpu_bytes_to_use=10 << 20)
-    settings = replace(settings, model=replace(settings.model, dtype=dtype))
-    with pytest.raises(ValueError, match=f"for bfloat16, but the KV cache is of {dtype}; leave"):
-        KVSwapOffloadingSpec(settings)
-
-
-def test_workers_that_share_pages_cannot_encode_them():
+def test_what_cannot_be_encoded_is_refused(dtype, world, said):
     options = {"encoding": "lossless", "cpu_bytes_to_use": 10 << 20}
-    with pytest.raises(ValueError, match="the 8 workers have the same cache and share raw pages"):
-        KVSwapOffloadingSpec(config(8, 1, 1 << 20, replicated=True, **options))
+    settings = config(world, 1, 1 << 20, replicated=world > 1, **options)
+    with pytest.raises(ValueError, match=said):
+        KVSwapOffloadingSpec(replace(settings, model=replace(settings.model, dtype=dtype)))
 
 
 @pytest.mark.parametrize("windows", [(3,), (None, 1), (4, None), (1, 2)])

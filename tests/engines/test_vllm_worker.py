@@ -3,28 +3,21 @@ not be installed."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE, in_time
 from torch import Tensor
-from vllm_contract import KVSwapWorker, base, caches, common
+from vllm_contract import KVSwapWorker, TwoWorkers, base, caches, common
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.kv_layouts import group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import SpecOptions
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.results import CorruptedPageError, TransferError
 
 PAGES = 16
 GROUPS = {  # of layers, as (tensor, bytes used), and the bytes of the rows of each tensor
@@ -98,12 +91,6 @@ class CheckedWorker:
             for layers, (blocks, _, _) in zip(self.groups, moves, strict=True)
         )
 
-    def finished(self, count: int) -> list[Any]:
-        """Polls until so many have ended."""
-        results: list[Any] = []
-        assert in_time(lambda: results.extend(self.worker.get_finished()) or len(results) >= count)
-        return results
-
     def is_right(self) -> bool:
         tensors: list[Tensor] = [one.tensor.cpu() for one in self.caches.tensors]
         return all(map(torch.equal, tensors, self.expected)) and torch.equal(
@@ -111,142 +98,71 @@ class CheckedWorker:
         )
 
 
-@pytest.fixture
-def checked(device: str) -> Iterator[CheckedWorker]:
-    checked = CheckedWorker(GROUPS["a tensor for each layer"], device)
-    yield checked
-    checked.worker.shutdown()
+def random_moves(chosen: random.Random, groups: int, chunk: int, is_store: bool) -> list[Any]:
+    blocks, pages = chosen.sample(range(1, 24), 23), chosen.sample(range(PAGES), PAGES)
+    moves = []
+    for _ in range(groups):
+        count, index = chosen.randint(0, 5), chosen.randint(0, 7)
+        if is_store:  # of whole chunks
+            count, index = count // chunk * chunk, index * chunk
+        taken = -(-(count + index % chunk) // chunk) if count else 0
+        moves.append((blocks[:count], pages[:taken], index))
+        blocks, pages = blocks[count:], pages[taken:]
+    return moves
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_random_transfers_move_only_their_blocks(name, device, chunk):
-    checked, random_ = CheckedWorker(GROUPS[name], device, chunk), random.Random(name)
-    for _ in range(12):
-        direction = random_.choice(["store", "load"])
-        blocks = random_.sample(range(1, 24), 23)
-        pages = random_.sample(range(PAGES), PAGES)
-        moves = []
-        for _ in checked.groups:
-            count, index = random_.randint(0, 5), random_.randint(0, 7)
-            if direction == "store":  # of whole chunks
-                count, index = count // chunk * chunk, index * chunk
-            taken = -(-(count + index % chunk) // chunk) if count else 0
-            moves.append((blocks[:count], pages[:taken], index))
-            blocks, pages = blocks[count:], pages[taken:]
-        number = checked.submit(direction, moves)
-        (result,) = checked.finished(1)
-        assert (result.job_id, result.success) == (number, True)
-        assert result.transfer_size == checked.nbytes(moves)
-        assert result.transfer_time >= 0
+    """Several at a time, some of them of nothing. Each ends once, whatever waits for it."""
+    checked, chosen = CheckedWorker(GROUPS[name], device, chunk), random.Random(name)
+    worker, sizes, results, expedited = checked.worker, dict[int, int](), list[Any](), 0
+    for _ in range(8):
+        for _ in range(chosen.randint(1, 3)):
+            direction = chosen.choice(["store", "load"])
+            moves = random_moves(chosen, len(checked.groups), chunk, direction == "store")
+            how = {"expedited": chosen.random() < 0.3} if direction == "load" else {}
+            number = checked.submit(direction, moves, **how)
+            sizes[number] = checked.nbytes(moves)
+            expedited += how.get("expedited", False) and sizes[number] > 0
+        if chosen.random() < 0.5:
+            worker.wait({number, 1000})  # of another it never heard
+        results += worker.get_finished()
+    worker.wait(set(sizes))
+    results += worker.get_finished()
+    assert worker.get_finished() == []
+    ended = sorted((one.job_id, one.success, one.transfer_size) for one in results)
+    assert ended == [(number, True, size) for number, size in sizes.items()]
+    assert min(one.transfer_time for one in results) >= 0
+    assert worker._handler.metrics().expedited.done == expedited
     assert checked.is_right()
-    checked.worker.shutdown()
-
-
-def test_every_job_ends_once_whatever_waits_for_it(checked):
-    numbers = {checked.submit("store", [([block], [block % PAGES], 0)]) for block in range(1, 20)}
-    checked.worker.wait(set(list(numbers)[:5]))
-    checked.worker.wait({*numbers, 1000, 2000})  # of others it never heard
-    results = checked.finished(len(numbers))
-    assert {result.job_id for result in results} == numbers
-    assert all(result.success for result in results)
-    assert checked.worker.get_finished() == []
-    checked.worker.wait(numbers)
-    assert checked.is_right()
-
-
-def test_a_transfer_of_nothing_ends_well(checked):
-    store, load = checked.submit("store", [([], [], 0)]), checked.submit("load", [([], [], 3)])
-    checked.worker.wait({store, load})
-    results = checked.finished(2)
-    assert [(one.job_id, one.success, one.transfer_size) for one in results] == [
-        (store, True, 0),
-        (load, True, 0),
-    ]
-
-
-def test_an_expedited_load_is_a_load(checked):
-    checked.worker.wait({checked.submit("load", [([5], [3], 0)], expedited=True)})
-    assert checked.finished(1)[0].success
-    assert checked.is_right()
-    assert checked.worker._handler.metrics().expedited.done == 1
-
-
-def test_an_impossible_transfer_moves_nothing(checked):
-    gpu = base.GPULoadStoreSpec([24], group_sizes=[1], block_indices=[0])
-    with pytest.raises(IndexError, match="24"):
-        checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec([0]))
-    assert checked.worker.get_finished() == []
-    assert checked.is_right()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "pages", "index"),
-    [
-        ([1, 3, 4, 5, 6, 7], [7, 8], 0),  # one in the middle of the first chunk is missing
-        ([3, 4, 5, 6, 7], [7, 8], 1),  # the first one, and one in the second chunk
-        ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1),  # the first one
-        ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1),  # as many as in two chunks
-    ],
-)
-def test_a_partial_chunk_is_refused(device, blocks, pages, index):
-    checked = CheckedWorker(GROUPS["padded rows"], device, chunk=4)
-    gpu = base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[index])
-    said = f"group 0 of a transfer has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
-    with pytest.raises(ValueError, match=said):
-        checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec(pages))
-    assert checked.worker.get_finished() == []
-    assert checked.is_right()
-    checked.worker.shutdown()
-
-
-def test_shutdown_waits_and_can_be_repeated(device):
-    checked = CheckedWorker(GROUPS["padded rows"], device)
-    checked.submit("store", [([1, 2], [3, 4], 0)])
-    pages = checked.worker._pool.pages
-    checked.worker.shutdown()
-    checked.worker.shutdown()
+    checked.submit("store", random_moves(chosen, len(checked.groups), chunk, True))
+    pages = worker._pool.pages
+    for _ in range(2):
+        worker.shutdown()  # waits for it
     assert torch.equal(pages, checked.pages)
 
 
-def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler's copies leave other bytes, and poll() and synchronize() say that they failed."""
-    handler, finished = checked.worker._handler, checked.worker._handler.poll
-    wait = handler.synchronize
-
-    def fails(jobs: Any) -> None:
-        wait(jobs)
-        raise TransferError("some")
-
-    def spoiled() -> list[Any]:
-        results = finished()
-        for result in results:
-            if result.direction == "load":
-                for tensor in handler.layouts[0].tensors:
-                    tensor[[3, 9]] = 0
-            else:
-                checked.worker._pool.pages[[2, 5]] = 0
-        error = TransferError("error 700")
-        return [dataclasses.replace(one, state="failed", error=error) for one in results]
-
-    monkeypatch.setattr(handler, "poll", spoiled)
-    monkeypatch.setattr(handler, "synchronize", fails)
-
-
-@pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_failed_copy_is_told_once(device, chunk, direction, waits, monkeypatch, caplog):
-    checked = CheckedWorker(GROUPS["padded rows"], device, chunk)
-    fail_copies(checked, monkeypatch)
-    blocks = [3, 9, 4, 8, 1, 2][: 2 * chunk]
-    number = checked.submit(direction, [(blocks, [5, 2], 0)])
-    if waits:
-        checked.worker.wait({number})
-    (result,) = checked.finished(1)
-    assert (result.job_id, result.success, result.transfer_size) == (number, True, None)
-    assert checked.worker.take_failures() == [(number, direction, "failed", set(blocks), {5, 2})]
-    assert checked.worker.take_failures() == []
-    assert "failed: error 700" in caplog.text
+@pytest.mark.parametrize(
+    ("blocks", "pages", "index", "said"),
+    [
+        ([24, 1, 2, 3], [0], 0, "24"),
+        # Chunks of four of which vLLM has left out blocks: from the middle of the first one, from
+        # its beginning and the second one, from its beginning, and as many as in two chunks.
+        ([1, 3, 4, 5, 6, 7], [7, 8], 0, "has 6 blocks for 2 chunks of 4, from slot 0"),
+        ([3, 4, 5, 6, 7], [7, 8], 1, "has 5 blocks for 2 chunks of 4, from slot 1"),
+        ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1, "has 7 blocks for 2 chunks of 4, from slot 1"),
+        ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1, "has 8 blocks for 3 chunks of 4, from slot 1"),
+        ([1, 2, 3, 4, 5], [7], 0, "groups of [5] blocks starting at [0] need 5 and 2"),
+        ([1, 2, 3, 4, 5], [7, 8, 9], 0, "groups of [5] blocks starting at [0] need 5 and 2"),
+    ],
+)
+def test_an_impossible_store_moves_nothing(device, blocks, pages, index, said):
+    checked = CheckedWorker(GROUPS["padded rows"], device, chunk=4)
+    gpu = base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[index])
+    with pytest.raises((IndexError, ValueError), match=re.escape(said)):
+        checked.worker.submit_store(1, gpu, common.CPULoadStoreSpec(pages))
     assert checked.worker.get_finished() == []
+    assert checked.is_right()
     checked.worker.shutdown()
 
 
@@ -280,50 +196,14 @@ def test_places_are_in_the_order_of_blocks():
     assert move.places(3) == [(1, 7), (2, 6), (3, 8), (4, 8), (5, 9)]
 
 
-@pytest.mark.parametrize("pages", [[7], [7, 8, 9]])
-def test_pages_that_do_not_fit_are_refused(pages):
-    gpu = base.GPULoadStoreSpec([1, 2, 3], group_sizes=[3], block_indices=[0])
-    said = "but its groups of [3] blocks starting at [0] need 3 and 2"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        read_move(gpu, common.CPULoadStoreSpec(pages), [True], 2)
-
-
 # The workers of an engine with equal caches share one host pool
 
 
 def pools_of_two(layouts: Sequence[PagedLayout]) -> list[Callable[[], HostPool]]:
-    """What the two workers of an engine, which are threads, are given."""
-    said: Future[Any] = Future()
-    both = threading.Barrier(2, timeout=PATIENCE)
-
-    def make(rank: int) -> HostPool:
-        def broadcast(mine: Any = None) -> Any:
-            if rank == 0:
-                said.set_result(mine)
-            return said.result(PATIENCE)
-
-        group = SimpleNamespace(rank_in_group=rank, broadcast_object=broadcast, barrier=both.wait)
-        options = {"encoding": "raw", "verify": "load", "pin_in_background": False}
-        return replicated_pool(layouts[rank], 6, 2, group=group, **options)
-
-    with ThreadPoolExecutor(2) as threads:
-        return [threads.submit(make, rank).result for rank in range(2)]
-
-
-def test_a_worker_loads_what_another_stored():
-    """With checksums, by which it notices damage."""
-    gpu = [torch.randint(256, (8, 64), dtype=torch.uint8) for _ in range(2)]
-    layouts = [PagedLayout([one]) for one in gpu]
-    pools = [result() for result in pools_of_two(layouts)]
-    first, second = map(OffloadHandler, layouts, pools)
-    first.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[4, 5]).synchronize()
-    second.load(page_ids=[4, 5], gpu_block_ids=[7, 6, 5, 4]).synchronize()
-    assert torch.equal(gpu[1][[7, 6, 5, 4]], gpu[0][:4])
-    pools[0].pages[4, 1, 9] ^= 1
-    with pytest.raises(CorruptedPageError, match="GPU block 3, page 4, slot 1"):
-        second.load(page_ids=[4, 5], gpu_block_ids=[2, 3, 1, 0]).synchronize()
-    for pool in pools:
-        pool.close()
+    """What the two workers of an engine are given."""
+    options = {"encoding": "raw", "verify": "load", "pin_in_background": False}
+    workers = TwoWorkers()
+    return workers.run(lambda rank: replicated_pool(layouts[rank], 6, 2, group=workers, **options))
 
 
 def test_when_worker_0_fails_others_are_told():

@@ -7,15 +7,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 import torch
+from patience import PATIENCE
 
 IS_REAL = bool(os.environ.get("KVSWAP_TEST_VLLM"))
 _OURS = "torch_kvswap.integrations.vllm."
@@ -197,3 +200,30 @@ def submit(
 
 def bytes_of(cache: Any, block: int) -> bytes:
     return b"".join(one.tensor[block].cpu().numpy().tobytes() for one in cache.tensors)
+
+
+class TwoWorkers:
+    """vLLM's group of two workers, which are threads."""
+
+    def __init__(self) -> None:
+        self._rank, self._said = threading.local(), Future[Any]()
+        self.barrier = threading.Barrier(2, timeout=PATIENCE).wait
+
+    @property
+    def rank_in_group(self) -> int:
+        return int(self._rank.number)
+
+    def broadcast_object(self, mine: Any = None, src: int = 0) -> Any:
+        if self.rank_in_group == src:
+            self._said.set_result(mine)
+        return self._said.result(PATIENCE)
+
+    def run(self, body: Callable[[int], Any]) -> list[Callable[[], Any]]:
+        """Runs the body of each rank. Returns what has their results."""
+
+        def begin(rank: int) -> Any:
+            self._rank.number = rank
+            return body(rank)
+
+        with ThreadPoolExecutor(2) as threads:
+            return [threads.submit(begin, rank).result for rank in range(2)]
