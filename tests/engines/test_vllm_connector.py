@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm_engine import (
     KVSwapManager,
     KVSwapWorker,
     OffloadingConnectorStats,
 )
 from vllm_serving import (
+    BLOCK,
+    CHUNKS,
     CONNECTOR,
     MULTI,
-    NAMES,
     PROMPTS,
     RECOMPUTE,
     RUNNERS,
     SCHEDULERS,
     Faults,
-    RandomRequests,
     Serving,
     again,
     check,
@@ -35,9 +37,6 @@ from vllm_serving import (
 from torch_kvswap.integrations.vllm.connector import MetricsSpec
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES
 from torch_kvswap.results import DeviceLostError
-
-OLD = prompt(1, 96)
-NEW = [*OLD, *prompt(2, 64)]
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -102,80 +101,22 @@ def test_a_decoding_step_loads_what_it_hides(tmp_path, runner, is_async):
             assert (name, len(in_step)) == (name, requests)
 
 
-@pytest.mark.parametrize(("policy", "is_async"), [("recompute", False), ("fail", True)])
-@pytest.mark.parametrize("how", [{}, {"window": 40}, {"extra": {"blocks_per_chunk": 2}}])
-def test_jobs_are_those_that_vllm_makes(tmp_path, monkeypatch, policy, is_async, how):
-    """Also through preemptions, aborts and resets."""
+def test_hits_are_counted_as_vllm_does(tmp_path):
+    with serving(tmp_path) as engine:
+        part = engine.scheduler.connector.connector_scheduler
+        count, theirs = part.get_external_cache_hit_sources, OffloadingConnectorScheduler
+        counts = list[Any]()
 
-    def steps_of(is_ours: bool) -> list[Any]:
-        chosen, steps, counts = random.Random(3), list[Any](), list[Any]()
-        transfer = {"kv_load_failure_policy": policy}
-        small: dict[str, Any] = {"blocks": 28, "pages": 120, "batched": 64}
-        with serving(tmp_path, is_async=is_async, transfer=transfer, **small, **how) as engine:
-            part = engine.scheduler.connector.connector_scheduler
-            if not is_ours:
-                part._looks_up_at_once = part._has_one_source = False
-            schedule, count = engine.scheduler.schedule, part.get_external_cache_hit_sources
+        def counted(*of: Any) -> Any:
+            counts.append((count(*of), theirs.get_external_cache_hit_sources(part, *of)))
+            return counts[-1][0]
 
-            def scheduled() -> Any:
-                said = schedule()
-                meta = said.kv_connector_metadata
-                loading = sorted(part._chunks_being_loaded)
-                jobs = described(meta.load_jobs), described(meta.store_jobs)
-                steps.append((*jobs, meta.jobs_to_flush, loading))
-                return said
-
-            engine.scheduler.schedule = scheduled
-            part.get_external_cache_hit_sources = lambda *of: (
-                counts.append(count(*of)) or counts[-1]
-            )
-            requests = RandomRequests(engine, chosen)
-            for turn in range(10):
-                requests.go_on(3, aborts=0.3)
-                if turn % 5 == 3:
-                    engine.run()  # vLLM resets neither while something is loaded nor while a step runs
-                    if not is_async:
-                        engine.add(f"at reset {turn}", prompt(turn, 40), 30)
-                        engine.step()
-                    running = {"reset_running_requests": True, "reset_connector": True}
-                    assert engine.scheduler.reset_prefix_cache(**running)
-            engine.run()
-            assert requests.preempted
-            return [*steps, counts]
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # both have the same keys
-    ours, theirs = steps_of(True), steps_of(False)
-    assert ours == theirs
-    assert any(loads for loads, *_ in ours[:-1])
-    assert ours[-1], "the sources of hits"
-
-
-def described(jobs: dict[int, Any]) -> list[Any]:
-    """What can be compared of them."""
-    return [
-        (
-            number,
-            job.req_id,
-            job.sync,
-            str([*map(vars, (job.src_spec, job.dst_spec))]),
-        )
-        for number, job in jobs.items()
-    ]
-
-
-@RUNNERS
-def test_loads_inside_a_chunk_are_not_joined(tmp_path, runner):
-    """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
-    old = {f"{n}": prompt(n, 129) for n in range(3)}
-    new = again("new", old, prompt(9, 20))
-    with serving(tmp_path, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
-        engine.serve(old)
+        part.get_external_cache_hit_sources = counted
+        engine.serve(PROMPTS)
         engine.forget_gpu()
-        engine.serve({f"begin {n}": old[f"{n}"][:49] for n in range(2)})
-        loads = Faults(engine, never)
-        engine.serve(new)
-        assert loads.seen["load"] == 3
-        check(engine, new)
+        engine.serve(again("again"))
+        assert [ours for ours, _ in counts] == [theirs for _, theirs in counts]
+        assert sum(number for ours, _ in counts for number in ours.values()) == CHUNKS * BLOCK
 
 
 @RUNNERS
@@ -208,12 +149,6 @@ def test_one_ranks_failure_counts_for_all(tmp_path, runner, is_async, rank, how,
         third = again("third", {**new, **other})
         engine.serve(third)
         check(engine, {**other, **third})
-
-
-def test_pages_name_the_layers_that_they_have(tmp_path):
-    with serving(tmp_path) as engine:
-        (layout,) = engine.worker._handler.layouts
-        assert layout.names == tuple(NAMES)
 
 
 def test_the_front_end_finds_our_metrics(tmp_path):
@@ -252,14 +187,6 @@ def test_one_line_says_what_engines_get(tmp_path, caplog, how, said):
         (line,) = [one.getMessage() for one in caplog.records if one.name == name]
     assert line.startswith("KVSwapConnector loads prompts ")
     assert said in line
-
-
-@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"cache": "mla"}])
-def test_the_host_holds_its_bytes(tmp_path, how):
-    with serving(tmp_path, pages=8, **how) as engine:
-        given = engine.config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
-        assert engine.manager._blocks.stats().pages == 8
-        assert sum(one._pool.pages.nbytes for one in engine.workers) == given
 
 
 @RUNNERS
@@ -334,17 +261,6 @@ def test_only_requests_of_the_load_fail(tmp_path, runner, is_async, new, how, fa
         check(engine, again("third", longer))
 
 
-def test_only_the_rejected_block_is_lost(engine):
-    one = prompt(1, 101)  # six full blocks
-    faults = Faults(engine, only("store", "rejected"))
-    engine.serve({"first": one}, count=1)
-    engine.forget_gpu()
-    faults.chooses = never
-    engine.serve({"again": one}, count=1)
-    check(engine, {"first": one, "again": one}, count=1)
-    assert engine.manager._blocks.stats().loaded == 5
-
-
 def test_metrics_count_failures_and_pages(engine):
     part, said = engine.scheduler.connector.connector_scheduler, OffloadingConnectorStats()
     get_stats = part.get_stats
@@ -395,25 +311,6 @@ def test_a_lost_device_ends_the_engine(engine):
     engine.worker._handler.store = lost
     with pytest.raises(DeviceLostError):
         engine.serve({"first": prompt(1, 100)})
-
-
-@RUNNERS
-def test_a_reset_preempts_unreported_loads(tmp_path, runner):
-    """vLLM refuses such a reset, and has preempted them by then."""
-    prompts = {"other": prompt(3, 40), "new": NEW}
-    with serving(tmp_path, runner=runner, is_async=True) as engine:
-        engine.serve({"old": OLD})
-        engine.forget_gpu()
-        seen = Faults(engine, never).seen
-        for name, one in prompts.items():
-            engine.add(name, one, 20)
-            engine.step()
-        assert seen["load"] == 1
-        assert engine.steps, "it is not reported yet"
-        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        engine.run()
-        check(engine, prompts, 20)
 
 
 def end_copies_with_their_step(engine: Serving) -> None:

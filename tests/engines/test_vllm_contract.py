@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 SOURCES = Path(__file__).parents[2] / "torch_kvswap/integrations/vllm"
 PRIVATE = {
-    OffloadingConnectorScheduler: ["jobs", "maximal_prefix_lookup", "req_status"],
+    OffloadingConnectorScheduler: ["jobs", "req_status"],
     OffloadingConnectorWorker: ["connector_worker_meta", "load_jobs", "unsubmitted_store_jobs"],
     CPUOffloadingWorker: ["store_handler"],
 }

@@ -119,9 +119,6 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
             ours.complete_load(set(of_load), context)
         for one in some:
             assert ours.lookup(one, asks) is state.get(one, MISS)
-        in_front = list(itertools.takewhile(state.get, some))
-        is_pending = any(state[one] is PENDING for one in in_front)
-        assert ours.lookup_prefix(some, asks) == (None if is_pending else len(in_front))
         assert ours._states.keys() == state.keys()
     ours.reset_cache()
     ours.on_reset_flushed()

@@ -14,7 +14,7 @@ from patience import PATIENCE
 from pinning_steps import PinningSteps
 from simulated_cache import CURRENT, run_until
 from simulated_driver import Driver, place, simulated
-from vllm_contract import KVSwapWorker, base, common, submit, worker_module
+from vllm_contract import KVSwapWorker, common, submit, worker_module
 
 from torch_kvswap.host_pool import pinning
 from torch_kvswap.host_pool.pool import HostPool
@@ -49,11 +49,6 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
         worker.shutdown()
 
 
-def submit_load(worker: Any, number: int, block: int, page: int, expedited: bool) -> None:
-    gpu = base.GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
-    assert worker.submit_load(number, common.CPULoadStoreSpec([page]), gpu, expedited=expedited)
-
-
 def ended(driver: Driver, worker: Any, number: int) -> None:
     results: list[Any] = []
 
@@ -73,11 +68,8 @@ def zero(driver: Driver, cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
-@pytest.mark.parametrize("expedited", [False, True])
 @simulated
-def test_a_load_lands_behind_its_steps_zeroing(
-    driver: Driver, expedited: bool, waits: bool
-) -> None:
+def test_a_load_lands_behind_its_steps_zeroing(driver: Driver, waits: bool) -> None:
     with worker_of(driver) as (worker, cache):
         expected, load = worker._pool.pages[PAGE, 0].clone(), worker._handler.load
         if not waits:
@@ -85,7 +77,7 @@ def test_a_load_lands_behind_its_steps_zeroing(
         worker.get_finished()  # the step before ends here
         hold = driver.hold(CURRENT)
         zeros = zero(driver, cache)
-        submit_load(worker, 1, BLOCK, PAGE, expedited)
+        submit(worker, 1, "load", [BLOCK], common.CPULoadStoreSpec([PAGE]))
         before = cache[BLOCK].clone()
         driver.run()
         assert torch.equal(cache[BLOCK], before if waits else expected), "nothing has been zeroed"

@@ -236,8 +236,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         if not is_ours:
             self._complete_store = self.manager.complete_store
             self.manager.complete_store = self._end_store
-        notes_hits = spec.kv_events_config.self_describing_kv_events
-        self._looks_up_at_once = is_ours and not notes_hits
         windows = [group.sliding_window_size_in_chunks for group in self.config.kv_group_configs]
         self._has_one_source = is_ours and windows == [None]
         self._failures = Counter[tuple[str, str]]()  # since get_stats()
@@ -280,15 +278,6 @@ class SchedulerPart(OffloadingConnectorScheduler):
         if hit and not is_async:
             self._loaded += hit
         return hit, is_async
-
-    def _maximal_prefix_lookup(self, keys: Any, req_context: Any, *others: Any) -> int | None:
-        """As vLLM's, which calls lookup() for each key and may record the hits for events."""
-        hits: int | None = 0
-        if not self._looks_up_at_once:
-            hits = super()._maximal_prefix_lookup(keys, req_context, *others)
-        elif keys:
-            hits = self.manager.lookup_prefix(keys, req_context)
-        return hits
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         """As vLLM's, which takes microseconds for each block of a load."""

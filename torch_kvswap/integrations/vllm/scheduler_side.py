@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -43,15 +43,6 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
         # times at once. These loads are interchangeable.
         self._loads: dict[tuple[str, frozenset[Key]], list[_Load]] = {}
         self._flushed: list[Callable[[], None]] = []  # end jobs that were open at a reset
-
-    @abstractmethod
-    def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
-        """Looks keys up until one is a miss, as vLLM does with lookup().
-
-        Returns:
-            int | None: the hits in front of it. None if vLLM must look them up again in a later
-                step.
-        """
 
     @abstractmethod
     def _begin_load(
@@ -139,8 +130,7 @@ class KVSwapManager(HostManager[LoadReservation]):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
     A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
-    needs. Behind sliding windows it looks up one key at a time, for as long as a request waits, so
-    lookup() reads a Python dict.
+    needs, for as long as a request waits, so lookup() reads a Python dict.
 
     A prompt is evicted from its end, although vLLM stores it in several steps: chunks to store are
     ordered directly behind the chunk in front of them, and when the request finishes, all its
@@ -186,14 +176,6 @@ class KVSwapManager(HostManager[LoadReservation]):
             Access.of(req_context, self._cache, starts=True)
         state = self._states.get(key, _MISS)
         return _PENDING if isinstance(state, StoreReservation) else state
-
-    def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
-        if self._was_reset:
-            Access.of(req_context, self._cache, starts=True)
-        if keys[0] not in self._states:  # most misses are at the front
-            return 0
-        found = self._blocks.lookup(fold_keys(keys), again=True)
-        return None if found.pending else found.found
 
     def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext

@@ -106,27 +106,6 @@ class SharedManager(HostManager[list[Held]]):
         asked = self._start_lookup(req_context)
         return _MISS if asked is None else self._look(key, asked)
 
-    def lookup_prefix(self, keys: Sequence[Key], req_context: base.ReqContext) -> int | None:
-        asked = self._start_lookup(req_context)
-        if asked is None:
-            return 0
-        answers = asked.answers
-        if not answers and not self._storing:
-            answers.update(zip(keys, repeat(ASKED)))
-            asked.unknown += keys
-            return None
-        hits, is_deferred = 0, False
-        for key in keys:
-            if answers.get(key, ABSENT) < 0:
-                result = self._look(key, asked)
-                if result is _MISS:
-                    break
-                is_deferred = True
-                if result is _RETRY:
-                    continue
-            hits += 1
-        return None if is_deferred else hits
-
     def _start_lookup(self, req_context: base.ReqContext) -> _Asked | None:
         """What the request has asked for; None without a server."""
         if self._is_new_step:
