@@ -7,33 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from unittest import mock
 
-import pytest
 import torch
 from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
-from torch_kvswap.integrations.transformers.cache_views import Cache
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.offload.handler import Job, OffloadHandler
 
 
 def make(pages: int = 6, first_part_bytes: int = 32 << 20) -> tuple[torch.Tensor, Swap]:
     blocks = torch.arange(20 * 64).view(20, 64)
     with first_parts_of(first_part_bytes):
         return blocks, Swap(PagedLayout([blocks]), pages, None, SwapOptions())
-
-
-def test_what_was_stored_comes_back_to_other_blocks():
-    blocks, swap = make()
-    before = blocks.clone()
-    stored = swap.store([[3, 1], [7]])
-    swap.load(stored, [[10, 11], [12]])
-    assert torch.equal(blocks[10:13], before[[3, 1, 7]])
-    assert len(swap._free) == 3
-    swap.free(stored)
-    assert len(swap._free) == 6
 
 
 def test_encoded_pages_bring_values_in_fewer_bytes():
@@ -69,33 +55,6 @@ def test_groups_are_loaded_as_far_as_possible():
     assert torch.equal(blocks[[11, 13]], before[[11, 13]])
 
 
-def test_a_request_that_does_not_fit_takes_nothing():
-    _, swap = make(pages=2)
-    assert swap.store([[1, 2, 3]]) is None
-    assert len(swap._free) == 2
-    assert swap.store([[1, 2]]) is not None
-    assert swap.store([[1]]) is None
-
-
-def test_a_refused_store_gives_its_pages_back():
-    _, swap = make(first_part_bytes=512)
-    submit = OffloadHandler.store
-    calls = []
-
-    def refuse_the_second(self, *args, **named):
-        calls.append(args)
-        if len(calls) == 2:
-            raise RuntimeError("the device is lost")
-        return submit(self, *args, **named)
-
-    with (
-        mock.patch.object(OffloadHandler, "store", refuse_the_second),
-        pytest.raises(RuntimeError, match="the device is lost"),
-    ):
-        swap.store([[1, 2, 3]])
-    assert len(swap._free) == 6
-
-
 def test_freed_pages_are_reused_in_memory_order():
     _, swap = make()
     first = swap.store([[1, 2, 3]])
@@ -103,62 +62,6 @@ def test_freed_pages_are_reused_in_memory_order():
     again = swap.store([[4, 5, 6]])
     assert [pages.tolist() for pages in again.pages] == [[3, 4, 5]]
     assert again.pages == first.pages
-
-
-def test_no_page_is_taken_twice():
-    _, swap = make()
-    held = [swap.store([[n]]) for n in range(6)]
-    for stored in held[::2]:
-        swap.free(stored)
-    held = held[1::2] + [swap.store([[n]]) for n in range(3)]
-    assert sorted(int(stored.pages[0][0]) for stored in held) == list(range(6))
-
-
-class Group:
-    def __init__(self, table: dict[str, list[int]], units: int, window: int | None = None) -> None:
-        self.block_table, self.units = table, units
-        if window:
-            self.sliding_window = window
-
-
-class View(Cache):
-    """Of a cache with blocks of 4 tokens."""
-
-    groups = ()
-
-    def tokens_per_block(self, group):
-        return 4
-
-    def units_per_block(self, group):
-        return group.units
-
-    host_bytes = has_margin = fits = demand = allocate = mark_restored = None
-
-    def free(self, request_id):
-        for group in self.groups:
-            del group.block_table[request_id]
-
-
-View.__abstractmethods__ = frozenset()
-
-
-def test_a_batch_writes_growing_blocks_and_whole_windows():
-    view = View(None)
-    view.groups = [Group({"a": [5, 2, 9]}, 1), Group({"a": [4, 7]}, 2, window=8)]
-    future = mock.Mock(state=mock.Mock(request_id="a", position_offset=8))
-    assert list(view.written([future])) == [9, 8, 9, 14, 15]
-
-
-def test_a_request_without_blocks_is_not_freed():
-    view = View(None)
-    view.groups = [Group({"a": [1]}, 1)]
-    state = mock.Mock(request_id="b", allocated_blocks=3)
-    view.release(state)
-    assert view.groups[0].block_table == {"a": [1]}
-    assert state.allocated_blocks == 0
-    state.request_id = "a"
-    view.release(state)
-    assert view.groups[0].block_table == {}
 
 
 def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:
@@ -215,30 +118,3 @@ def test_only_what_nobody_wants_any_more_is_cancelled(driver: Driver) -> None:
     swap.reset()
     jobs = [job for stored in (kept, dropped) for job in stored.stores]
     assert [job.result.state for job in jobs] == ["done", "cancelled"]
-
-
-def test_a_failed_load_is_reported_at_once():
-    _, swap = make()
-    stored = swap.store([[1]])
-    load = swap.load(stored, [[2]])
-    with mock.patch.object(Job, "_is_done", False), mock.patch.object(swap.handler, "poll") as poll:
-        swap.store([[2]])
-    assert load.ok is False
-    poll.assert_called_once_with()
-
-
-def test_host_and_guard_wait_for_a_job():
-    _, swap = make()
-    stored = swap.store([[3]])
-    load = swap.load(stored, [[4]])
-    with mock.patch.object(swap.handler, "synchronize") as waited:
-        swap.wait(load)
-    waited.assert_called_once_with(load.job)
-    (job,) = stored.stores
-    with (
-        mock.patch.object(Job, "query", return_value=False),
-        mock.patch.object(Job, "wait") as waited,
-    ):
-        swap.guard(None)
-    waited.assert_called_once_with(None)
-    assert job.query()

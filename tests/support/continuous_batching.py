@@ -94,24 +94,6 @@ def small(kind: str) -> int:
     return SMALL[kind][0 if is_old() else 1]
 
 
-@contextlib.contextmanager
-def pageable() -> Iterator[None]:
-    """Lets transformers' own manager take host memory where there is no CUDA to pin it."""
-    from transformers.generation.continuous_batching import offloading_manager
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def empty(self, *shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            return torch.empty(
-                *shape, pin_memory=pin_memory and torch.cuda.is_available(), **options
-            )
-
-    with mock.patch.object(offloading_manager, "torch", Torch()):
-        yield
-
-
 @dataclass
 class Seen:
     """What is seen of our managers: the managers, how many requests they stored and brought back,
