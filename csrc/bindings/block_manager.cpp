@@ -154,14 +154,17 @@ struct WriteReservation : Reservation {
 struct PyEndedPages {
   std::shared_ptr<prefix::EndedPages> pages = std::make_shared<prefix::EndedPages>();
 
-  // Appends for each its reservation, whether the copy has succeeded, the rejected pages with their
-  // groups, and whether these are corrupted.
+  // Appends what Reservation.end() takes for each, behind the number of its reservation.
   void take(nb::typed<nb::list, nb::any> to) {
     prefix::ReservedPages* first = pages->take();
     while (first != nullptr) {
       const std::unique_ptr<prefix::ReservedPages> ended(std::exchange(first, first->next));
-      to.append(
-          nb::make_tuple(ended->id, ended->has_succeeded, ended->rejected, ended->is_corrupted));
+      nb::list rejected;
+      for (const auto& [group, page] : ended->rejected) {
+        rejected.append(group);
+        rejected.append(page);
+      }
+      to.append(nb::make_tuple(ended->id, ended->has_succeeded, ended->is_corrupted, rejected));
     }
   }
 };
@@ -324,9 +327,6 @@ class PyBlockManager {
   }
 
   void complete(nb::handle reservation, nb::handle rejected) { end(reservation, true, rejected); }
-  void complete_corrupted(nb::handle reservation, nb::handle rejected) {
-    end(reservation, true, rejected, true);
-  }
   void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
 
   void touch(nb::handle keys) {
@@ -404,13 +404,13 @@ class PyBlockManager {
   }
 
   // rejected: mostly (), which read_ids() would give to Python.
-  void end(nb::handle reservation, bool succeeded, nb::handle rejected, bool is_corrupted = false) {
+  void end(nb::handle reservation, bool succeeded, nb::handle rejected) {
     const int64_t id = id_of(reservation);
     if (id == 0) return;
     std::vector<int64_t> positions;
     const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
     if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
-    busy([&](bool wait) { manager_.end(id, succeeded, positions, is_corrupted, wait); });
+    busy([&](bool wait) { manager_.end(id, succeeded, positions, wait); });
   }
 
   static std::vector<int64_t> read_pages(nb::handle pages) {
@@ -478,7 +478,19 @@ void bind_block_manager(nb::module_& module) {
       .def_ro("id", &Reservation::id)
       .def_prop_ro("is_held", &Reservation::is_held, "Whether let_go() would end it.")
       .def("let_go", &Reservation::let_go,
-           "Ends it, unless a job has. Returns whether it was held.");
+           "Ends it, unless a job has. Returns whether it was held.")
+      // rejected: group and page of each rejected page in turn.
+      .def(
+          "_end",
+          [](Reservation& self, bool has_succeeded, bool is_corrupted, nb::handle rejected) {
+            std::vector<int64_t> numbers;
+            read_ids("rejected", rejected, numbers);
+            std::vector<std::pair<uint32_t, int64_t>> pages;
+            for (size_t i = 0; i + 1 < numbers.size(); i += 2)
+              pages.emplace_back(static_cast<uint32_t>(numbers[i]), numbers[i + 1]);
+            self.end(has_succeeded, is_corrupted, std::move(pages));
+          },
+          "has_succeeded"_a, "is_corrupted"_a, "rejected"_a);
 
   const auto repr_as = [](const char* text) {
     return [text](nb::handle self) { return nb::str(text).format(self); };
@@ -656,8 +668,6 @@ Raises:
       // What a prefix cache, its second tier and a server call: see prefix/manager.h.
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
-      .def("_complete_corrupted", &PyBlockManager::complete_corrupted, "reservation"_a.none(),
-           "rejected"_a.none())
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
       .def("_promote", &PyBlockManager::promote, "keys"_a,
            nb::sig("def _promote(self, keys: " KEYS ") -> StoreReservation | None"))

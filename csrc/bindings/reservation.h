@@ -1,6 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "prefix/reserved_pages.h"
 
@@ -22,12 +25,24 @@ struct Reservation {
   // Whether it has not ended, and no job has taken it.
   bool is_held() const { return pages_of_job != nullptr; }
 
-  // Ends it, if it is held. Returns whether it was.
+  // Ends it, if it is held, as if nothing was copied. Returns whether it was.
   bool let_go() noexcept {
     if (!is_held()) return false;
     const auto to = pages_of_job->manager;
     to->push(std::move(pages_of_job));
     return true;
+  }
+
+  // Ends it, if it is held, as a job of another process has ended. rejected: group and page of each
+  // rejected page.
+  void end(bool has_succeeded, bool is_corrupted,
+           std::vector<std::pair<uint32_t, int64_t>> rejected) noexcept {
+    if (!is_held()) return;
+    std::sort(rejected.begin(), rejected.end());
+    pages_of_job->has_succeeded = has_succeeded;
+    pages_of_job->is_corrupted = is_corrupted;
+    pages_of_job->rejected = std::move(rejected);
+    let_go();
   }
 };
 

@@ -189,14 +189,14 @@ size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found
 }
 
 void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,
-                       bool is_corrupted, bool wait) {
+                       bool wait) {
   const auto lock = lock_for(0, wait);
   const auto of = find(id);
   if (!wait && of->second.pins.size() > kFewKeys) throw Busy{};
   check_positions(of->second, rejected);
   auto next = rejected.begin();
   int64_t position = 0;
-  end(of, succeeded, is_corrupted ? rejected.size() : 0, [&](const Pin&) {
+  end(of, succeeded, 0, [&](const Pin&) {
     const bool is_rejected = next != rejected.end() && *next == position++;
     next += is_rejected;
     return is_rejected;

@@ -122,10 +122,8 @@ class BlockManager {
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their
   // positions among the pages that the reservation was made for, ascending.
-  // Pages of hold_due() stay filled, and are then below or due again. is_corrupted: the rejected
-  // pages are, see take_corrupted().
-  void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected,
-           bool is_corrupted, bool wait);
+  // Pages of hold_due() stay filled, and are then below or due again.
+  void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
   // Lends `count` pages of the first group, or as many as there are, for blocks whose keys are not
   // known yet. They ascend. A reset does not end that.
   std::vector<int64_t> lend(size_t count, bool wait);

@@ -323,7 +323,7 @@ class PrefixCache(NotCopyable):
         }
         cache = describe(layouts, groups, *read_model("model", model), **how)
         served = RemotePools(layouts, how)
-        manager = RemoteManager(path, of_layers if is_list else 1, cache, served)
+        manager = RemoteManager(path, cache, served, of_layers if is_list else 1)
         manager.join()
         made = cls.__new__(cls)
         try:

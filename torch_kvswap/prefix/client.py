@@ -45,10 +45,7 @@ from torch_kvswap.prefix.block_groups import (
     read_groups,
     unit_tokens,
 )
-from torch_kvswap.prefix.hashing import (
-    KEY_BYTES,
-    Keys,
-)
+from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.manager import BlockStats, Lookup, needed_blocks
 from torch_kvswap.prefix.protocol import (
     HEAD,
@@ -91,29 +88,41 @@ class Session(NotCopyable):
 
     Requests are sent, and their answers come later, in the same order. A server that does not
     answer within its deadline, or has closed the connection, is given up. A thread then tries to
-    join it again, once no job uses its pages.
+    join it again, once no job uses its pages. A worker keeps the old memory until its scheduler has
+    come to the next server: then no job uses it any more, and none will.
 
     Args:
         path (str): the server's socket.
+        cache: what the server compares, from describe(); a scheduler has none.
+        pools (RemotePools | None): get the server's memory; None for a scheduler, which maps none.
+        groups (int | Sequence[BlockGroup]): as for a BlockManager.
         engine (str): the name of the engine, if its scheduler and workers have sessions of their
             own.
-        cache: what the server compares, from describe().
-        pools (RemotePools): get the server's memory.
         worker (int): the number of this worker in its engine, from 0 on.
         workers (int): of a scheduler, how many workers its engine has; 0 for others.
+
+    Attributes:
+        groups, unit_tokens: see BlockManager.
+        num_pages (int): pages of the server's first group.
     """
 
     def __init__(
         self,
         path: str,
-        engine: str,
         cache: dict[str, object],
-        pools: RemotePools,
+        pools: RemotePools | None,
+        groups: int | Sequence[BlockGroup] = 1,
+        engine: str = "",
         worker: int = 0,
         workers: int = 0,
     ) -> None:
+        self.groups = read_groups(groups)
+        self.unit_tokens = unit_tokens(self.groups)
+        self.num_pages = 0
+        self._is_list = not isinstance(groups, int)
         self._path, self._cache, self._pools = path, cache, pools
         self._names = {"engine": engine, "worker": worker, "workers": workers}
+        self._is_worker = bool(engine) and pools is not None
         self._process = ForkGuard()
         self._session = self._generation = 0  # 0: none
         self._deadline = JOINING  # seconds for an answer; as the server says it
@@ -135,7 +144,8 @@ class Session(NotCopyable):
         return f"{type(self).__name__}({self._path!r}, {state})"
 
     def join(self) -> None:
-        """Connects to the server, and attaches the pools to its memory.
+        """Connects to the server, meets the other processes of the engine, and attaches the pools
+        to the server's memory.
 
         Raises:
             OSError: no server answers there.
@@ -144,32 +154,27 @@ class Session(NotCopyable):
         """
         connection, generation, self._deadline = connect_to(self._path)
         try:
-            if generation != self._generation and self._generation:
-                # First the old memory is freed: there may be no room for both.
-                self._await_jobs(connection)
-                self._session = self._generation = 0
-                self._pools.let_go()
-            hello = {**self._cache, **self._names, "session": self._session}
-            message = pack(Op.HELLO, data=json.dumps(hello).encode())
-            with contextlib.closing(open_lock()) as lock:
-                rendezvous.send(connection, message, lock.fds)
-            session, resets, _ = receive(connection, HEAD.size + 24)[0]
-            with contextlib.ExitStack() as received:
-                handles = []
-                for _ in self._pools.layouts:
-                    handles.append(PoolHandle.receive(connection))
-                    received.callback(handles[-1].close)
-                if generation != self._generation:
-                    self._pools.attach(handles)
+            if self._pools is None:
+                answer = self._meet(connection, generation)
+            else:
+                if generation != self._generation and self._generation:
+                    if self._is_worker:
+                        self._meet(connection, generation)
+                    # First the old memory is freed: there may be no room for both.
+                    self._session = self._generation = 0
+                    self._pools.let_go()
+                answer = self._attach(connection, generation, self._pools)
             connection.settimeout(None)
             # The kernel's own timeouts cost no system call.
             seconds = struct.pack("ll", int(self._deadline), int(self._deadline % 1 * 1e6))
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+            if self._is_worker:
+                connection.sendall(pack(Op.READY))
         except BaseException:
             self._hang_up(connection)
             raise
-        self._use(connection, session, generation, resets)
+        self._use(connection, generation, *answer)
 
     def start(self) -> None:
         """Lets a thread join the server again when it is lost."""
@@ -222,27 +227,34 @@ class Session(NotCopyable):
                 connection.sendall(pack(Op.LEAVE))
         connection.close()
 
-    def _use(self, connection: socket.socket, session: int, generation: int, resets: int) -> None:
-        with self._lock:  # no call comes in between
+    def _attach(
+        self, connection: socket.socket, generation: int, pools: RemotePools
+    ) -> Sequence[int]:
+        """Attaches the pools, if it is the memory of another server."""
+        hello = {**self._cache, **self._names, "session": self._session}
+        message = pack(Op.HELLO, data=json.dumps(hello).encode())
+        with contextlib.closing(open_lock()) as lock:
+            rendezvous.send(connection, message, lock.fds)
+        answer = receive(connection, HEAD.size + 24)[0]
+        with contextlib.ExitStack() as received:
+            handles = []
+            for _ in pools.layouts:
+                handles.append(PoolHandle.receive(connection))
+                received.callback(handles[-1].close)
             if generation != self._generation:
-                self._unheard_resets = 0
-            self._session, self._generation, self._resets = session, generation, resets
-            if self._is_closing:
-                return self._hang_up(connection)
-            self._connection = connection
-            if self._unheard_resets:
-                self._unheard_resets = 0
-                self.reset()
+                pools.attach(handles)
+        return answer
 
-    def _meet(self, connection: socket.socket, session: int) -> array[int]:
+    def _meet(self, connection: socket.socket, generation: int) -> Sequence[int]:
         """The answer when the other processes of the engine have come, for which it waits."""
-        said = {**self._names, "session": session}
+        known = self._session if generation == self._generation else 0
+        message = pack(Op.MEET, data=json.dumps({**self._names, "session": known}).encode())
         with self._lock:
             if self._is_closing:
                 raise ConnectionError("it is closed")
             self._meeting = connection
         try:
-            connection.sendall(pack(Op.MEET, data=json.dumps(said).encode()))
+            connection.sendall(message)
             if self._thread.is_alive():  # else the engine is being started, and all are there
                 connection.settimeout(None)
             return receive(connection, HEAD.size + 24)[0]  # a reset may be right behind it
@@ -250,15 +262,42 @@ class Session(NotCopyable):
             connection.settimeout(JOINING)
             self._meeting = None
 
-    def _await_jobs(self, connection: socket.socket) -> None:
-        """Waits until no job uses the memory of an earlier server."""
+    def _use(
+        self,
+        connection: socket.socket,
+        generation: int,
+        session: int,
+        resets: int,
+        num_pages: int,
+    ) -> None:
+        with self._lock:  # no call comes in between
+            if generation != self._generation:
+                self._unheard_resets = 0
+            self._session, self._generation, self._resets = session, generation, resets
+            self.num_pages = num_pages
+            if self._is_closing:
+                return self._hang_up(connection)
+            self._connection = connection
+            if self._unheard_resets:
+                self._unheard_resets = 0
+                self.reset()
 
     def _has_jobs(self) -> bool:
-        """Whether a job uses a page."""
+        """Whether a job uses a page. A worker leaves that to its scheduler, which it meets."""
         return False
 
     def _until_lost(self) -> None:
         """Waits until the server is lost, and may be joined again."""
+        while self._is_worker and (connection := self._connection) is not None:
+            try:
+                why = "" if connection.recv(1) else "it has closed the connection"
+            except BlockingIOError:  # the time of a call is over
+                continue
+            except OSError as error:
+                why = str(error)
+            with self._lock:
+                if why and self._connection is connection:
+                    self._lose(why)
         with self._lock:
             self._changed.wait_for(
                 lambda: self._is_closing or (self._connection is None and not self._has_jobs())
@@ -284,29 +323,20 @@ class Session(NotCopyable):
                     log.warning("the server at %s cannot be joined again: %s", self._path, told)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    # Messages. The caller holds the lock.
+    # What anybody may call, with the keys of a group, or a list with those of each.
 
-    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
-        """Sends a message if there is a server. `then` get the answers."""
-        raise NotImplementedError
+    def needed_blocks(self, prefix: int) -> range | list[range]:
+        """See BlockManager.needed_blocks()."""
+        needed = needed_blocks(self.groups, prefix)
+        return needed if self._is_list else needed[0]
 
-    def _receive(self) -> None:
-        """Takes what has come. Raises OSError if that is nothing, and ValueError if the server
-        refuses what was asked."""
-        assert self._connection is not None
-        data = self._connection.recv(READ_BYTES)
-        if not data:
-            raise ConnectionError("it has closed the connection")
-        self._inbox += data
-        while (message := next_message(self._inbox)) is not None:
-            status, numbers, text = message
-            if status == Status.RESET:
-                self._note_reset()
-                continue
-            answered = self._awaited.popleft()
-            if status == Status.REFUSED:
-                raise ValueError(text.decode())
-            answered(numbers)
+    def touch(self, keys: Keys | Sequence[Keys]) -> None:
+        """See BlockManager.touch()."""
+        self._send(pack_keys(Op.TOUCH, (), self._read(keys)))
+
+    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
+        """See BlockManager.order()."""
+        self._send(pack_keys(Op.ORDER, [read_switch("renew", renew)], self._read(keys)))
 
     def reset(self) -> None:
         """Forgets all blocks, also those of other engines.
@@ -316,14 +346,41 @@ class Session(NotCopyable):
         with self._lock:
             self._unheard_resets += 1
             if self._connection is not None:
-                self._note_reset()
+                self._resets += 1
                 self._send(pack(Op.RESET), self._heard_reset)
-
-    def _note_reset(self) -> None:
-        self._resets += 1
 
     def _heard_reset(self, _: array[int]) -> None:
         self._unheard_resets -= 1
+
+    def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
+        if not self._is_list:
+            return [native.join_keys("keys", keys)]
+        split = enumerate(split_groups("keys", keys, len(self.groups)))
+        return [native.join_keys(f"keys[{group}]", of_group) for group, of_group in split]
+
+    # Messages. The caller holds the lock.
+
+    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """Sends a message if there is a server. `then` get the answers."""
+        raise NotImplementedError
+
+    def _receive(self, flags: int = 0) -> None:
+        """Takes what has come. Raises OSError if that is nothing, and ValueError if the server
+        refuses what was asked."""
+        assert self._connection is not None
+        data = self._connection.recv(READ_BYTES, flags)
+        if not data:
+            raise ConnectionError("it has closed the connection")
+        self._inbox += data
+        while (message := next_message(self._inbox)) is not None:
+            status, numbers, text = message
+            if status == Status.RESET:
+                self._resets += 1
+                continue
+            answered = self._awaited.popleft()
+            if status == Status.REFUSED:
+                raise ValueError(text.decode())
+            answered(numbers)
 
     def _forget(self) -> None:
         """Forgets what belongs to a server that is gone, but not the jobs."""
@@ -354,38 +411,30 @@ class RemoteManager(Session):
 
     Any thread may call any method. In a forked child every call raises RuntimeError.
 
-    Args:
-        groups (int | Sequence[BlockGroup]): as for a BlockManager; with a number, the server says
-            how many pages there are.
-        others: from PrefixCache.connect().
-
     Attributes:
         groups, unit_tokens: see BlockManager.
         resets (int): a number that changes with each reset by any engine and with each server, as
             of the last lookup().
     """
 
+    _pools: RemotePools
+
     def __init__(
         self,
         path: str,
-        groups: int | Sequence[BlockGroup],
         cache: dict[str, object],
         pools: RemotePools,
+        groups: int | Sequence[BlockGroup],
     ) -> None:
-        super().__init__(path, "", cache, pools)
-        self.groups = read_groups(groups)
-        self.unit_tokens = unit_tokens(self.groups)
-        self._is_list = not isinstance(groups, int)
+        super().__init__(path, cache, pools, groups)
         self.resets = 0
-        # The pages, by group, of loads and stores that have not ended. Guarded by _lock, as are the
-        # others.
-        self._open: dict[int, list[Int64Array]] = {}
-        self._leases: set[int] = set()
+        # Loads and stores that have not ended, and leases. Guarded by _lock, as are the others.
+        self._open, self._leases = set[int](), set[int]()
         self._dropped = 0  # stores without a server
         self._ended = native.EndedPages()
-        # Taken from there: the reservation, whether it has succeeded, which pages were rejected,
-        # and whether these are corrupted.
-        self._reported: list[tuple[int, bool, list[tuple[int, int]], bool]] = []
+        # Taken from there: the reservation, whether it has succeeded, whether the rejected pages
+        # are corrupted, and the group and number of each.
+        self._reported: list[tuple[int, bool, bool, list[int]]] = []
 
     # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
 
@@ -393,7 +442,7 @@ class RemoteManager(Session):
         """See BlockManager.lookup()."""
         how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
         with self._lock:
-            answer = self._ask(Op.ASK, [how, 0], keys)
+            answer = self._ask(pack_keys(Op.ASK, [how, 0], keys))
             if answer is None:
                 return _NOTHING
             self.resets = self._resets
@@ -403,11 +452,11 @@ class RemoteManager(Session):
         """See BlockManager.prepare_load()."""
         made = self._new_reservation(is_load=True)
         with self._lock:
-            answer = self._ask(Op.ASK, [Ask.LOAD, made.id], keys)
+            answer = self._ask(pack_keys(Op.ASK, [Ask.LOAD, made.id], keys))
             if answer is None or len(answer) * KEY_BYTES < sum(map(len, keys)):
                 self._drop(made.id)
                 return None
-            made.pages = self._open[made.id] = _split(answer, keys)
+            made.pages = _split(answer, keys)
         return made
 
     def prepare_store(
@@ -420,54 +469,32 @@ class RemoteManager(Session):
         """See BlockManager.preempt()."""
         return self._borrow(keys, is_leased=True)
 
-    # What anybody may call.
-
-    def needed_blocks(self, prefix: int) -> range | list[range]:
-        """See BlockManager.needed_blocks()."""
-        needed = needed_blocks(self.groups, prefix)
-        return needed if self._is_list else needed[0]
-
-    def touch(self, keys: Keys | Sequence[Keys]) -> None:
-        """See BlockManager.touch()."""
-        self._tell(Op.TOUCH, (), self._read(keys))
-
-    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
-        """See BlockManager.order()."""
-        self._tell(Op.ORDER, [read_switch("renew", renew)], self._read(keys))
-
     def stats(self, group: int = 0) -> BlockStats:
         """The server's statistics of a group, of all engines; zeros without a server.
 
         `refused` also counts the stores of this engine that found no server.
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
-        answer = self._ask(Op.STATS, [group])
+        answer = self._ask(pack(Op.STATS, [group]))
         fields = len(dataclasses.fields(BlockStats))
         stats = BlockStats(*([0] * fields if answer is None else answer))
         return dataclasses.replace(stats, refused=stats.refused + self._dropped)
 
     # Messages.
 
-    def _ask(
-        self, op: Op, numbers: Sequence[int] = (), keys: Sequence[bytes] = ()
-    ) -> array[int] | None:
-        """The server's answer; None if there is no server. What has ended is told first."""
+    def _ask(self, message: bytes) -> array[int] | None:
+        """The server's answer; None if there is no server."""
         answers: list[array[int]] = []
-        message = pack_keys(op, numbers, keys)
-        with self._lock:
-            self.end_reported()
-            self._send(message, answers.append)
+        self._send(message, answers.append)
         return answers[0] if answers else None
 
-    def _tell(self, op: Op, numbers: Sequence[int], keys: Sequence[bytes] = ()) -> None:
-        """Sends what gets no answer."""
-        message = pack_keys(op, numbers, keys)
+    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """See Session. What has ended is told first. Waits for the answers."""
         with self._lock:
             self.end_reported()
-            self._send(message)
+            self._exchange(message, *then)
 
-    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
-        """See Session. Waits for the answers."""
+    def _exchange(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
         if self._connection is None:
             return
         try:
@@ -488,9 +515,9 @@ class RemoteManager(Session):
     def _has_jobs(self) -> bool:
         return bool(self._open)
 
-    def _use(self, connection: socket.socket, session: int, generation: int, resets: int) -> None:
-        self.resets = resets
-        super()._use(connection, session, generation, resets)
+    def _use(self, connection: socket.socket, generation: int, *answer: int) -> None:
+        self.resets = answer[1]
+        super()._use(connection, generation, *answer)
 
     def _forget(self) -> None:
         super()._forget()
@@ -501,7 +528,7 @@ class RemoteManager(Session):
     def _new_reservation(self, is_load: bool = False) -> RemoteReservation:
         """Made before the server is asked: if the caller raises then, it ends as any other."""
         made = RemoteReservation(next(self._numbers), self._ended, is_load)
-        self._open[made.id] = []
+        self._open.add(made.id)
         return made
 
     def _borrow(
@@ -513,7 +540,8 @@ class RemoteManager(Session):
         with self._lock:
             if lease is not None:
                 self._leases.add(lease.id)
-            answer = self._ask(Op.BORROW, [made.id, lease.id if lease is not None else 0], keys)
+            numbers = made.id, 0 if lease is None else lease.id
+            answer = self._ask(pack_keys(Op.BORROW, numbers, keys))
             if self._connection is None:
                 self._dropped += 1
             if not answer:
@@ -524,9 +552,7 @@ class RemoteManager(Session):
             if lent < sum(map(len, pages)):
                 indices = [np.flatnonzero(of_group >= 0) for of_group in pages]
                 pages = [of_group[its] for of_group, its in zip(pages, indices, strict=True)]
-            if lent:
-                self._open[made.id] = pages
-            else:
+            if not lent:
                 self._drop(made.id)
                 made = RemoteReservation(0, self._ended, False)
             made.key_indices, made.pages, made.lease = indices, pages, lease
@@ -538,24 +564,17 @@ class RemoteManager(Session):
         with self._lock:
             self._ended.take(self._reported)
             while self._reported:
-                number, has_succeeded, pages, is_corrupted = self._reported[0]
-                rejected = self._positions(number, pages) if pages else []
+                number, has_succeeded, is_corrupted, rejected = self._reported[0]
                 outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
                 self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
                 self._reported.pop(0)
-
-    def _positions(self, number: int, pages: Sequence[tuple[int, int]]) -> list[int]:
-        """Where these pages, with their groups, are among all pages of a reservation."""
-        of_groups = enumerate(self._open.get(number, ()))
-        every = [(group, page) for group, numbers in of_groups for page in numbers.tolist()]
-        return [at for at, page in enumerate(every) if page in pages]
 
     def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
         """The copy of a reservation has ended. The caller holds the lock."""
         if number not in self._open and number not in self._leases:  # nobody knows it any more
             return
         try:
-            self._send(pack(Op.END, [number, outcome, *rejected]))
+            self._exchange(pack(Op.END, [number, outcome, *rejected]))
             self._drop(number)
         except BaseException:  # it must not be said twice
             self._lose("a call was interrupted")
@@ -563,15 +582,9 @@ class RemoteManager(Session):
 
     def _drop(self, number: int) -> None:
         """Forgets a reservation. The caller holds the lock."""
-        self._open.pop(number, None)
+        self._open.discard(number)
         self._leases.discard(number)
         self._job_ended()
-
-    def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
-        if not self._is_list:
-            return [native.join_keys("keys", keys)]
-        split = enumerate(split_groups("keys", keys, len(self.groups)))
-        return [native.join_keys(f"keys[{group}]", of_group) for group, of_group in split]
 
 
 def _split(numbers: array[int], keys: list[bytes]) -> list[Int64Array]:

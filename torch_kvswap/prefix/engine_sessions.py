@@ -1,7 +1,7 @@
-"""An engine whose scheduler and workers are processes of their own, at a server (docs/serve.md).
+"""The scheduler of an engine whose workers are processes of their own, at a server (docs/serve.md).
 
-Each worker maps and pins the memory. The scheduler has the reservations, and never waits: it asks
-in one step, and takes the answer in a later one.
+Each worker has a Session, which maps and pins the memory. The scheduler has the reservations, and
+never waits: it asks in one step, and takes the answer in a later one.
 """
 
 from __future__ import annotations
@@ -14,46 +14,12 @@ from functools import partial
 from itertools import count, islice
 from typing import NamedTuple
 
-from torch_kvswap.prefix.client import RemotePools, Session, connect_to
+from torch_kvswap.prefix.client import Session
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
 
 _MIN_BORROWED_PAGES = 64  # of an engine with requests, even if its recent steps took fewer
-
-
-class WorkerSession(Session):
-    """Keeps a server's memory mapped and pinned, for an engine whose scheduler asks the server.
-
-    When the server is lost, the old memory stays until the scheduler has come to the next one: then
-    no job uses it any more, and none will.
-    """
-
-    def join(self) -> None:
-        """See Session."""
-        super().join()
-        with self._lock:
-            if self._connection is not None:
-                self._connection.sendall(pack(Op.READY))
-
-    def _await_jobs(self, connection: socket.socket) -> None:
-        self._meet(connection, 0)
-
-    def _until_lost(self) -> None:
-        """Waits until the server has closed the connection: nothing else comes from it."""
-        while (connection := self._connection) is not None:
-            try:
-                if connection.recv(1):
-                    continue
-                why = "it has closed the connection"
-            except BlockingIOError:  # the time of a call is over
-                continue
-            except OSError as error:
-                why = str(error)
-            with self._lock:
-                if self._connection is connection:
-                    self._lose(why)
-            return
 
 
 class Held(NamedTuple):
@@ -86,14 +52,12 @@ class SchedulerSession(Session):
         path, engine, workers: see Session.
 
     Attributes:
-        num_pages (int): of the server.
         losses (int): how many servers were lost.
     """
 
     def __init__(self, path: str, engine: str, workers: int = 1) -> None:
-        # It maps no memory, and the server compares nothing.
-        super().__init__(path, engine, {}, RemotePools([], {}), workers=workers)
-        self.num_pages = self.losses = 0
+        super().__init__(path, {}, None, engine=engine, workers=workers)
+        self.losses = 0
         self._loading: set[int] = set()  # numbers of what jobs load
         self._storing: dict[int, int] = {}  # pages of open stores: resets when the store began
         self._forget()
@@ -129,18 +93,6 @@ class SchedulerSession(Session):
         """Whether it has borrowed pages that no store uses."""
         return bool(self._free)
 
-    def join(self) -> None:
-        """Waits for the workers, and connects. See Session.join()."""
-        connection, generation, self._deadline = connect_to(self._path)
-        try:
-            known = self._session if generation == self._generation else 0
-            session, resets, self.num_pages = self._meet(connection, known)
-            connection.setblocking(False)
-        except BaseException:
-            self._hang_up(connection)
-            raise
-        self._use(connection, session, generation, resets)
-
     def poll(self) -> None:
         """Takes the answers that have come."""
         with self._lock:
@@ -148,7 +100,7 @@ class SchedulerSession(Session):
                 return
             try:
                 while not self._failure:
-                    self._receive()
+                    self._receive(socket.MSG_DONTWAIT)
                     self._moved = time.monotonic()
             except BlockingIOError:
                 pass
@@ -168,7 +120,7 @@ class SchedulerSession(Session):
         self._outbox += message
         try:
             while self._outbox and self._connection is not None:
-                sent = self._connection.send(self._outbox)
+                sent = self._connection.send(self._outbox, socket.MSG_DONTWAIT)
                 del self._outbox[:sent]
                 if had_left:
                     self._moved = time.monotonic()
@@ -216,10 +168,9 @@ class SchedulerSession(Session):
 
     def end_hold(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
         """Ends what hold() has reserved. Nobody finds the blocks on failed pages any more."""
+        rejected = [number for page in failed for number in (0, page)]  # of the only group
         for one in held:
-            pages = one.pages
-            rejected = [at for at, page in enumerate(pages) if page in failed] if failed else ()
-            if pages:
+            if one.pages:
                 self._send(pack(Op.END, [one.id, Outcome.DONE, *rejected]))
 
     def begin_load(self, held: Sequence[Held]) -> None:
@@ -286,14 +237,6 @@ class SchedulerSession(Session):
     def _borrowed(self, asked: int, answer: array[int]) -> None:
         self._free += answer
         self._is_borrowing, self._is_short = False, len(answer) < asked
-
-    def touch(self, keys: bytes) -> None:
-        """See BlockManager.touch()."""
-        self._send(pack_keys(Op.TOUCH, (), [keys]))
-
-    def order(self, keys: bytes, *, renew: bool = False) -> None:
-        """See BlockManager.order()."""
-        self._send(pack_keys(Op.ORDER, [renew], [keys]))
 
     def ask_stats(self, then: Callable[[BlockStats], None]) -> None:
         """Asks for the statistics of the server, of all engines."""

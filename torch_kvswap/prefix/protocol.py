@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 15
+VERSION = 16
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -53,7 +53,8 @@ class Op(IntEnum):
     STATS = 5  # group. The answer: BlockStats
     RESET = 6  # the answer: no number
     # These get no answer.
-    END = 7  # number, Outcome, positions of rejected pages: what has this number has ended
+    # number, Outcome, group and page of each rejected page: what has this number has ended
+    END = 7
     PUBLISH = 8  # `resets` when the store began, borrowed pages; the key of each
     GIVE_BACK = 9  # borrowed pages
     TOUCH = 10  # keys

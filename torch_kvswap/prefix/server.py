@@ -89,7 +89,7 @@ class _Session:
     deadline: float = 0.0  # by which it must have said HELLO or MEET
     is_ready: bool = False  # a worker that has pinned the memory
     is_over: bool = False  # a scheduler that has ended; its pages are its workers'
-    held: dict[int, list[Reservation]] = field(default_factory=dict)  # by the engine's numbers
+    held: dict[int, Reservation] = field(default_factory=dict)  # by the engine's numbers
     lent: set[int] = field(default_factory=set)  # pages that it has borrowed
 
     @property
@@ -157,7 +157,8 @@ class _Pages:
                 ) from error
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
-        self.manager = BlockManager(groups, below_policy=None if store is None else below_policy)
+        below = None if store is None else below_policy
+        self.manager = BlockManager(groups, below_policy=below)._for_jobs()
         self.tier: Tier | None = None
         if store is not None:
             formats = list(map(PageFormat, self.pools, cache["pages"]))
@@ -518,22 +519,20 @@ class PageServer:
         os.close(session.process)
         if session.lock is not None:
             session.lock.close()
-        lent = list(session.lent)
-        loads, stores = list[Reservation](), list[Reservation]()
-        for held in itertools.chain(*session.held.values()):
-            (stores if isinstance(held, StoreReservation) else loads).append(held)
+        held, lent = list(session.held.values()), list(session.lent)
         session.held.clear()
         session.lent.clear()
         self._disconnect(session)
 
         def free() -> None:
-            self._end(loads)
-            self._end(stores, Outcome.FAILED)
+            for one in held:
+                one.let_go()
             if lent:
                 self._manager._take_back(lent)
             self._some_ended = True
 
-        if (stores or lent) and (session.is_dead or session.is_over):
+        writes = bool(lent) or any(isinstance(one, StoreReservation) for one in held)
+        if writes and (session.is_dead or session.is_over):
             self._later(QUARANTINE, free)
         else:
             free()
@@ -658,33 +657,25 @@ class PageServer:
         is_load = how == Ask.LOAD
         held = self._manager.prepare_load(of_groups) if is_load else self._manager._hold(of_groups)
         if held is not None:
-            session.held.setdefault(number, []).append(held)
+            self._keep(session, number, held)
         elif is_load:
             return array("q")
         return _page_of_each(of_groups, held, partial(self._look, of_groups, again=True))
 
+    def _keep(self, session: _Session, number: int, held: Reservation) -> None:
+        """Holds pages for an engine until END, or until it has ended."""
+        if number in session.held:
+            raise ProtocolError(f"it holds something as {number} already")
+        session.held[number] = held
+
     def _on_end(self, session: _Session, numbers: array[int], _: bytes) -> None:
         number, outcome, *rejected = numbers.tolist()
-        several = session.held.get(number, [])  # it may have held nothing
-        if rejected and len(several) != 1:
-            raise ProtocolError("it rejects pages that are not of one load")
-        self._end(several, outcome, rejected)
-        session.held.pop(number, None)
+        if len(rejected) % 2:
+            raise ProtocolError("it rejects a page without its group")
+        held = session.held.pop(number, None)  # it may have held nothing
+        if held is not None:
+            held._end(outcome != Outcome.FAILED, outcome == Outcome.DAMAGED, rejected)
         self._some_ended = True
-
-    def _end(
-        self,
-        several: Iterable[Reservation],
-        outcome: int = Outcome.DONE,
-        rejected: Sequence[int] = (),
-    ) -> None:
-        for held in several:
-            if outcome == Outcome.FAILED:
-                self._manager.fail(held)
-            elif outcome == Outcome.DAMAGED:
-                self._manager._complete_corrupted(held, rejected)
-            else:
-                self._manager.complete(held, rejected)
 
     def _on_borrow(self, session: _Session, numbers: array[int], data: bytes) -> None:
         number, most, *counts = numbers.tolist()
@@ -708,9 +699,9 @@ class PageServer:
         if store is None:
             return self._answer(session)
         if store.id:
-            session.held[number] = [store]
+            self._keep(session, number, store)
         if store.lease is not None:
-            session.held[lease] = [store.lease]
+            self._keep(session, lease, store.lease)
         lent = sum(map(len, store.pages))
         self._answer(session, array("q", [lent]) + _page_of_each(of_groups, store))
 

@@ -21,8 +21,8 @@ from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
 from torch_kvswap.prefix import client, engine_sessions
-from torch_kvswap.prefix.client import RemotePools, describe
-from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession, WorkerSession
+from torch_kvswap.prefix.client import RemotePools, Session, describe
+from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import ABSENT, Op, pack
 from torch_kvswap.prefix.server import PageServer
@@ -30,13 +30,13 @@ from torch_kvswap.prefix.server import PageServer
 
 def new_worker(
     path: str, name: str, kind: type[RemotePools] = RemotePools, rank: int = 0, world: int = 1
-) -> WorkerSession:
+) -> Session:
     layout = PagedLayout([torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)])
     cache = describe([layout], None, "m", 0, 1, 1, "raw", "off", bytes_of={}, parts=world)
-    return WorkerSession(path, name, cache, kind([layout], {}, rank), rank)
+    return Session(path, cache, kind([layout], {}, rank), engine=name, worker=rank)
 
 
-def worker_of(path: str, name: str, *of: Any) -> WorkerSession:
+def worker_of(path: str, name: str, *of: Any) -> Session:
     """A worker that has joined."""
     worker = new_worker(path, name, *of)
     worker.join()
@@ -428,7 +428,6 @@ def test_a_deadline_begins_when_the_question_is_sent(
         engine_sessions, "time", SimpleNamespace(monotonic=lambda: now * client.JOINING)
     )
     ours, server = socket.socketpair()
-    ours.setblocking(False)
     with server:
         a = SchedulerSession("", "a")
         a._connection = ours

@@ -22,7 +22,7 @@ from served_engine import PAGE_BYTES, ServedEngine, engine_process, server_proce
 from torch_kvswap import OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap.prefix import BlockGroup, client
 from torch_kvswap.prefix.manager import Lookup
-from torch_kvswap.prefix.protocol import Op, Outcome
+from torch_kvswap.prefix.protocol import Op, Outcome, pack
 from torch_kvswap.prefix.server import PageServer
 
 PROMPT = list("abcdefgh")
@@ -136,7 +136,7 @@ engine.prefixes.poll()
         assert job is not None
         if is_control:
             (number,) = manager._open
-            manager._tell(Op.END, [number, Outcome.DONE])
+            manager._send(pack(Op.END, [number, Outcome.DONE]))
         with engine_process(path, stores):
             job.synchronize()
         right = [torch.equal(engine.tensor[32 + at], bytes_of(keys[at])) for at in range(4)]

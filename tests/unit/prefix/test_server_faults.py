@@ -415,7 +415,7 @@ NONSENSE = {
     "keys of two groups": pack_keys(Op.BORROW, [1, 0], [KEYS[0], KEYS[1]]),
     "an unknown question": pack_keys(Op.ASK, [7, 1], [KEYS[0]]),
     "no reservation": pack(Op.END),
-    "rejected pages of nothing": pack(Op.END, [99, Outcome.DONE, 0]),
+    "a rejected page without its group": pack(Op.END, [99, Outcome.DONE, 0]),
     "a group that is not there": pack(Op.STATS, [7]),
     "a page that was not borrowed": pack(Op.PUBLISH, [0, 3], KEYS[0]),
     "pages that were not borrowed": pack(Op.GIVE_BACK, [7, 1]),
@@ -492,7 +492,7 @@ def test_an_engine_cannot_end_what_another_has_borrowed(path: str) -> None:
     with serving(path) as server, ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
         (held,) = (of.held for of in server._sessions.values() if of.held)
-        ((store,),) = held.values()
+        (store,) = held.values()
         pages = store.pages[0].tolist()
         connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
         for number in range(4):
@@ -509,14 +509,14 @@ def test_an_interrupted_poll_ends_each_reservation_once(
     with serving(path), ServedEngine(path) as engine, ServedEngine(path) as other:
         engine.hold("abcd")
         manager: Any = engine.prefixes.manager
-        send = manager._send
+        exchange = manager._exchange
 
-        def send_and_interrupt(*arguments: Any) -> None:
-            send(*arguments)
+        def exchange_and_interrupt(*arguments: Any) -> None:
+            exchange(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(manager, "_send", send_and_interrupt)
+            patched.setattr(manager, "_exchange", exchange_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.prefixes.poll()
         engine.prefixes.poll()

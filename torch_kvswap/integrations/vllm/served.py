@@ -12,8 +12,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import OffloadHandler
-from torch_kvswap.prefix.client import RemotePools, describe
-from torch_kvswap.prefix.engine_sessions import WorkerSession
+from torch_kvswap.prefix.client import RemotePools, Session, describe
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class ServedPool(RemotePools):
         cache = describe(*shape, **how, bytes_of=bytes_of, parts=parts)
         alone = {**how, "blocks_per_page": blocks_per_page}
         super().__init__([largest], alone, rank)
-        self._session = WorkerSession(path, engine, cache, self, parallel.rank)
+        self._session = Session(path, cache, self, engine=engine, worker=parallel.rank)
         try:
             self._session.join()
         except OSError as error:
