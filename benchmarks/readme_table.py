@@ -21,8 +21,7 @@ RESULTS = Path(__file__).with_name("results")
 README = Path(__file__).parents[1] / "README.md"
 TABLE = re.compile(r"^\| [^|\n]+: fragments per block \|.*(\n\|.*)*", re.MULTILINE)
 
-# Of four shapes that are measured: the fragments of large models, and the hardest ones.
-SHAPES = ("160 x 8 KiB", "160 x 2 KiB")
+SHAPES = ("160 x 8 KiB",)  # of four that are measured: the fragments of large models
 
 # The release that was measured, where the README speaks of a newer one.
 HEADINGS = {"vLLM": "vLLM 0.26 (2026-11-26)"}
