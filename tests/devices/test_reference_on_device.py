@@ -106,6 +106,34 @@ def test_a_store_waits_for_the_current_stream(accelerator: Accelerator) -> None:
     assert (rows.page(0), rows.page(1)) == ({50}, {1})
 
 
+@pytest.mark.parametrize("order", ["kept", "lost as a control"])
+@pytest.mark.parametrize(
+    ("first", "second", "right"),  # the block or the page that both write or read
+    [("store", "load", 1), ("load", "store", 50), ("store", "store", 2), ("load", "load", 51)],
+)
+@on_fake_accelerator
+def test_a_transfer_waits_for_the_one_before_it(
+    accelerator: Accelerator, first: str, second: str, right: int, order: str
+) -> None:
+    rows, side = Rows(), torch.Stream(DEVICE_TYPE)
+    rows.set_page(0, 50)
+    rows.set_page(3, 51)
+    handler = rows.handler if order == "kept" else ReferenceHandler(rows.layout, rows.pool)
+    with accelerator.hold(side):
+        with side:
+            job = rows.store(1, 0) if first == "store" else rows.load(0, 1)
+        block, page = (2, 0) if first == "store" else (1, 3)
+        ids = {"gpu_block_ids": [block], "page_ids": [page]}
+        later = handler.store(**ids) if second == "store" else handler.load(**ids)
+        if order != "kept":
+            later.synchronize()
+        assert not job.query()
+    for one in (job, later):
+        one.synchronize()
+    found = {"sl": rows.block(2), "ls": rows.page(3), "ss": rows.page(0), "ll": rows.block(1)}
+    assert (found[first[0] + second[0]] == {right}) == (order == "kept")
+
+
 @on_fake_accelerator
 def test_a_waiting_stream_reads_what_a_load_wrote(accelerator: Accelerator) -> None:
     rows, side = Rows(), torch.Stream(DEVICE_TYPE)

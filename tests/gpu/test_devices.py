@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from device_pairs import place
 from drained import drain
-from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, keep_busy, only
-
-from torch_kvswap import ops
+from gpu_cache import NEW, OLD, ROW, GpuCache, only
 
 pytestmark = pytest.mark.gpu
 
@@ -30,46 +27,6 @@ def gpu(two_gpus: None) -> Iterator[GpuCache]:
     with GpuCache(device="cuda:1") as gpu:
         yield gpu
     assert torch.cuda.current_device() == 0
-
-
-def hold_and_fill(gpu: GpuCache, value: int) -> Hold:
-    with torch.cuda.device(1):
-        busy = gpu.hold()
-        gpu.cache.fill_(value)
-    return busy
-
-
-@pytest.mark.parametrize("current", [0, 1])
-@pytest.mark.parametrize("after", ["waits", "control"])
-def test_jobs_wait_for_their_own_devices_stream(gpu: GpuCache, current: int, after: str) -> None:
-    nothing = None if after == "waits" else ()
-    with torch.cuda.device(current):
-        busy = hold_and_fill(gpu, OLD + 1)
-        store = gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=nothing)
-        assert not busy.query()
-        if after == "waits":
-            gpu.release()
-        gpu.handler.synchronize(store)
-        gpu.release()
-        assert gpu.page() == (OLD + 1 if after == "waits" else OLD)
-        torch.cuda.synchronize(1)
-        with torch.cuda.device(1):
-            gpu.hold()
-            gpu.look()
-        load = gpu.handler.load(page_ids=[2], gpu_block_ids=[1], after=nothing)
-        if after == "waits":
-            gpu.release()
-        else:
-            gpu.handler.synchronize(load)
-            gpu.release()
-        load.wait()  # the current stream of cuda:1
-        other = torch.cuda.Stream("cuda:0")
-        load.wait(other)
-        other.synchronize()
-        assert load.query()
-        torch.cuda.synchronize(1)
-        assert only(gpu.seen[1]) == (OLD + 1 if after == "waits" else NEW)
-        assert only(gpu.cache[1]) == NEW
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -134,61 +91,3 @@ def test_any_stream_of_another_gpu_can_wait(gpu: GpuCache, name: str, wait: str)
     gpu.release()
     assert only(seen) == (OLD if wait == "control" else NEW)
     gpu.handler.synchronize(job)
-
-
-@pytest.mark.parametrize("where", ["cpu", "pinned"])
-def test_swaps_to_the_host_are_ordered_on_streams(two_gpus: None, where: str) -> None:
-    side = torch.cuda.Stream(1)
-    src = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:1")
-    dst = place(torch.zeros(4, ROW, dtype=torch.uint8), where)
-    mapping = torch.arange(4)[:, None].expand(4, 2)
-    ops.swap_blocks(src, dst, ROW, mapping)  # makes ready what the next one needs
-    torch.cuda.synchronize(1)
-    with torch.cuda.stream(side):
-        keep_busy(100)
-        src.fill_(NEW)
-        with torch.cuda.device(0):
-            ops.swap_blocks(src, dst, ROW, mapping)
-    assert only(dst) == NEW
-
-
-@pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])
-@pytest.mark.parametrize("late", ["source", "destination"])
-@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "control"])
-def test_swaps_between_gpus_are_ordered_on_streams(
-    two_gpus: None, streams: str, late: str, ordered: bool
-) -> None:
-    of = [STREAMS[name](gpu) for gpu, name in enumerate(streams.split(", "))]
-    others = [torch.cuda.Stream(gpu) for gpu in (0, 1)]
-    src = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:0")
-    dst = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:1")
-
-    def swap(source: torch.cuda.Stream, destination: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(source), torch.cuda.stream(destination):
-            ops.swap_blocks(src, dst, ROW, torch.arange(4)[:, None].expand(4, 2))
-
-    def fill(stream: torch.cuda.Stream, value: int) -> None:
-        with torch.cuda.stream(stream):
-            src.fill_(value)
-
-    fill(of[0], 0)
-    swap(*others)  # makes ready what the first ones need
-    for gpu in (0, 1):
-        torch.cuda.synchronize(gpu)
-    with torch.cuda.stream(of[("source", "destination").index(late)]):
-        hold = Hold()
-    # In order: the source is written, copied, and written again.
-    fill(of[0], 1)
-    if not ordered and late == "destination":
-        others[0].wait_stream(of[0])  # writes again behind the first write, but not behind the copy
-    swap(*(of if ordered or late == "destination" else others))
-    fill(of[0] if ordered or late == "source" else others[0], 2)
-    if not ordered:
-        others[0].synchronize()  # what is not ordered behind the hold runs now
-        if late == "source":
-            others[1].synchronize()
-    hold.release()
-    for gpu in (0, 1):
-        torch.cuda.synchronize(gpu)
-    assert only(src) == 2
-    assert only(dst) == (1 if ordered else {"source": 0, "destination": 2}[late])

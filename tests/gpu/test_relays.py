@@ -100,25 +100,6 @@ def test_a_relayed_store_waits_for_the_stream(relayed: RelayedCache, after: str)
 
 
 @WAITS
-def test_a_relayed_load_waits_for_the_stream(relayed: RelayedCache, after: str) -> None:
-    relayed.tensors[0].fill_(1)
-    torch.cuda.synchronize(0)
-    with torch.cuda.stream(relayed.side):
-        hold = Hold()
-        relayed.tensors[0].fill_(2)  # would overwrite what was loaded too early
-        load = relayed.handler.load(
-            page_ids=LARGE, gpu_block_ids=LARGE, after=None if after == "waits" else ()
-        )
-    if after == "control":
-        relayed.handler.synchronize(load, timeout=PATIENCE)
-    hold.release()
-    relayed.handler.synchronize(load, timeout=PATIENCE)
-    torch.cuda.synchronize(0)
-    wanted = relayed.pages[LARGE, 0] if after == "waits" else torch.full((1,), 2)
-    assert bool((relayed.tensors[0][LARGE].cpu() == wanted).all())
-
-
-@WAITS
 def test_a_stream_waits_for_a_relayed_load(relayed: RelayedCache, after: str) -> None:
     seen = relayed.tensors[0][LARGE].clone()
     old = seen.cpu()
@@ -154,11 +135,3 @@ def test_relayed_jobs_that_share_blocks_keep_their_order(relayed: RelayedCache) 
     relayed.handler.synchronize(timeout=PATIENCE)
     assert torch.equal(relayed.pages, slots)
     assert torch.equal(relayed.blocks(), blocks)
-
-
-def test_close_waits_for_relayed_jobs(relayed: RelayedCache) -> None:
-    blocks = relayed.blocks()
-    for _ in range(3):
-        relayed.handler.store(gpu_block_ids=LARGE, page_ids=LARGE)
-    relayed.handler.close()
-    assert torch.equal(relayed.pages[LARGE], blocks[LARGE])

@@ -11,19 +11,7 @@ from gpu_cache import NEW, OLD, GpuCache, only
 from patience import PATIENCE
 from processes import run_script
 
-from torch_kvswap.offload.handler import OffloadHandler
-
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=["kept", "lost as a control"])
-def order(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def second_handler(gpu: GpuCache, order: str) -> OffloadHandler:
-    """The gpu's, or as a control another one, which knows nothing of the first one's jobs."""
-    return gpu.handler if order == "kept" else gpu.another_handler()
 
 
 # The default stream, which the fuzz tests give no kernels
@@ -43,45 +31,6 @@ def test_a_store_waits_for_the_writing_kernel(
 
 
 # Order between the directions, by the pages and the blocks
-
-
-@pytest.mark.parametrize("first", ["store", "load"])
-@pytest.mark.parametrize("shared", ["page", "block"])
-def test_jobs_that_share_data_run_in_order(
-    gpu: GpuCache, first: str, shared: str, order: str
-) -> None:
-    second = second_handler(gpu, order)
-    gpu.host.pages[1].fill_(NEW + 1)
-    gpu.cache[2].fill_(OLD + 1)
-    torch.cuda.synchronize()
-    gpu.hold_on(gpu.side)
-    # The first moves between block 1 and page 0; the second shares the one or the other.
-    block, page = (2, 0) if shared == "page" else (1, 1)
-    if first == "store":
-        gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=gpu.side)
-        job = second.load(page_ids=[page], gpu_block_ids=[block], after=())
-    else:
-        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
-        job = second.store(gpu_block_ids=[block], page_ids=[page], after=())
-    if order == "kept":
-        gpu.release()
-    second.synchronize(job)
-    gpu.release()
-    gpu.handler.synchronize()
-    torch.cuda.synchronize()
-    seen = {
-        ("store", "page"): only(gpu.cache[2]),
-        ("store", "block"): gpu.page(0),
-        ("load", "page"): only(gpu.cache[1]),
-        ("load", "block"): gpu.page(1),
-    }[first, shared]
-    right, wrong = {
-        ("store", "page"): (OLD, NEW),  # the block that was stored, or the page before that
-        ("store", "block"): (OLD, NEW + 1),  # the block as it was, or what was loaded into it
-        ("load", "page"): (NEW, OLD + 1),  # the page as it was, or what was stored into it
-        ("load", "block"): (NEW, OLD),  # the page that was loaded, or the block before that
-    }[first, shared]
-    assert seen == (right if order == "kept" else wrong)
 
 
 # Whoever uses loaded blocks waits for the job

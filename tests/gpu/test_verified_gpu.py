@@ -10,14 +10,12 @@ import pytest
 import torch
 from checksum_model import checksums_of, tag_of
 from damage import HEAD, Damage, rows_of
-from drained import drain
 from encoded_cache import METHODS, EncodedCache
 from encoded_fuzz import Fuzz
 from logged import logged
 from patience import in_time
 
 from torch_kvswap import (
-    BlocksRejectedError,
     CorruptedPageError,
     HostPool,
     OffloadHandler,
@@ -92,24 +90,6 @@ def test_random_jobs_find_nothing_but_what_is_wrong(values: int, method: str, sh
     assert counts["done"] > 0
     assert counts["rejected"] > 0
     assert counts["compared"] > 0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rejected_store_leaves_no_checksums(method: str) -> None:
-    with (
-        EncodedCache(device="cuda:0", verify="load", copy_method=method) as cache,
-        logged(),
-    ):
-        cache.store([1], [0], after=None).synchronize(60)
-        cache.spoil(1)
-        store = cache.store([1], [0], after=None)
-        drain(cache.handler)
-        load = cache.load([0], [2], after=None, layer_groups=3)
-        drain(cache.handler)
-    assert store.result is not None
-    assert load.result is not None
-    assert store.result.rejected == load.result.rejected == (0,)
-    assert type(load.result.error) is BlocksRejectedError
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -158,26 +158,6 @@ def test_a_waiter_hears_of_a_cancelled_job(driver: Driver, waits_for: str) -> No
         assert said is None if is_stream else "was cancelled" in str(said)
 
 
-def run_a_job(sim: SimulatedCache) -> None:
-    """By its end poll() finds the device lost."""
-    _, job = sim.hold_up("expedited", 9, 9)
-    job.wait(Stream(OTHER))
-
-
-@simulated
-def test_a_waiter_for_submission_hears_of_loss(driver: Driver) -> None:
-    with SimulatedCache(driver, submit_thread=True) as sim:
-        run_a_job(sim)
-        with stopped_worker(sim, "store"):
-            job = sim.store(1, 1)
-            waiting = Call(job.wait, Stream(OTHER))
-            assert waiting.waits()
-            driver.lose()
-            sim.handler.poll()
-            assert waiting.ends() is None
-            assert "the device is lost" in error_text(job.synchronize)
-
-
 @simulated
 def test_a_second_close_waits_for_the_first(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:

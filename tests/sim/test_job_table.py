@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 from drained import drain
-from simulated_cache import SIDE, SimulatedCache, Stream, run_until
+from simulated_cache import SimulatedCache, run_until
 from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap.offload.handler import Job, OffloadHandler
-from torch_kvswap.results import SourceFailedError, TransferError
 
 
 def state(job: Job) -> str:
@@ -115,53 +114,6 @@ def test_a_store_of_an_unloaded_block_fails(driver: Driver, end: str, kind: str)
 
 
 @simulated
-def test_an_older_store_makes_no_page_valid(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold = sim.held(SIDE)
-        sim.store(1, 2, after=Stream(SIDE))
-        sim.fill("store", 9, 9)
-        newer = sim.store(3, 2)
-        assert sim.handler.cancel(newer)
-        sim.release(hold)
-        sim.finish()
-        job = sim.load(2, 4)
-        sim.finish()
-        assert state(job) == "failed"
-        assert error(job) == invalid_page(2, newer)
-
-
-@simulated
-def test_a_store_failing_for_its_block_invalidates_pages(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        load = fails(sim, "load", 1, 2)
-        store = sim.store(1, 3)
-        assert state(store) == "failed"
-        sim.finish()
-        job = sim.load(3, 4)
-        assert error(job) == invalid_page(3, store)
-        with pytest.raises(SourceFailedError):
-            job.synchronize()
-        with pytest.raises(TransferError) as of_the_first:
-            load.synchronize()
-        assert of_the_first.type is TransferError
-        assert f"load {load.id} failed" in error(store)
-
-
-@simulated
-def test_a_job_fails_for_one_unreadable_block(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        sim.submit("store", [0, 2], [0, 2])
-        bad = fails(sim, "store", 1, 1)
-        job = sim.submit("load", [8, 9, 10], [0, 1, 2])
-        sim.finish()
-        assert state(job) == "failed"
-        assert error(job) == invalid_page(1, bad, at=1)
-        store = sim.submit("store", [8, 11], [4, 5])  # the failed load has been reported
-        sim.finish()
-        assert state(store) == "done"
-
-
-@simulated
 def test_errors_of_long_chains_stay_short(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         first = fails(sim, "store", 1, 1)
@@ -199,22 +151,6 @@ def test_unloaded_blocks_stay_so_after_rebind(driver: Driver) -> None:
         driver.run()
         assert store.query()
         assert error(store) == invalid_block(4, load)
-
-
-@pytest.mark.parametrize("culprit", [0, 7])
-@simulated
-def test_a_load_fails_with_its_failed_store(driver: Driver, culprit: int) -> None:
-    with SimulatedCache(driver, pages=32) as sim:
-        hold, _ = sim.hold_up("store", 15, 31)
-        stores = [sim.submit("store", [i, i + 8], [i, i + 8]) for i in range(8)]
-        pages = [*range(16)]  # those of each store come twice, with others between
-        well = sim.submit("load", [0, 1], [16, 17])
-        load = sim.submit("load", pages, pages)
-        sim.handler.cancel(stores[culprit])
-        sim.release(hold)
-        sim.finish()
-        assert state(well) == "done"
-        assert error(load) == invalid_page(culprit, stores[culprit], at=culprit)
 
 
 # Which jobs use a block

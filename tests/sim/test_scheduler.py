@@ -217,25 +217,6 @@ def test_a_job_waits_for_another_channels_queue(driver: Driver, pair: str, held:
 
 
 @simulated
-def test_a_stream_waits_for_a_queued_job(driver: Driver) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        hold, early = queue_up(sim, "store")
-        jobs = [sim.store(i, i) for i in range(1, 1000)]
-        behind = [sim.store(i, i) for i in range(1000, 1010)]
-        jobs[-1].wait(Stream(OTHER))
-        assert sim.metrics("store").queued <= len(behind)
-        driver.run()
-        assert not driver.cuda.is_done(stream=OTHER)
-        assert not early[0].query()
-        sim.release(hold)
-        driver.run(OTHER)
-        assert not driver.cuda.is_done(stream=OTHER)
-        run_until(driver, jobs[-1].query)
-        assert driver.cuda.is_done(stream=OTHER)
-        assert set(states(sim.finish())) == {"done"}
-
-
-@simulated
 def test_a_stream_waits_behind_another_channels_queue(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, "store")
@@ -248,25 +229,6 @@ def test_a_stream_waits_behind_another_channels_queue(driver: Driver) -> None:
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert driver.cuda.is_done(stream=OTHER)
-
-
-@simulated
-def test_the_host_waits_for_its_timeout(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        hold, early = queue_up(sim, "store")
-        job = sim.store(1, 1)
-        for jobs in (None, [job], early):
-            began = time.monotonic()
-            with pytest.raises(TimeoutError):
-                sim.handler.synchronize(jobs, timeout=0.02)
-            assert time.monotonic() - began >= 0.02
-        sim.release(hold)
-        driver.set_mode("threaded")
-        sim.handler.synchronize(job, timeout=PATIENCE)
-        assert job.result is not None
-        sim.handler.synchronize()
-        driver.set_mode("manual")
-        assert sim.holds(1, sim.block(1))
 
 
 # Cancelling

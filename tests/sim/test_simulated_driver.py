@@ -1,14 +1,12 @@
-"""A test on the simulated driver fails when its body fails, or uses the driver wrongly."""
+"""The example in the docstring of the simulated driver."""
 
 import importlib.util
-import os
 import re
 import sys
 import textwrap
 
-import pytest
 import simulated_driver
-from simulated_driver import Driver, simulated, without_cuda
+from simulated_driver import without_cuda
 
 
 @without_cuda
@@ -24,35 +22,3 @@ def test_the_example_of_the_package_passes(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "example", example)
     spec.loader.exec_module(example)
     example.test_a_store_waits_for_the_current_stream()
-
-
-# Bodies that the test below runs in a worker.
-
-
-@simulated
-def pass_if(driver: Driver, good: bool) -> None:
-    assert good, "it is bad"
-
-
-@simulated
-def use_wrongly(driver: Driver) -> None:
-    driver.cuda.wait(42, driver.cuda.create_event())
-    driver.log()
-
-
-@simulated
-def die(driver: Driver) -> None:
-    os.abort()
-
-
-@pytest.mark.slow
-@without_cuda
-def test_what_goes_wrong_in_a_worker_fails():
-    for body, text in (
-        (die, "ended with status -6"),
-        (use_wrongly, "used wrongly:\nwait for event 1, which was never recorded"),
-        (lambda: pass_if(good=False), "it is bad"),
-    ):
-        with pytest.raises(pytest.fail.Exception, match=text):
-            body()
-        pass_if(good=True)

@@ -30,16 +30,15 @@ class FaultyStore(MemoryStore):
     Args:
         seed: of the faults.
         rates: of calls of a method that fail, and of those that hang.
-        lies (bool): a get() that fails says "not there" instead, as a control.
 
     Attributes:
         works (bool): nothing fails or hangs from now on.
         spoiled (set[str]): the keys of all objects that were lost or damaged, in hexadecimal.
     """
 
-    def __init__(self, seed: int, rates: Mapping[str, tuple[float, float]], lies: bool) -> None:
+    def __init__(self, seed: int, rates: Mapping[str, tuple[float, float]]) -> None:
         super().__init__()
-        self.rates, self.lies, self.works = rates, lies, False
+        self.rates, self.works = rates, False
         self.spoiled: set[str] = set()
         self.counts: Counter[str] = Counter()
         methods = ("exists", "get", "put", "delete", "spoil")
@@ -76,7 +75,7 @@ class FaultyStore(MemoryStore):
         return keys[:done]
 
     def _end(self, what: str, keys: list[str], done: list[str]) -> None:
-        if len(done) < len(keys) and not (self.lies and what == "get"):
+        if len(done) < len(keys):
             raise OSError("as the test wants")
 
 
@@ -95,9 +94,8 @@ class BelowServer(Server):
         device: Device,
         seed: int,
         rates: Mapping[str, tuple[float, float]] = RATES,
-        lies: bool = False,
     ) -> None:
-        self.store_below, self.generation = FaultyStore(seed, rates, lies), 0
+        self.store_below, self.generation = FaultyStore(seed, rates), 0
         self.old_pools: list[HostPool] = []
         super().__init__(device, seed, steps=200)
 

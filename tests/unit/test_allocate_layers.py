@@ -87,25 +87,3 @@ def test_a_block_is_one_strided_copy(
 ) -> None:
     layers = kvs.allocate_layers(shape, 6, dtype=torch.uint8)
     assert copies(driver, layers, block_dim) == 1
-
-
-@pytest.mark.gpu
-def test_a_block_is_one_strided_copy_on_gpu() -> None:
-    layers = kvs.allocate_layers((40, 8192), 32, dtype=torch.uint8, device="cuda")
-    for layer in layers:
-        layer.random_(0, 256)
-    expected = [layer.clone() for layer in layers]
-    gpu = kvs.PagedLayout(layers)
-    with kvs.HostPool(gpu, num_pages=4) as host, kvs.OffloadHandler(gpu, host) as handler:
-        for copy_method in ("copy_engines", None):
-            options = {"copy_method": copy_method}
-            store = handler.store(gpu_block_ids=[3, 9], page_ids=[1, 0], **options)
-            handler.synchronize(store)
-            load = handler.load(page_ids=[1, 0], gpu_block_ids=[20, 11], **options)
-            handler.synchronize(load)
-            for job in (store, load):
-                assert job.result is not None
-                assert copy_method is None or job.result.copy_method == "strided"
-    for layer, wanted in zip(layers, expected, strict=True):
-        wanted[[20, 11]] = wanted[[3, 9]]
-        assert torch.equal(layer, wanted)

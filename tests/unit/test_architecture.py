@@ -1,7 +1,6 @@
 """Checks of the source: imports go downward, and some folders do without torch."""
 
 import ast
-import inspect
 import re
 import shutil
 import subprocess
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._device import _device_constructors
-
-import torch_kvswap as kvs
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torch_kvswap"
@@ -142,42 +139,7 @@ def test_the_block_manager_needs_no_handler():
     assert known.isdisjoint({"offload.handler", "offload.native", "host_pool.pool", "layout"})
 
 
-def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
-    """Of an exported function, or of the public methods and fields of an exported class."""
-    if not isinstance(thing, type):
-        if inspect.isfunction(inspect.unwrap(thing)):
-            yield thing.__name__, inspect.signature(thing)
-        return
-    # Native members have no signature.
-    modules = {f"torch_kvswap.{name}" for name in MODULES}
-    own = [cls for cls in thing.__mro__ if cls.__module__ in modules]
-    is_protocol = getattr(thing, "_is_protocol", False)  # whose __init__ is that of typing
-    for name, member in (item for cls in own for item in vars(cls).items()):
-        if name.startswith("_") and (name != "__init__" or is_protocol):
-            continue
-        function = member.fget if isinstance(member, property) else getattr(thing, name)
-        if inspect.isroutine(function):
-            yield f"{thing.__name__}.{name}", inspect.signature(function)
-
-
 # The caller's own object comes back, whose type the caller knows.
-CALLERS_OWN = {"Result.__init__": "tag"}
-
-
-PACKAGES = (kvs, kvs.below, kvs.host_pool, kvs.offload, kvs.prefix)
-PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
-
-
-@pytest.mark.parametrize("exported", sorted(PUBLIC.keys() - {"__version__"}))
-def test_public_signatures_say_their_types_and_options(exported):
-    for name, signature in public_signatures(PUBLIC[exported]):
-        parameters = signature.parameters.values()
-        assert not [p for p in parameters if p.kind is p.VAR_KEYWORD], name
-        said = [str(p.annotation) for p in parameters if p.name != CALLERS_OWN.get(name)]
-        unclear = [text for text in [*said, str(signature.return_annotation)] if "Any" in text]
-        assert not unclear, f"{name}: {unclear}"
-
-
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_native_file_includes_what_its_folder_may(path):
     names = set(includes(path))

@@ -40,14 +40,6 @@ def test_every_link_leads_to_its_heading(page):
         assert not anchor or anchor in anchors_of(target)
 
 
-@pytest.mark.parametrize("page", PAGES + REFERENCE, ids=lambda page: page.name)
-def test_no_line_is_longer_than_100_characters(page):
-    # A row of a table, a directive and a URL cannot be wrapped.
-    one_line = re.compile(r" *(\||\.\. )|.*://")
-    lines = enumerate(page.read_text().splitlines(), 1)
-    assert not [each for each in lines if len(each[1]) > 100 and not one_line.match(each[1])]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_native_function_that_is_named_exists(page):
     named = set(re.findall(r"\b([A-Z]\w+)::(\w+)", page.read_text()))

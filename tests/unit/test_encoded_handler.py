@@ -101,20 +101,6 @@ def test_a_jobs_encoded_blocks_are_limited() -> None:
         assert handler.poll() == []
 
 
-def test_a_view_may_have_smaller_slots() -> None:
-    large = PagedLayout([torch.randn(8, 2048).bfloat16() for _ in range(4)])
-    tensors = [torch.randn(8, 2048).bfloat16() for _ in range(3)]
-    small = PagedLayout(tensors)
-    pool = HostPool(large, 6, 2, encoding="lossless")
-    before = [tensor.clone() for tensor in tensors]
-    with OffloadHandler([large, small], [pool, pool.view_for(small)]) as handler:
-        handler.store(gpu_block_ids=[[1, 2], [3, 4]], page_ids=[[0], [1]])
-        handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [6, 7]], layer_groups=2)
-        handler.synchronize()
-        for tensor, old in zip(tensors, before, strict=True):
-            assert torch.equal(tensor[[6, 7]].view(torch.int16), old[[3, 4]].view(torch.int16))
-
-
 @pytest.mark.parametrize("layer_groups", [1, 2])
 @pytest.mark.parametrize("tile", range(4))
 def test_a_load_writes_nothing_of_a_damaged_slot(tile: int, layer_groups: int) -> None:

@@ -141,21 +141,3 @@ def test_a_moved_tensor_is_named_with_its_group() -> None:
     two.tensors[1].set_(torch.zeros(4, 6))
     with pytest.raises(RuntimeError, match=r"^gpu\[1\]\.tensors\[1\] has moved from 0x"):
         groups.guard.check()
-
-
-def test_another_dtype_may_use_the_pool() -> None:
-    halves = of_type(torch.float16)
-    values = of_type(torch.bfloat16)
-    pool = HostPool(values, 1, encoding="lossless")
-    calls = [
-        lambda: Groups(halves, pool),
-        lambda: Groups(values, pool).moved_to(halves),
-    ]
-    assert_expected_inline(
-        "\n".join(error_text(call) for call in calls),
-        """\
-ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
-torch.float16; make the pool from this layout with encoding='raw'
-ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
-torch.float16; make the pool from this layout with encoding='raw'""",
-    )

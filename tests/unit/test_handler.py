@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
-from paged_caches import LAYOUTS, check_round_trip
 from patience import PATIENCE, in_time
-from prefix_bytes import make
 from processes import run_script
 from simulated_cache import Event, Stream
 from simulated_driver import Driver, cache, place, simulated, without_cuda
@@ -28,7 +25,6 @@ from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
 from torch_kvswap.offload.handler import Job
 from torch_kvswap.offload.streams import resolve_after, resolve_waiting
-from torch_kvswap.reference import ReferenceHandler
 from torch_kvswap.results import TransferError
 
 
@@ -43,27 +39,6 @@ def make_handler(
     cache = torch.arange(8 * 6, dtype=torch.int16, device=device).view(8, 6)
     layout = PagedLayout([cache])
     return OffloadHandler(layout, HostPool(layout, num_pages, blocks_per_page))
-
-
-HANDLERS = pytest.mark.parametrize("make", [OffloadHandler, ReferenceHandler])
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("blocks_per_page", [1, 4])
-@HANDLERS
-def test_stored_blocks_come_back_elsewhere(
-    make: Any, name: str, blocks_per_page: int, device: str
-) -> None:
-    check_round_trip(name, blocks_per_page, device, make)
-
-
-def test_a_job_may_have_very_many_blocks(device: str) -> None:
-    rows = torch.randint(256, (20_000, 16), dtype=torch.uint8)
-    layout = PagedLayout([rows.to(device)])
-    blocks, pages = torch.randperm(20_000), torch.randperm(20_000)
-    with OffloadHandler(layout, HostPool(layout, 20_000)) as handler:
-        handler.synchronize(handler.store(gpu_block_ids=blocks, page_ids=pages))
-        assert torch.equal(handler.pools[0].pages[pages, 0], rows[blocks])
 
 
 def test_jobs_and_results_describe_the_transfer(
@@ -321,24 +296,6 @@ def test_a_tag_is_held_until_reported(device: str) -> None:
     assert watched() is None
 
 
-def test_a_polling_thread_gets_every_tag() -> None:
-    handler, tags, over = make_handler(), [], threading.Event()
-
-    def poll() -> None:
-        while not over.is_set():
-            tags.extend(result.tag for result in handler.poll())
-
-    thread = threading.Thread(target=poll)
-    thread.start()
-    for number in range(2000):
-        handler.store(gpu_block_ids=[1], page_ids=[0], tag=number + 1)
-    over.set()
-    thread.join()
-    tags += [result.tag for result in handler.poll()]
-    assert tags == list(range(1, 2001))
-    assert handler._tags == {}
-
-
 @pytest.mark.parametrize("tag", ["mine", None])
 def test_a_poll_within_a_submission_gets_the_tag(
     monkeypatch: pytest.MonkeyPatch, tag: object
@@ -521,20 +478,6 @@ def test_it_returns_at_once_with_results() -> None:
         handler.store(gpu_block_ids=[1], page_ids=[1])
     assert len(handler.poll(None)) == 1  # closed
     assert handler.poll(None) == []
-
-
-def test_a_wrong_timeout_is_always_refused() -> None:
-    prefixes, _ = make()
-    with prefixes:
-        prefixes.store(["a"], [1])
-        assert [error_text(prefixes.poll, value) for value in (-1, "1", float("nan"))] == [
-            "ValueError: timeout is -1.0; it must be 0 seconds or more",
-            "TypeError: timeout is a str; it must be a number of seconds",
-            "ValueError: timeout is nan; it must be 0 seconds or more",
-        ]
-        began = time.monotonic()
-        assert len(prefixes.poll(PATIENCE)) == 1
-        assert time.monotonic() - began < PATIENCE
 
 
 # What `after=` accepts, and what may wait for a job.

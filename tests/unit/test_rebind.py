@@ -63,15 +63,6 @@ TypeError: gpu is a list of 2 PagedLayouts; pass a PagedLayout, as before""",
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
 
-def test_a_cache_with_other_axes_is_refused() -> None:
-    """What was stored has the old ones."""
-    layout = PagedLayout([torch.zeros(6, 16, 8)])
-    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
-        for other in (torch.zeros(6, 8, 16), torch.zeros(6, 8, 16).transpose(1, 2)):
-            with pytest.raises(ValueError, match=r"tensors\[0\]: float32 \[blocks, "):
-                handler.rebind(PagedLayout([other]))
-
-
 def test_another_kind_is_refused_without_waiting() -> None:
     layout = PagedLayout([make_cache("cpu", 1)])
     wider = PagedLayout([torch.zeros(6, 41, dtype=torch.uint8)])

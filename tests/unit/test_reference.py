@@ -1,8 +1,9 @@
-"""The reference handler on the CPU. test_handler.py compares its bytes with plain indexing."""
+"""The reference handler on the CPU: what an OffloadHandler leaves, of which fuzz.py has a model."""
 
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fuzz_cache import make_groups, make_pools, random_shapes
+from fuzz_devices import Device, Gpu
 
 import torch_kvswap.reference
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, Result, TransferError
 from torch_kvswap.reference import ReferenceHandler
+from torch_kvswap.results import DeviceLostError
 
 BLOCKS, PAGES, PER_PAGE = 8, 5, 2
 
@@ -50,6 +54,27 @@ def test_jobs_and_results_equal_an_offload_handlers() -> None:
             of_jobs = [(job.id, job.direction, job.nbytes, job.tag) for job in jobs]
             seen.append((without_times(results), tags, of_jobs))
     assert seen[0] == seen[1]
+
+
+def bytes_left_by(kind: Any, device: Device, seed: int) -> list[torch.Tensor]:
+    """By a store of three blocks and a load into three others, with what lies between blocks."""
+    rng = random.Random(seed)
+    groups, memories = make_groups(rng, device, random_shapes(rng, device, 1), [9])
+    (pool,), of_pool = make_pools(rng, device, groups, 5)
+    first = rng.randrange(pool.blocks_per_page)
+    pages = [4, 1, 2][: -(-(first + 3) // pool.blocks_per_page)]
+    with kind(groups[0].layout, pool) as handler:
+        handler.store(gpu_block_ids=[7, 0, 3], page_ids=pages, first_slot=first)
+        handler.load(page_ids=pages, gpu_block_ids=[1, 8, 2], first_slot=first).synchronize()
+    return [memory.raw.cpu() for memory in (*memories, *of_pool)]
+
+
+@pytest.mark.parametrize("device", [Device, pytest.param(Gpu, marks=pytest.mark.gpu)])
+def test_its_bytes_equal_an_offload_handlers(device: Any) -> None:
+    for seed in range(30):
+        kinds = OffloadHandler, ReferenceHandler
+        left = [bytes_left_by(kind, device(), seed) for kind in kinds]
+        assert all(map(torch.equal, *left)), seed
 
 
 WRONG = {
@@ -150,6 +175,21 @@ def test_a_raising_call_leaves_no_job(
     assert not handler._flights.running
     assert handler.poll() == []
     job_of(handler).synchronize()
+
+
+def test_a_lost_device_fails_jobs_and_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("illegal memory access")
+
+    for call in ("query", "synchronize"):
+        monkeypatch.setattr(torch_kvswap.reference._CpuEvent, call, lost)
+    handler = make()
+    job = job_of(handler)
+    with pytest.raises(DeviceLostError, match="the device is lost: illegal memory access"):
+        job.synchronize()
+    job_of(handler)
+    handler.close()
+    assert [type(result.error) for result in handler.poll()] == [DeviceLostError] * 2
 
 
 def test_a_closed_handler_reports_its_jobs() -> None:

@@ -97,9 +97,6 @@ class Cuda:
         """Until the int64 word is at least the value."""
         self.check("cuStreamWaitValue64", stream, word.data_ptr(), value, 0)
 
-    def write_value(self, stream: int, word: torch.Tensor, value: int) -> None:
-        self.check("cuStreamWriteValue64", stream, word.data_ptr(), value, 0)
-
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
         assert dst.nbytes == src.nbytes
         self.check("cuMemcpyAsync", dst.data_ptr(), src.data_ptr(), dst.nbytes, stream)
@@ -107,19 +104,6 @@ class Cuda:
     def enable_peer_access(self, peer: int) -> None:
         """Of the GPU that `Driver.on` says to the memory of the peer."""
         self.check("cuCtxEnablePeerAccess", self._context(peer), 0)
-
-    def can_access_peer(self, device: int, peer: int) -> bool:
-        can = _Int(77)
-        self.check("cuDeviceCanAccessPeer", ctypes.byref(can), device, peer)
-        return bool(can.value)
-
-    def copy_peer(
-        self, dst: torch.Tensor, to: int, src: torch.Tensor, source: int, stream: int
-    ) -> None:
-        """To GPU `to` from GPU `source`."""
-        assert dst.nbytes == src.nbytes
-        ends = dst.data_ptr(), self._context(to), src.data_ptr(), self._context(source)
-        self.check("cuMemcpyPeerAsync", *ends, dst.nbytes, stream)
 
     def _context(self, device: int) -> int:
         context = ctypes.c_void_p()
@@ -171,11 +155,6 @@ class Cuda:
             self.check("cuStreamSynchronize", stream)
         else:
             self.check("cuEventSynchronize", event)
-
-    def elapsed(self, start: int, end: int) -> float:
-        milliseconds = ctypes.c_float()
-        self.check("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
-        return milliseconds.value
 
     def memory_type(self, tensor: torch.Tensor) -> int:
         """1 host, 2 device, 0 unknown to the driver."""

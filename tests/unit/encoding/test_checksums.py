@@ -100,18 +100,6 @@ def test_the_error_names_block_page_and_checksums() -> None:
     assert (metrics.rejected_blocks, metrics.corrupted_blocks, metrics.encoded_blocks) == (0, 1, 0)
 
 
-def test_a_page_stored_again_can_be_loaded() -> None:
-    _, pool, handler = stored()
-    pool.pages[4] = 0
-    with handler, logged():
-        for _ in range(2):
-            with pytest.raises(CorruptedPageError):
-                handler.load(page_ids=[4], gpu_block_ids=[2]).synchronize()
-            handler.poll()
-        handler.store(gpu_block_ids=[1], page_ids=[4]).synchronize()
-        handler.load(page_ids=[4], gpu_block_ids=[2]).synchronize()
-
-
 def test_an_unstored_page_is_not_loaded() -> None:
     _, pool, handler = stored()
     pool.pages[1] = 7  # by the caller, who makes no checksums

@@ -19,7 +19,6 @@ from host_pools import in_chunks, registered, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
-from processes import in_child
 from simulated_cache import needs_kernels
 from simulated_driver import HOST, Driver, place, simulated
 
@@ -34,7 +33,6 @@ from torch_kvswap import (
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.pinning import ONE_CHUNK
-from torch_kvswap.reference import ReferenceHandler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 LAYERS, LAYER = 3, 512
@@ -99,35 +97,6 @@ def test_just_the_blocks_are_written_at_any_stride(
         assert torch.equal(block(layout, 7), stored)
     pool.close()
     assert torch.equal(memory, expected)
-
-
-def test_the_reference_handler_uses_the_same_bytes() -> None:
-    layout, region = cache(), Region(4 * PAGE)
-    pool = HostPool.over(region.tensor, layout, page_bytes=PAGE, offset=100)
-    with ReferenceHandler(layout, pool) as handler:
-        handler.store(gpu_block_ids=[5], page_ids=[2]).synchronize()
-    assert torch.equal(region.bytes()[2 * PAGE + 100 :][:BLOCK], block(layout, 5))
-    assert region.bytes().count_nonzero() == BLOCK  # random bytes are not zero
-
-
-def test_processes_share_a_region_in_cells() -> None:
-    """As vLLM's workers do: a row has a cell of each."""
-    region, layout = Region(8 * 2 * BLOCK), cache()
-    row = 2 * BLOCK
-
-    def worker(rank: int) -> bool:
-        pool = HostPool.over(region.tensor, layout, page_bytes=row, offset=rank * BLOCK)
-        with pool, OffloadHandler(layout, pool) as handler:
-            handler.store(gpu_block_ids=[rank, 3], page_ids=[7, 2]).synchronize()
-            handler.load(page_ids=[7], gpu_block_ids=[6]).synchronize()
-        return torch.equal(block(layout, 6), block(layout, rank))
-
-    assert [in_child(lambda rank=rank: worker(rank)) for rank in range(2)] == [1, 1]
-    rows = region.bytes().view(8, 2, BLOCK)
-    for rank in range(2):
-        assert torch.equal(rows[7, rank], block(layout, rank))
-        assert torch.equal(rows[2, rank], block(layout, 3))
-    assert not rows[[0, 1, 3, 4, 5, 6]].any()
 
 
 def test_the_memory_lives_until_the_pool_is_closed() -> None:
@@ -379,16 +348,6 @@ def test_refused_checksums_of_pinned_pages_are_an_error(driver: Driver) -> None:
     driver.refuse_registration()
     with pytest.raises(RuntimeError, match=r"did not pin their checksums: .*; use verify='off'"):
         HostPool.over(region.tensor, layout, page_bytes=PAGE, verify="load")
-
-
-@simulated
-def test_memory_is_pinned_in_the_background_too(driver: Driver) -> None:
-    layout, region = place(driver, cache()), Region(64 * PAGE)
-    options = {"page_bytes": PAGE, "pin_in_background": True}
-    with in_chunks_over(4 * PAGE, region, layout, **options) as pool:
-        assert pool.wait_ready(30)
-        assert pool.is_pinned
-        round_trip(layout, pool)
 
 
 @pytest.mark.gpu
