@@ -4,7 +4,6 @@
 #include "bindings/python.h"
 #include "cuda/driver.h"
 #include "device/cuda.h"
-#include "environment.h"
 #include "host_memory.h"
 #include "ops/library.h"
 
@@ -62,8 +61,6 @@ void bind_memory(nb::module_& module) {
   module.def("kernel_version", kernel_version,
              "Of the CUDA runtime in the kernels, 13000 for 13.0; 0 without kernels. They need a "
              "driver of the same major version or newer.");
-  module.def("batch_is_on", batch_is_on,
-             "What KVSWAP_BATCH says: whether copies may use the batch call.");
 
   module.def(
       "register_host",

@@ -42,15 +42,11 @@ class Link(NamedTuple):
         lanes (int): in use.
         most_lanes (int): of the device.
         generation (int): in use. An idle link has a lower one than it can.
-        most_generation (int): of the device.
-        port_generation (int): the highest of the port that the device is plugged into.
     """
 
     lanes: int
     most_lanes: int
     generation: int
-    most_generation: int
-    port_generation: int
 
     @property
     def bytes_per_second(self) -> float:
@@ -85,21 +81,15 @@ def numa_node_of(pci_address: str) -> int | None:
 def link_of(pci_address: str) -> Link:
     """The link of a PCI device."""
     device = ROOT / "sys/bus/pci/devices" / pci_address
-    port = device.resolve().parent  # devices are folders in that of their port
 
     def number(file: Path) -> float:
         found = re.match(r"\d+(\.\d+)?", _read(file))
         return float(found[0]) if found else 0.0
 
-    def generation(file: Path) -> int:
-        return _GENERATIONS.get(number(file), 0)
-
     return Link(
         int(number(device / "current_link_width")),
         int(number(device / "max_link_width")),
-        generation(device / "current_link_speed"),
-        generation(device / "max_link_speed"),
-        generation(port / "max_link_speed"),
+        _GENERATIONS.get(number(device / "current_link_speed"), 0),
     )
 
 
