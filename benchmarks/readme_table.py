@@ -21,10 +21,8 @@ RESULTS = Path(__file__).with_name("results")
 README = Path(__file__).parents[1] / "README.md"
 TABLE = re.compile(r"^\| [^|\n]+: fragments per block \|.*(\n\|.*)*", re.MULTILINE)
 
-SHAPES = ("160 x 8 KiB",)  # of four that are measured: the fragments of large models
-
-# The release that was measured, where the README speaks of a newer one.
-HEADINGS = {"vLLM": "vLLM 0.26 (2026-11-26)"}
+# Of four shapes that are measured: the fragments of large models, and the hardest ones.
+SHAPES = ("160 x 8 KiB", "160 x 2 KiB")
 
 Row = tuple[str, int]  # shape and number of blocks
 
@@ -46,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def readme_table() -> str:
-    return markdown(json.loads((RESULTS / "peers-h100.json").read_text()))
+    return markdown(json.loads((RESULTS / "peers-h200.json").read_text()))
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
@@ -59,7 +57,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
 
     def column_of(name: str) -> Column[Row]:
         return Column(
-            HEADINGS.get(name, name),
+            name,
             lambda row: " / ".join(medians[name][row][of] for of in DIRECTIONS),
         )
 
