@@ -228,25 +228,6 @@ def test_stats_say_what_is_in_use():
 # Resets
 
 
-def test_a_reset_stops_running_requests_stores():
-    ours, running, waiting = manager(), request("running"), request("waiting")
-    without_stores = request("without stores")
-    for one in (running, waiting, without_stores):
-        ours.on_new_request(one)
-    store(ours, running, 1)
-    ours.reset_cache()
-    ours.on_reset_flushed()
-    for _ in range(2):
-        output = ours.prepare_store(keys(1, 2), running)
-        said = output.keys_to_store, pages_of(output.store_spec), output.evicted_keys
-        assert said == ([], [], [])
-    assert ours.prepare_store(keys(1), without_stores).keys_to_store == []
-    assert ours.lookup(key(0, 1), waiting) is MISS  # it starts
-    assert ours.prepare_store(keys(1), waiting).keys_to_store == keys(1)
-    assert ours.lookup(key(0, 2), running) is MISS  # it was preempted, and starts again
-    assert ours.prepare_store(keys(1, 2), running).keys_to_store == keys(2)
-
-
 def test_a_reset_forgets_what_requests_have_had():
     ours, one = manager(), request()
     store(ours, one, 0, 1)

@@ -247,6 +247,8 @@ class SchedulerPart(OffloadingConnectorScheduler):
         self._allocated: deque[set[int]] = deque(maxlen=2)  # blocks that the last steps were given
         # Requests with a failed load, and how often they had been preempted by then.
         self._failed_loads: dict[str, int] = {}
+        # Requests that have not started again since a reset, and how many tokens they may store.
+        self._stopped_stores: dict[str, int | None] = {}
         self.kv_cache_manager: Any = None
         self.config: Any
 
@@ -260,7 +262,10 @@ class SchedulerPart(OffloadingConnectorScheduler):
         preempted. vLLM still reserves the blocks of the failed load and would reserve as many again
         for another one. If the GPU has too few, it would schedule nothing any more.
         """
-        has_failed = self._failed_loads.get(request.request_id) == request.num_preemptions
+        name = request.request_id
+        if name in self._stopped_stores:
+            self._req_status[name].max_offload_tokens = self._stopped_stores.pop(name)
+        has_failed = self._failed_loads.get(name) == request.num_preemptions
         most = 0
         # In-step loads are joined page by page, and the step must not write to a loaded block.
         tokens_per_chunk = self.config.kv_group_configs[0].tokens_per_chunk
@@ -337,6 +342,15 @@ class SchedulerPart(OffloadingConnectorScheduler):
         has_failed = any(keys is failed for failed in self._failed_stores.values())
         self._complete_store(keys, req_context, success and not has_failed)
 
+    def reset_cache(self) -> None:
+        """As vLLM's, but requests store nothing until they start again. vLLM would offer the chunks
+        of running requests from the first one on, although blocks that have left a sliding window
+        were given to other requests."""
+        super().reset_cache()
+        for name, status in self._req_status.items():
+            self._stopped_stores.setdefault(name, status.max_offload_tokens)
+            status.max_offload_tokens = 0
+
     def _forget_computed(self) -> None:
         """Forgets what may have been computed from a failed in-step load.
 
@@ -354,6 +368,7 @@ class SchedulerPart(OffloadingConnectorScheduler):
         """As vLLM's."""
         self._running.discard(request.request_id)
         self._failed_loads.pop(request.request_id, None)
+        self._stopped_stores.pop(request.request_id, None)
         return super().request_finished(request)
 
 

@@ -162,7 +162,6 @@ class KVSwapManager(HostManager[LoadReservation]):
         self._states: dict[Key, base.LookupResult | StoreReservation] = {}
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
         self._stores: dict[StoreReservation, list[Key]] = {}
-        self._was_reset = False
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
 
@@ -172,8 +171,6 @@ class KVSwapManager(HostManager[LoadReservation]):
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
-        if self._was_reset:  # the request starts, so it may store again
-            Access.of(req_context, self._cache, starts=True)
         state = self._states.get(key, _MISS)
         return _PENDING if isinstance(state, StoreReservation) else state
 
@@ -211,14 +208,8 @@ class KVSwapManager(HostManager[LoadReservation]):
         keys_to_store keeps the order of `keys`, because vLLM lists the GPU blocks in that order.
         They are placed behind the chunks in front of them. A page is not evicted before its store
         has ended: until then that can tell its place.
-
-        A request that was running at a reset stores nothing until it starts again. vLLM offers its
-        chunks from the first one on, but the blocks of some may have other contents by then: those
-        behind a sliding window were given to other requests.
         """
-        access = Access.of(req_context, self._cache)
-        if access.cache is not self._cache:
-            return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        access = Access.of(req_context, self._cache, starts=True)
         keys = list(keys)
         ready = self._ready(keys)
         access.see(req_context, ready, is_reused=True)
@@ -308,7 +299,7 @@ class KVSwapManager(HostManager[LoadReservation]):
             self._flushed.append(partial(self._blocks.fail, reservation))
         for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()
-        self._cache, self._was_reset = Cache(self), True
+        self._cache = Cache(self)
 
     def take_events(self) -> Iterable[Any]:
         taken, self._events = self._events or [], None if self._events is None else []

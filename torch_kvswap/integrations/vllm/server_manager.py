@@ -172,8 +172,8 @@ class SharedManager(HostManager[list[Held]]):
         """Pages for the keys that the server does not have, as far as is known.
 
         keys_to_store keeps the order of `keys`. None if a later step will have more pages. A
-        request that was running at a reset, or when the server was lost, stores nothing until it
-        starts again: see KVSwapManager.prepare_store().
+        request that was running at another engine's reset, or when the server was lost, stores
+        nothing until it starts again.
         """
         nothing = base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         asked = _Asked.of(req_context, self._cache)
