@@ -23,7 +23,8 @@ constexpr size_t kSmallPieces = 8, kEntriesPerPiece = 3;
 // other events of transfers.
 constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
 
-// The rule. Its figures are of H200 and H100 with PCIe 5.0 x16: docs/copy_methods.md.
+// The rule. Its figures are of H200 and H100 with PCIe 5.0 x16; benchmarks/copy_methods.py compares
+// it with each method.
 //
 // A kernel that waits for the link slows down the compute beside it all the while. Staging the same
 // bytes takes about as long, and leaves the SMs alone in between. So kernels copy small loads only,

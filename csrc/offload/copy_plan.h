@@ -25,8 +25,7 @@ struct RuleInput {
   bool is_relayed = false;  // other links take part if the blocks are staged
 };
 
-// Copy methods by preference: the first one that is available is taken. docs/copy_methods.md has
-// the measurements behind the constants.
+// Copy methods by preference: the first one that is available is taken.
 std::array<CopyMethod, 4> preferred_methods(const RuleInput& input);
 
 // Chooses the copy method of a group's blocks, and counts what it gives to the driver.
