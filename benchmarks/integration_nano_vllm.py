@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     longest = 8 + max(map(sum, PREFIXES))
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
-        limits = {"max_model_len": longest, "max_num_batched_tokens": longest, "max_num_seqs": 64}
+        limits = {"max_model_len": longest, "max_num_batched_tokens": longest, "max_num_seqs": 16}
         llm = HostLLM(folder, options.host_gib << 30, **limits)
     torch.manual_seed(0)
     for parameter in llm.model_runner.model.parameters():

@@ -155,7 +155,7 @@ def first_tokens(llm: Any, prompt: list[int]) -> tuple[float, list[int]]:
     """Milliseconds to the first token of a prompt, and its first eight tokens."""
     params = SamplingParams(temperature=1e-5, max_tokens=8, ignore_eos=True)
     llm.add_request(prompt, params)
-    torch.manual_seed(0)  # decides between tokens that are equally likely
+    torch.cuda.manual_seed(0)  # decides between tokens that are equally likely
     start, first, done = time.perf_counter(), 0.0, list[Any]()
     while not done:
         done, _ = llm.step()

@@ -131,3 +131,11 @@ def test_zeroed_loads_change_all_tokens(engine: Engine) -> None:
     all_of_them = len(PROMPTS)
     assert counts["host_as_gpu"] == counts["computed_as_gpu"] == all_of_them
     assert counts["zeroed_as_gpu"] == 0
+
+
+def test_seeded_sampling_repeats_no_prompt(engine: Engine) -> None:
+    prompts = list[list[int]]()
+    for _ in range(2):
+        nano_vllm.first_tokens(engine, PROMPTS[0])
+        prompts.append(integration_nano_vllm.random_tokens(40))
+    assert prompts[0] != prompts[1]
