@@ -126,7 +126,7 @@ def test_a_load_waits_for_both_streams(driver: Driver, stream: int, waits: bool)
         before = kvcache.k_buffer[0].clone()
         hold = driver.hold(stream)
         if not waits:
-            one.record_offload_ready = list
+            one._streams = tuple
         assert one.load("1", transfers(PAGES[1]))
         index = one.start_layer_wise_loading()
         driver.run()

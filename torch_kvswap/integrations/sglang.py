@@ -98,7 +98,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._offloads = deque[_Offload]()
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
         self._page_tokens: int = params.page_size
-        self._salt: Any = np.zeros(_KEY_BYTES, np.uint8)
+        self._salt: Any = None
         self._open(options, server_args, params)
 
     def _open(self, options: dict[str, Any], server_args: Any, params: Any) -> None:
@@ -186,7 +186,7 @@ class KVSwapLinker(UnifiedCacheLinker):
             nbytes = sum(len(one) * pool.page_bytes for one, pool in sizes)
             most = min(_GROUPS, len(self._last_tensors))
             how: Any = {"layer_groups": min(most, 1 + nbytes // _GROUP_BYTES)}
-            job = self.cache.load(keys, self._blocks(slots), after=self._ready(), **how)
+            job = self.cache.load(keys, self._blocks(slots), after=self._streams(), **how)
             if job is None:
                 _log.warning("pages have left the host before their load")
         except Exception:
@@ -221,7 +221,8 @@ class KVSwapLinker(UnifiedCacheLinker):
         """
         keys, slots = self._read(transfers)
         slots = [one.to("cpu", non_blocking=True) for one in slots]  # pinned
-        self._offloads.append(_Offload(keys, slots, self._ready()))
+        ready = self.record_offload_ready() if self._streams() else ()
+        self._offloads.append(_Offload(keys, slots, tuple(ready)))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -275,9 +276,11 @@ class KVSwapLinker(UnifiedCacheLinker):
 
     def _keys(self, hashes: Sequence[str]) -> PrefixKeys:
         """SGLang's hashes of pages (SHA-256) as keys."""
-        keys = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
-        salted: np.ndarray[Any, Any] = keys.reshape(-1, _KEY_BYTES) ^ self._salt
-        return PrefixKeys(salted.tobytes(), self._page_tokens)
+        keys = bytes.fromhex("".join(hashes))
+        if self._salt is not None:
+            rows = np.frombuffer(keys, np.uint8).reshape(-1, _KEY_BYTES)
+            keys = (rows ^ self._salt).tobytes()
+        return PrefixKeys(keys, self._page_tokens)
 
     def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[torch.Tensor]]:
         """The keys of each group of layers, and the first slot of each of its pages."""
@@ -294,11 +297,13 @@ class KVSwapLinker(UnifiedCacheLinker):
         steps = self._steps.values()
         return [one.cpu().numpy() // step for one, step in zip(slots, steps, strict=True)]
 
-    def _ready(self) -> tuple[Any, ...]:
-        """What a copy waits for: the scheduler's stream, and the forward that may be running, which
-        writes what is stored, and may still use what was freed for a load."""
-        is_cpu = self.pools[PoolName.KV].device.type == "cpu"
-        return () if is_cpu else tuple(self.record_offload_ready())
+    def _streams(self) -> tuple[Any, ...]:
+        """What a copy waits for: the scheduler's stream, and that of the forward, which writes what
+        is stored, and may still use what was freed for a load."""
+        if self.pools[PoolName.KV].device.type == "cpu":
+            return ()
+        streams = torch.cuda.current_stream(), self.forward_stream
+        return tuple(stream for stream in streams if stream is not None)
 
 
 def _read_pools(params: Any, components: Any) -> Iterator[tuple[Any, int, list[Any], list[int]]]:
