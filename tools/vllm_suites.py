@@ -35,7 +35,7 @@ EXPLAINED = {
     r"\.test_filter_reused_manager ": "it sets max_tracker_size, which our spec refuses",
     r"discards_unfinished_request_recency ": "a request that runs through a reset stores nothing "
     "until it starts again (docs/vllm.md)",
-    r"\.test_small_hit_loads_synchronously": "sync_load_budget_bytes is ignored (docs/vllm.md)",
+    r"\.test_small_hit_loads_synchronously": "our connector chooses sync_load_budget_bytes",
 }
 
 

@@ -14,6 +14,7 @@ from simulated_driver import Driver, place, simulated
 
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.handler import Job
 
 
 def make(pages: int = 6, first_part_bytes: int = 32 << 20) -> tuple[torch.Tensor, Swap]:
@@ -62,6 +63,16 @@ def test_freed_pages_are_reused_in_memory_order():
     again = swap.store([[4, 5, 6]])
     assert [pages.tolist() for pages in again.pages] == [[3, 4, 5]]
     assert again.pages == first.pages
+
+
+def test_a_failed_load_is_reported_at_once():
+    _, swap = make()
+    stored = swap.store([[1]])
+    load = swap.load(stored, [[2]])
+    with mock.patch.object(Job, "_is_done", False), mock.patch.object(swap.handler, "poll") as poll:
+        swap.store([[2]])
+    assert load.ok is False
+    poll.assert_called_once_with()
 
 
 def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:

@@ -34,8 +34,8 @@ from vllm_serving import (
     serving,
 )
 
-from torch_kvswap.integrations.vllm.connector import MetricsSpec
 from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES
+from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.results import DeviceLostError
 
 
@@ -165,7 +165,7 @@ def test_the_front_end_finds_our_metrics(tmp_path):
         made = KVConnectorFactory.get_connector_class(transfer).build_prom_metrics(
             engine.config, types, ["model"], {0: ["m"]}
         )
-        ours = set(MetricsSpec.build_metric_definitions({}))
+        ours = set(KVSwapOffloadingSpec.build_metric_definitions({}))
         assert made._offloading_metric_metadata.keys() >= ours
 
 
@@ -177,7 +177,6 @@ def test_the_front_end_finds_our_metrics(tmp_path):
         ({"transfer": RECOMPUTE}, "because kv_load_failure_policy is 'recompute'"),
         ({"window": 40}, "because the model has several groups of layers, a sliding window or"),
         ({"states": True}, "vLLM's runner V2 writes to new blocks of this model before stores"),
-        ({"extra": {"sync_load_budget_bytes": 9}}, "sync_load_budget_bytes is ignored"),
     ],
 )
 def test_one_line_says_what_engines_get(tmp_path, caplog, how, said):
@@ -280,7 +279,7 @@ def test_metrics_count_failures_and_pages(engine):
     }
     states = {state: numbers[f"{PAGES}:('{state}',)"] for state in ("free", "used", "in_flight")}
     assert states == {"free": 256 - 11, "used": 11, "in_flight": 0}
-    defined = MetricsSpec.build_metric_definitions({})
+    defined = KVSwapOffloadingSpec.build_metric_definitions({})
     assert [len(defined[one].labelnames) for one in (FAILURES, PAGES)] == [2, 1]
 
 

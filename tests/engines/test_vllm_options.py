@@ -29,7 +29,6 @@ def test_our_options_are_read_and_vllms_left():
         "block_size": 64,
         "offload_prompt_only": False,
         "self_describing_kv_events": True,
-        "sync_load_budget_bytes": 5,
         "canonical_layout": False,
         "cache_policy_module_path": None,
         "secondary_tiers": [],
@@ -60,7 +59,8 @@ def test_a_size_may_be_a_fraction_of_bytes():
         ({"pin_in_background": 1}, "pin_in_background is 1; it must be true"),
         ({"kv_role": 1}, "kv_role is 1; put it beside kv_connector_extra_config, in kv_transfer"),
         ({"engine_id": 1}, "engine_id is 1; put it beside kv_connector_extra_config"),
-        ({"spec_name": "CPUOffloadingSpec"}, "KVSwapConnector makes its spec itself; leave it out"),
+        ({"spec_name": "CPUOffloadingSpec"}, "KVSwapConnector chooses it itself; leave it out"),
+        ({"sync_load_budget_bytes": 9}, "KVSwapConnector chooses it itself; leave it out"),
         ({"canonical_layout": True}, "it is for vLLM's manager of secondary_tiers, and there are"),
         (
             TIERS | {"host_server": "unix:/s", "cpu_bytes_to_use": None},

@@ -21,7 +21,6 @@ from vllm_engine import (
 from torch_kvswap.host_pool import system
 from torch_kvswap.integrations.vllm import spec as spec_module
 from torch_kvswap.integrations.vllm import vllm_logging
-from torch_kvswap.integrations.vllm.connector import MetricsSpec
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_every_metric_of_the_manager_is_defined(threshold):
     manager = KVSwapOffloadingSpec(config(**extra)).get_manager()
     assert manager.prepare_store(keys(1, 2), base.ReqContext("r")) is not None
     said: dict[str, Any] = manager.get_stats().reduce()
-    defined = MetricsSpec.build_metric_definitions(extra)
+    defined = KVSwapOffloadingSpec.build_metric_definitions(extra)
     assert said
     assert not [name for name in said if not any(name.startswith(each) for each in defined)]
 
@@ -190,4 +189,6 @@ def test_sizes_are_reported_as_vllm_does():
     said = ours.get_manager().config_info()
     assert said == theirs.get_manager().config_info()
     assert said[0]["cpu_kv_cache_size_bytes"] == 6 * 2 * 2 * 4096
-    assert MetricsSpec.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
+    assert (
+        KVSwapOffloadingSpec.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
+    )

@@ -29,7 +29,7 @@ from vllm_serving import (
 )
 from vllm_tiers import files, tier, without_gpu
 
-from torch_kvswap.integrations.vllm.connector import MetricsSpec
+from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
 
 __all__ = ["folder"]
@@ -243,9 +243,9 @@ def test_metrics_are_those_of_vllms_tiers(folder):
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     theirs = TieringOffloadingSpec.build_metric_definitions(tier(folder))
-    ours = MetricsSpec.build_metric_definitions(tier(folder))
+    ours = KVSwapOffloadingSpec.build_metric_definitions(tier(folder))
     assert {name: one for name, one in ours.items() if name.startswith("vllm:")} == theirs
-    labels = MetricsSpec.config_info_keys(tier(folder))
+    labels = KVSwapOffloadingSpec.config_info_keys(tier(folder))
     with serving(folder, extra=tier(folder)) as engine:
         infos = engine.manager.config_info()
     assert [one["tier"] for one in infos] == ["0:primary", "1:fs"]

@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,17 +40,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-from vllm.v1.kv_offload.base import (
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
-    OffloadingSpec,
-)
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap.integrations import TESTED, is_tested
-from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES, HostManager
+from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, HostManager
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
 from torch_kvswap.integrations.vllm.vllm_logging import write_where_vllm_does
@@ -438,51 +431,19 @@ class KVSwapConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *others: Any) -> Any:
-        """As vLLM's, which finds MetricsSpec by its name in the configuration."""
+        """As vLLM's, which finds the metrics of our spec by its name in the configuration."""
         transfer, vllm_config = copy(vllm_config.kv_transfer_config), copy(vllm_config)
         vllm_config.kv_transfer_config = transfer
         transfer.kv_connector_extra_config = {
             **transfer.kv_connector_extra_config,
-            **{"spec_name": MetricsSpec.__name__, "spec_module_path": MetricsSpec.__module__},
+            "spec_name": KVSwapOffloadingSpec.__name__,
+            "spec_module_path": KVSwapOffloadingSpec.__module__,
         }
         return super().build_prom_metrics(vllm_config, *others)
 
 
-class MetricsSpec(OffloadingSpec):
-    """Declares our metrics and those of vLLM's own specs, under their names. Has no instances."""
-
-    @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """The metrics, by name."""
-        return {
-            **_vllms_spec(extra_config).build_metric_definitions(extra_config),
-            FAILURES: OffloadingCounterMetadata(
-                documentation="Stores and loads of a worker that did not copy all of their "
-                "blocks: failed, rejected (a block does not fit into its encoded slot), damaged (a "
-                "block is not what was stored) or dropped (not begun before its blocks changed).",
-                labelnames=("direction", "reason"),
-            ),
-            PAGES: OffloadingGaugeMetadata(
-                documentation="Pages of the host memory, each for a chunk, by state: free, used, "
-                "or in_flight (being stored or loaded).",
-                labelnames=("state",),
-            ),
-        }
-
-    @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> Any:
-        """The labels of vllm:kv_offload_config_info."""
-        return _vllms_spec(extra_config).config_info_keys(extra_config)
-
-
-def _vllms_spec(options: Mapping[str, Any]) -> Any:
-    """vLLM's own spec for these options."""
-    return TieringOffloadingSpec if options.get("secondary_tiers") else CPUOffloadingSpec
-
-
 def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
     """Says once, in vLLM's log, what the configuration leaves open."""
-    options = vllm_config.kv_transfer_config.kv_connector_extra_config
     how = "layer by layer in the step that computes the rest, if enough is left to compute"
     if why_before:
         how = f"before the step that computes the rest, because {why_before}"
@@ -495,8 +456,6 @@ def _say_how(vllm_config: Any, why_before: str, writes_first: bool) -> None:
             "contents can end, so that each step waits for the stores that run beside it, and a "
             "store that has not begun when its blocks are given out again is dropped"
         )
-    if options.get("sync_load_budget_bytes"):
-        said.append("sync_load_budget_bytes is ignored")
     _log.info("%s", "; ".join(said))
     version = importlib.metadata.version("vllm")
     if not is_tested("vllm", version):

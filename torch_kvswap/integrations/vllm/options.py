@@ -20,8 +20,7 @@ from torch_kvswap.prefix.manager import POLICIES
 
 # Options that vLLM reads itself.
 _OF_VLLM = (
-    *("block_size", "blocks_per_chunk", "offload_prompt_only"),
-    *("self_describing_kv_events", "sync_load_budget_bytes"),
+    *("block_size", "blocks_per_chunk", "offload_prompt_only", "self_describing_kv_events"),
 )
 # Options of vLLM's tiers and of their manager.
 _OF_TIERS = (
@@ -105,8 +104,8 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
     known, why = (*_OURS, *_OF_VLLM, *_OF_TIERS), ""
     if name.startswith("kv_") or name == "engine_id":
         why = "put it beside kv_connector_extra_config, in kv_transfer_config itself"
-    elif name.startswith("spec_"):
-        why = "KVSwapConnector makes its spec itself; leave it out"
+    elif name.startswith("spec_") or name == "sync_load_budget_bytes":
+        why = "KVSwapConnector chooses it itself; leave it out"
     elif name not in known:
         why = f"KVSwapConnector does not know it; {did_you_mean(name, known)}"
     elif name in _OF_TIERS and value and not has_tiers:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from torch_kvswap.encoding.slot import read_encoding
 from torch_kvswap.host_pool.system import NoRoomError
 from torch_kvswap.integrations.vllm.options import read_options
-from torch_kvswap.integrations.vllm.scheduler_side import KVSwapManager
+from torch_kvswap.integrations.vllm.scheduler_side import FAILURES, PAGES, KVSwapManager
 from torch_kvswap.integrations.vllm.served import ServedPool
 from torch_kvswap.integrations.vllm.server_manager import SharedManager
 from torch_kvswap.integrations.vllm.worker import KVSwapWorker
@@ -32,7 +37,8 @@ _log = logging.getLogger(__name__)
 class KVSwapOffloadingSpec(OffloadingSpec):
     """vLLM's OffloadingSpec on torch_kvswap's handler and pages.
 
-    There is one in the scheduler, which asks for the manager, and one in each worker.
+    There is one in the scheduler, which asks for the manager, and one in each worker. The class
+    also declares the metrics, with and without tiers.
 
     Args:
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the SpecOptions.
@@ -53,6 +59,29 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         self._chunk_bytes = int(block * config.cache.blocks_per_chunk * copies)  # in all workers
         # Equal in the scheduler and in all workers with as many layers as the first one.
         self.num_pages = self.options.cpu_bytes_to_use // max(self._chunk_bytes, 1)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Our metrics and those of vLLM's own spec for these options, by name."""
+        return {
+            **_vllms_spec(extra_config).build_metric_definitions(extra_config),
+            FAILURES: OffloadingCounterMetadata(
+                documentation="Stores and loads of a worker that did not copy all of their "
+                "blocks: failed, rejected (a block does not fit into its encoded slot), damaged (a "
+                "block is not what was stored) or dropped (not begun before its blocks changed).",
+                labelnames=("direction", "reason"),
+            ),
+            PAGES: OffloadingGaugeMetadata(
+                documentation="Pages of the host memory, each for a chunk, by state: free, used, "
+                "or in_flight (being stored or loaded).",
+                labelnames=("state",),
+            ),
+        }
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> Any:
+        """The labels of vllm:kv_offload_config_info."""
+        return _vllms_spec(extra_config).config_info_keys(extra_config)
 
     def get_manager(self) -> OffloadingManager:
         """Makes the manager."""
@@ -152,3 +181,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         """What config_info() reports."""
         sizes = num_pages, self._chunk_bytes
         return CPUOffloadingInfo.from_config(self.config, *sizes).as_config_info()
+
+
+def _vllms_spec(options: Mapping[str, Any]) -> Any:
+    """vLLM's own spec for these options."""
+    return TieringOffloadingSpec if options.get("secondary_tiers") else CPUOffloadingSpec
