@@ -223,6 +223,11 @@ def test_stats_say_what_is_in_use():
     assert stats[METRIC] == 0.75
     assert stats["vllm:kv_offload_cpu_cache_write_usage_perc"] == 0.5
     assert stats["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0.25
+    assert ours.prepare_store(keys(4, 5, 6, 7), request()) is None
+    assert ours.get_stats().reduce()["vllm:kv_offload_cpu_allocation_size_sum"] == 4
+    ours.complete_load(keys(1), request())
+    ours.complete_store(keys(2, 3), request())
+    assert ours.get_stats().reduce()[METRIC] == 0
 
 
 # Resets
@@ -270,8 +275,7 @@ def test_arc_counts_no_own_reuse():
     again = request("3", 1)
     assert ours.prepare_store(keys(0, 1, prompt=1), again).keys_to_store == []
     ours.on_request_finished(again)
-    assert evicted_one_by_one(ours, 2) == keys(1, 0)
-    assert ours._blocks.stats().idle_pages == 4
+    assert evicted_one_by_one(ours, 4) == keys(1, 0) + keys(1, 2, prompt=9)
 
 
 # Traffic
