@@ -89,25 +89,6 @@ def test_a_load_lands_behind_its_steps_zeroing(driver: Driver, waits: bool) -> N
         assert torch.equal(cache[BLOCK], expected if waits else zeros)
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
-@simulated
-def test_a_store_reads_what_kernels_before_it_write(driver: Driver, waits: bool) -> None:
-    with worker_of(driver) as (worker, cache):
-        before, store = cache[BLOCK].clone(), worker._handler.store
-        if not waits:
-            worker._handler.store = lambda *ids, **options: store(*ids, **options, after=())
-        hold = driver.hold(CURRENT)
-        zeros = zero(driver, cache)
-        submit(worker, 1, "store", [BLOCK], common.CPULoadStoreSpec([PAGE]))
-        driver.run()  # what waits for nothing
-        if waits:
-            driver.release(hold)
-        ended(driver, worker, 1)
-        assert torch.equal(worker._pool.pages[PAGE, 0], zeros if waits else before)
-        driver.release(hold)
-        driver.run()
-
-
 @simulated
 def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
     """pin_in_background: the scheduler assigns pages, and does not know which are pinned."""
