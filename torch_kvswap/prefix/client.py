@@ -69,17 +69,19 @@ _NOTHING = Lookup(0, 0, 0)
 
 
 class RemoteReservation(native.Reservation):
-    """The pages of a job, as those of a BlockManager; end_reported() tells the server of its end.
+    """Pages that a server holds for this engine. end_reported() tells it of their end.
 
     Attributes:
         pages (list[np.ndarray]), key_indices (list[np.ndarray]): of each group; indices of a store.
         lease (RemoteReservation | None): of preempt().
+        answers (list[int]): of hold(): for each key its page, ARRIVES or ABSENT.
         skipped (int): 0: a server has no store_threshold.
     """
 
     key_indices: list[Any]
     pages: list[Int64Array]
     lease: RemoteReservation | None
+    answers: list[int]
     skipped = 0
 
 
@@ -127,8 +129,14 @@ class Session(NotCopyable):
         self._session = self._generation = 0  # 0: none
         self._deadline = JOINING  # seconds for an answer; as the server says it
         self._resets = 0  # of the index, as far as the server has said it
-        self._numbers = count(1)  # of what is held
-        # Guarded by _lock; _changed is notified when the thread may have something to do.
+        self._numbers = count(1)  # of reservations
+        # Reservations that have not ended, and whether jobs use their pages. Guarded by _lock, as
+        # are the others.
+        self._open: dict[int, bool] = {}
+        self._ended = native.EndedPages()
+        # Taken from there: the number of a reservation, and how Reservation._end() has ended it.
+        self._reported: list[tuple[int, bool, bool, list[int]]] = []
+        # _changed is notified when the thread may have something to do.
         self._lock = threading.RLock()  # taken as such: Ctrl-C may leave a Condition locked
         self._changed = threading.Condition(self._lock)
         self._connection: socket.socket | None = None
@@ -284,7 +292,7 @@ class Session(NotCopyable):
 
     def _has_jobs(self) -> bool:
         """Whether a job uses a page. A worker leaves that to its scheduler, which it meets."""
-        return False
+        return any(self._open.values())
 
     def _until_lost(self) -> None:
         """Waits until the server is lost, and may be joined again."""
@@ -358,10 +366,51 @@ class Session(NotCopyable):
         split = enumerate(split_groups("keys", keys, len(self.groups)))
         return [native.join_keys(f"keys[{group}]", of_group) for group, of_group in split]
 
+    # Reservations.
+
+    def _reserve(self, is_load: bool, is_lease: bool = False) -> RemoteReservation:
+        """Made before the server is asked: if the caller raises then, it ends as any other."""
+        with self._lock:
+            made = RemoteReservation(next(self._numbers), self._ended, is_load)
+            self._open[made.id] = not is_lease
+        return made
+
+    def end_reported(self) -> None:
+        """Tells the server which reservations have ended."""
+        self._process.check("prefix cache")
+        with self._lock:
+            self._ended.take(self._reported)
+            while self._reported:
+                number, has_succeeded, is_corrupted, rejected = self._reported[0]
+                outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
+                self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
+                self._reported.pop(0)
+
+    def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
+        """A reservation has ended. The caller holds the lock."""
+        if number not in self._open:  # it has reserved nothing, or with another server
+            return
+        try:
+            self._exchange(pack(Op.END, [number, outcome, *rejected]))
+            self._drop(number)
+        except BaseException:  # it must not be said twice
+            self._lose("a call was interrupted")
+            raise
+
+    def _drop(self, number: int) -> None:
+        """Forgets a reservation. The caller holds the lock."""
+        self._open.pop(number, None)
+        self._job_ended()
+
     # Messages. The caller holds the lock.
 
     def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
-        """Sends a message if there is a server. `then` get the answers."""
+        """Sends a message if there is a server, behind what has ended. `then` get the answers."""
+        with self._lock:
+            self.end_reported()
+            self._exchange(message, *then)
+
+    def _exchange(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
         raise NotImplementedError
 
     def _receive(self, flags: int = 0) -> None:
@@ -386,12 +435,14 @@ class Session(NotCopyable):
         """Forgets what belongs to a server that is gone, but not the jobs."""
         self._inbox.clear()
         self._awaited.clear()
+        self._open = {number: True for number, has_job in self._open.items() if has_job}
 
     def _lose(self, why: str) -> None:
         """The caller holds the lock."""
         if self._connection is None or self._is_closing:  # the thread reads until close() closes it
             return
         log.warning("lost the server at %s and its pages: %s", self._path, why)
+        self._resets += 1
         self._connection.close()
         self._connection = None
         self._forget()
@@ -428,13 +479,7 @@ class RemoteManager(Session):
     ) -> None:
         super().__init__(path, cache, pools, groups)
         self.resets = 0
-        # Loads and stores that have not ended, and leases. Guarded by _lock, as are the others.
-        self._open, self._leases = set[int](), set[int]()
-        self._dropped = 0  # stores without a server
-        self._ended = native.EndedPages()
-        # Taken from there: the reservation, whether it has succeeded, whether the rejected pages
-        # are corrupted, and the group and number of each.
-        self._reported: list[tuple[int, bool, bool, list[int]]] = []
+        self._dropped = 0  # stores without a server; guarded by _lock
 
     # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
 
@@ -450,7 +495,7 @@ class RemoteManager(Session):
 
     def prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
-        made = self._new_reservation(is_load=True)
+        made = self._reserve(is_load=True)
         with self._lock:
             answer = self._ask(pack_keys(Op.ASK, [Ask.LOAD, made.id], keys))
             if answer is None or len(answer) * KEY_BYTES < sum(map(len, keys)):
@@ -488,13 +533,8 @@ class RemoteManager(Session):
         self._send(message, answers.append)
         return answers[0] if answers else None
 
-    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
-        """See Session. What has ended is told first. Waits for the answers."""
-        with self._lock:
-            self.end_reported()
-            self._exchange(message, *then)
-
     def _exchange(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """Waits for the answers."""
         if self._connection is None:
             return
         try:
@@ -512,34 +552,17 @@ class RemoteManager(Session):
             self._lose("a call was interrupted")
             raise
 
-    def _has_jobs(self) -> bool:
-        return bool(self._open)
-
     def _use(self, connection: socket.socket, generation: int, *answer: int) -> None:
         self.resets = answer[1]
         super()._use(connection, generation, *answer)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._leases.clear()
-
-    # Reservations.
-
-    def _new_reservation(self, is_load: bool = False) -> RemoteReservation:
-        """Made before the server is asked: if the caller raises then, it ends as any other."""
-        made = RemoteReservation(next(self._numbers), self._ended, is_load)
-        self._open.add(made.id)
-        return made
 
     def _borrow(
         self, keys: list[bytes], resets: int | None = None, is_leased: bool = False
     ) -> RemoteReservation | None:
         """Borrows a page for each key that has none. is_leased: all keys keep theirs for longer."""
-        made = self._new_reservation()
-        lease = RemoteReservation(next(self._numbers), self._ended, True) if is_leased else None
+        made = self._reserve(is_load=False)
+        lease = self._reserve(is_load=True, is_lease=True) if is_leased else None
         with self._lock:
-            if lease is not None:
-                self._leases.add(lease.id)
             numbers = made.id, 0 if lease is None else lease.id
             answer = self._ask(pack_keys(Op.BORROW, numbers, keys))
             if self._connection is None:
@@ -557,34 +580,6 @@ class RemoteManager(Session):
                 made = RemoteReservation(0, self._ended, False)
             made.key_indices, made.pages, made.lease = indices, pages, lease
             return made if resets in (None, self._resets) else None
-
-    def end_reported(self) -> None:
-        """Tells the server which copies have ended."""
-        self._process.check("prefix cache")
-        with self._lock:
-            self._ended.take(self._reported)
-            while self._reported:
-                number, has_succeeded, is_corrupted, rejected = self._reported[0]
-                outcome = Outcome.DONE if has_succeeded else Outcome.FAILED
-                self._end(number, Outcome.DAMAGED if is_corrupted else outcome, rejected)
-                self._reported.pop(0)
-
-    def _end(self, number: int, outcome: Outcome, rejected: Sequence[int]) -> None:
-        """The copy of a reservation has ended. The caller holds the lock."""
-        if number not in self._open and number not in self._leases:  # nobody knows it any more
-            return
-        try:
-            self._exchange(pack(Op.END, [number, outcome, *rejected]))
-            self._drop(number)
-        except BaseException:  # it must not be said twice
-            self._lose("a call was interrupted")
-            raise
-
-    def _drop(self, number: int) -> None:
-        """Forgets a reservation. The caller holds the lock."""
-        self._open.discard(number)
-        self._leases.discard(number)
-        self._job_ended()
 
 
 def _split(numbers: array[int], keys: list[bytes]) -> list[Int64Array]:

@@ -9,34 +9,16 @@ from __future__ import annotations
 import socket
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import count, islice
-from typing import NamedTuple
+from itertools import islice
 
-from torch_kvswap.prefix.client import Session
+from torch_kvswap.prefix.client import RemoteReservation, Session
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import Ask, Op, Outcome, pack, pack_keys
+from torch_kvswap.prefix.protocol import Ask, Op, pack, pack_keys
 
 _MIN_BORROWED_PAGES = 64  # of an engine with requests, even if its recent steps took fewer
-
-
-class Held(NamedTuple):
-    """What a server holds of a list of keys.
-
-    Attributes:
-        id (int): its number.
-        answers (list[int]): for each key the page that is held, ARRIVES or ABSENT.
-    """
-
-    id: int
-    answers: list[int]
-
-    @property
-    def pages(self) -> list[int]:
-        """Those that are held."""
-        return [page for page in self.answers if page >= 0]
 
 
 class SchedulerSession(Session):
@@ -50,15 +32,10 @@ class SchedulerSession(Session):
 
     Args:
         path, engine, workers: see Session.
-
-    Attributes:
-        losses (int): how many servers were lost.
     """
 
     def __init__(self, path: str, engine: str, workers: int = 1) -> None:
         super().__init__(path, {}, None, engine=engine, workers=workers)
-        self.losses = 0
-        self._loading: set[int] = set()  # numbers of what jobs load
         self._storing: dict[int, int] = {}  # pages of open stores: resets when the store began
         self._forget()
 
@@ -74,8 +51,8 @@ class SchedulerSession(Session):
 
     @property
     def resets(self) -> int:
-        """Another number after each reset by any engine, and for each server, as far as poll()
-        knows."""
+        """Another number after each reset by any engine, and each loss of a server, as far as
+        poll() knows."""
         return self._resets
 
     @property
@@ -96,6 +73,7 @@ class SchedulerSession(Session):
     def poll(self) -> None:
         """Takes the answers that have come."""
         with self._lock:
+            self.end_reported()
             if self._connection is None:
                 return
             try:
@@ -112,7 +90,6 @@ class SchedulerSession(Session):
                 self._failure = self._failure or f"it did not answer within {self._deadline:g} s"
             if self._failure:
                 self._lose(self._failure)
-                self.losses += 1
 
     def _flush(self, message: bytes = b"") -> None:
         """Sends what the server takes."""
@@ -129,60 +106,49 @@ class SchedulerSession(Session):
         except OSError as error:  # poll() says so: the step goes on with the pages that it has
             self._failure = str(error)
 
-    def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
-        """See Session. poll() takes the answers."""
-        with self._lock:
-            if self._connection is None:
-                return
-            if not self._awaited and not self._outbox:
-                self._moved = time.monotonic()
-            self._awaited.extend(then)
-            self._flush(message)
+    def _exchange(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
+        """Waits for nothing: poll() takes the answers."""
+        if self._connection is None:
+            return
+        if not self._awaited and not self._outbox:
+            self._moved = time.monotonic()
+        self._awaited.extend(then)
+        self._flush(message)
 
     def _say_leave(self) -> bool:
         self._send(pack(Op.LEAVE))
         return self.is_joined and not (self._outbox or self._failure)
 
     def _has_jobs(self) -> bool:
-        return bool(self._loading or self._storing)
+        return super()._has_jobs() or bool(self._storing)
 
     # Requests.
 
-    def hold(self, keys: Sequence[bytes], then: Callable[[list[Held]], None]) -> None:
+    def hold(self, keys: Sequence[bytes], then: Callable[[list[RemoteReservation]], None]) -> None:
         """Asks the server to hold the pages of those keys that are ready.
 
         Args:
             keys (Sequence[bytes]): lists of keys, each in a row.
-            then: gets what is held of each list. What is not loaded must be given to end_hold().
+            then: gets what is held of each list, for end_hold().
         """
-        first = next(self._numbers)
-        self._numbers = count(first + len(keys))
-        counts = [len(one) // KEY_BYTES for one in keys]
+        made = [self._reserve(is_load=True) for _ in keys]
 
         def read(answer: array[int]) -> None:
-            numbers = iter(answer)
-            answers = [list(islice(numbers, asked)) for asked in counts]
-            then([Held(number, its) for number, its in enumerate(answers, first)])
+            pages = iter(answer)
+            for one, of_list in zip(made, keys, strict=True):
+                one.answers = list(islice(pages, len(of_list) // KEY_BYTES))
+                if max(one.answers) < 0:
+                    self._drop(one.id)
+            then(made)
 
-        self._send(pack_keys(Op.ASK, [Ask.HOLD, first], keys), read)
+        self._send(pack_keys(Op.ASK, [Ask.HOLD, made[0].id], keys), read)
 
-    def end_hold(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
-        """Ends what hold() has reserved. Nobody finds the blocks on failed pages any more."""
+    def end_hold(self, held: Iterable[RemoteReservation], failed: Collection[int] = ()) -> None:
+        """Nothing reads these pages any more. Nobody finds the blocks on failed ones any more."""
         rejected = [number for page in failed for number in (0, page)]  # of the only group
         for one in held:
-            if one.pages:
-                self._send(pack(Op.END, [one.id, Outcome.DONE, *rejected]))
-
-    def begin_load(self, held: Sequence[Held]) -> None:
-        """A load reads what is held, until end_load()."""
-        self._loading.update(one.id for one in held)
-
-    def end_load(self, held: Sequence[Held], failed: Collection[int] = ()) -> None:
-        """The copy has ended. See end_hold()."""
-        self.end_hold(held, failed)
-        with self._lock:
-            self._loading.difference_update(one.id for one in held)
-            self._job_ended()
+            one._end(True, False, rejected)
+        self.end_reported()
 
     def begin_store(self, count: int) -> list[int] | None:
         """Pages for so many blocks of a store, or fewer if the server lends no more.

@@ -21,7 +21,8 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     Usage,
     usage_of,
 )
-from torch_kvswap.prefix.engine_sessions import Held, SchedulerSession
+from torch_kvswap.prefix.client import RemoteReservation
+from torch_kvswap.prefix.engine_sessions import SchedulerSession
 from torch_kvswap.prefix.protocol import ABSENT, ARRIVES, ASKED
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
@@ -36,7 +37,7 @@ class _Asked(Access):
     Attributes:
         answers (dict[bytes, int]): the page of each key, which is held, ASKED, ARRIVES or ABSENT.
         unknown (list[bytes]): keys to ask for at the end of the step.
-        held (list[Held]): the pages.
+        held (list[RemoteReservation]): the pages.
         step (int): the last step that has looked something up.
     """
 
@@ -44,7 +45,7 @@ class _Asked(Access):
         super().__init__(cache)
         self.answers: dict[Key, int] = {}
         self.unknown: list[Key] = []
-        self.held: list[Held] = []
+        self.held: list[RemoteReservation] = []
         self.step = 0
 
     def ask(self, keys: Iterable[Key]) -> None:
@@ -53,7 +54,7 @@ class _Asked(Access):
             if self.answers.setdefault(key, ASKED) == ASKED:
                 self.unknown.append(key)
 
-    def take_held(self) -> list[Held]:
+    def take_held(self) -> list[RemoteReservation]:
         """What is held, which the request forgets."""
         held, self.held = self.held, []
         self.answers.clear()
@@ -61,7 +62,7 @@ class _Asked(Access):
         return held
 
 
-class SharedManager(HostManager[list[Held]]):
+class SharedManager(HostManager[list[RemoteReservation]]):
     """vLLM's OffloadingManager on the pages of a server.
 
     lookup() never waits. It says RETRY for a key that it does not know, and vLLM looks on; at the
@@ -91,7 +92,7 @@ class SharedManager(HostManager[list[Held]]):
         # again when they are offered.
         self._known: dict[Key, None] = {}
         self._storing: dict[Key, int] = {}  # their pages
-        self._losses, self._resets = session.losses, session.resets
+        self._resets = session.resets
         self._step, self._is_new_step = 1, True
         self._usage: Usage = {}
         self._usage_asked = -_STATS_SECONDS
@@ -136,21 +137,20 @@ class SharedManager(HostManager[list[Held]]):
 
     def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
-    ) -> tuple[list[Held], Any] | None:
+    ) -> tuple[list[RemoteReservation], Any] | None:
         asked = _Asked.of(req_context, self._cache, starts=True)
         pages = list(map(asked.answers.get, keys, repeat(ABSENT)))
         if min(pages) < 0:
             return None
         held = asked.take_held()
-        self._session.begin_load(held)
         asked.see(req_context, keys)
         self._session.touch(fold_keys(asked.sort(keys)))
         return held, pages
 
-    def _end_load(self, load: list[Held], keys: Collection[Key]) -> None:
-        self._session.end_load(load, self._failed)
+    def _end_load(self, load: list[RemoteReservation], keys: Collection[Key]) -> None:
+        self._session.end_hold(load, self._failed)
         if self._failed:
-            pages = {page for one in load for page in one.pages}
+            pages = {page for one in load for page in one.answers}
             if not self._failed.isdisjoint(pages):
                 for key in keys:
                     self._known.pop(key, None)
@@ -242,7 +242,7 @@ class SharedManager(HostManager[list[Held]]):
         for asked in self._active:
             self._session.end_hold(asked.take_held())
         self._flushed += (
-            partial(self._session.end_load, held) for held in chain(*self._loads.values())
+            partial(self._session.end_hold, held) for held in chain(*self._loads.values())
         )
         pages = list(self._storing.values())
         self._flushed.append(partial(self._session.end_store, pages, [], b""))
@@ -277,7 +277,9 @@ class SharedManager(HostManager[list[Held]]):
         lists = [fold_keys(keys) for _, keys in requests]
         self._session.hold(lists, lambda held: self._take(requests, held))
 
-    def _take(self, requests: Sequence[tuple[_Asked, list[Key]]], helds: Sequence[Held]) -> None:
+    def _take(
+        self, requests: Sequence[tuple[_Asked, list[Key]]], helds: Sequence[RemoteReservation]
+    ) -> None:
         """Takes the server's answer."""
         self._is_asking = False
         for (asked, keys), held in zip(requests, helds, strict=True):
@@ -306,10 +308,7 @@ class SharedManager(HostManager[list[Held]]):
 
     def _poll(self) -> None:
         self._session.poll()
-        if self._session.losses != self._losses:
-            self._losses, self._is_asking = self._session.losses, False
-            self._forget()
-        elif self._session.resets != self._resets:  # by another engine
+        if self._session.resets != self._resets:  # by another engine, or the server was lost
             for asked in list(self._active):
                 self._drop(asked)
             self._forget()
@@ -318,4 +317,5 @@ class SharedManager(HostManager[list[Held]]):
         """Forgets all chunks, but not the jobs."""
         self._active.clear()
         self._known.clear()
+        self._is_asking = False  # an answer that still comes is for nobody
         self._cache, self._resets = Cache(self), self._session.resets
