@@ -277,16 +277,18 @@ class PyBlockManager {
     return reserve(keys, prefix::Purpose::kPreempted);
   }
   std::optional<StoreReservation> promote(nb::handle keys) {
-    auto promoted = reserve(keys, prefix::Purpose::kPromoted);
-    if (promoted) promoted->pages_of_job.reset();
-    return promoted;
+    return reserve(keys, prefix::Purpose::kPromoted);
   }
 
   std::optional<WriteReservation> hold_due(size_t count, size_t group) {
     alive();
-    prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
-    if (due.reservation == 0) return std::nullopt;
-    return WriteReservation{{due.reservation, nullptr}, std::move(due)};
+    auto pages = new_pages();
+    WriteReservation made;
+    made.due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
+    if (made.due.reservation == 0) return std::nullopt;
+    made.id = made.due.reservation;
+    give(made, std::move(pages), made.due.pages.size(), false);
+    return made;
   }
 
   nb::typed<nb::list, nb::any> take_corrupted() {

@@ -12,7 +12,8 @@ namespace kvswap::bindings {
 // id: 0 if nothing is reserved.
 struct Reservation {
   int64_t id = 0;
-  // Of a prefix cache: its job takes them. Without a job they end as if nothing was copied.
+  // Of a prefix cache, its second tier or a server: a job takes them, or end() ends them. Otherwise
+  // they end as if nothing was copied.
   std::unique_ptr<prefix::ReservedPages> pages_of_job = {};
 
   Reservation() = default;

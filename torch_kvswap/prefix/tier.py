@@ -14,8 +14,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from torch_kvswap._C import StoreReservation, WriteReservation
 from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.loader import ForkGuard
@@ -78,7 +76,7 @@ class _Ask:
         has_begun (bool): a thread has taken it.
         reservation (StoreReservation | None): of the pages to read.
         left (int): batches of these that have not ended.
-        rejected (list[int]): positions of pages that did not come.
+        rejected (list[int]): group and page of each page that did not come.
         absent (list[bytes]): keys that the store lacks. They count as absent from the poll() on
             that has the answer: however slow a step is, its lookups do not ask again.
         is_over (bool): lookups are told that nothing is there.
@@ -98,12 +96,10 @@ class _Batch(NamedTuple):
     """Pages of one group that one call of the store reads.
 
     Attributes:
-        first (int): the position of the first one in the reservation.
         keys (list[bytes]), pages (list[int]): of the pages.
     """
 
     group: int
-    first: int
     keys: list[bytes]
     pages: list[int]
 
@@ -288,14 +284,14 @@ class Tier:
         """Pages with the right checksums can be loaded from now on."""
         if ask.reservation is None:
             return
-        came, first = [], 0
-        for pages in ask.reservation.pages:
-            places = range(first, first + len(pages))
-            came.append(np.delete(pages, [places.index(at) for at in ask.rejected if at in places]))
-            first = places.stop
-        self._mark_written(came)
-        with contextlib.suppress(ValueError):  # it had ended when a call before was interrupted
-            self._manager.complete(ask.reservation, sorted(ask.rejected))
+        rejected = {*zip(ask.rejected[::2], ask.rejected[1::2], strict=True)}
+        self._mark_written(
+            [
+                [page for page in pages.tolist() if (group, page) not in rejected]
+                for group, pages in enumerate(ask.reservation.pages)
+            ]
+        )
+        ask.reservation._end(True, False, ask.rejected)
 
     def _give_up(self, ask: _Ask) -> None:
         """Tells lookups that nothing is there. What comes later is not entered."""
@@ -379,7 +375,7 @@ class Tier:
                 ask.absent.append(behind)
         except BaseException:
             if reservation is not None:
-                self._manager.fail(reservation)
+                reservation.let_go()
             raise
         with self._lock:
             ask.reservation = reservation
@@ -390,15 +386,13 @@ class Tier:
 
     def _batches(self, of: StoreReservation, keys: list[bytes]) -> Iterator[_Batch]:
         """Splits the pages that are reserved for these keys."""
-        first = 0
         for group, pages in enumerate(of.pages):
             split = split_keys(keys[group])
             of_pages = [split[index] for index in of.key_indices[group].tolist()]
             size = min(self._batch[group], -(-len(pages) // len(self._reads.threads)) or 1)
             for start in range(0, len(pages), size):
                 its = slice(start, start + size)
-                yield _Batch(group, first + start, of_pages[its], pages[its].tolist())
-            first += len(pages)
+                yield _Batch(group, of_pages[its], pages[its].tolist())
 
     def _read_batch(self, ask: _Ask, batch: _Batch) -> None:
         """Reads pages, compares their checksums, and leaves them to poll()."""
@@ -410,8 +404,8 @@ class Tier:
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(rejected))
         with self._lock:
-            ask.rejected += (batch.first + place for place in rejected)
             for place in rejected:
+                ask.rejected += (batch.group, batch.pages[place])
                 ask.absent += (batch.keys[place], ask.identity)
             ask.left -= 1
             if not ask.left:
@@ -486,7 +480,7 @@ class Tier:
             self._changed.notify_all()
             self._on_answer()
         elif ask.reservation is not None:
-            self._manager.fail(ask.reservation)
+            ask.reservation.let_go()
 
     def _report(self, key: bytes, problem: str) -> None:
         """Warns of the first page that is refused."""
@@ -551,7 +545,7 @@ class Tier:
             self._writing[group] -= len(held.pages)
             self._written += len(held.pages) - len(failed)
             self._failed += len(failed)
-        self._manager.complete(held, failed)
+        held._end(True, False, [x for at in failed for x in (group, int(held.pages[at]))])
         if failed:  # not |=, which would undo what another thread sets meanwhile
             self._must_retry = True
 
