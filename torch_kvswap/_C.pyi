@@ -254,9 +254,6 @@ class StoreReservation(Reservation):
     @property
     def lease(self, /) -> Reservation | None: ...
 
-    @property
-    def skipped(self) -> int: ...
-
     def __repr__(self) -> str: ...
 
 class WriteReservation(Reservation):

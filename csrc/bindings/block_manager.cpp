@@ -142,7 +142,6 @@ struct LoadReservation : Reservation {
 struct StoreReservation : Reservation {
   Assigned assigned;
   nb::object lease = nb::none();
-  size_t skipped = 0;
 };
 
 // Pages that are due to be written below.
@@ -379,7 +378,6 @@ class PyBlockManager {
     });
     if (!stored) return std::nullopt;
     made.id = stored->reservation;
-    made.skipped = stored->skipped;
     if (stored->lease != 0) {
       auto& lease = *nb::inst_ptr<Reservation>(made.lease);
       lease.id = stored->lease;
@@ -526,15 +524,13 @@ Attributes:
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages to write.
     evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
-    lease (Reservation | None): of preempt(): holds the pages of all keys until complete().
-    skipped (int): keys that store_threshold left out.)")
+    lease (Reservation | None): of preempt(): holds the pages of all keys until complete().)")
       .def_prop_ro("key_indices",
                    [](StoreReservation& self) { return self.assigned.python_indices(); })
       .def_prop_ro("pages", [](StoreReservation& self) { return self.assigned.python_pages(); })
       .def_prop_ro("evicted", [](const StoreReservation& self) { return self.assigned.evicted; })
       .def_ro("lease", &StoreReservation::lease,
               nb::for_getter(nb::sig("def lease(self, /) -> Reservation | None")))
-      .def_ro("skipped", &StoreReservation::skipped)
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r})"));
 

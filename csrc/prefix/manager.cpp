@@ -124,8 +124,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   const Kind kind = purpose == Purpose::kPromoted ? Kind::kPromotion : Kind::kStore;
   check_distinct(keys);
   find_pages(keys, true);
-  size_t skipped = 0;
-  if (!has_room(keys, purpose, skipped)) return std::nullopt;
+  if (!has_room(keys, purpose)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
   assigned_.resize(found_pages_.size());
   std::vector<Pin> pins, leased;
@@ -136,7 +135,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   for (auto* numbers : {&assigned.key_indices, &assigned.pages, &assigned.evicted})
     numbers->resize(num_wanted);
   assigned.counts.resize(groups_.size());
-  const Stored stored{next_id(), is_leased ? next_id() : 0, skipped};
+  const Stored stored{next_id(), is_leased ? next_id() : 0};
   Reservation& made =
       reservations_.emplace(stored.reservation, Reservation{kind, {}}).first->second;
   Reservation* lease = nullptr;
@@ -168,7 +167,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, Purpose purp
   if (written > 0) return stored;
   release_all(made.pins);
   reservations_.erase(stored.reservation);
-  return Stored{0, stored.lease, skipped};
+  return Stored{0, stored.lease};
 }
 
 size_t BlockManager::take_pages(uint32_t g, const uint8_t* keys, uint32_t* found, int64_t count,
@@ -510,21 +509,20 @@ void BlockManager::check_distinct(const Keys& keys) {
   }
 }
 
-bool BlockManager::has_room(const Keys& keys, Purpose purpose, size_t& skipped) {
+bool BlockManager::has_room(const Keys& keys, Purpose purpose) {
   const bool may_skip = purpose == Purpose::kStored && lookups_;
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     group.wanted.clear();
-    const size_t skipped_before = skipped;
     size_t idle = group.pages->num_idle();
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (found_pages_[at] != kNone) {
         // A page that the reservation holds cannot be evicted for it.
         idle -= group.pages->is_idle(found_pages_[at]);
       } else if (may_skip && lookups_->count(key_at(keys.joined, at)) < store_threshold_) {
-        ++skipped;
+        ++group.counters.skipped;
       } else {
         group.wanted.push_back(static_cast<uint32_t>(i));
       }
@@ -533,7 +531,6 @@ bool BlockManager::has_room(const Keys& keys, Purpose purpose, size_t& skipped) 
       ++group.counters.refused;
       fits = false;
     }
-    group.counters.skipped += skipped - skipped_before;
   }
   return fits;
 }

@@ -51,7 +51,6 @@ struct Assigned {
 struct Stored {
   int64_t reservation = 0;  // 0: there is nothing to store
   int64_t lease = 0;        // another reservation, which holds the pages of all keys; 0: none
-  size_t skipped = 0;       // keys below the store threshold
 };
 
 // What prepare_store() is for. kPreempted: all keys are leased. kPromoted: the pages are filled
@@ -202,7 +201,7 @@ class BlockManager {
   void check_distinct(const Keys& keys);
   // Sets `wanted` of each group, and counts the keys below the store threshold. Returns whether
   // there are pages for all that are wanted.
-  bool has_room(const Keys& keys, Purpose purpose, size_t& skipped);
+  bool has_room(const Keys& keys, Purpose purpose);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them. Returns how many pages it has written to `evicted`.
   size_t take_pages(uint32_t group, const uint8_t* keys, uint32_t* found, int64_t count,

@@ -64,12 +64,11 @@ class Stored(NamedTuple):
     Attributes:
         state (str): "storing" with the job; "present" if the host has all blocks, or is storing
             them for an earlier call; "full" if there is not enough room, so that no block is
-            stored; "skipped" if store_threshold leaves out the missing blocks; "recorded" with a
-            lazy store policy.
+            stored; "recorded" with a lazy store policy.
         job (Job | None): the copy, if the state is "storing".
     """
 
-    state: Literal["storing", "present", "full", "skipped", "recorded"]
+    state: Literal["storing", "present", "full", "recorded"]
     job: Job | None = None
 
 
@@ -170,7 +169,7 @@ class PrefixCache(NotCopyable):
             num_pages must be that of the pool.
         store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
             leave the GPU cache.
-        eviction_policy, store_threshold: see BlockManager.
+        eviction_policy: see BlockManager.
         copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier for pages that leave host
             memory, which other processes may share: `"file:PATH"` or a path,
@@ -206,7 +205,6 @@ class PrefixCache(NotCopyable):
         *,
         store_policy: Literal["eager", "lazy"] = "eager",
         eviction_policy: str = "lru",
-        store_threshold: int = 1,
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         relays: Sequence[int] = (),
@@ -232,7 +230,6 @@ class PrefixCache(NotCopyable):
             of_layers if is_list else of_layers[0].num_pages,
             num_ready_pages=ready,
             eviction_policy=eviction_policy,
-            store_threshold=store_threshold,
             below_policy=None if below is None else below_policy,
         )
         self.manager = manager
@@ -796,7 +793,7 @@ class PrefixCache(NotCopyable):
         if reserved is None:
             self._warn_of_no_room(prompt.keys)
             return Stored("full")
-        return Stored("skipped" if reserved.skipped else "present")
+        return Stored("present")
 
     def _submit_store(self, reserved: Any, prompt: _Prompt, after: After, tag: object) -> Job:
         """Stores the blocks of a prompt into the pages that are reserved for them."""

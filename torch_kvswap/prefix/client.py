@@ -75,14 +75,12 @@ class RemoteReservation(native.Reservation):
         pages (list[np.ndarray]), key_indices (list[np.ndarray]): of each group; indices of a store.
         lease (RemoteReservation | None): of preempt().
         answers (list[int]): of hold(): for each key its page, ARRIVES or ABSENT.
-        skipped (int): 0: a server has no store_threshold.
     """
 
     key_indices: list[Any]
     pages: list[Int64Array]
     lease: RemoteReservation | None
     answers: list[int]
-    skipped = 0
 
 
 class Session(NotCopyable):

@@ -97,22 +97,6 @@ def test_lazy_storing_stores_less_and_finds_as_much():
     assert jobs["eager"] == 0 < jobs["lazy"]
 
 
-@pytest.mark.parametrize("storing", ["eager", "lazy"])
-def test_a_threshold_stores_what_was_asked_twice(storing):
-    with PrefixServer(8, 200, store_policy=storing, store_threshold=2) as server:
-        assert [server.serve(prompt(1)), server.serve(prompt(2))] == [0, 0]
-        server.forget_gpu()
-        assert server.prefixes.manager.stats().stored == 2  # the common prefix
-        assert [server.serve(prompt(1)), server.serve(prompt(2))] == [2, 0]
-        server.forget_gpu()
-        assert [server.serve(prompt(1)), server.serve(prompt(2))] == [4, 2]
-        stats = server.prefixes.manager.stats()
-        assert (stats.hits, stats.asked) == (
-            2 + 4 + 2 + 4,
-            24,
-        )  # what is on the GPU was asked for too
-
-
 def test_prompts_that_fit_are_not_stored():
     with PrefixServer(20, 200, store_policy="lazy") as server:
         for _ in range(10):
