@@ -1,6 +1,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <map>
@@ -97,11 +98,15 @@ NB_MODULE(_C, module) {
         std::vector<int64_t> read;
         read_ids(name, ids, read);
         const nb::bytes bytes(read.data(), read.size() * sizeof(int64_t));
-        return as_any(nb::module_::import_("array").attr("array")("q", bytes));
+        const nb::object array = nb::module_::import_("array").attr("array")("q", bytes);
+        const auto [least, largest] = std::minmax_element(read.begin(), read.end());
+        if (read.empty()) return nb::make_tuple(array, 0, -1);
+        return nb::make_tuple(array, *least, *largest);
       },
       "name"_a, "ids"_a.none(),
-      "Copies ids of a list, an array, a NumPy array or a CPU tensor to an array(\"q\"). name: "
-      "the argument, for errors.");
+      nb::sig("def read_ids(name: str, ids: object | None) -> tuple[typing.Any, int, int]"),
+      "Copies ids of a list, an array, a NumPy array or a CPU tensor to an array(\"q\"). Returns "
+      "it, and the least and the largest id. name: the argument, for errors.");
   bind_memory(module);
   bind_encoding(module);
   bind_handler(module);

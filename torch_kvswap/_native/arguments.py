@@ -15,7 +15,6 @@ INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 INT64_MIN = -(2**63)
 INT64_MAX = 2**63 - 1
-UINT64_MAX = 2**64 - 1
 
 # What the `__index__` or `__float__` of an argument raises. Not Exception: a signal handler may
 # raise anything in between, such as a TimeoutError, which must arrive as it is.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_kvswap._native.arguments import UINT64_MAX, Int64Array, count_of, kind_of
+from torch_kvswap._native.arguments import Int64Array, count_of, kind_of
 from torch_kvswap._native.ids import split_groups
 from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
@@ -88,15 +88,11 @@ class ArgumentReader:
         several, some_left_out = [], False
         for group, ids in enumerate(self._split("gpu_block_ids", gpu_block_ids)):
             name, count = self._name("gpu_block_ids", group), layouts[group].num_blocks
-            blocks = native.read_ids(name, ids)
+            blocks, least, largest = native.read_ids(name, ids)
             several.append(blocks)
-            numbers = np.frombuffer(blocks, np.uint64)  # a negative one is larger than any block's
-            if not len(numbers) or numbers.max() < count:
-                continue
-            some_left_out = True
-            wrong = (numbers >= count) & (numbers != UINT64_MAX)
-            if wrong.any():
-                at = int(np.argmax(wrong))
+            some_left_out |= least == -1
+            if least < -1 or largest >= count:
+                at = next(at for at, block in enumerate(blocks) if not -1 <= block < count)
                 raise IndexError(
                     f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to "
                     f"{count - 1}, and -1 is a block that is not on the GPU"

@@ -18,7 +18,10 @@ from torch_kvswap._native.ids import read_ids as read_checked_ids
 from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.hashing import PrefixHasher
 
-read_ids = native.read_ids
+
+def read_ids(name: str, ids: object) -> array[int]:
+    read: array[int] = native.read_ids(name, ids)[0]
+    return read
 
 
 class NoNumber:
@@ -69,7 +72,13 @@ def test_ids_may_change_after_they_were_read(make: type) -> None:
 
 def test_there_may_be_no_ids() -> None:
     for none in ([], (), np.zeros(0, np.int64), torch.empty(0, dtype=torch.int32)):
-        assert read_ids("page_ids", none).tolist() == []
+        read, least, largest = native.read_ids("page_ids", none)
+        assert (read.tolist(), least, largest) == ([], 0, -1)
+
+
+@pytest.mark.parametrize("ids", [[4, 7, -1, 9], [-3], np.array([5, 5])])
+def test_the_least_and_the_largest_id_are_told(ids: list[int]) -> None:
+    assert native.read_ids("page_ids", ids)[1:] == (min(ids), max(ids))
 
 
 def test_the_largest_int64_is_an_id_like_others() -> None:
