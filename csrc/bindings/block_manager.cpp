@@ -275,8 +275,8 @@ class PyBlockManager {
   std::optional<StoreReservation> preempt(nb::handle keys) {
     return reserve(keys, prefix::Purpose::kPreempted);
   }
-  std::optional<StoreReservation> promote(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kPromoted);
+  std::optional<StoreReservation> promote(nb::handle keys, uint64_t resets) {
+    return reserve(keys, prefix::Purpose::kPromoted, resets);
   }
 
   std::optional<WriteReservation> hold_due(size_t count, size_t group) {
@@ -654,21 +654,14 @@ Args:
         reservation ends, unless prepare_load(), touch() or preempt() uses them before.
     renew (bool): evict these blocks after all others. False keeps the position of the first
         block, so that the blocks stored last are evicted first.)")
-      .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"),
-           R"(Forgets all blocks.
-
-Reserved pages become free when their reservations end. Needs the memory of a second manager
-for a moment.
-
-Raises:
-    MemoryError: nothing was changed.)")
+      .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"))
       .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
       // What a prefix cache, its second tier and a server call: see prefix/manager.h.
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
-      .def("_promote", &PyBlockManager::promote, "keys"_a,
-           nb::sig("def _promote(self, keys: " KEYS ") -> StoreReservation | None"))
+      .def("_promote", &PyBlockManager::promote, "keys"_a, "resets"_a,
+           nb::sig("def _promote(self, keys: " KEYS ", resets: int) -> StoreReservation | None"))
       .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
       .def("_lend", &PyBlockManager::lend, "count"_a)
       .def("_publish", &PyBlockManager::publish, "pages"_a, "keys"_a,

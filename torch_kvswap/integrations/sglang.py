@@ -14,14 +14,12 @@ import contextlib
 import importlib.metadata
 import itertools
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
@@ -41,7 +39,6 @@ _SERVED = {  # what has the keys and values, by what SGLang's allocator has
     SWAKVPool: (MHATokenToKVPool,),
     HybridLinearKVPool: (MHATokenToKVPool, MLATokenToKVPool),
 }
-_KEY_BYTES = 32
 _GROUP_BYTES, _GROUPS = 2 << 20, 16  # least bytes of a layer group, and most groups of a load
 _LENGTHS = 64  # of a prefix with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a request waits for a second tier
@@ -78,7 +75,7 @@ class KVSwapLinker(UnifiedCacheLinker):
     ) -> None:
         given = (extra_config or {}).items()
         options = {name: value for name, value in given if value is not None}
-        self.forward_stream, self._has_below = forward_stream, "below" in options
+        self.forward_stream = forward_stream
         for name in options.keys() - _OPTIONS:
             raise ValueError(f"linker_extra_config has {name}; {did_you_mean(name, _OPTIONS)}")
         self.pools, self._steps, layers = dict[Any, kvs.PagedLayout](), dict[Any, int](), []
@@ -98,7 +95,6 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._offloads = deque[_Offload]()
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
         self._page_tokens: int = params.page_size
-        self._salt: Any = None
         self._open(options, server_args, params)
 
     def _open(self, options: dict[str, Any], server_args: Any, params: Any) -> None:
@@ -127,7 +123,7 @@ class KVSwapLinker(UnifiedCacheLinker):
             window = params.sliding_window_size + 1 if name == PoolName.SWA else None
             groups.append(BlockGroup(count, params.page_size, window, name == PoolName.MAMBA))
         part = model, rank, world
-        if self._has_below and "server" in options:
+        if "below" in options and "server" in options:
             raise ValueError("linker_extra_config has server and below; start the server --below")
         if "server" in options:
             path = options["server"]
@@ -138,9 +134,8 @@ class KVSwapLinker(UnifiedCacheLinker):
         else:
             pools = [kvs.HostPool(*sized, **how) for sized in zip(layouts, pages, strict=True)]
             below = options.get("below")
-            below_model = part if self._has_below else None
             self.cache = kvs.PrefixCache(
-                layouts, pools, groups, below=below, below_model=below_model
+                layouts, pools, groups, below=below, below_model=None if below is None else part
             )
         _log.info("KVSwapLinker: rank %d of %d, %s, %r", rank, world, options, self.cache)
         if params.page_size < 16:
@@ -249,8 +244,6 @@ class KVSwapLinker(UnifiedCacheLinker):
         """Forgets all pages, for example because the weights have changed."""
         self._quiesce()
         self.cache.manager.reset()
-        if self._has_below:  # pages of the old weights are not found there any more
-            self._salt = np.frombuffer(os.urandom(_KEY_BYTES), np.uint8)
 
     def close(self) -> None:
         self._quiesce()
@@ -276,11 +269,7 @@ class KVSwapLinker(UnifiedCacheLinker):
 
     def _keys(self, hashes: Sequence[str]) -> PrefixKeys:
         """SGLang's hashes of pages (SHA-256) as keys."""
-        keys = bytes.fromhex("".join(hashes))
-        if self._salt is not None:
-            rows = np.frombuffer(keys, np.uint8).reshape(-1, _KEY_BYTES)
-            keys = (rows ^ self._salt).tobytes()
-        return PrefixKeys(keys, self._page_tokens)
+        return PrefixKeys(bytes.fromhex("".join(hashes)), self._page_tokens)
 
     def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[torch.Tensor]]:
         """The keys of each group of layers, and the first slot of each of its pages."""

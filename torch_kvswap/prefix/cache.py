@@ -237,7 +237,7 @@ class PrefixCache(NotCopyable):
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
         if below is not None:
-            self._open_below(below, formats, for_jobs)
+            manager._tell_tier = self._open_below(below, formats, for_jobs).reset
 
     def _open(
         self,
@@ -342,10 +342,10 @@ class PrefixCache(NotCopyable):
         below: str | os.PathLike[str] | PageStore,
         formats: Sequence[PageFormat],
         manager: BlockManager,
-    ) -> None:
+    ) -> Tier:
         """Opens the store, or closes the handler and raises."""
         try:
-            self._below = Tier(
+            self._below = tier = Tier(
                 open_store(below),
                 formats,
                 self.pools,
@@ -355,10 +355,11 @@ class PrefixCache(NotCopyable):
         except BaseException:
             self._handler.close()
             raise
-        weakref.finalize(self, self._below.close)
+        weakref.finalize(self, tier.close)
         for pool in self.pools:
             # The store may use the pages for longer than the handler, if it does not close.
-            pool._register_user(self._below, assigns_pages=True)
+            pool._register_user(tier, assigns_pages=True)
+        return tier
 
     def __repr__(self) -> str:
         return (

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torch_kvswap._C import StoreReservation, WriteReservation
-from torch_kvswap._native.arguments import count_of, kind_of
+from torch_kvswap._native.arguments import count_of
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.below import threads
+from torch_kvswap.below.epoch import Epoch, Named
 from torch_kvswap.below.files import FileStore
-from torch_kvswap.below.format import PageFormat
-from torch_kvswap.below.store import PageStore
+from torch_kvswap.below.format import PageFormat, zeros
+from torch_kvswap.below.store import PageStore, answers_of
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
@@ -74,6 +74,7 @@ class _Ask:
         identity (bytes): the first one of the first group with any; without it the others cannot be
             used.
         has_begun (bool): a thread has taken it.
+        epoch (Named | None): of the pages to read; None if the store has none of it.
         reservation (StoreReservation | None): of the pages to read.
         left (int): batches of these that have not ended.
         rejected (list[int]): group and page of each page that did not come.
@@ -90,6 +91,7 @@ class _Ask:
         self.has_begun = self.is_over = False
         self.reservation: StoreReservation | None = None
         self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
+        self.epoch: Named | None = None
 
 
 class _Batch(NamedTuple):
@@ -158,6 +160,8 @@ class Tier:
 
         self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
+        self._epoch = Epoch(store, formats[0].name, lambda: manager.resets)
+        self._resets_warned = manager.resets
         largest = max(map(operator.mul, self._batch, self._page_bytes))
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
         self._running = 2 * count  # threads that have not ended
@@ -224,6 +228,12 @@ class Tier:
                 longest = self._reads.seconds_left + 0.001
                 self._changed.wait(longest if timeout is None else min(timeout, longest))
 
+    def reset(self) -> None:
+        """The manager was reset. The store has to know, so that no process finds what was before,
+        whenever it starts. Until it knows, nothing is read or written."""
+        self._must_retry = True
+        self._wake_writers()
+
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, given by group and key, are not what was stored.
 
@@ -232,8 +242,9 @@ class Tier:
         """
         with self._lock:
             self._damaged += len(pages)
-        for group, key in pages:
-            self._reads.submit(partial(self._delete, group, [key]))
+        if (epoch := self._epoch.name) is not None:
+            for group, key in pages:
+                self._reads.submit(partial(self._delete, epoch, group, [key]))
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -267,6 +278,13 @@ class Tier:
         for thread in self._threads():
             thread.join(max(until - time.monotonic(), 0))
         hung = sum(thread.is_alive() for thread in self._threads())
+        if self._epoch.is_due and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s was not told that the prefix cache was reset: others find pages there from "
+                "before the reset; delete them, or use another below_model",
+                self._store,
+            )
         if hung:
             self._has_warned = True
             log.warning(
@@ -319,6 +337,9 @@ class Tier:
             if self._running:
                 return
         self._memory.clear()  # so that the pools' memory can be unmapped
+        if self._epoch.is_due:
+            with contextlib.suppress(Exception):  # close() says so
+                self._epoch.keep(lambda method, *arguments: method(*arguments))
         self._store.close()
 
     def _find(self) -> None:
@@ -330,7 +351,8 @@ class Tier:
             ask.has_begun = True
         batches = list[_Batch]()
         try:
-            units = self._ask_store(ask)
+            ask.epoch = self._epoch.read(partial(self._reads.call, ask))
+            units = ask.units if ask.epoch is None else self._ask_store(ask, ask.epoch.name)
             if units == ask.units:  # else the reads show whether it works
                 self._reads.end_pause()
             batches = self._reserve(ask, units)
@@ -343,29 +365,28 @@ class Tier:
             with self._lock:
                 self._answer(ask)
 
-    def _ask_store(self, ask: _Ask) -> int:
+    def _ask_store(self, ask: _Ask, epoch: str) -> int:
         """The length of the longest prefix that it completes."""
         keys = list(map(split_keys, ask.missed))
-        names = [
-            self._formats[group].trailer_name(key)
-            for group, of_group in enumerate(keys)
-            for key in of_group
-        ]
+        names = list[str]()
+        for form, of_group in zip(self._formats, keys, strict=True):
+            names += form.trailer_names(epoch, of_group)
         rest = iter(self._call(self._reads, ask, self._store.exists, names))
         there = [bytes(islice(rest, len(of_group))) for of_group in keys]
         return self._manager._longest_prefix(ask.units, there)
 
     def _reserve(self, ask: _Ask, units: int) -> list[_Batch]:
         """Takes pages for what a prefix of this length lacks, or a shorter one if there is no room.
+        After a reset there is none: the store has been asked for what was before it.
 
         Returns the parts that the threads read at a time.
         """
         needed, reservation = list[bytes](), None
-        while units > ask.units and not ask.is_over:
+        while ask.epoch is not None and units > ask.units and not ask.is_over:
             ranges = zip(ask.keys, needed_blocks(self._manager.groups, units), strict=True)
             needed = [keys[its.start * KEY_BYTES : its.stop * KEY_BYTES] for keys, its in ranges]
             with contextlib.suppress(ValueError):  # a key occurs twice: nobody stores that
-                reservation = self._manager._promote(needed)
+                reservation = self._manager._promote(needed, ask.epoch.resets)
             if reservation is not None:
                 break
             units = (units + ask.units) // 2
@@ -396,11 +417,12 @@ class Tier:
 
     def _read_batch(self, ask: _Ask, batch: _Batch) -> None:
         """Reads pages, compares their checksums, and leaves them to poll()."""
+        assert ask.epoch is not None
         wrong: list[bytes] = []
         rejected = list(range(len(batch.keys)))
         try:
             if not ask.is_over:
-                rejected = self._fill(ask, batch, wrong)
+                rejected = self._fill(ask, ask.epoch.name, batch, wrong)
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(rejected))
         with self._lock:
@@ -411,14 +433,14 @@ class Tier:
             if not ask.left:
                 self._answer(ask)
         if wrong:
-            self._delete(batch.group, wrong)
+            self._delete(ask.epoch.name, batch.group, wrong)
 
-    def _fill(self, ask: _Ask, batch: _Batch, wrong: list[bytes]) -> list[int]:
+    def _fill(self, ask: _Ask, epoch: str, batch: _Batch, wrong: list[bytes]) -> list[int]:
         """Reads pages. Returns those that are rejected, and adds keys to be deleted to `wrong`."""
         keys, form = batch.keys, self._formats[batch.group]
         views = self._views(batch.group, batch.pages)
-        trailers = _zeros(form.trailer_bytes, len(keys))
-        names = [*map(form.page_name, keys), *map(form.trailer_name, keys)]
+        trailers = zeros(form.trailer_bytes, len(keys))
+        names = [*form.page_names(epoch, keys), *form.trailer_names(epoch, keys)]
         came = self._call(self._reads, ask, self._store.get, names, [*views, *trailers])
         self._reads.end_pause()
         rejected = []
@@ -439,9 +461,9 @@ class Tier:
                 self._report(key, problem)
         return rejected
 
-    def _delete(self, group: int, keys: list[bytes]) -> None:
+    def _delete(self, epoch: str, group: int, keys: list[bytes]) -> None:
         form = self._formats[group]
-        names = [*map(form.trailer_name, keys), *map(form.page_name, keys)]
+        names = [*form.trailer_names(epoch, keys), *form.page_names(epoch, keys)]
         try:
             self._reads.call(None, self._store.delete, names)
         except StorePausedError:
@@ -458,14 +480,7 @@ class Tier:
     ) -> list[bool]:
         """What the store answers for each key."""
         answers = direction.call(ask, method, *arguments)
-        name = getattr(method, "__name__", repr(method))
-        what = f"{name}() of {count_of(len(arguments[0]), 'key')} returned"
-        if not isinstance(answers, Iterable):
-            raise TypeError(f"{what} {kind_of(answers)}, not a list of bool")
-        answers = [bool(answer) for answer in answers]
-        if len(answers) != len(arguments[0]):
-            raise ValueError(f"{what} {count_of(len(answers), 'answer')}")
-        return answers
+        return answers_of(method, len(arguments[0]), answers)
 
     def _fail_read(self, ask: _Ask, error: Exception, pages: int) -> None:
         """What was asked of the store for these pages has failed."""
@@ -493,46 +508,75 @@ class Tier:
             )
 
     def _wake_writers(self) -> None:
-        if self._writes.is_idle and not self._writes.is_away:  # else one comes anyway, or later
+        if self._writes.is_away:
+            self._warn_of_reset()
+        elif self._writes.is_idle:  # else one comes anyway
             self._must_retry = False
             self._writes.submit(self._write_due)
 
     def _write_due(self) -> None:
         try:
+            if self._epoch.is_due:
+                self._tell_of_reset()
             for group in range(len(self._formats)):
-                while (held := self._hold_due(group)) is not None:
+                while (due := self._hold_due(group)) is not None:
                     self._wake_writers()  # there may be more
-                    self._write(group, held)
+                    self._write(group, *due)
         except BaseException:
             self._must_retry = True
             raise
 
-    def _hold_due(self, group: int) -> WriteReservation | None:
-        """Pages for a batch, unless enough are held."""
+    def _tell_of_reset(self) -> None:
+        try:
+            self._epoch.keep(partial(self._writes.call, None))
+        except Exception:
+            self._warn_of_reset()
+            raise
+
+    def _warn_of_reset(self) -> None:
+        """Once for each reset, while the store has not been told of it."""
+        if self._resets_warned != (resets := self._manager.resets) and self._epoch.is_due:
+            self._resets_warned = resets
+            log.warning(
+                "%s does not know yet that the prefix cache was reset: if this process ends before "
+                "it does, others find pages there from before the reset",
+                self._store,
+            )
+
+    def _hold_due(self, group: int) -> tuple[WriteReservation, int] | None:
+        """Pages for a batch, unless enough are held, and how often the manager had been reset when
+        they were stored."""
         if self._writes.is_away:
             return None
         with self._lock:
             room = self._most_held[group] - self._writing[group]
             count = min(self._write_batch[group], room)
-            held = self._manager._hold_due(count, group) if count > 0 else None
-            if held is not None:
-                self._writing[group] += len(held.pages)
-            return held
+            if count <= 0:
+                return None
+            resets = self._manager.resets
+            held = self._manager._hold_due(count, group)
+            if held is None:
+                return None
+            self._writing[group] += len(held.pages)
+            return held, resets
 
-    def _write(self, group: int, held: WriteReservation) -> None:
+    def _write(self, group: int, held: WriteReservation, resets: int) -> None:
         """Writes pages that the store does not have, and then their trailers."""
         form, is_below = self._formats[group], [False] * len(held.pages)
         try:
             keys, pages = split_keys(held.keys), held.pages.tolist()
-            names = list(map(form.trailer_name, keys))
+            epoch = self._epoch.keep(partial(self._writes.call, None))
+            if epoch.resets != resets:  # perhaps they are from before
+                raise StorePausedError
+            names = form.trailer_names(epoch.name, keys)
             is_below = self._call(self._writes, None, self._store.exists, names)
             left = [place for place, is_there in enumerate(is_below) if not is_there]
             if left:
                 views = self._views(group, [pages[place] for place in left])
-                trailers = _zeros(form.trailer_bytes, len(left))
+                trailers = zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
                     form.write_trailer(trailer, keys[place], pages[place], view)
-                page_names = [form.page_name(keys[place]) for place in left]
+                page_names = form.page_names(epoch.name, [keys[place] for place in left])
                 self._writes.call(None, self._store.put, page_names, views)
                 names = [names[place] for place in left]
                 self._writes.call(None, self._store.put, names, trailers)
@@ -557,9 +601,3 @@ class Tier:
 def _first(keys: Sequence[bytes]) -> bytes | None:
     """The first key of the first group that has any."""
     return next((of_group[:KEY_BYTES] for of_group in keys if of_group), None)
-
-
-def _zeros(nbytes: int, count: int) -> list[memoryview]:
-    """So many times so many bytes, aligned as pages are."""
-    memory = memoryview(mmap.mmap(-1, count * nbytes))
-    return [memory[place * nbytes : (place + 1) * nbytes] for place in range(count)]

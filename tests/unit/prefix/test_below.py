@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import below_engine
 import pytest
 import torch
 from below_engine import BLOCK_BYTES, Engine, bytes_of, cache_at, find, key_of
@@ -26,6 +27,7 @@ from valkey_server import ValkeyServer, server
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
 from torch_kvswap.below import threads
+from torch_kvswap.below.epoch import Epoch
 from torch_kvswap.prefix import BlockGroup, tier
 
 __all__ = ["server"]
@@ -71,11 +73,11 @@ def data_of(store: MemoryStore, name: object) -> str:
 
 
 def trailer_of(store: MemoryStore, name: object) -> str:
-    return data_of(store, name).replace("@0@0@", "@0@1@")
+    return data_of(store, name).replace("@0@" + key_of(name).hex(), "@1@" + key_of(name).hex())
 
 
 def is_trailer(name: str) -> bool:
-    return name.split("@")[2] == "1"
+    return name.split("@")[3:4] == ["1"]
 
 
 # What is shared
@@ -108,7 +110,7 @@ def test_two_engines_may_write_the_same_pages(tmp_path: Path) -> None:
             engine.until(lambda engine=engine: engine.stats.written == len(PROMPT))
         with Engine(f"file:{tmp_path}") as three:
             assert three.load(PROMPT) == len(PROMPT)
-    assert len([file for file in tmp_path.iterdir() if file.is_file()]) == 2 * len(PROMPT)
+    assert len(list(tmp_path.glob("*@[01]@*@[01]@*"))) == 2 * len(PROMPT)
 
 
 def test_a_lookup_asks_once_until_a_poll(store: MemoryStore, reader: Engine) -> None:
@@ -192,6 +194,8 @@ def test_only_what_is_there_is_read(store: MemoryStore, reader: Engine) -> None:
 def test_what_is_missing_is_asked_for_once(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with Engine(MemoryStore(store.objects)) as writer:
+        writer.share("x")
     with Engine(store) as engine:
         monkeypatch.setattr(tier, "ABSENT", 1000.0)
         assert engine.find(PROMPT).found == 0
@@ -297,10 +301,10 @@ def test_pages_keep_the_checksums_of_their_blocks(when: str, store: MemoryStore)
         good = [place for place in range(8) if not when or place != 3]
         for place in good:
             assert torch.equal(reader.tensor[32 + place], bytes_of(key_of(PROMPT[place])))
-        reader.until(lambda: len(store.objects) == 2 * (len(good) + 20))
+        reader.until(lambda: len(store.pages) == 2 * (len(good) + 20))
         assert reader.stats.damaged == bool(when)
         reader.compute(PROMPT)
-        reader.until(lambda: len(store.objects) == 2 * (len(PROMPT) + 20))
+        reader.until(lambda: len(store.pages) == 2 * (len(PROMPT) + 20))
     with Engine(MemoryStore(store.objects), verify="load") as third:
         assert third.load(PROMPT) == len(PROMPT)
     with Engine(MemoryStore(store.objects)) as other:
@@ -333,7 +337,7 @@ def test_a_page_damaged_in_memory_is_read_below(when: str, store: MemoryStore) -
             (result,) = engine.prefixes.poll()
             is_good = is_read and when == "after it was written"
             assert result.rejected == (() if is_good else (3,))
-        engine.until(lambda: len(store.objects) == 2 * (len(PROMPT) - (not is_good)))
+        engine.until(lambda: len(store.pages) == 2 * (len(PROMPT) - (not is_good)))
         assert engine.stats.damaged == (not is_good)
 
 
@@ -353,6 +357,7 @@ def test_a_trailer_has_room_for_many_checksums(tmp_path: Path) -> None:
         assert {file.stat().st_size for file in tmp_path.iterdir() if file.is_file()} == {
             10 << 20,
             12 << 10,
+            16,  # the epoch
         }
         assert find(two, [key_of("a")]).ready == 1
         job = two.load([key_of("a")], [2, 3])
@@ -366,16 +371,167 @@ def test_a_server_below_may_come_and_go(server: ValkeyServer) -> None:
         one.share(PROMPT)
         assert two.load(PROMPT) == len(PROMPT)
         server.kill()
-        two.prefixes.manager.reset()
-        assert two.find(PROMPT).found == 0
+        assert two.find("xyz").found == 0
         one.compute("xyz")
         one.until(lambda: one.stats.failed > 0)
         server.start()
         for engine in (one, two):
             works_again(engine)
         one.until(lambda: one.stats.written == len(PROMPT) + 3)
-        assert two.load("xyz") == 3
-        assert two.find(PROMPT).found == 0, "it has lost them"
+        with Engine(server.url) as three:
+            for engine in (two, three):
+                assert engine.load("xyz") == 3
+            assert three.find(PROMPT).found == 0, "it has lost them"
+
+
+# What a reset hides
+
+
+@pytest.fixture
+def change_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
+    def change(engine: Engine) -> None:
+        engine.prefixes.manager.reset()
+        monkeypatch.setattr(below_engine, "bytes_of", lambda key: 255 - bytes_of(key))
+
+    return change
+
+
+def test_nothing_from_before_a_reset_is_found(
+    tmp_path: Path, change_weights: Callable[[Engine], None]
+) -> None:
+    with Engine(f"file:{tmp_path}") as engine, Engine(f"file:{tmp_path}") as other:
+        engine.share(PROMPT)
+        assert other.load("ab") == 2
+        change_weights(engine)
+        assert engine.find(PROMPT).found == 0
+        engine.share(PROMPT[:4])
+        with logged() as messages:
+            other.share("x")  # its weights are the old ones
+        assert messages == [
+            f"another process that shares file:{tmp_path} was reset; it and this one do not find "
+            "each other's new pages until this one starts anew"
+        ]
+    with Engine(f"file:{tmp_path}") as later:
+        assert later.load(PROMPT) == 4
+        assert later.find("x").found == 0
+
+
+def test_a_reset_right_before_the_end_is_told(tmp_path: Path) -> None:
+    for count in (0, 1):
+        with Engine(f"file:{tmp_path}") as engine:
+            assert engine.find(PROMPT).found == 0, count
+            engine.share(PROMPT)
+            engine.prefixes.manager.reset()
+
+
+def test_pages_held_at_a_reset_are_not_written(
+    store: MemoryStore, change_weights: Callable[[Engine], None]
+) -> None:
+    store.held = {"epoch"}
+    with Engine(store) as engine:
+        engine.compute(PROMPT)
+        assert in_time(lambda: len(store.waiting) > 0)
+        change_weights(engine)
+        engine.compute("x")
+        store.release()
+        engine.until(lambda: engine.stats.written == 1)
+    with Engine(MemoryStore(store.objects)) as later:
+        assert later.load("x") == 1
+        assert later.find(PROMPT).found == 0
+
+
+def test_pages_asked_for_before_a_reset_are_not_read(store: MemoryStore, reader: Engine) -> None:
+    store.held = {"exists"}
+    reader.prefixes.lookup(list(map(key_of, PROMPT)))
+    assert in_time(lambda: len(store.waiting) == 1)
+    reader.prefixes.manager.reset()
+    store.release()
+    assert reader.find(PROMPT).found == 0
+    assert reader.prefixes.manager.stats().free_pages == 32
+
+
+def test_a_store_that_loses_its_epoch_has_no_pages(store: MemoryStore) -> None:
+    """It may have lost a reset. An engine that knows better says so again."""
+    with Engine(MemoryStore(store.objects)) as engine:
+        engine.share(PROMPT)
+        (name,) = store.objects.keys() - store.pages.keys()
+        store.objects[name] = b"../not-an-epoch/"
+        with Engine(MemoryStore(store.objects)) as other:
+            assert other.find(PROMPT).found == 0
+            engine.share("x")
+            other.tier._absent.clear()
+            assert other.load(PROMPT) == len(PROMPT)
+
+
+def test_a_store_that_cannot_be_told_of_a_reset_is_unused(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)
+    engine = Engine(MemoryStore(store.objects))
+    engine.share(PROMPT)
+    engine.tier._store.failing = {"epoch"}  # type: ignore[attr-defined]
+    with logged() as messages:
+        engine.prefixes.manager.reset()
+        assert engine.find(PROMPT).found == 0
+        engine.compute(PROMPT)
+        engine.until(lambda: "writing to MemoryStore pauses for 0 s: no epoch today" in messages)
+        engine.prefixes.close()
+    assert messages[0] == (
+        "MemoryStore does not know yet that the prefix cache was reset: if this process ends "
+        "before it does, others find pages there from before the reset"
+    )
+    assert messages[-1] == (
+        "MemoryStore was not told that the prefix cache was reset: others find pages there from "
+        "before the reset; delete them, or use another below_model"
+    )
+    assert len(store.pages) == 2 * len(PROMPT)
+
+
+def test_a_full_store_has_no_pages_after_a_reset(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(MemoryStore(store.objects)) as engine, logged() as messages:
+        engine.share(PROMPT)
+        monkeypatch.setattr(engine.tier._store, "put", Mock(side_effect=OSError("disk full")))
+        engine.prefixes.manager.reset()
+        engine.until(lambda: not engine.tier._epoch.is_due)
+    assert messages == ["writing to MemoryStore pauses for 1 s: disk full"]
+    with Engine(MemoryStore(store.objects)) as later:
+        assert later.find(PROMPT).found == 0
+
+
+def test_two_processes_that_begin_agree_on_an_epoch(store: MemoryStore) -> None:
+    one, other = (Epoch(store, "pages", lambda: 0) for _ in range(2))
+    names = []
+
+    def call(method: Callable[..., Any], *arguments: Any) -> Any:
+        answer = method(*arguments)
+        if not names and method == store.put:  # the other one has asked before
+            store.objects.clear()
+            names.append(other.keep(lambda method, *arguments: method(*arguments)))
+        return answer
+
+    assert [one.keep(call)] == names
+
+
+def test_a_thread_that_read_before_a_reset_blames_nobody(store: MemoryStore) -> None:
+    resets = [0]
+    epoch = Epoch(store, "pages", lambda: resets[0])
+
+    def direct(method: Callable[..., Any], *arguments: Any) -> Any:
+        return method(*arguments)
+
+    def call(method: Callable[..., Any], *arguments: Any) -> Any:
+        answer = method(*arguments)
+        if not resets[0]:
+            resets[0] = 1
+            epoch.keep(direct)  # in another thread
+        return answer
+
+    epoch.keep(direct)
+    with logged() as messages:
+        assert epoch.keep(call) == epoch.keep(direct)
+    assert messages == []
 
 
 # What is written
@@ -386,10 +542,10 @@ def test_only_reused_pages_are_written_unless_all_are(store: MemoryStore) -> Non
         engine.compute(PROMPT)
         engine.load(PROMPT[:3])
         engine.until(lambda: engine.stats.written == 3)
-        assert len(store.objects) == 6
+        assert len(store.pages) == 6
     with Engine(MemoryStore(store.objects)) as engine:
         engine.share(PROMPT)
-        assert len(store.objects) == 16
+        assert len(store.pages) == 16
 
 
 def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
@@ -398,7 +554,7 @@ def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
         engine.compute(PROMPT)
         assert in_time(lambda: len(store.waiting) > 0)
         store.waiting.popleft()()
-        assert in_time(lambda: bool(store.objects))
+        assert in_time(lambda: bool(store.pages))
         assert not list(filter(is_trailer, store.objects))
         store.release()
         engine.until(lambda: engine.stats.written == len(PROMPT))
@@ -481,7 +637,7 @@ def test_a_damaged_page_is_deleted_and_written_anew(
     assert len(messages) == 1
     assert in_time(lambda: len(store.deleted) == 2)
     reader.compute(PROMPT)
-    reader.until(lambda: len(store.objects) == 2 * len(PROMPT))
+    reader.until(lambda: len(store.pages) == 2 * len(PROMPT))
     assert reader.load(PROMPT) == len(PROMPT)
 
 
@@ -664,8 +820,6 @@ def test_a_hung_read_keeps_its_pages(
     assert (reader.stats.failed, reader.stats.hung) == (8, calls)
     written = 8 if operation == "get" else 0  # the store may still write these pages
     assert manager.stats().pages - manager.stats().free_pages == written
-    manager.reset()
-    assert manager.stats().free_pages == 32 - written
     assert manager.prepare_store([str(i) for i in range(33 - written)]) is None
     if operation == "get":
         store.release()
@@ -751,7 +905,7 @@ def test_lookups_wait_for_no_hung_threads(
 ) -> None:
     hurry(monkeypatch)
     monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)
-    store.held = {"exists"}
+    store.held = {"epoch"}
     with Engine(store, bytes_in_flight=8192) as engine:  # one thread
         for name in "ab":
             assert engine.prefixes.lookup([key_of(name)]).asking == 1
