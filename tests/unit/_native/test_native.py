@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import simulated_driver
 import torch
 from expecttest import assert_expected_inline
+from logged import logged
 from processes import in_child
 from simulated_driver import HOST, error_of, simulated, without_cuda
 
@@ -43,6 +45,35 @@ def test_a_missing_device_is_an_error():
     memory = torch.zeros(4096, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="CUDA device 97: CUDA_ERROR_INVALID_DEVICE"):
         native.register_host(97, memory.data_ptr(), memory.nbytes)
+
+
+def test_the_import_warns_of_misspelled_variables(monkeypatch):
+    for name in [*os.environ, "KVSWAP_TEST_X", "KVSWAP_CUDA", "KVSWAP_BATCH", "OTHER_KVSWAP_X"]:
+        monkeypatch.setenv(name, "0")
+    with logged() as messages:
+        loader.load()
+    assert messages == []
+    monkeypatch.setenv("KVSWAP_HOST_BYTE", "1")
+    monkeypatch.setenv("KVSWAP_CHECK_ADRESS", "1")
+    with logged() as messages:
+        loader.load()
+    assert messages == [
+        "the environment has KVSWAP_CHECK_ADRESS, which torch_kvswap does not read; did you mean "
+        "KVSWAP_CHECK_ADDRESSES?",
+        "the environment has KVSWAP_HOST_BYTE, which torch_kvswap does not read; it reads "
+        "KVSWAP_BATCH, KVSWAP_CHECK_ADDRESSES, KVSWAP_COPY_METHOD, KVSWAP_LATE_CPU",
+    ]
+
+
+def test_each_variable_in_use_is_known(monkeypatch):
+    root = loader.FOLDER.parent
+    names = ("csrc/environment.cpp", "docs/environment.md", "CONTRIBUTING.md", "Makefile")
+    files = [*loader.FOLDER.rglob("*.py"), *(root / name for name in names)]
+    for name in re.findall(r"KVSWAP_[A-Z_]+", "".join(file.read_text() for file in files)):
+        monkeypatch.setenv(name, "0")
+    with logged() as messages:
+        loader.load()
+    assert messages == []
 
 
 @without_cuda
