@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from torch_kvswap._native.arguments import (
 from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.log import log
 from torch_kvswap.below.format import PageFormat
-from torch_kvswap.below.open_store import open_store, without_store
+from torch_kvswap.below.read_store import read_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import EncodingName, VerifyName
@@ -224,6 +224,7 @@ class PrefixCache(NotCopyable):
             if given := list(compress(("below_model", "below_policy"), unused)):
                 raise without_store(given)
         else:
+            open_store = read_store(below)
             formats = _page_formats(pools, of_layers, below_model)
         ready = [pool.num_ready_pages for pool in pools]
         manager = BlockManager(
@@ -237,7 +238,7 @@ class PrefixCache(NotCopyable):
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
         if below is not None:
-            manager._tell_tier = self._open_below(below, formats, for_jobs).reset
+            manager._tell_tier = self._open_below(open_store, formats, for_jobs).reset
 
     def _open(
         self,
@@ -339,14 +340,14 @@ class PrefixCache(NotCopyable):
 
     def _open_below(
         self,
-        below: str | os.PathLike[str] | PageStore,
+        open_store: Callable[[], PageStore],
         formats: Sequence[PageFormat],
         manager: BlockManager,
     ) -> Tier:
         """Opens the store, or closes the handler and raises."""
         try:
             self._below = tier = Tier(
-                open_store(below),
+                open_store(),
                 formats,
                 self.pools,
                 manager,

@@ -28,7 +28,7 @@ from torch_kvswap._native.descriptors import Descriptors
 from torch_kvswap._native.log import log
 from torch_kvswap._native.process_lock import is_free
 from torch_kvswap.below.format import PageFormat, load_checksum
-from torch_kvswap.below.open_store import open_store, without_store
+from torch_kvswap.below.read_store import read_store, without_store
 from torch_kvswap.below.store import PageStore
 from torch_kvswap.host_pool.description import difference
 from torch_kvswap.host_pool.pool import HostPool
@@ -226,8 +226,9 @@ class PageServer:
             if below is None and below_policy != "reused":
                 raise without_store(["below_policy"])
             if below is not None:
+                open_store = read_store(below)
                 load_checksum()  # raises here, not when an engine comes
-                self._store = open_store(below)
+                self._store = open_store()
                 undo.callback(self._store.close)
             self._listener, self._lock_file = rendezvous.listen(path)
             undo.callback(os.close, self._lock_file)

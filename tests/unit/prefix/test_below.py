@@ -1057,3 +1057,5 @@ ImportError: a PrefixCache with `below` needs the package xxhash for the checksu
 pages: pip install 'torch_kvswap[below]'""",
     )
     assert not os.listdir(tmp_path)
+    with pytest.raises(ValueError, match="'valkye'"):  # the user's mistake first
+        Engine("valkye://here")

@@ -1,9 +1,10 @@
-"""Opens the store that `below=` of a PrefixCache names."""
+"""Reads `below=` of a PrefixCache, which names or is a store."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch_kvswap._native.arguments import kind_of
 from torch_kvswap.below.files import FileStore
@@ -15,6 +16,7 @@ _KNOWN = (
     "'file:PATH', 'valkey://HOST:PORT' (for Redis too), 'mooncake://HOST:PORT', or an object of a "
     "class derived from torch_kvswap.below.PageStore"
 )
+_OF_URLS = {"valkey": ValkeyStore, "mooncake": MooncakeStore}
 
 
 def without_store(options: Sequence[str]) -> ValueError:
@@ -25,17 +27,17 @@ def without_store(options: Sequence[str]) -> ValueError:
     )
 
 
-def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
-    """The store that `below` names, or is.
+def read_store(below: str | os.PathLike[str] | PageStore) -> Callable[[], PageStore]:
+    """What opens the store that `below` names, or is; a folder is made then. That raises OSError if
+    the folder cannot be made, or is none.
 
     Raises:
         TypeError: it is neither a str, a path nor a PageStore.
         ValueError: no such kind of store is known, or the URL is none.
-        OSError: the folder cannot be made, or is none.
         ImportError: a package that the store needs is not installed.
     """
     if isinstance(below, os.PathLike):
-        return FileStore(os.fsdecode(below))
+        return partial(FileStore, os.fsdecode(below))
     if isinstance(below, str):
         kind, colon, place = below.partition(":")
         if kind == "file":
@@ -46,15 +48,14 @@ def open_store(below: str | os.PathLike[str] | PageStore) -> PageStore:
                 raise ValueError(
                     f"below is {below!r}, but a PATH has neither ~ nor a host; pass 'file:/FOLDER'"
                 )
-            return FileStore(place)
-        if kind == "valkey":
-            return ValkeyStore(below)
-        if kind == "mooncake":
-            return MooncakeStore(below)
+            return partial(FileStore, place)
+        if kind in _OF_URLS:
+            store = _OF_URLS[kind](below)
+            return lambda: store
         if os.sep in kind or not colon:
             raise ValueError(f"below is {kind!r}; for a folder pass 'file:PATH' or a pathlib.Path")
         # Not all of it, which may have a password.
         raise ValueError(f"below is a store of the kind {kind!r}; pass {_KNOWN}")
     if not isinstance(below, PageStore):
         raise TypeError(f"below is {kind_of(below)}; pass {_KNOWN}")
-    return below
+    return lambda: below
