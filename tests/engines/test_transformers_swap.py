@@ -5,6 +5,9 @@ a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace as Record
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,6 +15,7 @@ from continuous_batching import first_parts_of
 from logged import logged
 from simulated_driver import Driver, place, simulated
 
+from torch_kvswap.integrations.transformers.cache_views import Cache
 from torch_kvswap.integrations.transformers.swap import Swap, SwapOptions
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.handler import Job
@@ -75,6 +79,30 @@ def test_a_failed_load_is_reported_at_once():
     poll.assert_called_once_with()
 
 
+def view_of(*groups: Any) -> Any:
+    """The view of a cache with blocks of 4 tokens."""
+    view = Record(groups=groups, tokens_per_block=lambda group: 4)
+    view.units_per_block = lambda group: group.units
+    view.free = lambda name: [group.block_table.pop(name) for group in groups]
+    view.tables, view._units = partial(Cache.tables, view), partial(Cache._units, view)
+    return view
+
+
+def test_a_batch_writes_growing_blocks_and_whole_windows():
+    growing = Record(block_table={"a": [5, 2, 9]}, units=1)
+    window = Record(block_table={"a": [4, 7]}, units=2, sliding_window=8)
+    future = Record(state=Record(request_id="a", position_offset=8))
+    assert list(Cache.written(view_of(growing, window), [future])) == [9, 8, 9, 14, 15]
+
+
+def test_a_request_without_blocks_is_not_freed():
+    view = view_of(Record(block_table={"a": [1]}, units=1))
+    for name, left in (("b", {"a": [1]}), ("a", {})):
+        state = Record(request_id=name, allocated_blocks=3)
+        Cache.release(view, state)
+        assert (view.groups[0].block_table, state.allocated_blocks) == (left, 0)
+
+
 def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:
     """The ids of the jobs that guard() makes the stream wait for."""
     with mock.patch.object(swap, "_make_stream_wait") as waited:
@@ -129,3 +157,20 @@ def test_only_what_nobody_wants_any_more_is_cancelled(driver: Driver) -> None:
     swap.reset()
     jobs = [job for stored in (kept, dropped) for job in stored.stores]
     assert [job.result.state for job in jobs] == ["done", "cancelled"]
+
+
+def test_host_and_guard_wait_for_a_job():
+    _, swap = make()
+    stored = swap.store([[3]])
+    load = swap.load(stored, [[4]])
+    with mock.patch.object(swap.handler, "synchronize") as waited:
+        swap.wait(load)
+    waited.assert_called_once_with(load.job)
+    (job,) = stored.stores
+    with (
+        mock.patch.object(Job, "query", return_value=False),
+        mock.patch.object(Job, "wait") as waited,
+    ):
+        swap.guard(None)
+    waited.assert_called_once_with(None)
+    assert job.query()

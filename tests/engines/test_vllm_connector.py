@@ -119,12 +119,11 @@ def test_hits_are_counted_as_vllm_does(tmp_path):
         assert sum(number for ours, _ in counts for number in ours.values()) == CHUNKS * BLOCK
 
 
-@RUNNERS
+@pytest.mark.parametrize(("runner", "rank"), [("v1", 0), ("v2", 1)])
 @SCHEDULERS
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [True, "rejected"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_one_ranks_failure_counts_for_all(tmp_path, runner, is_async, rank, how, policy):
+def test_one_ranks_failure_counts_for_all(tmp_path, runner, rank, is_async, how, policy):
     old = {f"{n}": prompt(n, 97 + 16 * n) for n in range(2)}
     new = again("new", old, prompt(9, 40))
     transfer = {"kv_load_failure_policy": policy}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,17 +10,14 @@ from vllm_contract import KVSwapWorker, caches
 from vllm_engine import config, folder
 from vllm_serving import (
     BLOCK,
-    CHUNKS,
     PROMPTS,
     RECOMPUTE,
-    RUNNERS,
     SCHEDULERS,
     THEIRS,
     Faults,
     Serving,
     again,
     check,
-    expected_tokens,
     never,
     only,
     prompt,
@@ -131,10 +127,9 @@ def test_our_worker_or_vllms_own_moves_blocks(tmp_path, caplog, name):
     worker.shutdown()
 
 
-@RUNNERS
+@pytest.mark.parametrize(("runner", "rank"), [("v1", 0), ("v2", 1)])
 @SCHEDULERS
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failed_store_reaches_no_tier(folder, runner, is_async, rank):
+def test_a_failed_store_reaches_no_tier(folder, runner, rank, is_async):
     one = {"a": prompt(1, 97)}
     how = {"extra": tier(folder), "transfer": RECOMPUTE, "workers": 2}
     with serving(folder, runner=runner, is_async=is_async, **how) as engine:
@@ -175,68 +170,6 @@ def test_a_tier_fills_pages_of_failed_stores(folder, monkeypatch, is_told):
         check(engine, again("again", old))
         loads = engine.worker._handler.metrics().loads
         assert (loads.done, loads.failed) == ((1, 0) if is_told else (0, 1))
-
-
-def test_a_short_file_is_computed_again(folder):
-    one = {"first": prompt(1, 100)}
-    with serving(folder, extra=tier(folder)) as engine:
-        engine.serve(one)
-    os.truncate(max(files(folder)), 100)
-    with serving(folder, extra=tier(folder)) as engine:
-        engine.serve(one)
-        check(engine, one)
-        assert nothing_is_held(engine)
-
-
-@pytest.mark.parametrize("has_tier", [False, True])
-def test_a_reset_stores_no_reused_blocks(folder, has_tier):
-    """Other requests were given blocks that have left the window of a running one."""
-    old, window = prompt(1, 6 * BLOCK), 40
-    new = [*old, *prompt(2, 30)]
-    how = {"window": window, "blocks": 11, "extra": tier(folder) if has_tier else {}}
-    with serving(folder, **how) as engine:
-        engine.add("running", old, 30)
-        assert in_time(lambda: engine.step() or len(engine.tokens["running"]) == 9)
-        for number in range(7):  # too short for a lookup
-            engine.add(f"{number}", prompt(number, BLOCK - 1), 1)
-        engine.step()
-        engine.add("waiting", new)  # for more blocks than are free
-        assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "a request runs"
-        engine.run()
-        engine.forget_gpu()
-        seen = Faults(engine, never).seen
-        engine.serve({"again": new})
-        assert seen["load"] == 1, "what waited at the reset has stored its chunks"
-        for name in ("waiting", "again"):
-            assert engine.tokens[name] == expected_tokens(new, 4, window), name
-
-
-@SCHEDULERS
-def test_an_engine_that_has_slept_finds_its_chunks(folder, is_async):
-    with serving(folder, extra=tier(folder), is_async=is_async) as engine:
-        engine.serve(PROMPTS)
-        for turn in range(3):
-            engine.add(f"aborted {turn}", prompt(40 + turn, 300), 50)
-            for _ in range(3):
-                engine.step()
-            engine.sleep_and_wake()
-            promoted = Promoted(engine)
-            engine.serve(again(turn))
-            check(engine, again(turn))
-            assert promoted.count == CHUNKS
-        assert nothing_is_held(engine)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"store_threshold": 2}, "store_threshold is not supported for TieringOffloadingSpec"),
-        ({"secondary_tiers": [{"type": "nvme"}]}, "nvme"),
-    ],
-)
-def test_what_vllm_refuses_ends_the_start(folder, wrong, said):
-    with pytest.raises(ValueError, match=said), serving(folder, extra=tier(folder) | wrong):
-        pass
 
 
 def test_metrics_are_those_of_vllms_tiers(folder):

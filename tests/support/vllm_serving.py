@@ -435,16 +435,6 @@ class Serving:
         """Drops the prefix cache of the GPU, so that all comes from the host."""
         assert self.scheduler.reset_prefix_cache()
 
-    def sleep_and_wake(self) -> None:
-        """As LLM.sleep(level=1) and wake_up(): aborts what runs, and the GPU loses its cache."""
-        for name in self.requests.keys() - self.ends.keys():
-            self.abort(name)
-        self.run()
-        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        for runner in self.runners:
-            for cache in runner.caches.values():
-                cache.fill_(-9)
-
     @property
     def workers(self) -> list[Any]:
         """The KVSwapWorker of each rank."""
