@@ -101,6 +101,21 @@ def test_a_decoding_step_loads_what_it_hides(tmp_path, runner, is_async):
             assert (name, len(in_step)) == (name, requests)
 
 
+@RUNNERS
+def test_loads_inside_a_chunk_are_not_joined(tmp_path, runner):
+    """Two prompts begin in the middle of a chunk, because the GPU has their first three blocks."""
+    old = {f"{n}": prompt(n, 129) for n in range(3)}
+    new = again("new", old, prompt(9, 20))
+    with serving(tmp_path, runner=runner, extra={"blocks_per_chunk": 2}) as engine:
+        engine.serve(old)
+        engine.forget_gpu()
+        engine.serve({f"begin {n}": old[f"{n}"][:49] for n in range(2)})
+        loads = Faults(engine, never)
+        engine.serve(new)
+        assert loads.seen["load"] == 3
+        check(engine, new)
+
+
 def test_hits_are_counted_as_vllm_does(tmp_path):
     with serving(tmp_path) as engine:
         part = engine.scheduler.connector.connector_scheduler
