@@ -199,7 +199,7 @@ class BlockManager(NotCopyable, native.BlockManager):
         return same
 
     def reset(self) -> None:
-        """Forgets all blocks, also those in a second tier.
+        """Forgets all blocks, also those in a second tier, for which it waits at most 5 s.
 
         Reserved pages become free when their reservations end. Needs the memory of a second manager
         for a moment.

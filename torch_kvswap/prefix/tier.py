@@ -228,11 +228,21 @@ class Tier:
                 longest = self._reads.seconds_left + 0.001
                 self._changed.wait(longest if timeout is None else min(timeout, longest))
 
-    def reset(self) -> None:
+    def reset(self, wait: bool = True) -> None:
         """The manager was reset. The store has to know, so that no process finds what was before,
-        whenever it starts. Until it knows, nothing is read or written."""
-        self._must_retry = True
-        self._wake_writers()
+        whenever it starts. Until it knows, nothing is read or written.
+
+        Args:
+            wait (bool): until it knows, but not longer than DEADLINE.
+        """
+        was_tried = threading.Event()
+        if self._writes.is_away:
+            self._must_retry = True
+        else:
+            self._writes.submit(partial(self._tell_of_reset, was_tried.set))
+            was_tried.wait(threads.DEADLINE if wait else 0)
+        if wait or self._writes.is_away:
+            self._warn_of_reset()
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, given by group and key, are not what was stored.
@@ -526,12 +536,15 @@ class Tier:
             self._must_retry = True
             raise
 
-    def _tell_of_reset(self) -> None:
+    def _tell_of_reset(self, on_end: Callable[[], None] = lambda: None) -> None:
         try:
             self._epoch.keep(partial(self._writes.call, None))
-        except Exception:
+        except BaseException:
+            self._must_retry = True
             self._warn_of_reset()
             raise
+        finally:
+            on_end()
 
     def _warn_of_reset(self) -> None:
         """Once for each reset, while the store has not been told of it."""

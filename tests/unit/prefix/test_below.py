@@ -21,7 +21,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
-from processes import free_port
+from processes import Process, free_port
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
@@ -416,12 +416,28 @@ def test_nothing_from_before_a_reset_is_found(
         assert later.find("x").found == 0
 
 
-def test_a_reset_right_before_the_end_is_told(tmp_path: Path) -> None:
-    for count in (0, 1):
-        with Engine(f"file:{tmp_path}") as engine:
-            assert engine.find(PROMPT).found == 0, count
-            engine.share(PROMPT)
-            engine.prefixes.manager.reset()
+def test_a_process_killed_after_a_reset_has_told_of_it(tmp_path: Path) -> None:
+    program = """
+import sys
+from below_engine import Engine
+engine = Engine(f"file:{sys.argv[1]}")
+engine.share("abcdefgh")
+engine.prefixes.manager.reset()
+print("reset", flush=True)
+sys.stdin.read()
+"""
+    Process(["-c", program, str(tmp_path)], "reset").kill()
+    with Engine(f"file:{tmp_path}") as engine:
+        assert engine.find(PROMPT).found == 0
+
+
+def test_a_reset_that_was_interrupted_is_told_at_the_end(tmp_path: Path) -> None:
+    with Engine(f"file:{tmp_path}") as engine:
+        engine.share(PROMPT)
+        engine.prefixes.manager._tell_tier = None
+        engine.prefixes.manager.reset()
+    with Engine(f"file:{tmp_path}") as engine:
+        assert engine.find(PROMPT).found == 0
 
 
 def test_pages_held_at_a_reset_are_not_written(
@@ -431,6 +447,7 @@ def test_pages_held_at_a_reset_are_not_written(
     with Engine(store) as engine:
         engine.compute(PROMPT)
         assert in_time(lambda: len(store.waiting) > 0)
+        engine.prefixes.manager._tell_tier = None  # it would wait for the store
         change_weights(engine)
         engine.compute("x")
         store.release()
