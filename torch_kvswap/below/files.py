@@ -69,7 +69,6 @@ class FileStore(PageStore):
         else: lookups do not find them.
         """
         try:
-            os.makedirs(self._path, mode=0o700, exist_ok=True)
             with self._folder() as folder, self._made("formats", folder) as formats:
                 others = sorted(os.listdir(formats))
                 if f"{name}.json" not in others:
@@ -113,7 +112,6 @@ class FileStore(PageStore):
             return [self._read(folder, *one) for one in zip(keys, buffers, strict=True)]
 
     def put(self, keys: list[str], buffers: list[memoryview]) -> None:
-        os.makedirs(self._path, mode=0o700, exist_ok=True)
         with self._folder() as folder, self._made(_UNFINISHED, folder) as unfinished:
             for one in zip(keys, buffers, strict=True):
                 self._write(folder, unfinished, *one)
@@ -136,7 +134,8 @@ class FileStore(PageStore):
     def _folder(self, name: str | None = None, within: int | None = None) -> Iterator[int]:
         """The folder of the store, or one in it, which nobody else can write to.
 
-        It is opened for each call, since it may be removed, or be another one that was mounted.
+        It is opened for each call, since another one may have been mounted. It is not made again if
+        it is gone: perhaps its disk is not mounted, and pages would fill another one.
         """
         link = 0 if name is None else os.O_NOFOLLOW  # the user's own path may be one
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | link

@@ -76,13 +76,15 @@ def test_an_empty_file_is_none(store: FileStore) -> None:
     assert store.exists(["key"]) == [False]
 
 
-def test_a_folder_that_was_removed_is_made_again(store: FileStore) -> None:
-    """Or that could not be made whole, because the disk was full."""
+def test_a_folder_that_is_gone_is_not_made_again(store: FileStore) -> None:
+    """Its disk may not be mounted, and pages would fill another one."""
     for removed in (path_of(store) / ".unfinished", path_of(store)):
         put_pages(store, ["a"])
         shutil.rmtree(removed)
-    with pytest.raises(FileNotFoundError):  # it is not said to be empty: it may not be mounted
-        store.exists(["a"])
+    for call in (lambda: store.exists(["a"]), lambda: put_pages(store, ["a"])):
+        with pytest.raises(FileNotFoundError):
+            call()
+    path_of(store).mkdir(0o700)
     put_pages(store, ["a"])
     assert get_pages(store, ["a"]) == [True]
 
