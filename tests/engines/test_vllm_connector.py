@@ -11,8 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 from vllm_engine import (
-    KVSwapManager,
-    KVSwapWorker,
     OffloadingConnectorStats,
 )
 from vllm_serving import (
@@ -163,24 +161,6 @@ def test_one_ranks_failure_counts_for_all(tmp_path, runner, rank, is_async, how,
         third = again("third", {**new, **other})
         engine.serve(third)
         check(engine, {**other, **third})
-
-
-def test_the_front_end_finds_our_metrics(tmp_path):
-    from prometheus_client import Counter, Gauge, Histogram
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    with serving(tmp_path) as engine:
-        assert type(engine.manager) is KVSwapManager
-        assert type(engine.worker) is KVSwapWorker
-        # In another process, with a configuration that nobody has completed.
-        transfer = engine.config.kv_transfer_config
-        transfer.kv_connector_extra_config = {"cpu_bytes_to_use": 1}
-        types = {kind: kind for kind in (Counter, Gauge, Histogram)}
-        made = KVConnectorFactory.get_connector_class(transfer).build_prom_metrics(
-            engine.config, types, ["model"], {0: ["m"]}
-        )
-        ours = set(KVSwapOffloadingSpec.build_metric_definitions({}))
-        assert made._offloading_metric_metadata.keys() >= ours
 
 
 @pytest.mark.parametrize(

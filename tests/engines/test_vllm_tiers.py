@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from patience import in_time
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm_contract import KVSwapWorker, caches
 from vllm_engine import config, folder
 from vllm_serving import (
@@ -25,6 +28,7 @@ from vllm_serving import (
 )
 from vllm_tiers import files, tier, without_gpu
 
+from torch_kvswap.integrations.vllm.scheduler_side import FAILURES
 from torch_kvswap.integrations.vllm.spec import KVSwapOffloadingSpec
 from torch_kvswap.integrations.vllm.tiering import KVSwapTieringSpec
 
@@ -172,14 +176,20 @@ def test_a_tier_fills_pages_of_failed_stores(folder, monkeypatch, is_told):
         assert (loads.done, loads.failed) == ((1, 0) if is_told else (0, 1))
 
 
-def test_metrics_are_those_of_vllms_tiers(folder):
-    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-
-    theirs = TieringOffloadingSpec.build_metric_definitions(tier(folder))
-    ours = KVSwapOffloadingSpec.build_metric_definitions(tier(folder))
-    assert {name: one for name, one in ours.items() if name.startswith("vllm:")} == theirs
-    labels = KVSwapOffloadingSpec.config_info_keys(tier(folder))
-    with serving(folder, extra=tier(folder)) as engine:
-        infos = engine.manager.config_info()
-    assert [one["tier"] for one in infos] == ["0:primary", "1:fs"]
-    assert set().union(*infos) == set(labels)
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_the_front_end_knows_each_metric(folder, has_tiers):
+    """In another process, with a configuration that nobody has completed."""
+    extra = tier(folder) if has_tiers else {"store_threshold": 2}
+    with serving(folder, extra=extra) as engine:
+        engine.serve(PROMPTS)
+        said = {*engine.manager.get_stats().reduce(), FAILURES}
+        labels = set().union(*engine.manager.config_info())
+        transfer = engine.config.kv_transfer_config
+        transfer.kv_connector_extra_config = {"cpu_bytes_to_use": 1, **extra}
+        types = {kind: mock.MagicMock() for kind in (Counter, Gauge, Histogram)}
+        made = KVConnectorFactory.get_connector_class(transfer).build_prom_metrics(
+            engine.config, types, ["model"], {0: ["m"]}
+        )
+    known = tuple(made._offloading_metric_metadata)
+    assert [name for name in said if not name.startswith(known)] == []
+    assert labels == set(KVSwapOffloadingSpec.config_info_keys(extra))

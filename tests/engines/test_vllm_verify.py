@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from vllm_serving import (
+    BLOCK,
     RECOMPUTE,
     RUNNERS,
     SCHEDULERS,
@@ -41,39 +42,30 @@ def serve_damaged(engine: Serving, new: int) -> dict[str, list[int]]:
     return prompts
 
 
-def counts(engine: Serving) -> tuple[int, int]:
-    """Blocks that were loaded, and that were not what was stored."""
-    corrupted = engine.worker._handler.metrics().loads.corrupted_blocks
-    return int(engine.manager._blocks.stats().loaded), int(corrupted)
+def loaded(engine: Serving) -> int:
+    return int(engine.manager._blocks.stats().loaded)
 
 
 @RUNNERS
 @SCHEDULERS
-def test_a_damaged_page_is_computed_and_stored_again(tmp_path, runner, is_async):
-    how = {"runner": runner, "is_async": is_async, "transfer": RECOMPUTE}
-    with serving(tmp_path, **how, extra={"verify": "load"}) as engine:
-        assert engine.worker._pool.verify == "load"
-        check(engine, serve_damaged(engine, new=0))
-        assert counts(engine) == (2 * 6 - 2, 2)
-        engine.forget_gpu()
-        engine.serve(again("third", OLD))
-        check(engine, again("third", OLD))
-        assert counts(engine) == (4 * 6 - 2, 2)
-
-
-@RUNNERS
-@SCHEDULERS
-@pytest.mark.parametrize("new", [0, 40], ids=["before the step", "in the step"])
-def test_a_damaged_page_fails_only_its_request(tmp_path, runner, is_async, new):
-    with serving(tmp_path, runner=runner, is_async=is_async, extra={"verify": "load"}) as engine:
+@pytest.mark.parametrize(("policy", "new"), [("recompute", 0), ("fail", 0), ("fail", 40)])
+def test_no_answer_is_of_damaged_pages(tmp_path, runner, is_async, policy, new):
+    """Only the request of these pages fails, or is computed again."""
+    how = {"transfer": {"kv_load_failure_policy": policy}, "extra": {"verify": "load"}}
+    with serving(tmp_path, runner=runner, is_async=is_async, **how) as engine:
         prompts = serve_damaged(engine, new)
-        assert engine.ends["again damaged"] == "error"
-        assert engine.tokens["again damaged"] == []
+        if policy == "fail":
+            assert engine.ends["again damaged"] == "error"
+            assert engine.tokens["again damaged"] == []
+        else:
+            check(engine, prompts)
         check(engine, {"again whole": prompts["again whole"]})
         for turn in range(2):  # what is computed again is stored again
             engine.forget_gpu()
+            before = loaded(engine)
             engine.serve(again(turn, prompts))
             check(engine, again(turn, prompts))
+        assert loaded(engine) - before == sum(len(one) // BLOCK for one in prompts.values())
 
 
 # Models with states: vLLM's runner V2 writes to new blocks before it calls the connector.
