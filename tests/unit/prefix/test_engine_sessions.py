@@ -20,11 +20,11 @@ from patience import PATIENCE, in_time
 from served_engine import Process, server_process, serving
 
 from torch_kvswap import PagedLayout
-from torch_kvswap.prefix import client, engine_sessions
+from torch_kvswap.prefix import client, scheduler_session
 from torch_kvswap.prefix.client import RemotePools, RemoteReservation, Session, describe
-from torch_kvswap.prefix.engine_sessions import SchedulerSession
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import ABSENT, Op, pack
+from torch_kvswap.prefix.scheduler_session import SchedulerSession
 from torch_kvswap.prefix.server import PageServer
 
 
@@ -427,7 +427,7 @@ def test_a_deadline_begins_when_the_question_is_sent(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(
-        engine_sessions, "time", SimpleNamespace(monotonic=lambda: now * client.JOINING)
+        scheduler_session, "time", SimpleNamespace(monotonic=lambda: now * client.JOINING)
     )
     ours, server = socket.socketpair()
     with server:

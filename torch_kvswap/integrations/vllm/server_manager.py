@@ -22,8 +22,8 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     usage_of,
 )
 from torch_kvswap.prefix.client import RemoteReservation
-from torch_kvswap.prefix.engine_sessions import SchedulerSession
 from torch_kvswap.prefix.protocol import ABSENT, ARRIVES, ASKED
+from torch_kvswap.prefix.scheduler_session import SchedulerSession
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING, _RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY

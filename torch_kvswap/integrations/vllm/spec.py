@@ -29,7 +29,7 @@ from torch_kvswap.integrations.vllm.served import ServedPool
 from torch_kvswap.integrations.vllm.server_manager import SharedManager
 from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 from torch_kvswap.integrations.vllm.worker_pools import replicated_pool
-from torch_kvswap.prefix.engine_sessions import SchedulerSession
+from torch_kvswap.prefix.scheduler_session import SchedulerSession
 
 _log = logging.getLogger(__name__)
 
