@@ -28,6 +28,11 @@ namespace {
 using prefix::kKeyBytes;
 using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
 
+// Whether these are keys in a row.
+bool is_row(nb::handle keys) {
+  return PyBytes_CheckExact(keys.ptr()) && PyBytes_Size(keys.ptr()) % kKeyBytes == 0;
+}
+
 // A list of keys of kKeyBytes each as bytes; nothing if it has another item.
 nb::object join_list(PyObject* list) {
   constexpr auto kLength = static_cast<Py_ssize_t>(kKeyBytes);
@@ -45,7 +50,7 @@ nb::object join_list(PyObject* list) {
 // Keys of a caller, kKeyBytes each, in a row. python.hash_keys() hashes other keys, and refuses
 // what is none; the error names the argument `name`.
 nb::object join_keys(const std::string& name, nb::handle keys) {
-  if (PyBytes_CheckExact(keys.ptr()) && nb::len(keys) % kKeyBytes == 0) return nb::borrow(keys);
+  if (is_row(keys)) return nb::borrow(keys);
   if (keys.type().is(python.PrefixKeys)) return keys.attr("joined");
   nb::object joined;
   if (PyList_CheckExact(keys.ptr())) joined = join_list(keys.ptr());
@@ -75,7 +80,7 @@ class JoinedKeys {
   const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
 
   int64_t read(const std::string& name, nb::handle keys) {
-    nb::object object = join_keys(name, keys);
+    nb::object object = is_row(keys) ? nb::borrow(keys) : join_keys(name, keys);
     char* bytes = nullptr;
     Py_ssize_t length = 0;
     if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
