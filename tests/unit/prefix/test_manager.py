@@ -574,25 +574,25 @@ def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
 
 def test_promoted_blocks_are_pending_then_ready() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
-    promotion = manager._promote(["a", "b"])
+    promotion = manager._promote(["a", "b"], manager.resets)
     assert promotion is not None
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0)
     manager.complete(promotion, rejected=[1])
     assert manager.lookup(["a", "b"]) == (1, 1, 0, 0)
     assert (manager.stats().promoted, manager.stats().stored, manager.stats().failed) == (1, 0, 1)
     assert due(manager, "a") == ""
-    assert manager._promote(list("abcde")) is None
+    assert manager._promote(list("abcde"), manager.resets) is None
 
 
 def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     manager = BlockManager(4)
-    promotion = manager._promote(["a", "b"])
+    promotion = manager._promote(["a", "b"], manager.resets)
     assert promotion is not None
     manager._abandon(promotion)
     assert manager.lookup(["a", "b"]).found == 0
     manager.reset()
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
-    again = manager._promote(["a", "b"])
+    again = manager._promote(["a", "b"], manager.resets)
     manager.complete(promotion)
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0), "those that came later wait for their own"
     manager.complete(again)
