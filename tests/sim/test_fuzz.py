@@ -145,7 +145,7 @@ def test_prefixes_on_the_cpu_survive_a_faulty_store() -> None:
 def test_prefixes_on_the_simulated_driver_survive_faults(
     driver: Driver,
 ) -> None:
-    check_below(fuzz(lambda seed: BelowServer(Simulated(driver, "threaded", seed), seed), 5))
+    check_below(fuzz(lambda seed: BelowServer(Simulated(driver, "threaded", seed), seed), 3))
 
 
 def test_control_late_answers_write_into_others_pages(

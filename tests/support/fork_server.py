@@ -46,6 +46,7 @@ class ForkServer:
         environment: Mapping[str, str],
         arguments: tuple[str, ...] = (),
         folder: Path | None = None,
+        ends_as_usual: bool = False,
     ) -> str:
         """What the program prints. It is ended if it takes longer than any test may wait.
 
@@ -56,9 +57,10 @@ class ForkServer:
             environment (Mapping[str, str]): the program's, which torch_kvswap reads.
             arguments (tuple[str, ...]): `sys.argv[1:]` of the program.
             folder (Path | None): where it runs; it can import the modules there.
+            ends_as_usual (bool): Python drops all its objects, which takes a quarter of a second.
         """
         with self._lock:
-            self._requests.send((program, dict(environment), arguments, folder))
+            self._requests.send((program, dict(environment), arguments, folder, ends_as_usual))
             status, output, errors = self._requests.recv()
         assert status == 0, f"the program ended with status {status}\n{errors}"
         return str(output)
@@ -75,7 +77,7 @@ def serve(names: dict[str, Any]) -> None:
     gc.freeze()  # a child that looks for garbage would copy the memory of all of PyTorch's objects
     while True:
         try:
-            program, environment, arguments, folder = requests.recv()
+            program, environment, arguments, folder, ends_as_usual = requests.recv()
         except EOFError:
             return
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -92,7 +94,13 @@ def serve(names: dict[str, Any]) -> None:
                     sys.path.insert(0, str(folder))
                 signal.alarm(int(3 * PATIENCE))
                 exec(program, {"__name__": "__main__", **names})
-                return  # to end as every Python does
+                if ends_as_usual:
+                    return
+                threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
             status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
             printed = []
             for file in (output, errors):

@@ -56,10 +56,13 @@ def _fork_server() -> ForkServer:
     return ForkServer("fork_server", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
+def run_script(
+    script: str, *arguments: str, folder: Path | None = None, ends_as_usual: bool = False
+) -> str:
     """Runs a script in another process, with the module search path of this one, and returns what it
-    printed. The script can also import the modules of `folder`."""
-    return _fork_server().run(textwrap.dedent(script), os.environ, arguments, folder)
+    printed. The script can also import the modules of `folder`. See :meth:`ForkServer.run`."""
+    program = textwrap.dedent(script)
+    return _fork_server().run(program, os.environ, arguments, folder, ends_as_usual)
 
 
 class Process:

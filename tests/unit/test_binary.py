@@ -142,6 +142,15 @@ def test_a_missing_library_names_the_remedy(folder):
     )
 
 
+def test_a_hidden_installation_is_named(folder, monkeypatch):
+    hidden = folder / "site" / folder.name
+    hidden.mkdir(parents=True)
+    (hidden / "_C.abi3.so").touch()
+    monkeypatch.syspath_prepend(folder / "site")
+    with pytest.raises(ImportError, match=f"hides the torch_kvswap in {folder}/site: start Python"):
+        loader.load()
+
+
 def test_a_library_of_another_python_is_named(folder):
     (folder / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     with pytest.raises(

@@ -272,7 +272,7 @@ def test_an_open_handler_waits_at_exit() -> None:
         print("ends", flush=True)
         atexit.register(ended.set)
 
-    assert simulated_driver.run(body).splitlines() == ["ends", "still at work"]
+    assert simulated_driver.run(body, ends_as_usual=True).splitlines() == ["ends", "still at work"]
 
 
 class Tag:
@@ -426,7 +426,7 @@ def test_a_thread_in_a_call_survives_exit(call: str) -> None:
     for _ in range(50):
         calls.acquire()
     """
-    run_script(script)
+    run_script(script, ends_as_usual=True)
 
 
 # poll(timeout) waits for a job to end.

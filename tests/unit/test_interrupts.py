@@ -181,7 +181,7 @@ def test_memory_not_waited_for_is_never_freed(is_interrupted: bool) -> None:
         if sys.argv[1] == "True":
             handler._native.close = interrupt
     """
-    printed = run_script(script, str(is_interrupted))
+    printed = run_script(script, str(is_interrupted), ends_as_usual=True)
     assert printed == ("" if is_interrupted else "freed")
 
 

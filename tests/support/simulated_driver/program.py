@@ -37,12 +37,13 @@ def fork_server(preload: str) -> ForkServer:
     return ForkServer("simulated_driver.fork_server", environment(LD_PRELOAD=preload))
 
 
-def run(body: Callable[[Driver], None], **more: str) -> str:
+def run(body: Callable[[Driver], None], ends_as_usual: bool = False, **more: str) -> str:
     """Runs `body(driver)` on the simulated driver in a new process; returns what it printed.
 
     Args:
         body (Callable): it sees the names of this package and `ops`, and nothing else of its module.
             It can import the modules of its folder.
+        ends_as_usual (bool): see :meth:`ForkServer.run`.
         more (str): variables of its environment.
     """
     source = textwrap.dedent(inspect.getsource(body))
@@ -50,7 +51,8 @@ def run(body: Callable[[Driver], None], **more: str) -> str:
     program = f"import sys\nsys.path.insert(0, {folder!r})\nfrom torch_kvswap import ops\n"
     program += f"{source}\n{body.__name__}(driver)"
     variables = environment(**more)
-    return fork_server(variables.get("LD_PRELOAD", "")).run(program, variables)
+    server = fork_server(variables.get("LD_PRELOAD", ""))
+    return server.run(program, variables, ends_as_usual=ends_as_usual)
 
 
 def error_of(call: Callable[[], None]) -> str:

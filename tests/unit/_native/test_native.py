@@ -3,10 +3,7 @@
 import hashlib
 import os
 import re
-import shutil
 import socket
-import subprocess
-import sys
 from array import array
 from contextlib import closing
 from pathlib import Path
@@ -134,26 +131,6 @@ def test_importing_without_kernels_beside_a_gpu_warns(monkeypatch, tmp_path, cap
     monkeypatch.setattr(loader, "_DRIVER", tmp_path / "none")
     loader.load()
     assert len(caplog.records) == 1
-
-
-@pytest.mark.slow
-def test_a_source_tree_hiding_an_installation_says_so(tmp_path: Path) -> None:
-    tree, installed = tmp_path / "checkout", tmp_path / "site-packages"
-    without = shutil.ignore_patterns("_C.*so", "__pycache__")
-    shutil.copytree(loader.FOLDER, tree / "torch_kvswap", ignore=without)
-    command = [sys.executable, "-m", "torch_kvswap", "doctor"]
-    paths = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-
-    def error() -> str:
-        variables = {**os.environ, "PYTHONPATH": paths}
-        done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
-        return done.stderr.splitlines()[-1]
-
-    hint = f"which hides the torch_kvswap in {installed}: start Python in another folder"
-    assert "native library is missing" in error()
-    assert hint not in error()  # the control: nothing is installed
-    shutil.copytree(loader.FOLDER, installed / "torch_kvswap")
-    assert hint in error()
 
 
 # Descriptors that arrived together are closed together, whatever became of one of them.

@@ -6,12 +6,15 @@ import errno
 import mmap
 import os
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from logged import logged
-from processes import Process, in_child
+from processes import in_child
 from store_calls import PAGE, check_put_get_and_delete, get_pages, pages, put_pages
 
 from torch_kvswap.below import FileStore
@@ -168,22 +171,30 @@ def test_unaligned_memory_goes_through_the_page_cache(
     assert f"pages of {nbytes} bytes go through the page cache" in messages[0]
 
 
+@contextmanager
+def process_that_writes(folder: Path) -> Iterator[int]:
+    """A forked process stays in a write until it is killed. Its number."""
+    writing, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        module.os.pwritev = lambda *_: os.write(written, b"!") and signal.pause()
+        FileStore(str(folder)).put(["key"], [memoryview(mmap.mmap(-1, 4096))])
+    os.close(written)
+    try:
+        assert os.read(writing, 1) == b"!"
+        yield child
+    finally:
+        os.close(writing)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    program = """
-import os, sys
-from torch_kvswap.below import files
-def stay(*_):
-    print("writing", flush=True)
-    sys.stdin.read()
-files.os.pwritev = stay
-import mmap
-files.FileStore(sys.argv[1]).put(["key"], [memoryview(mmap.mmap(-1, 4096))])
-"""
-    one = Process(["-c", program, str(tmp_path)], "writing")
-    with one, Process(["-c", program, str(tmp_path)], "writing"):
+    with process_that_writes(tmp_path):
         unfinished = tmp_path / ".unfinished"
-        assert len(list(unfinished.iterdir())) == 2
-        one.kill()
+        with process_that_writes(tmp_path):
+            assert len(list(unfinished.iterdir())) == 2
         FileStore(str(tmp_path))
         assert len(list(unfinished.iterdir())) == 1
     FileStore(str(tmp_path))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fake_procfs import write
+from processes import run_script
 
 import torch_kvswap as kvs
 from torch_kvswap import __main__ as program
@@ -20,13 +19,12 @@ from torch_kvswap.host_pool import system
 
 
 def test_it_does_not_initialise_cuda() -> None:
-    program = (
-        "import torch; from torch_kvswap.cli import doctor; print(doctor.main([]));"
-        "assert not torch.cuda.is_initialized()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    topics = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    printed = run_script("""
+        from torch_kvswap.cli import doctor
+        doctor.main([])
+        assert not torch.cuda.is_initialized()
+    """)
+    topics = {line.partition(":")[0] for line in printed.splitlines()}
     assert topics > {"library", "PyTorch", "CUDA driver", "CUDA kernels", "host memory", "vLLM"}
 
 
