@@ -3,29 +3,15 @@
 On the CPU jobs end late, so that a forgotten wait shows.
 """
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
+from processes import run_script
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def run_late(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "KVSWAP_LATE_CPU": "1"},
-    )
 
 
 @pytest.mark.slow
@@ -36,18 +22,12 @@ def run_late(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "nano_vllm.py"}),
     ids=lambda path: path.stem,
 )
-def test_an_example_runs(example: Path, device: str, tmp_path: Path) -> None:
-    done = run_late(tmp_path, str(example), "--device", device)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["raw", "lossless"])
-def test_control_a_long_prompt_differs_without_waits(encoding: str, tmp_path: Path) -> None:
-    example = str(ROOT / "examples" / "long_prompt.py")
-    options = "--device", "cpu", "--encoding", encoding, "--control"
-    assert run_late(tmp_path, example, *options).stderr == "the outputs differ\n"
+def test_an_example_runs(
+    example: Path, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_LATE_CPU", "1")
+    script = f"import runpy; runpy.run_path({str(example)!r}, run_name='__main__')"
+    assert run_script(script, "--device", device, folder=tmp_path)
 
 
 @pytest.mark.slow

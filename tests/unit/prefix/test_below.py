@@ -102,17 +102,6 @@ def test_an_engine_loads_what_another_one_has_computed(
         assert two.stats.written == 0, "it is below already"
 
 
-def test_two_engines_may_write_the_same_pages(tmp_path: Path) -> None:
-    with Engine(f"file:{tmp_path}") as one, Engine(f"file:{tmp_path}") as two:
-        for engine in (one, two):
-            engine.compute(PROMPT)
-        for engine in (one, two):
-            engine.until(lambda engine=engine: engine.stats.written == len(PROMPT))
-        with Engine(f"file:{tmp_path}") as three:
-            assert three.load(PROMPT) == len(PROMPT)
-    assert len(list(tmp_path.glob("*@[01]@*@[01]@*"))) == 2 * len(PROMPT)
-
-
 def test_a_lookup_asks_once_until_a_poll(store: MemoryStore, reader: Engine) -> None:
     store.held = {"exists"}
     keys = list(map(key_of, PROMPT))
@@ -181,14 +170,6 @@ def test_waking_a_thread_keeps_the_gil(call: str, store: MemoryStore) -> None:
         native.wake(fd)
         waiting.join()
         os.close(fd)
-
-
-def test_only_what_is_there_is_read(store: MemoryStore, reader: Engine) -> None:
-    del store.objects[trailer_of(store, PROMPT[5])]
-    assert reader.load(PROMPT) == 5
-    assert reader.stats.promoted == 5
-    reader.compute(PROMPT)
-    assert reader.load(PROMPT) == len(PROMPT)
 
 
 def test_what_is_missing_is_asked_for_once(
@@ -577,23 +558,6 @@ def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
         engine.until(lambda: engine.stats.written == len(PROMPT))
 
 
-def test_a_page_being_written_is_not_given_away(store: MemoryStore) -> None:
-    store.held = {"put"}
-    with Engine(store, pages=8) as engine:
-        engine.compute(PROMPT)
-        assert in_time(lambda: len(store.waiting) > 0)
-        held = 8 - engine.prefixes.manager.stats().idle_pages
-        assert held == 1, "an eighth of the pool"
-        engine.compute(list("stuvwxy"))  # in the place of the seven others
-        assert engine.stats.lost == 7
-        assert engine.prefixes.manager.prepare_store(list("12345678")) is None
-        store.release()
-        engine.until(lambda: engine.stats.written == 8)
-    for name in "stuvwxy":
-        page = torch.frombuffer(bytearray(store.objects[data_of(store, name)]), dtype=torch.uint8)
-        assert torch.equal(page[:BLOCK_BYTES], bytes_of(key_of(name)))
-
-
 def test_a_page_in_the_store_is_written_once(store: MemoryStore, reader: Engine) -> None:
     reader.compute(PROMPT)
     reader.until(lambda: reader.stats.written == len(PROMPT))
@@ -683,26 +647,6 @@ def test_a_missing_page_is_written_anew(damage: str, store: MemoryStore, reader:
     reader.until(lambda: reader.stats.written == 1)
     with Engine(MemoryStore(store.objects)) as third:
         assert third.load(PROMPT) == len(PROMPT)
-
-
-def test_a_late_incomplete_answer_deletes_no_page(
-    store: MemoryStore, reader: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a server that hangs in the middle."""
-    hurry(monkeypatch)
-    store.held = {"get"}
-    reader.prefixes.lookup(list(map(key_of, PROMPT)))
-    assert in_time(lambda: len(store.waiting) == 4)
-    trailer = store.objects.pop(trailer_of(store, "d"))
-    reader.prefixes.poll()
-    assert reader.stats.hung == 4
-    store.release()
-    reader.until(lambda: reader.stats.hung == 0)
-    store.objects[trailer_of(store, "d")] = trailer
-    reader.prefixes.poll()
-    works_again(reader)
-    assert reader.load(PROMPT) == len(PROMPT)
-    assert reader.stats.damaged == 0
 
 
 @pytest.mark.parametrize(
@@ -846,25 +790,6 @@ def test_a_hung_read_keeps_its_pages(
     works_again(reader)
     assert reader.load(PROMPT) == len(PROMPT)
     reader.until(lambda: reader.stats.hung == 0)
-
-
-def test_a_hung_write_keeps_its_pages(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.held = {"put"}
-    with Engine(store, pages=16) as engine:
-        with logged() as messages:
-            engine.compute(PROMPT)
-            assert in_time(lambda: len(store.waiting) == 2)
-            hurry(monkeypatch)
-            engine.prefixes.poll()
-        assert engine.stats.hung == 2
-        assert messages == ["writing to MemoryStore pauses for 1 s: no answer within 0 s"]
-        for start in range(0, 64, 8):
-            engine.compute(range(start, start + 8))
-        assert engine.stats.lost > 0
-        assert engine.prefixes.manager.stats().idle_pages == 14
-        works_again(engine)
-        store.release()
-        assert in_time(lambda: engine.prefixes.manager.stats().idle_pages == 16)
 
 
 @pytest.mark.parametrize("operation", ["exists", "put"])
