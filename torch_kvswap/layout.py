@@ -61,7 +61,7 @@ class PagedLayout(Slabs):
     No two slabs may share a byte.
 
     The layout holds the tensors. Nothing may free or move their memory while the layout is in use.
-    Immutable, so any thread may read it. A copy or an unpickled layout is built from its own
+    Immutable, so any thread may read it. A copied or unpickled layout is rebuilt from the copied
     tensors.
 
     Args:

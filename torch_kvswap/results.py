@@ -90,7 +90,7 @@ class Result:
         job_id (int): Job.id.
         direction (str): "store" or "load".
         state (str): "done", "failed" or "cancelled". If it is not "done", the destination is
-            undefined, or only the blocks in `rejected` if there are any.
+            undefined; if `rejected` names blocks, only those are.
         nbytes (int): bytes of the blocks.
         link_bytes (int): bytes that crossed the link; fewer than nbytes if the blocks are encoded.
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,

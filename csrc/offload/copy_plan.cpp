@@ -426,7 +426,7 @@ void CopyPlanner::allocate_staging(PackKernels& kernels) {
     }
   }
   if (why.empty()) return;
-  slower_copies_ = "transfers beside long kernels are slower with the " +
+  slower_copies_ = "transfers are slower while long kernels run, with the " +
                    std::to_string(options_.staging_bytes) +
                    " bytes of GPU memory for staging that could be had: " + why;
   chooser_ = MethodChooser(options_, device_.copy_methods(), groups_);

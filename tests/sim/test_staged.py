@@ -439,7 +439,7 @@ def test_less_staging_memory_is_used_with_a_warning(
     (message,) = messages
     assert_expected_inline(
         message,
-        """transfers beside long kernels are slower with the 4194304 bytes of GPU memory for staging that could be had: cuMemAlloc of 33554432 bytes for staging (staging_bytes): CUDA_ERROR_SIMULATED (2): made up by the simulated driver (docs/copy_methods.md)""",
+        """transfers are slower while long kernels run, with the 4194304 bytes of GPU memory for staging that could be had: cuMemAlloc of 33554432 bytes for staging (staging_bytes): CUDA_ERROR_SIMULATED (2): made up by the simulated driver (docs/copy_methods.md)""",
     )
     blocks = [int(count) for count in re.findall(r"pack (\d+) blocks", log)]
     assert max(blocks) == 2, "a piece has 1 MiB at most"

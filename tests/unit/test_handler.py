@@ -522,14 +522,14 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
         "\n".join(error_text(call) for call in calls),
         """\
 ValueError: after= is an event that was never recorded, so the transfer would wait for
-nothing; record it behind the work it stands for, or pass that stream
+nothing; record it after the work it stands for, or pass that stream
 ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
 that stream and pass the event
 TypeError: after= must be None (the current stream), a torch.cuda.Stream or a
 torch.cuda.Event, or a tuple of them, not an int
 TypeError: after[1] must be a torch.cuda.Stream or a torch.cuda.Event, not None
 ValueError: after[1] is an event that was never recorded, so the transfer would wait for
-nothing; record it behind the work it stands for, or pass that stream
+nothing; record it after the work it stands for, or pass that stream
 TypeError: after[0] is a Stream, but transfers of a cache on the CPU run inside the call
 and cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call

@@ -136,8 +136,8 @@ class HostPool(NotCopyable):
         encoding (str): "raw" keeps blocks as they are; "lossless" encodes blocks of torch.bfloat16
             in slots of a smaller, fixed size, and decodes them bit for bit. A block that does not
             fit is rejected by its store. docs/encoding.md says what is gained.
-        verify (str): "load" keeps checksums of the blocks beside the pages. A load fails with a
-            CorruptedPageError if a block no longer matches what was stored, and with a
+        verify (str): "load" keeps checksums of the blocks in addition to the pages. A load
+            fails with a CorruptedPageError if a block no longer matches what was stored, and with a
             BlocksRejectedError if its page was never stored. Blocks that the caller has written to
             `pages` count as never stored. docs/encoding.md says what checksums find.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.

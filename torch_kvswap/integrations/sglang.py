@@ -309,7 +309,7 @@ def _read_pools(params: Any, components: Any) -> Iterator[tuple[Any, int, list[A
         [info] = requests.mamba_pool.get_device_pool_infos()
         states = info.buffer_info
         _refuse(requests.mamba_ckpt_pool is not None, "int8 checkpoints of states")
-        _refuse(states.extra_checkpoint_buffers, "states beside those of Mamba layers")
+        _refuse(states.extra_checkpoint_buffers, "states in addition to those of Mamba layers")
         parts = [part for part in (states.temporal, *states.conv) if part.numel()]
         yield PoolName.MAMBA, 1, parts, [layer - first for layer in info.layer_ids]
     pools = {PoolName.KV: getattr(kvcache, "full_kv_pool", kvcache)}

@@ -124,7 +124,7 @@ class Job(NotCopyable, native.Job):
         only until the driver has accepted them.
 
         A failed or cancelled job raises nothing here: the stream goes on, and poll() reports the
-        job. Call poll() when the host has the results of the work behind the wait, and before it
+        job. Call poll() when the host has the results of the work after the wait, and before it
         uses them: the job has ended by then.
 
         Args:
@@ -349,11 +349,11 @@ class OffloadHandler(NotCopyable):
             after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): what
                 the copy waits for: all work submitted to this stream so far, this event, or all of
                 a tuple; () starts at once. None is the calling thread's current stream on the
-                cache's device, which orders the copy behind the kernels that wrote the blocks. A
+                cache's device, so that the copy follows the kernels that wrote the blocks. A
                 stream or an event is refused for a cache on the CPU, where the copy runs inside the
                 call.
             copy_method (str | None): "copy_engines" uses no kernels for this job. With layers in
-                one allocation, compute beside the copy loses about as much as beside one large
+                one allocation, kernels meanwhile lose about as much as during one large
                 copy; otherwise the copy is slow. Kernel launches may wait while the driver handles
                 each block. Refused for encoded pages. None copies as the handler does.
             tag: any object; returned in Result.tag and held until poll() has reported the job.
@@ -405,7 +405,7 @@ class OffloadHandler(NotCopyable):
         Args:
             page_ids, gpu_block_ids, first_slot, copy_method, tag: as in store(). The blocks of the
                 cache are overwritten.
-            after: as in store(). None orders the copy behind the kernels that read or wrote the
+            after: as in store(). None lets the copy follow the kernels that read or wrote the
                 blocks before.
             layer_groups (int | None): move the layers in this many groups, one after another, so
                 that `Job.wait(layer_group=...)` can wait for one group. None is 1.

@@ -40,7 +40,7 @@ def _resolve(after: object, name: str, device: torch.device) -> tuple[bool, int]
         if not after.cuda_event:  # created when first recorded; CUDA would ignore a wait before
             raise ValueError(
                 f"{name} is an event that was never recorded, so the transfer would wait for "
-                "nothing; record it behind the work it stands for, or pass that stream"
+                "nothing; record it after the work it stands for, or pass that stream"
             )
         return True, after.cuda_event
     if not isinstance(after, torch.cuda.Stream):

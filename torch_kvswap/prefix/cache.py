@@ -154,10 +154,10 @@ class PrefixCache(NotCopyable):
     """Keeps the blocks of prompts in host memory, and finds them again by their tokens.
 
     Combines a BlockManager with an OffloadHandler of its own. A key stands for the contents of one
-    page, that is, of `blocks_per_page` GPU blocks. Keys are those of a BlockManager, except int: a
-    list of tokens would pass for keys. A prefix cache assigns all pages of its pools:
-    they take no other handler until it is closed or dropped. Pools may be pinned in the background;
-    pages are used as soon as they are ready.
+    page, that is, of `blocks_per_page` GPU blocks. Keys are those of a BlockManager, but not int:
+    otherwise a list of tokens could be mistaken for keys. A prefix cache assigns all pages of its
+    pools: they take no other handler until it is closed or dropped. Pools may be pinned in the
+    background; pages are used as soon as they are ready.
 
     Any thread may call any method. A prefix cache cannot be copied or pickled.
 
@@ -171,19 +171,20 @@ class PrefixCache(NotCopyable):
             leave the GPU cache.
         eviction_policy: see BlockManager.
         copy_method, staging_bytes, relays: see OffloadHandler.
-        below (str | os.PathLike | PageStore | None): a second tier for pages that leave host
-            memory, which other processes may share: `"file:PATH"` or a path,
-            `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a PageStore, which close() closes.
+        below (str | os.PathLike | PageStore | None): a second tier, which other processes may
+            share: `"file:PATH"` or a path, `"valkey://HOST:PORT"`, `"mooncake://HOST:PORT"`, or a
+            PageStore, which close() closes. Pages are written without waiting for their eviction.
             Needs the package xxhash. See docs/below.md.
-        below_model (str | tuple[str, int, int] | None): required with `below`, even if the keys
-            cover it: the model, its revision, and the order of axes of equal size. For a part of
-            the model, (name, rank of this process, number of ranks). See docs/below.md.
+        below_model (str | tuple[str, int, int] | None): names the model, its revision, and the
+            order of axes of equal size; required with `below`, even if the keys cover the same. For
+            a part of the model, (name, rank of this process, number of ranks). See docs/below.md.
         below_policy (str): "reused" writes pages that were loaded or touched since they were
             stored; "all" writes all.
 
     Attributes:
-        manager (BlockManager | RemoteManager): the index. You may call its stats(), touch(),
-            order() and reset(); only the prefix cache makes reservations.
+        manager (BlockManager | RemoteManager): the index. You may read its `unit_tokens`, and call
+            its stats(), needed_blocks(), touch(), order() and reset(); only the prefix cache makes
+            reservations.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -499,7 +500,7 @@ class PrefixCache(NotCopyable):
 
         Call it before blocks are reused; `Job.wait` orders that on a stream. With a lazy store
         policy it first stores the blocks and all blocks before them, if the host has room for all
-        of them. If it raises, no block has left: call it again, and it continues.
+        of them. If it raises, all blocks still count as on the GPU; call it again to continue.
 
         Args:
             gpu_block_ids: the blocks that leave; -1 means no block.

@@ -37,10 +37,10 @@ class Lookup(NamedTuple):
         found (int): length of the prefix that is stored or being stored, in units.
         ready (int): length of the prefix that can be loaded now, in units.
         pending (int): blocks of the keys, in all groups, that are still being stored, including
-            blocks behind `found`. With full attention, keys behind the first missing one do not
+            blocks after `found`. With full attention, keys after the first missing one do not
             count. If it is not 0, a later lookup may find more. If it is 0 and load() or
             prepare_load() has returned None, blocks are missing, and no job is storing them.
-        asking (int): keys behind `found` that the second tier of a PrefixCache is being asked for.
+        asking (int): keys after `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
     """
 
@@ -240,7 +240,7 @@ class BlockManager(NotCopyable, native.BlockManager):
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """The blocks that must be on the GPU to go on after a prefix.
 
-        The other blocks of the prefix lie behind a window or a state, and are not needed.
+        The other blocks of the prefix lie before a window or a state, and are not needed.
 
         Args:
             prefix (int): length in units, such as `Lookup.ready`.

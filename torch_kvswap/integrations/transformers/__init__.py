@@ -5,9 +5,9 @@
     with kvswap.enable():
         model.generate_batch(prompts, continuous_batching_config=config)
 
-Copies run beside the model. `config.cpu_offload_space` is the host memory for preempted requests,
-in GiB. Importing this module does not import transformers; enable() does. docs/transformers.md
-describes the differences from transformers' own offloading.
+Copies run while the model does. `config.cpu_offload_space` is the host memory for preempted
+requests, in GiB. Importing this module does not import transformers; enable() does.
+docs/transformers.md describes the differences from transformers' own offloading.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The options of KVSwapConnector in kv_connector_extra_config, beside vLLM's own.
+    """The options of KVSwapConnector in kv_connector_extra_config, besides vLLM's own.
 
     Attributes:
         cpu_bytes_to_use (int): host memory of all workers together, in bytes; 0 with host_server.
@@ -103,7 +103,7 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
     has_tiers, server = bool(config.get("secondary_tiers")), config.get("host_server")
     known, why = (*_OURS, *_OF_VLLM, *_OF_TIERS), ""
     if name.startswith("kv_") or name == "engine_id":
-        why = "put it beside kv_connector_extra_config, in kv_transfer_config itself"
+        why = "put it next to kv_connector_extra_config, in kv_transfer_config itself"
     elif name.startswith("spec_") or name == "sync_load_budget_bytes":
         why = "KVSwapConnector chooses it itself; leave it out"
     elif name not in known:
