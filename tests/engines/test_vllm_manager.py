@@ -148,7 +148,7 @@ def test_keys_are_in_the_order_of_prompts(seed, groups):
     every = [key(0, place, group) for place in range(60) for group in range(groups)]
     places = {one: 16 * (at // groups + 1) for at, one in enumerate(every)}
     context.get_offload_key_position = places.__getitem__
-    access, end = Access(manager_module.Cache(None)), 0
+    access, end = Access(object()), 0
     for _ in range(40):
         begin = chosen.choice([0, end, end, chosen.randrange(50)])
         end = min(begin + chosen.randrange(1, 20), 60)

@@ -472,7 +472,7 @@ def again(
 def check(engine: Serving, prompts: dict[str, list[int]], count: int = 4) -> None:
     """The tokens of these requests are right."""
     for name, one in prompts.items():
-        assert engine.tokens[name] == expected_tokens(one, count), name
+        assert engine.tokens[name] == expected_tokens(one, count, engine.runner.window), name
 
 
 class Faults:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 _Access = TypeVar("_Access", bound="Access")
-
-
-class Cache(NamedTuple):
-    """The contents of a manager. A reset makes another one."""
-
-    manager: object
 
 
 class Access:
@@ -27,26 +21,19 @@ class Access:
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         is_reused (dict[bytes, bool]): whether it found a key before it stored it.
-        cache (Cache): whose keys they are.
+        cache (object): stands for the contents of a manager. A reset makes another one.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: object) -> None:
         self.cache = cache
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
 
     @classmethod
-    def of(cls: type[_Access], context: Any, cache: Cache, starts: bool = False) -> _Access:
-        """The Access of a request. starts: the request does, so a reset before it is forgotten.
-
-        A request that another manager knows, as in vLLM's own tests, is new.
-        """
+    def of(cls: type[_Access], context: Any, cache: object, starts: bool = False) -> _Access:
+        """The Access of a request. starts: a request that has used another cache is new."""
         access: _Access | None = context.get_state(cls)
-        if (
-            access is None
-            or access.cache.manager is not cache.manager
-            or (starts and access.cache is not cache)
-        ):
+        if access is None or (starts and access.cache is not cache):
             access = cls(cache)
             context.set_state(access)
         return access

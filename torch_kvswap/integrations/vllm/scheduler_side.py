@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
-from torch_kvswap.integrations.vllm.access import Access, Cache
+from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.prefix.manager import BlockManager, BlockStats
 
 Key = bytes  # vLLM's OffloadKey
@@ -36,7 +36,7 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
 
     def __init__(self, info: Mapping[str, Any] | None) -> None:
         self._info = info or {}
-        self._cache = Cache(self)
+        self._cache = object()
         self._failed: set[int] = set()  # pages of jobs that have not ended
         self._sizes: list[int] = []  # chunks per store since get_stats()
         # Loads that have not ended, by request and keys. A request may load the same keys several
@@ -193,9 +193,7 @@ class KVSwapManager(HostManager[LoadReservation]):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest, even while they are being stored. A reuse counts
         as a use."""
-        access = Access.of(req_context, self._cache)
-        if access.cache is not self._cache:
-            return
+        access = Access.of(req_context, self._cache, starts=True)
         if self._counts_uses:
             self._blocks.touch(fold_keys(list(filter(access.is_reused.get, access.keys))))
         self._blocks.order(fold_keys(access.keys), renew=True)
@@ -299,7 +297,7 @@ class KVSwapManager(HostManager[LoadReservation]):
             self._flushed.append(partial(self._blocks.fail, reservation))
         for known in (self._states, self._stores, self._loads, self._failed):
             known.clear()
-        self._cache = Cache(self)
+        self._cache = object()
 
     def take_events(self) -> Iterable[Any]:
         taken, self._events = self._events or [], None if self._events is None else []

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from torch_kvswap._C import fold_keys
-from torch_kvswap.integrations.vllm.access import Access, Cache
+from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.integrations.vllm.scheduler_side import (
     HostManager,
     Key,
@@ -41,7 +41,7 @@ class _Asked(Access):
         step (int): the last step that has looked something up.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: object) -> None:
         super().__init__(cache)
         self.answers: dict[Key, int] = {}
         self.unknown: list[Key] = []
@@ -318,4 +318,4 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._active.clear()
         self._known.clear()
         self._is_asking = False  # an answer that still comes is for nobody
-        self._cache, self._resets = Cache(self), self._session.resets
+        self._cache, self._resets = object(), self._session.resets
