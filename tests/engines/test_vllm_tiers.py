@@ -21,6 +21,7 @@ from vllm_serving import (
     Serving,
     again,
     check,
+    expected_tokens,
     never,
     only,
     prompt,
@@ -147,6 +148,29 @@ def test_a_failed_store_reaches_no_tier(folder, runner, rank, is_async):
         check(engine, again("again", one))
         assert nothing_is_held(engine)
     assert len(files(folder)) == 6
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_a_reset_stores_no_reused_blocks(folder, has_tier):
+    """Other requests were given blocks that have left the window of a running one."""
+    old, window = prompt(1, 6 * BLOCK), 40
+    new = [*old, *prompt(2, 30)]
+    how = {"window": window, "blocks": 11, "extra": tier(folder) if has_tier else {}}
+    with serving(folder, **how) as engine:
+        engine.add("running", old, 30)
+        assert in_time(lambda: engine.step() or len(engine.tokens["running"]) == 9)
+        for number in range(7):  # too short for a lookup
+            engine.add(f"{number}", prompt(number, BLOCK - 1), 1)
+        engine.step()
+        engine.add("waiting", new)  # for more blocks than are free
+        assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "a request runs"
+        engine.run()
+        engine.forget_gpu()
+        seen = Faults(engine, never).seen
+        engine.serve({"again": new})
+        assert seen["load"] == 1, "what waited at the reset has stored its chunks"
+        for name in ("waiting", "again"):
+            assert engine.tokens[name] == expected_tokens(new, 4, window), name
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
