@@ -51,8 +51,12 @@ class StoreThreads:
             threading.Thread(target=self._run, name="kvswap-below", daemon=True)
             for _ in range(count)
         ]
-        for thread in self.threads:
-            thread.start()
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException:  # RuntimeError if the process may have no more
+            self.close()
+            raise
         self._calls = dict.fromkeys((thread.ident for thread in self.threads), _NO_CALL)
 
     # Any thread may call these. None waits.

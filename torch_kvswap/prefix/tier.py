@@ -166,7 +166,11 @@ class Tier:
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
         self._running = 2 * count  # threads that have not ended
         self._reads = StoreThreads(f"reading from {store}", count, self._end_thread)
-        self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)
+        try:
+            self._writes = StoreThreads(f"writing to {store}", count, self._end_thread)
+        except BaseException:
+            self._reads.close()
+            raise
 
     # What a PrefixCache calls.
 

@@ -916,6 +916,28 @@ def test_a_pool_outlives_its_closed_store(reader: Engine) -> None:
     PrefixCache(PagedLayout([reader.tensor]), reader.pool).close()
 
 
+def test_a_cache_that_gets_no_threads_leaves_none(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
+    pool = HostPool(layout, 4)
+    start = threading.Thread.start
+    for count in range(8):
+        rest = iter(range(count))
+
+        def start_some(thread: threading.Thread, rest: Iterator[int] = rest) -> None:
+            if next(rest, None) is None:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_some)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            PrefixCache(layout, pool, below=store, below_model="m")
+        assert in_time(lambda: set(threading.enumerate()) <= before)
+    pool.close()
+
+
 def test_without_a_store_nothing_is_below() -> None:
     layout = PagedLayout([torch.zeros(8, 16, dtype=torch.uint8)])
     with PrefixCache(layout, HostPool(layout, 4)) as prefixes:
