@@ -112,7 +112,7 @@ class Job(NotCopyable, native.Job):
 
     def wait(
         self,
-        stream: torch.Stream | None = None,
+        stream: torch.cuda.Stream | None = None,
         layer_group: int | None = None,
         *,
         verified: bool = False,
@@ -128,8 +128,8 @@ class Job(NotCopyable, native.Job):
         uses them: the job has ended by then.
 
         Args:
-            stream (torch.Stream | None): a stream of any GPU; for a cache on another device, one of
-                that device. None is the current stream of the cache's device.
+            stream (torch.cuda.Stream | None): a stream of any GPU. None is the current stream of
+                the cache's device.
             layer_group (int | None): wait only until the layers of this group, and of the groups
                 before it, have landed. None waits for the whole job. layer_group_of() maps a layer
                 to its group.
@@ -139,7 +139,7 @@ class Job(NotCopyable, native.Job):
 
         Raises:
             IndexError: the job has no such layer group.
-            TypeError: stream is not a stream of such a device.
+            TypeError: stream is not a torch.cuda.Stream.
             ValueError: verified=True with a layer group (checksums are compared for the whole job),
                 or with a pool that has no checksums.
             TransferError: with verified=True, the job failed or was cancelled.
@@ -346,12 +346,12 @@ class OffloadHandler(NotCopyable):
             page_ids: host pages, in the same form as gpu_block_ids.
             first_slot (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.
-            after (torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None): what
-                the copy waits for: all work submitted to this stream so far, this event, or all of
-                a tuple; () starts at once. None is the calling thread's current stream on the
-                cache's device, so that the copy follows the kernels that wrote the blocks. A
-                stream or an event is refused for a cache on the CPU, where the copy runs inside the
-                call.
+            after (torch.cuda.Stream | torch.cuda.Event | tuple | None): what the copy waits for:
+                all work submitted so far to this stream of the cache's device, this event of any
+                GPU, or all of a tuple of them; () starts at once. None is the calling thread's
+                current stream on the cache's device, so that the copy follows the kernels that
+                wrote the blocks. A stream or an event is refused for a cache on the CPU, where the
+                copy runs inside the call.
             copy_method (str | None): "copy_engines" uses no kernels for this job. With layers in
                 one allocation, kernels meanwhile lose about as much as during one large
                 copy; otherwise the copy is slow. Kernel launches may wait while the driver handles
@@ -580,6 +580,10 @@ class OffloadHandler(NotCopyable):
         poll() still reports the remaining results. Idempotent. Returns at once if the device is
         lost. Ctrl-C interrupts the wait; the handler then accepts no more jobs, and another close()
         continues.
+
+        Raises:
+            DeviceLostError: a relay is lost, and the cache's GPU still waits for it after a second.
+                The cache and the pages stay allocated until the process ends.
         """
         self._native.was_closed = True
         self._native.close()

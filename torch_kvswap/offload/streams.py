@@ -9,8 +9,9 @@ from torch_kvswap._native.arguments import kind_of
 CURRENT = -1  # device number that stands for the current stream of the cache's GPU
 
 # What a transfer starts after: all of these, or (None) the current stream.
-# torch.cuda.Stream and the streams of other devices are torch.Streams; so with events.
-After = torch.Stream | torch.Event | tuple[torch.Stream | torch.Event, ...] | None
+After = (
+    torch.cuda.Stream | torch.cuda.Event | tuple[torch.cuda.Stream | torch.cuda.Event, ...] | None
+)
 
 
 def resolve_after(after: object, device: torch.device) -> list[tuple[bool, int]] | None:

@@ -34,8 +34,9 @@ class HostCache(Cache):  # type: ignore[misc]  # as _HostLayer
     A layer's earlier tokens are loaded into a buffer while the layers before it compute, and its
     new tokens are stored as soon as they are projected (docs/long_prompts.md). Layers with a
     sliding window stay on the GPU, as in a DynamicCache. The first forward pass allocates the
-    memory, in values: `n = 2 * max_tokens * batch * kv_heads * head_dim` on the GPU for each buffer
-    (and 256 MiB for copies), and n on the host for each layer without a window.
+    memory, with `n = 2 * max_tokens * batch * kv_heads * head_dim * bytes of a value`: n bytes on
+    the GPU for each buffer, and 257 MiB for copies; n bytes on the host for each layer without a
+    window.
 
     Not thread safe. Beam search, crop() and everything else that reorders or cuts tokens raise
     NotImplementedError. So do models with linear attention or other states.
