@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 
 
 def in_child(body: Callable[[], object]) -> int:
@@ -66,33 +65,49 @@ def run_script(
 
 
 class Process:
-    """A program in a process of its own, killed at the end. It has printed `line` when it is made."""
+    """A program in a process of its own, killed at the end. It has printed `line` when it is made.
+
+    Args:
+        arguments (Sequence[str]): of Python: -c and a program, or -m and a module, and theirs.
+    """
 
     def __init__(self, arguments: Sequence[str], line: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
+        kind, program, *rest = arguments
+        if kind == "-m":
+            program = f"import runpy; runpy.run_module({program!r}, None, '__main__', True)"
+        (stdin, self._stdin), (self._stdout, stdout) = os.pipe(), os.pipe()
+        self._status: int | None = None
+        self.pid = _fork_server().start(program, os.environ, tuple(rest), (stdin, stdout))
+        os.close(stdin)
+        os.close(stdout)
         try:
-            printed = self._process.stdout.readline().decode()
+            with os.fdopen(os.dup(self._stdout)) as printing:
+                printed = printing.readline()
             assert printed.startswith(line), printed
         except BaseException:
             self.kill()
             raise
 
+    def _has_ended(self) -> bool:
+        if self._status is None:
+            self._status = _fork_server().status(self.pid)
+        return self._status is not None
+
     def send(self, number: int) -> None:
-        self._process.send_signal(number)
+        if not self._has_ended():
+            os.kill(self.pid, number)
 
     def wait(self) -> int:
-        return self._process.wait(PATIENCE)
+        assert in_time(self._has_ended)
+        assert self._status is not None
+        return self._status
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self.send(signal.SIGKILL)
+        self.wait()
+        for pipe in {self._stdin, self._stdout} if self._stdin >= 0 else ():
+            os.close(pipe)
+        self._stdin = -1
 
     def __enter__(self) -> Process:
         return self
