@@ -24,6 +24,7 @@ COUNTERS = {
     "encoded_blocks": "encoded_blocks",
     "rejected_blocks": "rejected_blocks",
     "corrupted_blocks": "corrupted_blocks",
+    "exchanged_bytes": "exchanged_bytes",
     "transfers": "transfers",
 }
 GAUGES = {

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -352,6 +353,7 @@ class PyHandler {
     read["jobs_by_copy_method"] = methods;
     for (const auto& [device, bytes] : of.relayed_bytes) relayed[nb::int_(device)] = bytes;
     read["relayed_bytes"] = relayed;
+    read["exchanged_bytes"] = of.exchanged_bytes;
     read["submit"] = histogram_of(of.submit);
     read["queue"] = histogram_of(of.queue);
     read["copy"] = histogram_of(of.copy);
@@ -364,6 +366,26 @@ class PyHandler {
     const auto described = items_of<const GroupLayout*>(layouts);
     in_context([&](Handler& of) { of.rebind(read_groups(described, of.device())); });
     std::swap(groups_, groups);  // the old cache is freed after the call
+  }
+
+  // Joins the other ranks in an exchange in this shared memory, before any job. Returns why that
+  // was not possible; None if all have joined. pools: see CopyPlanner. timeout: in seconds.
+  std::optional<std::string> join_exchange(uintptr_t memory, int rank, int ranks, uint64_t pools,
+                                           double deadline, double timeout) {
+    const auto exchange =
+        std::make_shared<Exchange>(reinterpret_cast<void*>(memory), rank, ranks, deadline);
+    std::string why = "not all ranks have joined";
+    try {
+      if (wait_in_slices(timeout, [&](double seconds) {
+            return in_context_of(
+                *handler_, [&](Handler& of) { return of.join_exchange(exchange, pools, seconds); });
+          }) != 0)
+        return {};
+    } catch (const std::runtime_error& error) {
+      why = error.what();
+    }
+    exchange->end(Exchange::kFailed);
+    return why;
   }
 
   void close() {
@@ -531,6 +553,7 @@ void bind_layouts(nb::module_& module) {
       .def(
           "add_relay", [](CopyMethodOptions& of, int device) { of.relays.push_back(device); },
           "device"_a)
+      .def_rw("may_exchange", &CopyMethodOptions::may_exchange)
       .def_ro("copy_method", &CopyMethodOptions::copy_method)
       .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
 }
@@ -570,6 +593,8 @@ void bind_handler(nb::module_& module) {
       "enable_peer_access",
       [](int device, int peer) { without_gil([&] { cuda::enable_peer_access(device, peer); }); },
       "device"_a, "peer"_a, "See context.h.");
+  module.attr("EXCHANGE_BYTES") = Exchange::kBytes;
+  module.attr("MAX_EXCHANGE_RANKS") = Exchange::kMaxRanks;
   module.attr("BUCKETS") = Histogram::kBuckets;
   bind_layouts(module);
 
@@ -631,6 +656,8 @@ void bind_handler(nb::module_& module) {
       .def("cancel", &PyHandler::cancel, "job"_a)
       .def("metrics", &PyHandler::metrics, "channel"_a)
       .def("rebind", &PyHandler::rebind, "groups"_a, "layouts"_a)
+      .def("join_exchange", &PyHandler::join_exchange, "memory"_a, "rank"_a, "ranks"_a, "pools"_a,
+           "deadline"_a, "timeout"_a)
       .def("close", &PyHandler::close);
 }
 

@@ -26,6 +26,7 @@ struct CopyMethodOptions {
   // it submitted all of them (H200). Tests change it.
   double caller_seconds = 50e-6;
   std::vector<int> relays = {};  // GPUs whose links take part in large staged copies
+  bool may_exchange = false;     // large loads are staged, to be exchanged with other ranks
 };
 
 }  // namespace kvswap

@@ -120,8 +120,7 @@ void StagingBuffer::store(const Piece& piece, Relay* relay, const BatchOptions& 
   }
 }
 
-void StagingBuffer::order_before_copies() const {
-  if (!to_host_) return ring_.order_before(streams_.copies);
+void StagingBuffer::order_after_relays() const {
   for (const Relay& relay : relays_) {
     if (relay.given() > 0) relay.order_before(streams_.copies);
   }

@@ -42,12 +42,12 @@ class StagingBuffer {
   // Copies whole pieces from byte `begin` on, until they have `bytes` bytes or more. Returns where
   // they end. start: an event on streams.copies, after which relays start. A load starts after the
   // work in streams.copies so far and ends on streams.kernels, a store the other way round, but for
-  // what relays store: see order_before_copies().
+  // what relays store: see order_after_relays().
   uint64_t copy(const PagedCopy& copy, const PackTable& table, uint64_t begin, uint64_t bytes,
                 cuda::Event start, const BatchOptions& options);
 
-  // Makes streams.copies wait for all pieces so far.
-  void order_before_copies() const;
+  // Makes streams.copies wait for what relays were given of the transfer.
+  void order_after_relays() const;
 
   // Blocks until all that was given to the streams of all links has run. False when a GPU is lost.
   bool wait_for_relays() const noexcept;

@@ -69,6 +69,9 @@ struct Lookup {
     require(table.elapsed_time, "cuEventElapsedTime", 2000);
     require(table.allocate, "cuMemAlloc", 3020);
     require(table.free, "cuMemFree", 3020);
+    require(table.share_memory, "cuIpcGetMemHandle", 4010);
+    require(table.open_memory, "cuIpcOpenMemHandle", 11000);
+    require(table.close_memory, "cuIpcCloseMemHandle", 4010);
     require(table.load_module, "cuModuleLoadData", 2000);
     require(table.get_function, "cuModuleGetFunction", 2000);
     require(table.set_function_attribute, "cuFuncSetAttribute", 9000);

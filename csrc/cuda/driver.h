@@ -41,6 +41,7 @@ constexpr int kHasRegisteredAtSameAddress = 91;
 constexpr int kPciBus = 33, kPciDevice = 34, kPciDomain = 50;
 constexpr int kMaxDynamicSharedBytes = 8;  // of a function
 constexpr unsigned kWaitUntilAtLeast = 0;
+constexpr unsigned kOpenWithAccess = 1;
 
 // cuGetProcAddress_v2. With the flag, stream 0 means the legacy default stream in what it finds.
 using GetProcAddress = Result (*)(const char* symbol, void** function, int version, uint64_t flags,
@@ -89,6 +90,11 @@ struct StridedCopy {
   size_t width = 0, height = 0, depth = 0;
 };
 
+// CUipcMemHandle.
+struct MemoryHandle {
+  unsigned char bytes[64];
+};
+
 struct Driver {
   Result (*get_error_name)(Result, const char**);
   Result (*get_error_string)(Result, const char**);
@@ -117,6 +123,9 @@ struct Driver {
   Result (*wait_event)(Stream, Event, unsigned flags);
   Result (*allocate)(Address*, size_t bytes);
   Result (*free)(Address);
+  Result (*share_memory)(MemoryHandle*, Address);
+  Result (*open_memory)(Address*, MemoryHandle, unsigned flags);
+  Result (*close_memory)(Address);
   Result (*load_module)(Module*, const void* image);
   Result (*get_function)(Function*, Module, const char* name);
   Result (*set_function_attribute)(Function, int attribute, int value);

@@ -32,6 +32,10 @@ class CudaCopier : public Copier {
     staging_->add_relay(device, begin, bytes);
   }
   void remove_relay(int device) noexcept override { staging_->remove_relay(device); }
+  void use_exchange(std::shared_ptr<Exchange> exchange, uint64_t place_bytes) override {
+    exchange->use_ring(device_, copies_, kernels_, place_bytes);
+    exchange_ = std::move(exchange);
+  }
   void start_after(const std::vector<Event>& events) override;
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t& bytes) override;
@@ -52,6 +56,7 @@ class CudaCopier : public Copier {
   uint64_t stage(const PartCopy& part, Event start, const BatchOptions& options, uint64_t begin,
                  uint64_t& bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
+  bool is_exchanging() const { return exchange_ != nullptr && exchange_->is_loading(); }
   void order_after_staging();
 
   const int device_;
@@ -60,6 +65,8 @@ class CudaCopier : public Copier {
   const bool uses_batch_ = batch_is_on();
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
+  bool is_unpacking_ = false;  // kernels_ has work that copies_ is not ordered after
+  std::shared_ptr<Exchange> exchange_;
 };
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
@@ -84,11 +91,11 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
   BatchOptions options(uses_batch_);
   options.has_pageable = has_pageable;
   FragmentList fragments;
-  bool is_unpacking = false;
+  bool ends_staged = false;
   for (; next.part < parts.size(); ++next.part) {
     const PartCopy& part = parts[next.part];
     if (part.table != nullptr && next.byte == 0) part.table->begin_copy(part);
-    is_unpacking = part.method == CopyMethod::kStaged && !to_host_;
+    ends_staged = part.method == CopyMethod::kStaged && !to_host_;
     if (part.method == CopyMethod::kStaged) {
       send(fragments, options);
       if (bytes == 0) return nullptr;
@@ -109,7 +116,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
     }
   }
   send(fragments, options);
-  if (is_unpacking) return kernels_;
+  if (ends_staged || is_exchanging()) return kernels_;
   order_after_staging();
   return copies_;
 }
@@ -118,7 +125,10 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
 // if there is none.
 uint64_t CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options,
                            uint64_t begin, uint64_t& bytes) {
-  const uint64_t end = staging_->copy(part, *part.table, begin, bytes, start, options);
+  is_unpacking_ = !to_host_;
+  const uint64_t end = is_exchanging()
+                           ? exchange_->load(part, *part.table, begin, bytes, options)
+                           : staging_->copy(part, *part.table, begin, bytes, start, options);
   bytes -= std::min(bytes, end - begin);
   return end < part.count * part.encoding->packed_bytes(part.slabs) ? end : 0;
 }
@@ -132,7 +142,9 @@ void CudaCopier::send(FragmentList& fragments, const BatchOptions& options) {
 // What was staged is on the GPU only when it has been unpacked, and on the host only when the
 // relays have copied their part of it.
 void CudaCopier::order_after_staging() {
-  if (staging_ != nullptr) staging_->order_before_copies();
+  if (to_host_ && staging_ != nullptr) staging_->order_after_relays();
+  if (std::exchange(is_unpacking_, false))
+    cuda::order_after({device_, kernels_}, {device_, copies_});
 }
 
 // The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
@@ -151,6 +163,7 @@ bool CudaCopier::synchronize() noexcept {
     alive = cuda::driver().synchronize_stream(stream) == cuda::kSuccess;
   }
   if (staging_ != nullptr) staging_->forget();
+  if (exchange_ != nullptr && alive) exchange_->abandon();
   return alive;
 }
 
@@ -169,7 +182,7 @@ std::vector<RelayedBytes> CudaCopier::relayed_bytes() const {
   return found;
 }
 
-class CudaDevice : public Device, public PackKernels, public StreamWords {
+class CudaDevice : public Device, public PackKernels {
  public:
   using Device::Device;
 
@@ -246,7 +259,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
     return std::make_unique<CudaCopier>(index(), copies, to_host);
   }
   PackKernels* pack_kernels() override { return this; }
-  StreamWords* stream_words() override;
 
   void load_kernels() override { cuda::kernels(index()); }
   uint64_t allocate_staging(int device, uint64_t bytes) override {
@@ -262,20 +274,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
       cuda::driver().free(address);
     } catch (const std::exception&) {  // a lost relay, and its memory with it
     }
-  }
-
-  volatile uint64_t* allocate_words(int count) override;
-  void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
-    const auto address = reinterpret_cast<cuda::Address>(word);
-    KVSWAP_DRIVER_CHECK(cuda::driver().write_value(stream, address, value, 0),
-                        "cuStreamWriteValue64");
-  }
-  void wait_for_word(const StreamRef& stream, volatile uint64_t* word, uint64_t value) override {
-    const cuda::ContextGuard context(stream.device);
-    const auto address = reinterpret_cast<cuda::Address>(word);
-    KVSWAP_DRIVER_CHECK(
-        cuda::driver().wait_value(stream.handle, address, value, cuda::kWaitUntilAtLeast),
-        "cuStreamWaitValue64");
   }
 
  private:
@@ -302,20 +300,6 @@ Allocations CudaDevice::find_allocations(const std::vector<uint64_t>& cache,
     found.host_is_pageable |= memory.kind == MemoryKind::kPageable;
   }
   return found;
-}
-
-StreamWords* CudaDevice::stream_words() {
-  const cuda::Driver& driver = cuda::driver();
-  if (driver.wait_value == nullptr || driver.write_value == nullptr) return nullptr;
-  int supported = 0;
-  KVSWAP_DRIVER_CHECK(
-      driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
-      "cuDeviceGetAttribute");
-  return supported ? this : nullptr;
-}
-
-volatile uint64_t* CudaDevice::allocate_words(int count) {
-  return static_cast<volatile uint64_t*>(allocate_host(count * sizeof(uint64_t)));
 }
 
 }  // namespace

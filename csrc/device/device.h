@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "copy/copy_method.h"
+#include "copy/exchange.h"
 #include "copy/slab_runs.h"
 #include "encoding/encoding.h"
 
@@ -14,8 +15,7 @@
 //
 // To add a device:
 // 1. Derive from Device and Copier in a file of this folder. copy_methods() lists the methods that
-//    the copier has; others are never chosen. Implement PackKernels and StreamWords only if the
-//    device has them.
+//    the copier has; others are never chosen. Implement PackKernels only if the device has them.
 // 2. Give it a DeviceKind, name that in csrc/bindings/handler.cpp, and let find_device() return it.
 //    csrc/offload stays as it is.
 //
@@ -85,6 +85,10 @@ class Copier {
   // stream waits for them already. Called once for each transfer.
   virtual void start_after(const std::vector<Event>& /*events*/) {}
 
+  // Gives the exchange its ring: see Exchange. From now on staged parts are its loads whenever it
+  // is loading. After use_staging().
+  virtual void use_exchange(std::shared_ptr<Exchange> /*exchange*/, uint64_t /*place_bytes*/) {}
+
   // Enqueues copies. What they do on the channel's stream starts after the work in it so far.
   // Returns the stream on which they end. May block while the device's queue is full. If it throws,
   // some bytes may be copied; the caller then calls synchronize() before the next copy().
@@ -117,21 +121,6 @@ class Copier {
   virtual size_t num_events() const { return 0; }
   // What each relay was given so far.
   virtual std::vector<RelayedBytes> relayed_bytes() const { return {}; }
-};
-
-// Words of host memory that streams can write and wait for, also in a captured graph.
-class StreamWords {
- public:
-  // They are never freed, because a captured graph that waits for them may be replayed at any time.
-  virtual volatile uint64_t* allocate_words(int count) = 0;
-  // The stream writes the word when the work in it so far has ended.
-  virtual void write_word(Stream stream, volatile uint64_t* word, uint64_t value) = 0;
-  // Work given to the stream from now on waits until the word is `value` or more. Called without
-  // the lock and without a context; makes the stream's current.
-  virtual void wait_for_word(const StreamRef& stream, volatile uint64_t* word, uint64_t value) = 0;
-
- protected:
-  ~StreamWords() = default;
 };
 
 // Kernels that copy blocks, for the methods kStaged and kKernel.
@@ -234,7 +223,6 @@ class Device {
 
   // What only some devices have; null for others. The object lives as long as the device.
   virtual PackKernels* pack_kernels() { return nullptr; }
-  virtual StreamWords* stream_words() { return nullptr; }
 
  private:
   const int index_;

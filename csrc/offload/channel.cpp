@@ -23,6 +23,17 @@ void sort_by_slot(TransferPart& part) {
   }
 }
 
+// Equal in all ranks that load the same pages in the same way.
+uint64_t hash_of(const Transfer& transfer) {
+  uint64_t hash = mix_hash(1, static_cast<uint64_t>(transfer.layer_groups()));
+  for (const TransferPart& part : transfer.parts) {
+    hash = mix_hash(hash, static_cast<uint64_t>(part.group));
+    hash = mix_hash(hash, part.slots.size());
+    for (const int64_t slot : part.slots) hash = mix_hash(hash, static_cast<uint64_t>(slot));
+  }
+  return hash;
+}
+
 size_t count_states(const TransferPart& part, const std::vector<Group>& groups) {
   return groups[part.group].encoding->can_reject() ? part.blocks.size() : 0;
 }
@@ -158,6 +169,9 @@ Reason Channel::enqueue(Transfer& transfer, const std::vector<Event>& wait_event
         if (part.method == CopyMethod::kStaged) sort_by_slot(part);
       }
       transfer.has_begun = true;
+      if (transfer.is_exchanged()) {
+        transfer.exchanged_load = exchange_->begin(hash_of(transfer), transfer.start);
+      }
     }
     copy(transfer, groups, layers, bytes);
     return {};
@@ -175,6 +189,8 @@ void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t
       copier_->copy(part_copies_, transfer.start, has_pageable, transfer.next, bytes);
   transfer.is_relayed |= copier_->has_relayed();
   if (transfer.next.part < part_copies_.size()) return;
+  const bool is_last = transfer.layer_group + 1 == transfer.layer_groups();
+  if (transfer.is_exchanged() && is_last) exchange_->finish();
   device_.record_event(transfer.ends[transfer.layer_group], end);
   ++transfer.layer_group;
   transfer.next = {};

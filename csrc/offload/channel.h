@@ -60,6 +60,10 @@ class Channel {
     copier_->add_relay(device, begin, bytes);
   }
   void remove_relay(int device) noexcept { copier_->remove_relay(device); }
+  void use_exchange(std::shared_ptr<Exchange> exchange, uint64_t place_bytes) {
+    copier_->use_exchange(exchange, place_bytes);
+    exchange_ = std::move(exchange);
+  }
 
   // From now on blocks that can be rejected can be copied, with these SlotStates::kCount zeros.
   void use_states(uint8_t* states) { states_.use(states); }
@@ -121,6 +125,7 @@ class Channel {
   Stream stream_ = nullptr;        // the channel copies on it
   Stream event_stream_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
+  std::shared_ptr<Exchange> exchange_;
   std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory
   EventPool events_;                   // starts and ends of transfers; timed
   StreamPoints points_;

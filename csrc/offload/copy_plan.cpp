@@ -369,7 +369,9 @@ void CopyPlanner::set_up_states(const Channels& channels) {
 void CopyPlanner::set_up(const Channels& channels, bool needs_kernels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
-  const bool stages = chooser_.may_choose(CopyMethod::kStaged);
+  const bool may_exchange =
+      options_.may_exchange && options_.copy_method < 0 && !options_.without_kernels;
+  const bool stages = chooser_.may_choose(CopyMethod::kStaged) || may_exchange;
   if (!stages && !needs_kernels && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);
@@ -447,14 +449,57 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 }
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
+  if (job.work->is_exchanged) return CopyMethod::kStaged;
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
   const bool may_launch = groups_[group].table != nullptr && !job.work->without_kernels;
   return chooser_.choose(
       {group, job.channel, blocks, job.layer_groups, may_launch, staging_ != 0, is_crowded});
 }
 
+bool CopyPlanner::join_exchange(const std::shared_ptr<Exchange>& exchange, Channel& loads,
+                                uint64_t pools, double seconds) {
+  exchange_ = exchange;
+  if (!exchange->has_ring()) {
+    const bool can =
+        staging_ != 0 && std::all_of(groups_.begin(), groups_.end(),
+                                     [](const auto& of) { return of.table != nullptr; });
+    KVSWAP_CHECK(can, "no copy is staged, or the host pages are not pinned");
+    loads.use_exchange(exchange, place_bytes());
+  }
+  return exchange->join(describe_groups(mix_hash(pools, options_.staging_bytes)), seconds);
+}
+
+// Their pages, and how loads are cut.
+uint64_t CopyPlanner::describe_groups(uint64_t hash) const {
+  for (const Group& group : groups_) {
+    hash = mix_hash(hash, static_cast<uint64_t>(group.num_pages * group.blocks_per_page));
+    hash = mix_hash(hash, group.encoding->slot_bytes());
+    for (const uint64_t size : group.gpu.sizes) hash = mix_hash(hash, size);
+    for (const int64_t layer : group.layers) hash = mix_hash(hash, static_cast<uint64_t>(layer));
+  }
+  return hash;
+}
+
+// Depends on the job and on what the ranks have compared, nothing else: all decide alike. Each has
+// at least one piece.
+bool CopyPlanner::exchanges(const Job& job) const {
+  if (exchange_ == nullptr || !exchange_->is_open()) return false;
+  if (job.channel != kLoads || job.work->without_kernels) return false;
+  uint64_t bytes = 0;
+  bool has_enough_blocks = false;
+  for (const JobPart& part : job.work->parts) {
+    const Group& group = groups_[part.group];
+    const uint64_t block_bytes = group.encoding->packed_bytes({0, group.gpu.count()});
+    if (!group.encoding->is_divisible() && block_bytes > place_bytes()) return false;
+    bytes += part.count * block_bytes;
+    has_enough_blocks |= part.count >= static_cast<size_t>(exchange_->ranks());
+  }
+  return has_enough_blocks && bytes >= place_bytes();
+}
+
 void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
+  work.is_exchanged = exchanges(job);
   work.is_staged = true;
   work.entries = more_ends(job.layer_groups);
   double seconds = 0;
@@ -468,9 +513,15 @@ void CopyPlanner::plan(Job& job) const noexcept {
     seconds += group.host_is_pageable ? kPageableSeconds : chooser_.submit_seconds(method, copy);
   }
   work.submit_seconds = static_cast<float>(seconds);
+  if (!work.is_exchanged) return;
+  // Rounded to whole blocks, pieces have at least half of the bytes that they should have.
+  const size_t least = work.parts.size() * job.layer_groups * exchange_->ranks();
+  const size_t pieces = 2 * (job.nbytes / place_bytes() + least * kMinExchangedPieces);
+  work.entries += static_cast<uint32_t>((1 + kEntriesPerPiece) * pieces);
 }
 
 void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noexcept {
+  if (transfer.is_exchanged()) return;  // it waits for other ranks
   double bytes = 0;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
@@ -510,8 +561,8 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   const Job& first = jobs.front();
   for (TransferPart& part : parts) part.method = choose(first, part.group, part.blocks.size());
   // A load that others precede is unpacked while they are on the link.
-  const bool has_head_or_tail =
-      parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
+  const bool has_head_or_tail = !first.work->is_exchanged && parts.size() == 1 &&
+                                first.layer_groups == 1 && (is_alone || first.channel == kStores);
   if (has_head_or_tail) {
     const int group = parts.front().group;
     split_head_or_tail(parts, groups_[group], first.channel, unstaged_blocks(group));
@@ -554,6 +605,7 @@ void CopyPlanner::leak() noexcept {
   }
   staging_ = 0;
   relays_.clear();
+  if (exchange_ != nullptr) exchange_->close();
   states_ = nullptr;
 }
 
@@ -564,6 +616,7 @@ void CopyPlanner::close() {
   for (const auto& [device, address] : relays_)
     device_.pack_kernels()->free_staging(device, address);
   relays_.clear();
+  if (exchange_ != nullptr) exchange_->close();
   try {
     if (states_ != nullptr) device_.free_host(states_);
   } catch (const std::exception&) {  // the driver still has them

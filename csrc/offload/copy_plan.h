@@ -112,6 +112,13 @@ class CopyPlanner {
   // group, its entries in the driver's queue, and the seconds that submitting it takes.
   void plan(Job& job) const noexcept;
 
+  // Large loads are exchanged as long as this is open. pools: a hash of what the groups' pools are.
+  // See Exchange::join(). Also throws if nothing can be exchanged.
+  bool join_exchange(const std::shared_ptr<Exchange>& exchange, Channel& loads, uint64_t pools,
+                     double seconds);
+  // Null if no other rank was to be joined.
+  Exchange* exchange() const { return exchange_.get(); }
+
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
   std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts, int layer_groups) const;
@@ -140,6 +147,9 @@ class CopyPlanner {
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
+  uint64_t place_bytes() const { return exchanged_place_bytes(options_.staging_bytes); }
+  uint64_t describe_groups(uint64_t hash) const;
+  bool exchanges(const Job& job) const;
   size_t unstaged_blocks(int group) const;
   size_t queue_entries(CopyMethod method, const MethodChooser::GroupCopy& copy) const;
 
@@ -155,6 +165,7 @@ class CopyPlanner {
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0;
   std::vector<RelayMemory> relays_;
+  std::shared_ptr<Exchange> exchange_;
   uint8_t* states_ = nullptr;  // of slots; null if no group can reject blocks
 };
 

@@ -233,7 +233,7 @@ bool Handler::close(double seconds) {
   scheduler_.close(lock);
   for (;;) {
     scheduler_.catch_up(lock);
-    if (stopping_ || scheduler_.all_have_ended(lock)) break;
+    if (stopping_ || scheduler_.is_drained(lock)) break;
     if (now() - began >= seconds) return false;
     lock.unlock();
     pause_since(began);

@@ -64,6 +64,10 @@ class Handler {
   bool cancel(Job* job);
   // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
+  // See CopyPlanner. No job was submitted yet.
+  bool join_exchange(const std::shared_ptr<Exchange>& exchange, uint64_t pools, double seconds) {
+    return scheduler_.join_exchange(scheduler_.lock(), exchange, pools, seconds);
+  }
   ChannelMetrics metrics(int channel);
   // Refuses further jobs, and waits until all have ended. False if that takes longer than
   // `seconds`; to be called again then.

@@ -87,6 +87,7 @@ struct Work {
   bool was_cancelled = false;       // cancel() was called
   bool without_kernels = false;     // no kernels copy
   bool is_staged = false;           // in all groups, as planned
+  bool is_exchanged = false;        // with other ranks, as planned
   bool is_grouped = false;          // the caller has passed a list of ids for each group
   uint32_t rejectable_blocks = 0;   // in groups that can reject blocks
   uint32_t encoded_blocks = 0;      // of these, in encoded slots

@@ -29,6 +29,7 @@ struct ChannelMetrics {
   uint64_t submitted, done, failed, cancelled;          // jobs
   uint64_t bytes, link_bytes;                           // of the jobs that are done
   std::vector<std::pair<int, uint64_t>> relayed_bytes;  // that relays were given, by device
+  uint64_t exchanged_bytes = 0;                         // that came from other ranks
   // Blocks of the jobs that are done, or failed because some blocks were rejected. Encoded ones are
   // in groups with encoded pages. Corrupted ones do not count as rejected.
   uint64_t blocks, encoded_blocks, rejected_blocks, corrupted_blocks;

@@ -90,6 +90,8 @@ ChannelMetrics Scheduler::metrics(const Lock&, int channel) const {
   metrics.events = queue.channel.num_events();
   for (const auto& [device, bytes] : queue.channel.relayed_bytes())
     metrics.relayed_bytes.emplace_back(device, bytes);
+  if (channel == kLoads && planner_.exchange())
+    metrics.exchanged_bytes = planner_.exchange()->bytes();
   return metrics;
 }
 
@@ -283,7 +285,9 @@ std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(
 Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
   const int layer_groups = jobs.front().layer_groups;
-  const size_t entries = planner_.entries_of(parts, layer_groups);
+  const Work& first = *jobs.front().work;
+  const size_t entries =
+      first.is_exchanged ? first.entries : planner_.entries_of(parts, layer_groups);
   Transfers made = queue.channel.make_transfer(layer_groups, std::move(parts), groups_);
   made.front()->entries = entries;
   return made;
@@ -300,6 +304,8 @@ bool Scheduler::enqueue(Lock& lock, Queue& queue, Transfers made,
   do {
     lock.unlock();
     error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, bytes);
+    // Before it waits for streams, which wait for other ranks.
+    if (!error.empty() && transfer.is_exchanged()) planner_.exchange()->end(Exchange::kFailed);
     if (!error.empty() && transfer.has_begun) alive = queue.channel.synchronize();
     if (!error.empty() && alive) alive = queue.channel.is_alive();
     lock.lock();
@@ -463,6 +469,7 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
     if (job->layer_groups > 1) return false;
   }
   if (work.without_kernels != first.work->without_kernels) return false;
+  if (work.is_exchanged || first.work->is_exchanged) return false;
   // Nothing may be written twice in one copy.
   if (work.runs_after[queue.channel.number()] >= first.id) return false;
   if (!all_before_are_submitted(queue, work)) return false;
@@ -534,6 +541,10 @@ void Scheduler::retire_first(Queue& queue) {
     seconds = queue.channel.copy_seconds(transfer);
     planner_.record_duration(transfer, seconds);
     rejected = find_rejected(transfer);
+    if (transfer.is_exchanged()) {
+      const std::string failure = planner_.exchange()->failure_of(transfer.exchanged_load);
+      KVSWAP_CHECK(failure.empty(), failure);
+    }
   } catch (const std::exception& problem) {
     if (!queue.channel.is_alive()) throw;
     error = Reason(problem);
@@ -555,6 +566,8 @@ void Scheduler::retire_first(Queue& queue) {
 void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noexcept {
   Work& work = *job.work;
   Queue& queue = queue_of(job);
+  if (work.is_exchanged)
+    planner_.exchange()->end(Exchange::kFailed);  // the other ranks would wait for it
   queue.num_queued -= work.was_queued && !work.submission_started;
   queue.channel.release_point(work.after);
   const bool cancelled = state == State::kCancelled || work.was_cancelled;
@@ -566,7 +579,9 @@ bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
   advance(lock);
   if (job.has_ended()) return false;
   job.work->was_cancelled = true;
-  if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
+  // The other ranks wait for an exchanged load.
+  if (!job.work->submission_started && !job.work->is_exchanged)
+    end_unsubmitted(job, State::kCancelled, {});
   return true;
 }
 
@@ -576,6 +591,7 @@ void Scheduler::check_alive(const Lock&, const Reason& error) noexcept {
 
 void Scheduler::mark_lost(const Reason& reason) noexcept {
   lost_at_ = now();
+  if (planner_.exchange() != nullptr) planner_.exchange()->end(Exchange::kFailed);
   const auto text = [&] {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";
@@ -626,8 +642,11 @@ void Scheduler::close(const Lock&) noexcept {
   progress_.notify_all();  // for threads that wait to submit
 }
 
-bool Scheduler::all_have_ended(const Lock&) const {
-  if (device_loss_.empty()) return table_.all_have_ended();
+bool Scheduler::is_drained(const Lock&) const {
+  if (device_loss_.empty()) {
+    if (!table_.all_have_ended()) return false;
+    return planner_.exchange() == nullptr || planner_.exchange()->leave();
+  }
   const auto is_drained = [](const Queue& queue) { return queue.channel.is_drained(); };
   if (std::all_of(queues_, queues_ + kChannels, is_drained)) return true;
   if (now() - lost_at_ < kMaxSecondsForLost) return false;

@@ -108,13 +108,19 @@ class Scheduler {
   // Takes new groups while no job is outstanding. If it throws, nothing has changed.
   void rebind(const Lock&, std::vector<Group> groups);
 
+  // See CopyPlanner. No job was submitted yet.
+  bool join_exchange(const Lock&, const std::shared_ptr<Exchange>& exchange, uint64_t pools,
+                     double seconds) {
+    return planner_.join_exchange(exchange, queues_[kLoads].channel, pools, seconds);
+  }
+
   // Closing.
 
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
-  // Whether all jobs have ended. Throws if the device waits for a lost relay for ever: it may
-  // still use the memory of the jobs.
-  bool all_have_ended(const Lock&) const;
+  // Whether all jobs have ended, and no other rank needs this one. Throws if the device waits for a
+  // lost relay for ever: it may still use the memory of the jobs.
+  bool is_drained(const Lock&) const;
   // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 

@@ -39,11 +39,13 @@ struct Transfer {
   JobNumbers runs_after = kNoJobs;
   bool has_begun = false;  // some of its bytes may have been copied
   bool is_relayed = false;
-  int layer_group = 0;  // the first one that is not enqueued completely
-  CopyPosition next;    // what to enqueue next of it
+  uint64_t exchanged_load = 0;  // its number in the exchange
+  int layer_group = 0;          // the first one that is not enqueued completely
+  CopyPosition next;            // what to enqueue next of it
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }
+  bool is_exchanged() const { return jobs.front().work->is_exchanged; }
   int layer_groups() const { return jobs.front().layer_groups; }
   bool is_enqueued() const { return layer_group == layer_groups(); }
 };

@@ -40,6 +40,9 @@ SAME(elapsed_time, cuEventElapsedTime);
 SAME(wait_event, cuStreamWaitEvent);
 SAME(allocate, cuMemAlloc);
 SAME(free, cuMemFree);
+SAME(share_memory, cuIpcGetMemHandle);
+SAME(open_memory, cuIpcOpenMemHandle);
+SAME(close_memory, cuIpcCloseMemHandle);
 SAME(load_module, cuModuleLoadData);
 SAME(get_function, cuModuleGetFunction);
 SAME(set_function_attribute, cuFuncSetAttribute);
@@ -61,6 +64,8 @@ static_assert(cuda::kRegisterPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(cuda::kRegisterMapped == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(cuda::kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cuda::kWaitUntilAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
+static_assert(cuda::kOpenWithAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+static_assert(sizeof(cuda::MemoryHandle) == sizeof(CUipcMemHandle));
 static_assert(cuda::kHas64BitMemoryOperations == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 static_assert(cuda::kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(cuda::kHasRegisteredAtSameAddress ==

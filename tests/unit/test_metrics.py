@@ -23,7 +23,7 @@ from torch_kvswap.offload.metrics import (
 
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY = Histogram((), (0,), 0.0)
-IDLE = ChannelMetrics(*[0] * 15, {"batch": 0}, {}, EMPTY, EMPTY, EMPTY)
+IDLE = ChannelMetrics(*[0] * 15, {"batch": 0}, {}, 0, EMPTY, EMPTY, EMPTY)
 BUSY = ChannelMetrics(
     submitted=9,
     done=4,
@@ -42,6 +42,7 @@ BUSY = ChannelMetrics(
     events=5,
     jobs_by_copy_method={"batch": 4},
     relayed_bytes={1: 1024},
+    exchanged_bytes=512,
     submit=Histogram((1e-6, 2e-6), (3, 5, 1), 1.5e-05),
     queue=EMPTY,
     copy=EMPTY,
@@ -104,6 +105,7 @@ kvswap_blocks_total{channel="stores",direction="store",rank="1"} 5.0
 kvswap_encoded_blocks_total{channel="stores",direction="store",rank="1"} 3.0
 kvswap_rejected_blocks_total{channel="stores",direction="store",rank="1"} 1.0
 kvswap_corrupted_blocks_total{channel="stores",direction="store",rank="1"} 2.0
+kvswap_exchanged_bytes_total{channel="stores",direction="store",rank="1"} 512.0
 kvswap_transfers_total{channel="stores",direction="store",rank="1"} 3.0
 kvswap_jobs_ended_total{channel="stores",direction="store",rank="1",state="done"} 4.0
 kvswap_jobs_ended_total{channel="stores",direction="store",rank="1",state="failed"} 1.0

@@ -198,7 +198,7 @@ class HostPool(NotCopyable):
         mapping: Mapping | AllocatedMemory
         if shared:
             _warn_of_pageable(layout.device)
-            mapping = map_new(shape.mapped_bytes, shape.page_bytes, shared=True)
+            mapping = map_new(shape.file_bytes, shape.page_bytes, shared=True)
         else:
             mapping = _map_private(layout.device, shape)
         self._open(layout, shape, mapping, slot_encoding)
@@ -259,7 +259,7 @@ class HostPool(NotCopyable):
         handle._check(shape, layout)
         in_background = read_in_background(pin_in_background, layout.device)
         _warn_of_pageable(layout.device)
-        mapping = Mapping(shape.mapped_bytes, handle.fd)
+        mapping = Mapping(shape.file_bytes, handle.fd)
         pool = cls.__new__(cls)
         pool._open(layout, shape, mapping, slot_encoding)
         pool._pin(in_background, is_new=False)

@@ -15,11 +15,12 @@ from torch_kvswap.encoding.slot import RAW, SLOT_ALIGNMENT, Encoding, VerifyName
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
+EXCHANGE_BYTES: int = native.EXCHANGE_BYTES
 _ROW_ALIGNMENT = 64  # bytes, of a slot's checksums
 
 
-def read_part(part: object) -> tuple[int, int] | None:
-    """Checks the argument `part` of a pool.
+def read_part(part: object, name: str = "part") -> tuple[int, int] | None:
+    """Checks the argument `part` of a pool, or another one of this kind.
 
     Raises:
         TypeError, ValueError: it is no pair of a rank and a number of ranks.
@@ -28,9 +29,9 @@ def read_part(part: object) -> tuple[int, int] | None:
         return None
     if not isinstance(part, tuple) or len(part) != 2:
         given = repr(part) if isinstance(part, tuple) else kind_of(part)
-        raise TypeError(f"part is {given}; pass a tuple, (rank, number of ranks)")
-    world = read_int("part[1]", part[1], 1)
-    return read_int("part[0]", part[0], 0, world - 1), world
+        raise TypeError(f"{name} is {given}; pass a tuple, (rank, number of ranks)")
+    world = read_int(f"{name}[1]", part[1], 1)
+    return read_int(f"{name}[0]", part[0], 0, world - 1), world
 
 
 class Part(NamedTuple):
@@ -141,6 +142,12 @@ class PoolShape:
     def mapped_bytes(self) -> int:
         """Of the pages and the table behind them."""
         return self.table_begin + self.table_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Of a shared pool's file. It ends with EXCHANGE_BYTES for ranks that exchange loads, which
+        the pool does not pin."""
+        return _rounded(self.mapped_bytes, SYSTEM_PAGE) + EXCHANGE_BYTES
 
     def chunk_of(self, nbytes: int) -> int:
         """The number of pages, a power of two, that fit in `nbytes`.

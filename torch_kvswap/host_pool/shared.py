@@ -181,7 +181,7 @@ class PoolHandle(NotCopyable):
         different = difference(here, there, ("here", "in the pool"))
         if different is not None:
             raise ValueError(f"the handle is for other pages: {different}; {ATTACH_ADVICE}")
-        nbytes, size = shape.mapped_bytes, os.fstat(self.fd).st_size
+        nbytes, size = shape.file_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError:  # not a memory file

@@ -28,6 +28,7 @@ from torch_kvswap.copy_method import (
 )
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.offload.exchange import join_ranks, read_exchange
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.metrics import Metrics, read_metrics
 from torch_kvswap.offload.native import NativeHandler
@@ -231,6 +232,10 @@ class OffloadHandler(NotCopyable):
             transfers. A part of the bytes passes through memory of theirs, less than staging_bytes
             in all. Each relay is measured when the handler is made, and left out, with a warning in
             the log, if it gains little. docs/several_gpus.md has the details.
+        exchange (tuple[int, int] | None): (rank, number of ranks), of ranks that load the same
+            pages of a shared pool in the same order. Each loads a part of a large load, and gets
+            the rest from the GPUs of the others. Waits until all ranks have made their handlers.
+            docs/several_gpus.md says what they must observe.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
@@ -248,8 +253,10 @@ class OffloadHandler(NotCopyable):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
         relays: Sequence[int] = (),
+        exchange: tuple[int, int] | None = None,
     ) -> None:
-        self._open(Groups(gpu, host), copy_method, staging_bytes, submit_thread, relays=relays)
+        options = copy_method, staging_bytes, submit_thread
+        self._open(Groups(gpu, host), *options, relays=relays, exchange=exchange)
 
     def _open(
         self,
@@ -259,12 +266,15 @@ class OffloadHandler(NotCopyable):
         submit_thread: bool = False,
         assigns_pages: bool = False,
         relays: Sequence[int] = (),
+        exchange: tuple[int, int] | None = None,
     ) -> None:
         """Initializes a handler, also that of a PrefixCache, which assigns all pages."""
         submit_thread = read_switch("submit_thread", submit_thread)
         options = copy_method_options(copy_method, staging_bytes)
         for pool in groups.pools:
             pool._check_new_user(assigns_pages)
+        ranks = read_exchange(exchange, groups.device, groups.pools)
+        options.may_exchange = ranks is not None
         for relay in usable_relays(groups.device, relays):
             options.add_relay(relay)
         self._tags: dict[int, object] = {}  # of jobs that poll() has not reported
@@ -277,6 +287,8 @@ class OffloadHandler(NotCopyable):
         keep_alive(self._native)
         for pool in groups.pools:
             pool._register_user(self._native, assigns_pages)
+        if ranks is not None:
+            join_ranks(self._native, ranks)
 
     def __repr__(self) -> str:
         groups = self._native.groups

@@ -62,7 +62,8 @@ class ChannelMetrics:
         streams (int): streams that exist now.
         events (int): events that exist now.
         jobs_by_copy_method (dict[str, int]): jobs done, by copy method.
-        relayed_bytes (dict[int, int]): bytes given to each relay so far, by its GPU. The others
+        relayed_bytes (dict[int, int]): bytes given to each relay so far, by its GPU.
+        exchanged_bytes (int): bytes that came from other ranks so far, by an exchange. All others
             went over the link of the cache's GPU.
         submit (Histogram): host time in the submitting call.
         queue (Histogram): time in the software queue.
@@ -86,6 +87,7 @@ class ChannelMetrics:
     events: int
     jobs_by_copy_method: dict[str, int]
     relayed_bytes: dict[int, int]
+    exchanged_bytes: int
     submit: Histogram
     queue: Histogram
     copy: Histogram

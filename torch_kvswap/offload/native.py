@@ -10,6 +10,7 @@ from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.keep_alive import allow_free
 from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
+from torch_kvswap.host_pool.memory import Registration
 from torch_kvswap.offload.streams import resolve_waiting
 from torch_kvswap.results import DeviceLostError
 
@@ -27,9 +28,11 @@ class NativeHandler(NotCopyable, native.Handler):
     Attributes:
         owner (str): what errors say is closed.
         was_closed (bool): by its owner's close(), not by that of a pool.
+        shared (Registration | None): of what it shares with other ranks, until close().
     """
 
     groups: Groups
+    shared: Registration | None = None
     owner = "handler"
     was_closed = False
 
@@ -92,6 +95,8 @@ class NativeHandler(NotCopyable, native.Handler):
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
         super().close()
+        if self.shared is not None:
+            self.shared.remove()
         allow_free(self)
 
     def destroy(self) -> None:

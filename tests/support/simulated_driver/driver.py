@@ -167,7 +167,7 @@ class Driver:
         self.library.simulated_refuse_peers(device, peer)
 
     def drop_waits_between_gpus(self) -> None:
-        """Streams do not wait for events of other GPUs, as a control."""
+        """Streams do not wait for events of other GPUs, nor for words, as a control."""
         self.library.simulated_drop_waits_between_gpus()
 
     def set_link(self, device: int, slowness: int, peer: int = HOST_END) -> None:

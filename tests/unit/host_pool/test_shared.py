@@ -330,7 +330,7 @@ def test_a_small_or_unsealed_file_is_refused(tmp_path: Path) -> None:
     assert_expected_inline(
         error_text(HostPool.attach, layout(), small),
         """\
-ValueError: the handle's file has 24576 bytes; it must have 28672 for 7 pages, and be
+ValueError: the handle's file has 49152 bytes; it must have 50240 for 7 pages, and be
 sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"

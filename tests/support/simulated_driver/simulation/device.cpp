@@ -225,6 +225,7 @@ void Device::reset() {
   faults = Faults();
   unreachable.clear();
   accesses.clear();
+  opened.clear();
   waits_between_gpus = true;
   slowness_.clear();
   // It is a Hopper, can use 64-bit stream memory operations, and uses registered host memory at the

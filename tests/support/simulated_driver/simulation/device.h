@@ -67,11 +67,13 @@ class Device {
   Faults faults;
   std::map<int, int> attributes;
   int initialized = 1, global_capture = 0, capture_spoilt = 0;
-  std::set<Link> unreachable;              // GPUs that cannot be peers; the smaller one first
-  bool waits_between_gpus = true;          // false: waits for events of another GPU do nothing
-  std::set<std::pair<int, int>> accesses;  // enabled by the first GPU to memory of the second
-  double clock = 0;                        // milliseconds; each copy takes one
-  int test_context = 0;                    // in which the test calls
+  std::set<Link> unreachable;  // GPUs that cannot be peers; the smaller one first
+  bool waits_between_gpus =
+      true;  // false: those for another GPU's events, and for words, do nothing
+  std::set<std::pair<int, uint64_t>> opened;  // by this GPU: allocations of other processes
+  std::set<std::pair<int, int>> accesses;     // enabled by the first GPU to memory of the second
+  double clock = 0;                           // milliseconds; each copy takes one
+  int test_context = 0;                       // in which the test calls
 
   // Handles are never used twice, so one from before a reset is known as such.
   uint64_t create_stream();

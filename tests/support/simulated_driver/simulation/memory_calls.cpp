@@ -71,6 +71,10 @@ int forget(const char* name, void* address, Range::Origin origin, int refusal) {
   } else if (allocated) {
     std::free(address);
   }
+  for (const auto& [ordinal, address] : device().opened) {
+    if (address == begin)
+      device().log.violation("GPU ", ordinal, " has memory open that was freed");
+  }
   device().memory.remove(begin);
   return kSuccess;
 }
@@ -101,6 +105,40 @@ int register_host(void* address, size_t bytes, unsigned) {
   return kSuccess;
 }
 
+// CUipcMemHandle. The handle of an allocation begins with its address: here all processes are one.
+struct Handle {
+  uint64_t address;
+  unsigned char rest[56];
+};
+
+int share(Handle* handle, unsigned long long address) {
+  const Call call("cuIpcGetMemHandle");
+  if (call.result) return call.result;
+  const Range found = device().memory.find(address);
+  if (found.type != kDeviceMemory || found.origin != Range::kAllocated) return kInvalidValue;
+  *handle = {found.begin, {}};
+  return kSuccess;
+}
+
+int open(unsigned long long* address, Handle handle, unsigned flags) {
+  const Call call("cuIpcOpenMemHandle");
+  if (call.result) return call.result;
+  const int ordinal = current_context(), owner = device().memory.find(handle.address).device;
+  if (ordinal == kNoContext) return kInvalidContext;
+  if (flags != 1 || owner < 0) return kInvalidValue;
+  if (device().unreachable.count(std::minmax(ordinal, owner))) return kPeerAccessUnsupported;
+  device().accesses.emplace(ordinal, owner);
+  device().opened.emplace(ordinal, handle.address);
+  *address = handle.address;
+  return kSuccess;
+}
+
+int close(unsigned long long address) {
+  const Call call("cuIpcCloseMemHandle");
+  if (call.result) return call.result;
+  return device().opened.erase({current_context(), address}) == 0 ? kInvalidValue : kSuccess;
+}
+
 }  // namespace
 
 Functions memory_calls() {
@@ -112,6 +150,9 @@ Functions memory_calls() {
       SIMULATED(cuMemFreeHost, free_host),
       SIMULATED(cuMemHostRegister, register_host),
       SIMULATED(cuMemHostUnregister, unregister),
+      SIMULATED(cuIpcGetMemHandle, share),
+      SIMULATED(cuIpcOpenMemHandle, open),
+      SIMULATED(cuIpcCloseMemHandle, close),
   };
 }
 
