@@ -630,7 +630,7 @@ Raises:
            nb::sig("def fail(self, reservation: Reservation) -> None"),
            R"(Ends a reservation whose copy failed, or a store that was cancelled or not submitted.
 
-Its blocks are forgotten, those of a failed load because their pages may be invalid.
+Its blocks are forgotten; after a failed load because their pages may be invalid.
 
 Args:
     reservation (Reservation): from prepare_load(), prepare_store() or preempt().
