@@ -145,10 +145,20 @@ class ForeignMemory(Mapping):
 
     def __init__(self, tensor: Tensor, table_bytes: int, pinned_pieces: int) -> None:
         self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.numel()
+        self._storage_bytes = tensor.untyped_storage().nbytes()
         self._last = self.address + self.nbytes
         self._is_private, self._collapse, self._cpus = True, False, []
         self.table = Mapping(table_bytes) if table_bytes else None
         self.pinned_pieces = pinned_pieces
+
+    def check_kept(self) -> None:
+        """Raises RuntimeError if its owner has freed or resized it."""
+        nbytes = self.tensor.untyped_storage().nbytes()
+        if nbytes != self._storage_bytes or self.tensor.data_ptr() != self.address:
+            raise RuntimeError(
+                f"the memory of the host pool had {self._storage_bytes} bytes, but its owner has "
+                f"freed it or resized it to {nbytes}; close the pool first"
+            )
 
     def release(self) -> None:
         """Drops the tensor and the table."""

@@ -35,6 +35,7 @@ from torch_kvswap.host_pool import foreign
 from torch_kvswap.host_pool.description import describe_page, difference
 from torch_kvswap.host_pool.memory import (
     DriverMemory,
+    ForeignMemory,
     Mapping,
     TorchMemory,
     map_new,
@@ -94,10 +95,13 @@ class _Memory:
         return self.pinning
 
     def check_open(self) -> Tensor:
-        """Returns the pages; raises RuntimeError if the pool is closed, or in a forked child."""
+        """Returns the pages; raises RuntimeError if the pool is closed, if somebody else has freed
+        its memory, or in a forked child."""
         self.process.check("host pool")
         if self.pages is None:
             raise RuntimeError("the host pool is closed; make a new one")
+        if isinstance(self.mapping, ForeignMemory):
+            self.mapping.check_kept()
         return self.pages
 
     def close(self) -> None:

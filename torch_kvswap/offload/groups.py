@@ -10,6 +10,7 @@ import torch
 from torch_kvswap._native.arguments import count_of, kind_of, read_int
 from torch_kvswap._native.loader import native, ops
 from torch_kvswap.devices.kind import is_native
+from torch_kvswap.host_pool.memory import ForeignMemory
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, block_spaces
 
@@ -58,6 +59,7 @@ class Groups:
         layouts (tuple[PagedLayout, ...]): the layouts.
         pools (tuple[HostPool, ...]): the pools, one per layout.
         device (torch.device): the device of all layouts.
+        foreign (list): the memory of pools that somebody else owns.
         num_layers (int): tensors of all layouts, numbered in order.
         layouts_for_native (list[native.GroupLayout]): the groups for the native side. They point
             into memory that this object holds.
@@ -83,6 +85,9 @@ class Groups:
         _check_match(self.layouts, self.pools)
         for pool in self.pools:
             pool._memory.check_open()
+        self.foreign = [
+            pool._memory for pool in self.pools if isinstance(pool._memory.mapping, ForeignMemory)
+        ]
         self.device: torch.device = self.layouts[0].device
         if not is_native(self.device.type):
             raise ValueError(

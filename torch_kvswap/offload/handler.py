@@ -657,6 +657,8 @@ class OffloadHandler(NotCopyable):
                 num_groups = groups.read_layer_groups(layer_groups)
             if native.cache_has_moved(groups.guard.native):
                 groups.guard.check()
+            for memory in groups.foreign:
+                memory.check_open()
             resolved = resolve_after(after, groups.device)
             job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
             has_method = copy_method is not None

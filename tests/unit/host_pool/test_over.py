@@ -374,6 +374,21 @@ def in_chunks_over(chunk_bytes: int, region: Region, *shape: object, **options: 
     return in_chunks(chunk_bytes, region.tensor, *shape, make=HostPool.over, **options)
 
 
+def test_memory_that_its_owner_frees_is_not_used() -> None:
+    layout, memory = PagedLayout([torch.zeros(8, 4096, dtype=torch.uint8)]), torch.zeros(4 * 4096)
+    pool = HostPool.over(memory, layout)
+    with OffloadHandler(layout, pool) as handler:
+        handler.store(gpu_block_ids=[1], page_ids=[1]).synchronize()
+        memory.untyped_storage().resize_(0)
+        for call in (
+            lambda: handler.store(gpu_block_ids=[1], page_ids=[1]),
+            lambda: handler.load(page_ids=[1], gpu_block_ids=[1]),
+            lambda: pool.read_block(1),
+        ):
+            with pytest.raises(RuntimeError, match="its owner has freed it or resized it to 0"):
+                call()
+
+
 def test_memory_of_the_cache_is_refused() -> None:
     layers = list(torch.zeros(2, 8, 16, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"which has tensors\[1\] of the cache too"):
