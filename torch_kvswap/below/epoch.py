@@ -20,6 +20,7 @@ from torch_kvswap.below.format import zeros
 from torch_kvswap.below.store import PageStore, answers_of
 
 _CHARACTERS = 16
+_TRIES = 4  # another thread may put an earlier epoch meanwhile
 _NAME = re.compile(f"[0-9a-f]{{{_CHARACTERS}}}")
 Call = Callable[..., Any]  # calls a method of the store with its arguments
 
@@ -77,7 +78,7 @@ class Epoch:
     def keep(self, call: Call) -> Named:
         """The epoch of pages to be written, which the store knows then."""
         made = None
-        while True:
+        for _ in range(_TRIES):
             there = self._get(call)
             with self._lock:
                 self._see_resets()
@@ -99,6 +100,7 @@ class Epoch:
                 if self.is_due:
                     self._delete(call)
                 raise
+        raise OSError(f"{self._object} is not there, though it was just stored")
 
     def _warn_of_another(self) -> None:
         if not self._has_warned:

@@ -146,6 +146,10 @@ class StoreThreads:
         call = self._calls[me] = _Call(task)
         try:
             answer = method(*arguments)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"the store raised {error!r}") from error  # it would end the thread
         finally:
             self._calls[me] = _NO_CALL
         if call.is_late:

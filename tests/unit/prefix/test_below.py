@@ -916,6 +916,28 @@ def test_a_pool_outlives_its_closed_store(reader: Engine) -> None:
     PrefixCache(PagedLayout([reader.tensor]), reader.pool).close()
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_store_that_ends_its_thread_is_a_failure(
+    error: type[BaseException], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(store) as engine, logged() as messages:
+        monkeypatch.setattr(store, "get", Mock(side_effect=error))
+        assert engine.find(PROMPT) == (0, 0, 0, 0)
+    text = f"reading from MemoryStore pauses for 1 s: RuntimeError('the store raised {error()!r}')"
+    assert messages == [text]
+
+
+def test_a_store_that_keeps_nothing_is_a_failure(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "put", Mock())
+    with Engine(store) as engine, logged() as messages:
+        engine.compute(PROMPT)
+        engine.until(lambda: engine.stats.failed > 0)
+    assert len(messages) == 1
+    assert messages[0].endswith("@epoch is not there, though it was just stored")
+
+
 def test_a_cache_that_gets_no_threads_leaves_none(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
