@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    OffloadingConnectorScheduler,
-)
-from vllm_engine import (
-    OffloadingConnectorStats,
-)
+from vllm_engine import OffloadingConnectorScheduler, OffloadingConnectorStats
 from vllm_serving import (
     BLOCK,
     CHUNKS,

@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 from patience import in_time
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm_contract import KVSwapWorker, caches
-from vllm_engine import config, folder
+from vllm_engine import KVConnectorFactory, config, folder
 from vllm_serving import (
     BLOCK,
     PROMPTS,

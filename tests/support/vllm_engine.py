@@ -17,8 +17,12 @@ if not os.environ.get("KVSWAP_TEST_VLLM"):
 with warnings.catch_warnings():  # vLLM's own are not ours to mend
     warnings.simplefilter("ignore")
     import vllm.v1.kv_offload.cpu.manager  # noqa: F401  tests compare with it
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
     )
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload import config as offload_config
@@ -29,9 +33,11 @@ with warnings.catch_warnings():  # vLLM's own are not ours to mend
 
 __all__ = [
     "CPULoadStoreSpec",
+    "KVConnectorFactory",
     "KVSwapManager",
     "KVSwapOffloadingSpec",
     "KVSwapWorker",
+    "OffloadingConnectorScheduler",
     "OffloadingConnectorStats",
     "base",
     "caches",
