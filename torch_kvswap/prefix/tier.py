@@ -148,10 +148,10 @@ class Tier:
             min(batch, max(held // _THREADS, 1))
             for batch, held in zip(self._batch, self._most_held, strict=True)
         ]
-        # Guarded by _lock. A Condition is not entered, only waited for: Ctrl-C may come between its
-        # taking the lock and the block, and would leave it locked.
+        # Guarded by _lock. No Condition: a wait that Ctrl-C ends may not have the lock again, which
+        # its block would then release for another thread.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._waiters: list[threading.Lock] = []  # locked until an ask was answered
         self._asking: dict[bytes, _Ask] = {}  # by identity
         self._absent: dict[bytes, float] = {}  # by identity: until when; oldest first
         self._answered: deque[_Ask] = deque()  # all of it has come that will
@@ -226,11 +226,18 @@ class Tier:
 
     def wait(self, timeout: float | None) -> None:
         """Waits until an ask was answered or is late, if there is one."""
+        waiter = threading.Lock()
+        waiter.acquire()
         with self._lock:
-            if self._asking and not self._answered:
-                # poll() then finds what is late.
-                longest = self._reads.seconds_left + 0.001
-                self._changed.wait(longest if timeout is None else min(timeout, longest))
+            if not self._asking or self._answered:
+                return
+            self._waiters.append(waiter)
+            longest = self._reads.seconds_left + 0.001  # poll() then finds what is late
+        try:
+            waiter.acquire(timeout=longest if timeout is None else max(min(timeout, longest), 0))
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)
 
     def reset(self, wait: bool = True) -> None:
         """The manager was reset. The store has to know, so that no process finds what was before,
@@ -506,7 +513,8 @@ class Tier:
         """The store has answered for all of it. The caller holds the lock."""
         if not ask.is_over:
             self._answered.append(ask)
-            self._changed.notify_all()
+            while self._waiters:
+                self._waiters.pop().release()
             self._on_answer()
         elif ask.reservation is not None:
             ask.reservation.let_go()

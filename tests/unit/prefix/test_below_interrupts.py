@@ -29,11 +29,16 @@ def have_answer(engine: Engine, store: MemoryStore) -> None:
     assert in_time(lambda: len(below._answered) == 1)
 
 
-def be_late(engine: Engine, store: MemoryStore) -> None:
-    """The store does not answer, and the next poll gives up."""
+def hold(engine: Engine, store: MemoryStore) -> None:
+    """The store does not answer."""
     store.held = {"get"}
     engine.prefixes.lookup(KEYS)
     assert in_time(lambda: len(store.waiting) == 4)
+
+
+def be_late(engine: Engine, store: MemoryStore) -> None:
+    """The store does not answer, and the next poll gives up."""
+    hold(engine, store)
     threads.DEADLINE = 0.0
 
 
@@ -61,6 +66,7 @@ CALLS: dict[str, tuple[Callable[[Engine, MemoryStore], None], Callable[[Engine],
     "lookup": (begin, lambda engine: engine.prefixes.lookup(KEYS)),
     "poll with an answer": (have_answer, lambda engine: engine.prefixes.poll()),
     "poll without one": (be_late, lambda engine: engine.prefixes.poll()),
+    "poll that waits": (hold, lambda engine: engine.prefixes.poll(timeout=0.001)),
 }
 
 
