@@ -32,7 +32,9 @@ class MemoryStore(PageStore):
     @property
     def pages(self) -> dict[str, bytes]:
         """The objects of pages."""
-        return {name: content for name, content in self.objects.items() if name[-6:] != "@epoch"}
+        return {
+            name: content for name, content in list(self.objects.items()) if name[-6:] != "@epoch"
+        }
 
     def exists(self, keys: list[str]) -> list[bool]:
         self._end("exists", keys, self._begin("exists", keys))

@@ -269,7 +269,7 @@ def test_pages_keep_the_checksums_of_their_blocks(when: str, store: MemoryStore)
         store.release()
         writer.until(lambda: writer.stats.written == len(PROMPT))
     with Engine(MemoryStore(store.objects), verify="load") as reader, logged() as messages:
-        reader.compute(range(20))  # pages and numbers of stores are others
+        reader.share(range(20))  # pages and numbers of stores are others
         assert reader.find(PROMPT).ready == len(PROMPT)
         if when == "after it was read":
             damage(reader, PROMPT[3])
