@@ -659,7 +659,14 @@ Args:
         reservation ends, unless prepare_load(), touch() or preempt() uses them before.
     renew (bool): evict these blocks after all others. False keeps the position of the first
         block, so that the blocks stored last are evicted first.)")
-      .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"))
+      .def("reset", &PyBlockManager::reset, nb::sig("def reset(self) -> None"),
+           R"(Forgets all blocks. Those in a second tier stay there, but are not found any more.
+
+Reserved pages become free when their reservations end. Needs the memory of a second manager
+for a moment.
+
+Raises:
+    MemoryError: nothing was changed.)")
       .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
       // What a prefix cache, its second tier and a server call: see prefix/manager.h.
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)

@@ -23,9 +23,8 @@ from simulated_cache import CURRENT, needs_kernels, run_until
 from simulated_driver import Driver, place, pool, simulated
 
 from torch_kvswap import Job, PagedLayout, PrefixCache
-from torch_kvswap.below.epoch import Epoch
 from torch_kvswap.prefix import BlockManager
-from torch_kvswap.prefix.tier import Tier
+from torch_kvswap.prefix.tier import Tier, _Epoch
 
 
 def several(seed: int) -> Options:
@@ -162,10 +161,10 @@ def test_control_late_answers_write_into_others_pages(
         fuzz(lambda seed: BelowServer(Device(), seed, {"get": (0.0, 0.5)}), 80)
 
 
-def test_control_a_store_without_epochs_has_old_pages(
+def test_control_names_that_no_reset_changes_bring_old_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Epoch, "_see_resets", lambda _: None)
+    monkeypatch.setattr(Tier, "_epoch", lambda self: _Epoch(self._manager.resets, ""))
     with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: BelowServer(Device(), seed), 40)
 
@@ -233,7 +232,7 @@ def test_a_page_from_below_loads_after_failed_stores(driver: Driver, marks: bool
         job = writer.store([key_of("a")], [1]).job
         assert result_of(driver, job) == "done"
         writer.poll()
-        assert in_time(lambda: len(objects) == 3)  # with the epoch
+        assert in_time(lambda: len(objects) == 2)
     with engine() as reader:
         if not marks:
             reader._below._mark_written = lambda pages: None  # type: ignore[union-attr]

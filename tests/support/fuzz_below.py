@@ -47,9 +47,9 @@ class FaultyStore(MemoryStore):
     def spoil(self) -> None:
         """An object is lost or damaged."""
         rng = self._rngs["spoil"]
-        if not self.pages:
+        if not self.objects:
             return
-        name = rng.choice(sorted(self.pages))
+        name = rng.choice(sorted(self.objects))
         self.spoiled.add(key_in(name))
         content = bytearray(self.objects.pop(name, b"!"))
         content[rng.randrange(len(content))] ^= 1
@@ -95,7 +95,7 @@ class BelowServer(Server):
         seed: int,
         rates: Mapping[str, tuple[float, float]] = RATES,
     ) -> None:
-        self.store_below = FaultyStore(seed, rates)
+        self.store_below, self.weights = FaultyStore(seed, rates), 0
         self.old_pools: list[HostPool] = []
         super().__init__(device, seed, steps=200)
 
@@ -117,6 +117,10 @@ class BelowServer(Server):
     def make_prefixes(self, **_: Any) -> PrefixCache:
         with mock.patch.object(tier, "BYTES_IN_FLIGHT", self.bytes_in_flight):
             return super().make_prefixes(**self.below)
+
+    def change_contents(self) -> None:
+        super().change_contents()
+        self.weights += 1
 
     def key(self, key: tuple[int, int]) -> bytes:
         return sha256(str(key).encode()).digest()
@@ -148,19 +152,9 @@ class BelowServer(Server):
         with self.prefixes._below._lock:
             self.prefixes._below._absent.clear()
 
-    def has_told(self) -> bool:
-        """The store knows of all resets."""
-        self.store_below.release()
-        self.poll()
-        assert self.prefixes._below is not None
-        return not self.prefixes._below._epoch.is_due
-
     def restart(self, pages: int | None = None) -> None:
         """Another process goes on. Calls that hang still use the memory of this one."""
-        if pages is None and self.device.faults()[1]:
-            return
         self.end_jobs()
-        assert in_time(self.has_told)
         self.count_pages()
         for of_jobs in (self.states, self.cancelled, self.lazily):
             of_jobs.clear()
@@ -168,6 +162,7 @@ class BelowServer(Server):
             self.prefixes.close()
         self.old_pools.append(self.pool)
         self.pool = self.make_pool(self.group, pages or self.rng.randint(3, 6))
+        self.below["below_model"] = f"weights {self.weights}"
         self.prefixes = self.make_prefixes()
         self.counts["restarts"] += 1
 
@@ -245,8 +240,8 @@ class BelowServer(Server):
     def is_below(self, key: tuple[int, int]) -> bool:
         assert self.prefixes._below is not None
         (form,) = self.prefixes._below._formats
-        epoch, keys = self.prefixes._below._epoch.name or "", [self.key(key)]
-        names = *form.page_names(epoch, keys), *form.trailer_names(epoch, keys)
+        suffix, keys = self.prefixes._below._newest.suffix, [self.key(key)]
+        names = *form.page_names(keys, suffix), *form.trailer_names(keys, suffix)
         return all(name in self.store_below.objects for name in names)
 
     def closes(self, pool: HostPool) -> bool:

@@ -13,8 +13,7 @@ class MemoryStore(PageStore):
     """Carries out each call at once, or in release() if it is of those in `held`.
 
     objects: what it keeps; several stores may share it. held, failing: methods that do not return
-    yet, or raise; "epoch" is what concerns the object with the epoch, which is not in `calls`.
-    lying: names that exists() says are there.
+    yet, or raise. lying: names that exists() says are there.
     deleted: what delete() has deleted, or has not found.
     """
 
@@ -28,13 +27,6 @@ class MemoryStore(PageStore):
         self.waiting: deque[Callable[[], None]] = deque()
         self.is_closed = False
         self._lock = threading.Lock()
-
-    @property
-    def pages(self) -> dict[str, bytes]:
-        """The objects of pages."""
-        return {
-            name: content for name, content in list(self.objects.items()) if name[-6:] != "@epoch"
-        }
 
     def exists(self, keys: list[str]) -> list[bool]:
         self._end("exists", keys, self._begin("exists", keys))
@@ -55,7 +47,7 @@ class MemoryStore(PageStore):
         some = self._begin("delete", keys)
         for key in some:
             self.objects.pop(key, None)
-            self.deleted += [key] if key[-6:] != "@epoch" else []
+            self.deleted.append(key)
         self._end("delete", keys, some)
 
     def close(self) -> None:
@@ -78,12 +70,8 @@ class MemoryStore(PageStore):
     def _begin(self, what: str, keys: list[str]) -> list[str]:
         """Hangs, or not. Returns the keys that the call gets to before it fails: all, or fewer."""
         go_on = threading.Event()
-        is_epoch = keys[0][-6:] == "@epoch"
         with self._lock:
-            if is_epoch:
-                what = "epoch"
-            else:
-                self.calls.append(what)
+            self.calls.append(what)
             if what in self.held:
                 self.waiting.append(go_on.set)
             else:

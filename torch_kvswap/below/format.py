@@ -1,10 +1,10 @@
 """The format of a page in a second tier: its bytes, and a trailer that describes them.
 
-A page is two objects, NAMESPACE@RANK@EPOCH@0@KEY with its bytes and NAMESPACE@RANK@EPOCH@1@KEY with
-a trailer: magic, version, namespace, key, length, checksum, the checksums of the blocks if the pool
-has them (`HostPool.verify`), then zeros up to a multiple of 4,096. The checksum is of the bytes and
-of the checksums of the blocks. The trailer is written second. A reader makes the trailer of the
-bytes that came, and compares the two: that checks all fields. `epoch.py` says what EPOCH is.
+A page is two objects, NAMESPACE@RANK@0@KEY with its bytes and NAMESPACE@RANK@1@KEY with a trailer:
+magic, version, namespace, key, length, checksum, the checksums of the blocks if the pool has them
+(`HostPool.verify`), then zeros up to a multiple of 4,096. The checksum is of the bytes and of the
+checksums of the blocks. The trailer is written second. A reader makes the trailer of the bytes that
+came, and compares the two: that checks all fields.
 
 NAMESPACE is the SHA-256 of the page_text() of what describes the pages. Another version of the
 format has other namespaces, so that its pages are not found, and another number in its trailers, so
@@ -13,7 +13,6 @@ that they are refused where they are.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Iterable
 from hashlib import sha256
@@ -78,13 +77,13 @@ class PageFormat:
         self.trailer_bytes = -(-self._end // ALIGNMENT) * ALIGNMENT
         log.info("pages in the second tier are named %s@...: %s", self.name, self.description)
 
-    def page_names(self, epoch: str, keys: Iterable[bytes]) -> list[str]:
+    def page_names(self, keys: Iterable[bytes], suffix: str) -> list[str]:
         """The names of the objects with the bytes of pages."""
-        return [f"{self.name}@{epoch}@0@{key.hex()}" for key in keys]
+        return [f"{self.name}@0@{key.hex()}{suffix}" for key in keys]
 
-    def trailer_names(self, epoch: str, keys: Iterable[bytes]) -> list[str]:
+    def trailer_names(self, keys: Iterable[bytes], suffix: str) -> list[str]:
         """The names of the objects with the trailers of pages."""
-        return [f"{self.name}@{epoch}@1@{key.hex()}" for key in keys]
+        return [f"{self.name}@1@{key.hex()}{suffix}" for key in keys]
 
     def write_trailer(
         self, trailer: memoryview, key: bytes, page: int, of_page: memoryview
@@ -121,12 +120,6 @@ class PageFormat:
 
     def _checksums_in(self, trailer: memoryview) -> bytes:
         return bytes(trailer[_FIELDS.size : self._end])
-
-
-def zeros(nbytes: int, count: int) -> list[memoryview]:
-    """So many times so many bytes, aligned as pages are."""
-    memory = memoryview(mmap.mmap(-1, count * nbytes))
-    return [memory[place * nbytes : (place + 1) * nbytes] for place in range(count)]
 
 
 def _text(value: object) -> str:

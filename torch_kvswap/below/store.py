@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
 from urllib.parse import SplitResult, urlsplit
-
-from torch_kvswap._native.arguments import count_of, kind_of
 
 
 class PageStore(ABC):
@@ -44,22 +41,6 @@ class PageStore(ABC):
     def __str__(self) -> str:
         """For messages; without a password."""
         return type(self).__name__
-
-
-def answers_of(method: Callable[..., object], count: int, answers: object) -> list[bool]:
-    """What exists() or get() has answered for this many keys.
-
-    Raises:
-        TypeError, ValueError: that is no list of bool, or has another length.
-    """
-    name = getattr(method, "__name__", repr(method))
-    what = f"{name}() of {count_of(count, 'key')} returned"
-    if not isinstance(answers, Iterable):
-        raise TypeError(f"{what} {kind_of(answers)}, not a list of bool")
-    answers = [bool(answer) for answer in answers]
-    if len(answers) != count:
-        raise ValueError(f"{what} {count_of(len(answers), 'answer')}")
-    return answers
 
 
 def split_url(

@@ -239,7 +239,7 @@ class PrefixCache(NotCopyable):
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
         if below is not None:
-            manager._tell_tier = self._open_below(open_store, formats, for_jobs).reset
+            self._open_below(open_store, formats, for_jobs)
 
     def _open(
         self,
@@ -344,10 +344,10 @@ class PrefixCache(NotCopyable):
         open_store: Callable[[], PageStore],
         formats: Sequence[PageFormat],
         manager: BlockManager,
-    ) -> Tier:
+    ) -> None:
         """Opens the store, or closes the handler and raises."""
         try:
-            self._below = tier = Tier(
+            self._below = Tier(
                 open_store(),
                 formats,
                 self.pools,
@@ -357,11 +357,10 @@ class PrefixCache(NotCopyable):
         except BaseException:
             self._handler.close()
             raise
-        weakref.finalize(self, tier.close)
+        weakref.finalize(self, self._below.close)
         for pool in self.pools:
             # The store may use the pages for longer than the handler, if it does not close.
-            pool._register_user(tier, assigns_pages=True)
-        return tier
+            pool._register_user(self._below, assigns_pages=True)
 
     def __repr__(self) -> str:
         return (

@@ -142,6 +142,7 @@ class Session(NotCopyable):
         self._awaited: deque[Callable[[array[int]], object]] = deque()  # get the answers
         self._inbox = bytearray()
         self._unheard_resets = 0  # that the server of this generation has not answered
+        self._was_reset = False  # the index, of this server or of one before it
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
 
@@ -278,7 +279,9 @@ class Session(NotCopyable):
     ) -> None:
         with self._lock:  # no call comes in between
             if generation != self._generation:
-                self._unheard_resets = 0
+                # Another server's second tier may have pages from before a reset.
+                self._unheard_resets = int(self._was_reset and resets == generation)
+                self._was_reset |= resets != generation and not self._is_worker
             self._session, self._generation, self._resets = session, generation, resets
             self.num_pages = num_pages
             if self._is_closing:
@@ -351,6 +354,7 @@ class Session(NotCopyable):
         """
         with self._lock:
             self._unheard_resets += 1
+            self._was_reset = True
             if self._connection is not None:
                 self._resets += 1
                 self._send(pack(Op.RESET), self._heard_reset)
@@ -423,6 +427,7 @@ class Session(NotCopyable):
             status, numbers, text = message
             if status == Status.RESET:
                 self._resets += 1
+                self._was_reset = True
                 continue
             answered = self._awaited.popleft()
             if status == Status.REFUSED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex, get_args
 
@@ -156,8 +156,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         ValueError: an argument is out of range.
     """
 
-    _tell_tier: Callable[[], None] | None = None  # of a reset
-
     def __init__(
         self,
         groups: int | Sequence[BlockGroup],
@@ -197,19 +195,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         same.groups, same.unit_tokens, same._is_list = self.groups, self.unit_tokens, True
         native.BlockManager.__init__(same, self)
         return same
-
-    def reset(self) -> None:
-        """Forgets all blocks, also those in a second tier, for which it waits at most 5 s.
-
-        Reserved pages become free when their reservations end. Needs the memory of a second manager
-        for a moment.
-
-        Raises:
-            MemoryError: nothing was changed.
-        """
-        native.BlockManager.reset(self)
-        if self._tell_tier is not None:
-            self._tell_tier()
 
     def __repr__(self) -> str:
         pages = [group.num_pages for group in self.groups]

@@ -170,7 +170,6 @@ class _Pages:
                 lambda _: None,  # engines mark the pages that they load
                 on_answer,
             )
-            self.manager._tell_tier = partial(self.tier.reset, wait=False)
 
 
 class PageServer:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import operator
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torch_kvswap._C import StoreReservation, WriteReservation
-from torch_kvswap._native.arguments import count_of
+from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.below import threads
-from torch_kvswap.below.epoch import Epoch, Named
 from torch_kvswap.below.files import FileStore
-from torch_kvswap.below.format import PageFormat, zeros
-from torch_kvswap.below.store import PageStore, answers_of
+from torch_kvswap.below.format import PageFormat
+from torch_kvswap.below.store import PageStore
 from torch_kvswap.below.threads import StorePausedError, StoreThreads
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.hashing import KEY_BYTES, split_keys
@@ -64,6 +65,18 @@ class BelowStats:
     hung: int
 
 
+class _Epoch(NamedTuple):
+    """The pages between two resets of the manager.
+
+    Attributes:
+        resets (int): before it.
+        suffix (str): of the names of its pages: empty before the first reset, then random.
+    """
+
+    resets: int
+    suffix: str
+
+
 class _Ask:
     """A lookup that has missed keys.
 
@@ -74,7 +87,7 @@ class _Ask:
         identity (bytes): the first one of the first group with any; without it the others cannot be
             used.
         has_begun (bool): a thread has taken it.
-        epoch (Named | None): of the pages to read; None if the store has none of it.
+        epoch (_Epoch): of the pages to read.
         reservation (StoreReservation | None): of the pages to read.
         left (int): batches of these that have not ended.
         rejected (list[int]): group and page of each page that did not come.
@@ -84,14 +97,14 @@ class _Ask:
     """
 
     def __init__(
-        self, keys: Sequence[bytes], units: int, missed: list[bytes], identity: bytes
+        self, keys: Sequence[bytes], units: int, missed: list[bytes], identity: bytes, epoch: _Epoch
     ) -> None:
         self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
         self.count = sum(map(len, missed)) // KEY_BYTES
         self.has_begun = self.is_over = False
         self.reservation: StoreReservation | None = None
         self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
-        self.epoch: Named | None = None
+        self.epoch = epoch
 
 
 class _Batch(NamedTuple):
@@ -160,8 +173,7 @@ class Tier:
 
         self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
-        self._epoch = Epoch(store, formats[0].name, lambda: manager.resets)
-        self._resets_warned = manager.resets
+        self._newest = _Epoch(manager.resets, "")
         largest = max(map(operator.mul, self._batch, self._page_bytes))
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
         self._running = 2 * count  # threads that have not ended
@@ -187,7 +199,7 @@ class Tier:
                     return found
                 if self._reads.is_doubtful and self._asking:  # one finds out if it works again
                     return found
-                ask = _Ask(keys, found.found, missed, identity)
+                ask = _Ask(keys, found.found, missed, identity, self._epoch())
                 # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
                 self._reads.submit(self._find)
                 self._asking[identity] = ask
@@ -239,22 +251,6 @@ class Tier:
             with self._lock, contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
 
-    def reset(self, wait: bool = True) -> None:
-        """The manager was reset. The store has to know, so that no process finds what was before,
-        whenever it starts. Until it knows, nothing is read or written.
-
-        Args:
-            wait (bool): until it knows, but not longer than DEADLINE.
-        """
-        was_tried = threading.Event()
-        if self._writes.is_away:
-            self._must_retry = True
-        else:
-            self._writes.submit(partial(self._tell_of_reset, was_tried.set))
-            was_tried.wait(threads.DEADLINE if wait else 0)
-        if wait or self._writes.is_away:
-            self._warn_of_reset()
-
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Loads have found that these pages, given by group and key, are not what was stored.
 
@@ -263,9 +259,9 @@ class Tier:
         """
         with self._lock:
             self._damaged += len(pages)
-        if (epoch := self._epoch.name) is not None:
-            for group, key in pages:
-                self._reads.submit(partial(self._delete, epoch, group, [key]))
+            epoch = self._epoch()
+        for group, key in pages:
+            self._reads.submit(partial(self._delete, epoch, group, [key]))
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -299,13 +295,6 @@ class Tier:
         for thread in self._threads():
             thread.join(max(until - time.monotonic(), 0))
         hung = sum(thread.is_alive() for thread in self._threads())
-        if self._epoch.is_due and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "%s was not told that the prefix cache was reset: others find pages there from "
-                "before the reset; delete them, or use another below_model",
-                self._store,
-            )
         if hung:
             self._has_warned = True
             log.warning(
@@ -315,6 +304,13 @@ class Tier:
                 count_of(hung, "call"),
                 threads.DEADLINE,
             )
+
+    def _epoch(self) -> _Epoch:
+        """Of the pages that are in the manager now. After a reset their names in the store are
+        random: a key may stand for other bytes than there. The caller holds the lock."""
+        if (resets := self._manager.resets) != self._newest.resets:
+            self._newest = _Epoch(resets, f"-{secrets.token_hex(8)}")
+        return self._newest
 
     def _threads(self) -> list[threading.Thread]:
         return [*self._reads.threads, *self._writes.threads]
@@ -358,9 +354,6 @@ class Tier:
             if self._running:
                 return
         self._memory.clear()  # so that the pools' memory can be unmapped
-        if self._epoch.is_due:
-            with contextlib.suppress(Exception):  # close() says so
-                self._epoch.keep(lambda method, *arguments: method(*arguments))
         self._store.close()
 
     def _find(self) -> None:
@@ -372,8 +365,7 @@ class Tier:
             ask.has_begun = True
         batches = list[_Batch]()
         try:
-            ask.epoch = self._epoch.read(partial(self._reads.call, ask))
-            units = ask.units if ask.epoch is None else self._ask_store(ask, ask.epoch.name)
+            units = self._ask_store(ask)
             if units == ask.units:  # else the reads show whether it works
                 self._reads.end_pause()
             batches = self._reserve(ask, units)
@@ -386,12 +378,12 @@ class Tier:
             with self._lock:
                 self._answer(ask)
 
-    def _ask_store(self, ask: _Ask, epoch: str) -> int:
+    def _ask_store(self, ask: _Ask) -> int:
         """The length of the longest prefix that it completes."""
         keys = list(map(split_keys, ask.missed))
         names = list[str]()
         for form, of_group in zip(self._formats, keys, strict=True):
-            names += form.trailer_names(epoch, of_group)
+            names += form.trailer_names(of_group, ask.epoch.suffix)
         rest = iter(self._call(self._reads, ask, self._store.exists, names))
         there = [bytes(islice(rest, len(of_group))) for of_group in keys]
         return self._manager._longest_prefix(ask.units, there)
@@ -403,7 +395,7 @@ class Tier:
         Returns the parts that the threads read at a time.
         """
         needed, reservation = list[bytes](), None
-        while ask.epoch is not None and units > ask.units and not ask.is_over:
+        while units > ask.units and not ask.is_over:
             ranges = zip(ask.keys, needed_blocks(self._manager.groups, units), strict=True)
             needed = [keys[its.start * KEY_BYTES : its.stop * KEY_BYTES] for keys, its in ranges]
             with contextlib.suppress(ValueError):  # a key occurs twice: nobody stores that
@@ -438,12 +430,11 @@ class Tier:
 
     def _read_batch(self, ask: _Ask, batch: _Batch) -> None:
         """Reads pages, compares their checksums, and leaves them to poll()."""
-        assert ask.epoch is not None
         wrong: list[bytes] = []
         rejected = list(range(len(batch.keys)))
         try:
             if not ask.is_over:
-                rejected = self._fill(ask, ask.epoch.name, batch, wrong)
+                rejected = self._fill(ask, batch, wrong)
         except Exception as error:  # whatever somebody else's store raises
             self._fail_read(ask, error, len(rejected))
         with self._lock:
@@ -454,14 +445,15 @@ class Tier:
             if not ask.left:
                 self._answer(ask)
         if wrong:
-            self._delete(ask.epoch.name, batch.group, wrong)
+            self._delete(ask.epoch, batch.group, wrong)
 
-    def _fill(self, ask: _Ask, epoch: str, batch: _Batch, wrong: list[bytes]) -> list[int]:
+    def _fill(self, ask: _Ask, batch: _Batch, wrong: list[bytes]) -> list[int]:
         """Reads pages. Returns those that are rejected, and adds keys to be deleted to `wrong`."""
         keys, form = batch.keys, self._formats[batch.group]
         views = self._views(batch.group, batch.pages)
-        trailers = zeros(form.trailer_bytes, len(keys))
-        names = [*form.page_names(epoch, keys), *form.trailer_names(epoch, keys)]
+        trailers = _zeros(form.trailer_bytes, len(keys))
+        suffix = ask.epoch.suffix
+        names = [*form.page_names(keys, suffix), *form.trailer_names(keys, suffix)]
         came = self._call(self._reads, ask, self._store.get, names, [*views, *trailers])
         self._reads.end_pause()
         rejected = []
@@ -482,9 +474,9 @@ class Tier:
                 self._report(key, problem)
         return rejected
 
-    def _delete(self, epoch: str, group: int, keys: list[bytes]) -> None:
+    def _delete(self, epoch: _Epoch, group: int, keys: list[bytes]) -> None:
         form = self._formats[group]
-        names = [*form.trailer_names(epoch, keys), *form.page_names(epoch, keys)]
+        names = [*form.trailer_names(keys, epoch.suffix), *form.page_names(keys, epoch.suffix)]
         try:
             self._reads.call(None, self._store.delete, names)
         except StorePausedError:
@@ -501,7 +493,14 @@ class Tier:
     ) -> list[bool]:
         """What the store answers for each key."""
         answers = direction.call(ask, method, *arguments)
-        return answers_of(method, len(arguments[0]), answers)
+        name = getattr(method, "__name__", repr(method))
+        what = f"{name}() of {count_of(len(arguments[0]), 'key')} returned"
+        if not isinstance(answers, Iterable):
+            raise TypeError(f"{what} {kind_of(answers)}, not a list of bool")
+        answers = [bool(answer) for answer in answers]
+        if len(answers) != len(arguments[0]):
+            raise ValueError(f"{what} {count_of(len(answers), 'answer')}")
+        return answers
 
     def _fail_read(self, ask: _Ask, error: Exception, pages: int) -> None:
         """What was asked of the store for these pages has failed."""
@@ -530,16 +529,12 @@ class Tier:
             )
 
     def _wake_writers(self) -> None:
-        if self._writes.is_away:
-            self._warn_of_reset()
-        elif self._writes.is_idle:  # else one comes anyway
+        if self._writes.is_idle and not self._writes.is_away:  # else one comes anyway, or later
             self._must_retry = False
             self._writes.submit(self._write_due)
 
     def _write_due(self) -> None:
         try:
-            if self._epoch.is_due:
-                self._tell_of_reset()
             for group in range(len(self._formats)):
                 while (due := self._hold_due(group)) is not None:
                     self._wake_writers()  # there may be more
@@ -548,60 +543,36 @@ class Tier:
             self._must_retry = True
             raise
 
-    def _tell_of_reset(self, on_end: Callable[[], None] = lambda: None) -> None:
-        try:
-            self._epoch.keep(partial(self._writes.call, None))
-        except BaseException:
-            self._must_retry = True
-            self._warn_of_reset()
-            raise
-        finally:
-            on_end()
-
-    def _warn_of_reset(self) -> None:
-        """Once for each reset, while the store has not been told of it."""
-        if self._resets_warned != (resets := self._manager.resets) and self._epoch.is_due:
-            self._resets_warned = resets
-            log.warning(
-                "%s does not know yet that the prefix cache was reset: if this process ends before "
-                "it does, others find pages there from before the reset",
-                self._store,
-            )
-
-    def _hold_due(self, group: int) -> tuple[WriteReservation, int] | None:
-        """Pages for a batch, unless enough are held, and how often the manager had been reset when
-        they were stored."""
+    def _hold_due(self, group: int) -> tuple[WriteReservation, _Epoch] | None:
+        """Pages for a batch, unless enough are held."""
         if self._writes.is_away:
             return None
         with self._lock:
             room = self._most_held[group] - self._writing[group]
             count = min(self._write_batch[group], room)
-            if count <= 0:
-                return None
-            resets = self._manager.resets
-            held = self._manager._hold_due(count, group)
+            epoch = self._epoch()
+            held = self._manager._hold_due(count, group) if count > 0 else None
             if held is None:
                 return None
             self._writing[group] += len(held.pages)
-            return held, resets
+            return held, epoch
 
-    def _write(self, group: int, held: WriteReservation, resets: int) -> None:
+    def _write(self, group: int, held: WriteReservation, epoch: _Epoch) -> None:
         """Writes pages that the store does not have, and then their trailers."""
         form, is_below = self._formats[group], [False] * len(held.pages)
         try:
             keys, pages = split_keys(held.keys), held.pages.tolist()
-            epoch = self._epoch.keep(partial(self._writes.call, None))
-            if epoch.resets != resets:  # perhaps they are from before
+            if epoch.resets != self._manager.resets:  # perhaps before the pages were held
                 raise StorePausedError
-            names = form.trailer_names(epoch.name, keys)
+            names = form.trailer_names(keys, epoch.suffix)
             is_below = self._call(self._writes, None, self._store.exists, names)
             left = [place for place, is_there in enumerate(is_below) if not is_there]
             if left:
                 views = self._views(group, [pages[place] for place in left])
-                trailers = zeros(form.trailer_bytes, len(left))
+                trailers = _zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
                     form.write_trailer(trailer, keys[place], pages[place], view)
-                page_names = form.page_names(epoch.name, [keys[place] for place in left])
+                page_names = form.page_names([keys[place] for place in left], epoch.suffix)
                 self._writes.call(None, self._store.put, page_names, views)
                 names = [names[place] for place in left]
                 self._writes.call(None, self._store.put, names, trailers)
@@ -626,3 +597,9 @@ class Tier:
 def _first(keys: Sequence[bytes]) -> bytes | None:
     """The first key of the first group that has any."""
     return next((of_group[:KEY_BYTES] for of_group in keys if of_group), None)
+
+
+def _zeros(nbytes: int, count: int) -> list[memoryview]:
+    """So many times so many bytes, aligned as pages are."""
+    memory = memoryview(mmap.mmap(-1, count * nbytes))
+    return [memory[place * nbytes : (place + 1) * nbytes] for place in range(count)]

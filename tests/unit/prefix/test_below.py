@@ -21,13 +21,12 @@ from expecttest import assert_expected_inline
 from logged import logged
 from memory_store import MemoryStore
 from patience import PATIENCE, in_time
-from processes import Process, free_port
+from processes import free_port
 from valkey_server import ValkeyServer, server
 
 from torch_kvswap import HostPool, PagedLayout, PrefixCache
 from torch_kvswap._native.loader import native
 from torch_kvswap.below import threads
-from torch_kvswap.below.epoch import Epoch
 from torch_kvswap.prefix import BlockGroup, tier
 
 __all__ = ["server"]
@@ -282,10 +281,10 @@ def test_pages_keep_the_checksums_of_their_blocks(when: str, store: MemoryStore)
         good = [place for place in range(8) if not when or place != 3]
         for place in good:
             assert torch.equal(reader.tensor[32 + place], bytes_of(key_of(PROMPT[place])))
-        reader.until(lambda: len(store.pages) == 2 * (len(good) + 20))
+        reader.until(lambda: len(store.objects) == 2 * (len(good) + 20))
         assert reader.stats.damaged == bool(when)
         reader.compute(PROMPT)
-        reader.until(lambda: len(store.pages) == 2 * (len(PROMPT) + 20))
+        reader.until(lambda: len(store.objects) == 2 * (len(PROMPT) + 20))
     with Engine(MemoryStore(store.objects), verify="load") as third:
         assert third.load(PROMPT) == len(PROMPT)
     with Engine(MemoryStore(store.objects)) as other:
@@ -318,7 +317,7 @@ def test_a_page_damaged_in_memory_is_read_below(when: str, store: MemoryStore) -
             (result,) = engine.prefixes.poll()
             is_good = is_read and when == "after it was written"
             assert result.rejected == (() if is_good else (3,))
-        engine.until(lambda: len(store.pages) == 2 * (len(PROMPT) - (not is_good)))
+        engine.until(lambda: len(store.objects) == 2 * (len(PROMPT) - (not is_good)))
         assert engine.stats.damaged == (not is_good)
 
 
@@ -338,7 +337,6 @@ def test_a_trailer_has_room_for_many_checksums(tmp_path: Path) -> None:
         assert {file.stat().st_size for file in tmp_path.iterdir() if file.is_file()} == {
             10 << 20,
             12 << 10,
-            16,  # the epoch
         }
         assert find(two, [key_of("a")]).ready == 1
         job = two.load([key_of("a")], [2, 3])
@@ -378,64 +376,39 @@ def change_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
 
 
 def test_nothing_from_before_a_reset_is_found(
-    tmp_path: Path, change_weights: Callable[[Engine], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_weights: Callable[[Engine], None]
 ) -> None:
-    with Engine(f"file:{tmp_path}") as engine, Engine(f"file:{tmp_path}") as other:
+    with Engine(f"file:{tmp_path}", pages=8) as engine, Engine(f"file:{tmp_path}") as other:
         engine.share(PROMPT)
-        assert other.load("ab") == 2
         change_weights(engine)
         assert engine.find(PROMPT).found == 0
         engine.share(PROMPT[:4])
-        with logged() as messages:
-            other.share("x")  # its weights are the old ones
-        assert messages == [
-            f"another process that shares file:{tmp_path} was reset; it and this one do not find "
-            "each other's new pages until this one starts anew"
-        ]
-    with Engine(f"file:{tmp_path}") as later:
-        assert later.load(PROMPT) == 4
-        assert later.find("x").found == 0
+        engine.share("stuvwxyz")
+        engine.tier._absent.clear()
+        assert engine.load(PROMPT[:4]) == 4
+        assert engine.stats.promoted == 4
+        monkeypatch.undo()  # the others have the weights that below_model names
+        assert other.load(PROMPT) == 8
+        assert other.find("s").found == 0
 
 
-def test_a_process_killed_after_a_reset_has_told_of_it(tmp_path: Path) -> None:
-    program = """
-import sys
-from below_engine import Engine
-engine = Engine(f"file:{sys.argv[1]}")
-engine.share("abcdefgh")
-engine.prefixes.manager.reset()
-print("reset", flush=True)
-sys.stdin.read()
-"""
-    Process(["-c", program, str(tmp_path)], "reset").kill()
-    with Engine(f"file:{tmp_path}") as engine:
-        assert engine.find(PROMPT).found == 0
-
-
-def test_a_reset_that_was_interrupted_is_told_at_the_end(tmp_path: Path) -> None:
-    with Engine(f"file:{tmp_path}") as engine:
-        engine.share(PROMPT)
-        engine.prefixes.manager._tell_tier = None
-        engine.prefixes.manager.reset()
-    with Engine(f"file:{tmp_path}") as engine:
-        assert engine.find(PROMPT).found == 0
-
-
-def test_pages_held_at_a_reset_are_not_written(
-    store: MemoryStore, change_weights: Callable[[Engine], None]
+def test_pages_held_at_a_reset_keep_their_names(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, change_weights: Callable[[Engine], None]
 ) -> None:
-    store.held = {"epoch"}
+    store.held = {"exists"}
     with Engine(store) as engine:
         engine.compute(PROMPT)
         assert in_time(lambda: len(store.waiting) > 0)
-        engine.prefixes.manager._tell_tier = None  # it would wait for the store
         change_weights(engine)
         engine.compute("x")
         store.release()
-        engine.until(lambda: engine.stats.written == 1)
-    with Engine(MemoryStore(store.objects)) as later:
-        assert later.load("x") == 1
-        assert later.find(PROMPT).found == 0
+        engine.until(lambda: sum("-" in name for name in store.objects) == 2)
+        assert engine.find(PROMPT).found == 0
+    monkeypatch.undo()
+    with Engine(MemoryStore(store.objects)) as other:
+        for name in PROMPT:
+            other.load(name)
+        assert other.find("x").found == 0
 
 
 def test_pages_asked_for_before_a_reset_are_not_read(store: MemoryStore, reader: Engine) -> None:
@@ -448,90 +421,6 @@ def test_pages_asked_for_before_a_reset_are_not_read(store: MemoryStore, reader:
     assert reader.prefixes.manager.stats().free_pages == 32
 
 
-def test_a_store_that_loses_its_epoch_has_no_pages(store: MemoryStore) -> None:
-    """It may have lost a reset. An engine that knows better says so again."""
-    with Engine(MemoryStore(store.objects)) as engine:
-        engine.share(PROMPT)
-        (name,) = store.objects.keys() - store.pages.keys()
-        store.objects[name] = b"../not-an-epoch/"
-        with Engine(MemoryStore(store.objects)) as other:
-            assert other.find(PROMPT).found == 0
-            engine.share("x")
-            other.tier._absent.clear()
-            assert other.load(PROMPT) == len(PROMPT)
-
-
-def test_a_store_that_cannot_be_told_of_a_reset_is_unused(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)
-    engine = Engine(MemoryStore(store.objects))
-    engine.share(PROMPT)
-    engine.tier._store.failing = {"epoch"}  # type: ignore[attr-defined]
-    with logged() as messages:
-        engine.prefixes.manager.reset()
-        assert engine.find(PROMPT).found == 0
-        engine.compute(PROMPT)
-        engine.until(lambda: "writing to MemoryStore pauses for 0 s: no epoch today" in messages)
-        engine.prefixes.close()
-    assert messages[0] == (
-        "MemoryStore does not know yet that the prefix cache was reset: if this process ends "
-        "before it does, others find pages there from before the reset"
-    )
-    assert messages[-1] == (
-        "MemoryStore was not told that the prefix cache was reset: others find pages there from "
-        "before the reset; delete them, or use another below_model"
-    )
-    assert len(store.pages) == 2 * len(PROMPT)
-
-
-def test_a_full_store_has_no_pages_after_a_reset(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(MemoryStore(store.objects)) as engine, logged() as messages:
-        engine.share(PROMPT)
-        monkeypatch.setattr(engine.tier._store, "put", Mock(side_effect=OSError("disk full")))
-        engine.prefixes.manager.reset()
-        engine.until(lambda: not engine.tier._epoch.is_due)
-    assert messages == ["writing to MemoryStore pauses for 1 s: disk full"]
-    with Engine(MemoryStore(store.objects)) as later:
-        assert later.find(PROMPT).found == 0
-
-
-def test_two_processes_that_begin_agree_on_an_epoch(store: MemoryStore) -> None:
-    one, other = (Epoch(store, "pages", lambda: 0) for _ in range(2))
-    names = []
-
-    def call(method: Callable[..., Any], *arguments: Any) -> Any:
-        answer = method(*arguments)
-        if not names and method == store.put:  # the other one has asked before
-            store.objects.clear()
-            names.append(other.keep(lambda method, *arguments: method(*arguments)))
-        return answer
-
-    assert [one.keep(call)] == names
-
-
-def test_a_thread_that_read_before_a_reset_blames_nobody(store: MemoryStore) -> None:
-    resets = [0]
-    epoch = Epoch(store, "pages", lambda: resets[0])
-
-    def direct(method: Callable[..., Any], *arguments: Any) -> Any:
-        return method(*arguments)
-
-    def call(method: Callable[..., Any], *arguments: Any) -> Any:
-        answer = method(*arguments)
-        if not resets[0]:
-            resets[0] = 1
-            epoch.keep(direct)  # in another thread
-        return answer
-
-    epoch.keep(direct)
-    with logged() as messages:
-        assert epoch.keep(call) == epoch.keep(direct)
-    assert messages == []
-
-
 # What is written
 
 
@@ -540,10 +429,10 @@ def test_only_reused_pages_are_written_unless_all_are(store: MemoryStore) -> Non
         engine.compute(PROMPT)
         engine.load(PROMPT[:3])
         engine.until(lambda: engine.stats.written == 3)
-        assert len(store.pages) == 6
+        assert len(store.objects) == 6
     with Engine(MemoryStore(store.objects)) as engine:
         engine.share(PROMPT)
-        assert len(store.pages) == 16
+        assert len(store.objects) == 16
 
 
 def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
@@ -552,7 +441,7 @@ def test_a_page_is_written_before_its_trailer(store: MemoryStore) -> None:
         engine.compute(PROMPT)
         assert in_time(lambda: len(store.waiting) > 0)
         store.waiting.popleft()()
-        assert in_time(lambda: bool(store.pages))
+        assert in_time(lambda: bool(store.objects))
         assert not list(filter(is_trailer, store.objects))
         store.release()
         engine.until(lambda: engine.stats.written == len(PROMPT))
@@ -618,7 +507,7 @@ def test_a_damaged_page_is_deleted_and_written_anew(
     assert len(messages) == 1
     assert in_time(lambda: len(store.deleted) == 2)
     reader.compute(PROMPT)
-    reader.until(lambda: len(store.pages) == 2 * len(PROMPT))
+    reader.until(lambda: len(store.objects) == 2 * len(PROMPT))
     assert reader.load(PROMPT) == len(PROMPT)
 
 
@@ -847,7 +736,7 @@ def test_lookups_wait_for_no_hung_threads(
 ) -> None:
     hurry(monkeypatch)
     monkeypatch.setattr(threads, "FIRST_PAUSE", 0.0)
-    store.held = {"epoch"}
+    store.held = {"exists"}
     with Engine(store, bytes_in_flight=8192) as engine:  # one thread
         for name in "ab":
             assert engine.prefixes.lookup([key_of(name)]).asking == 1
@@ -921,21 +810,10 @@ def test_a_store_that_ends_its_thread_is_a_failure(
     error: type[BaseException], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(store) as engine, logged() as messages:
-        monkeypatch.setattr(store, "get", Mock(side_effect=error))
+        monkeypatch.setattr(store, "exists", Mock(side_effect=error))
         assert engine.find(PROMPT) == (0, 0, 0, 0)
     text = f"reading from MemoryStore pauses for 1 s: RuntimeError('the store raised {error()!r}')"
     assert messages == [text]
-
-
-def test_a_store_that_keeps_nothing_is_a_failure(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "put", Mock())
-    with Engine(store) as engine, logged() as messages:
-        engine.compute(PROMPT)
-        engine.until(lambda: engine.stats.failed > 0)
-    assert len(messages) == 1
-    assert messages[0].endswith("@epoch is not there, though it was just stored")
 
 
 def test_a_cache_that_gets_no_threads_leaves_none(

@@ -34,7 +34,7 @@ def test_a_process_loads_what_another_one_has_computed(
         assert run_script(program, below, *arguments) == f"{found}\n"
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("at", [1, 2, 5, 8])
 def test_a_killed_process_leaves_no_unfinished_page(at: int, tmp_path: Path) -> None:
     """It is killed while it writes the file with this number, with the pages held."""
     program = """
@@ -57,7 +57,7 @@ sys.stdin.read()
 """
     Process(["-c", program, str(tmp_path), str(at)], "stopped").kill()
     with Engine(f"file:{tmp_path}") as engine:
-        there = max(at - 2, 0) // 2  # a page is two files, and the epoch one
+        there = (at - 1) // 2  # a page is two files
         assert engine.load(PROMPT) == there
         engine.compute(PROMPT)
         engine.until(lambda: engine.stats.written == 8 - there)
@@ -74,7 +74,7 @@ def test_a_process_ends_while_a_store_hangs() -> None:
         from torch_kvswap.below import threads
         threads.DEADLINE = 0.01
         store = MemoryStore()
-        store.held = {"epoch"}
+        store.held = {"exists"}
         engine = Engine(store)
         engine.prefixes.lookup([key_of("a")])
         assert in_time(lambda: len(store.waiting) == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -261,15 +262,27 @@ def test_pages_that_leave_memory_are_found_below(path: str, tmp_path: Any) -> No
         assert engine.pages.evicted == 8
 
 
-def test_a_server_remembers_a_reset_below(path: str, tmp_path: Any) -> None:
-    """Engines with new weights may outlive it."""
+@pytest.mark.parametrize("survivor", ["that did it", "that heard of it", "that came later"])
+def test_engines_tell_the_next_server_of_a_reset(path: str, tmp_path: Any, survivor: str) -> None:
+    """They have other weights now; it finds pages from before the reset below."""
     below = {"below": f"file:{tmp_path}", "below_policy": "all"}
-    with serving(path, **below), ServedEngine(path) as engine:
-        engine.compute(PROMPT)
-        engine.until(lambda: len(list(tmp_path.glob("*@*@*@*"))) == 2 * 8)
-        engine.prefixes.manager.reset()
-    with serving(path, **below), ServedEngine(path) as engine:
-        assert engine.find(PROMPT).found == 0
+    with contextlib.ExitStack() as stack:
+        with serving(path, **below), ServedEngine(path) as engine:
+            engine.compute(PROMPT)
+            engine.until(lambda: len(list(tmp_path.glob("*@*"))) == 2 * 8)
+            if survivor == "that did it":
+                left = stack.enter_context(ServedEngine(path))
+                left.prefixes.manager.reset()
+            elif survivor == "that heard of it":
+                left = stack.enter_context(ServedEngine(path))
+                engine.prefixes.manager.reset()
+                assert left.find(PROMPT).found == 0
+            else:
+                engine.prefixes.manager.reset()
+                left = stack.enter_context(ServedEngine(path))
+        with serving(path, **below):
+            left.until(lambda: left.is_served)
+            assert left.find(PROMPT).found == 0
 
 
 def test_a_page_damaged_twice_is_deleted_below(path: str, tmp_path: Any) -> None:
