@@ -352,6 +352,7 @@ class Session(NotCopyable):
 
         If the server does not answer, it forgets them when it is joined again.
         """
+        self._process.check("prefix cache")  # in a forked child the lock may be locked for ever
         with self._lock:
             self._unheard_resets += 1
             self._was_reset = True
@@ -372,6 +373,7 @@ class Session(NotCopyable):
 
     def _reserve(self, is_load: bool, is_lease: bool = False) -> RemoteReservation:
         """Made before the server is asked: if the caller raises then, it ends as any other."""
+        self._process.check("prefix cache")
         with self._lock:
             made = RemoteReservation(next(self._numbers), self._ended, is_load)
             self._open[made.id] = not is_lease
@@ -408,6 +410,7 @@ class Session(NotCopyable):
 
     def _send(self, message: bytes, *then: Callable[[array[int]], object]) -> None:
         """Sends a message if there is a server, behind what has ended. `then` get the answers."""
+        self._process.check("prefix cache")
         with self._lock:
             self.end_reported()
             self._exchange(message, *then)

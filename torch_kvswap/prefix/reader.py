@@ -50,8 +50,8 @@ class ArgumentReader:
             )
         read = []
         for group, of_group in enumerate(self._split("keys", keys)):
-            first = of_group[0] if isinstance(of_group, list) and of_group else None
-            if type(first) is int:
+            first = of_group[0] if isinstance(of_group, Sequence) and of_group else None
+            if type(first) is int and not isinstance(of_group, bytes):
                 raise TypeError(
                     f"{self._name('keys', group)}[0] is an int, as tokens are; pass keys "
                     "of a PrefixHasher, such as hasher.lookup_keys(tokens), or make keys of your "

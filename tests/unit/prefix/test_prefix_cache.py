@@ -199,7 +199,7 @@ def test_what_only_looks_like_keys_is_refused() -> None:
     two = PrefixCache([layout, layout], [HostPool(layout, 4), HostPool(layout, 4)], groups)
     keys, of_8 = (PrefixHasher("m", "uint8", tokens).keys(range(8)) for tokens in (4, 8))
     errors = [
-        error_text(one.lookup, list(range(8))),
+        error_text(one.lookup, tuple(range(8))),
         error_text(one.lookup, [keys]),
         error_text(lambda: [one.lookup(some) for some in (keys, of_8)]),
         error_text(two.lookup, keys),

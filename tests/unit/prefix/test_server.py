@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import stat
+import threading
 import weakref
 from pathlib import Path
 from textwrap import fill
@@ -489,15 +490,32 @@ def test_a_server_takes_no_place_of_another_user(
 
 
 def test_a_forked_child_is_refused(path: str) -> None:
+    """Also if it was forked while another thread asked the server."""
+    is_locked, has_forked = threading.Event(), threading.Event()
+
+    def asks() -> None:
+        with engine.prefixes.manager._lock:  # type: ignore[union-attr]
+            is_locked.set()
+            has_forked.wait()
+
     with serving(path), ServedEngine(path) as engine:
         engine.compute("a")
+        manager = engine.prefixes.manager
 
         def child() -> bool:
-            calls = [engine.prefixes.lookup, engine.prefixes.manager.touch]
-            errors = [error_text(call, [key_of("a")]) for call in calls]
+            keys = [key_of("a")]
+            errors = [error_text(call, keys) for call in (engine.prefixes.lookup, manager.touch)]
+            errors += [error_text(manager.reset), error_text(engine.prefixes.load, keys, [0])]
             return all("forked from it" in error for error in errors)
 
-        assert in_child(child) == 1
+        thread = threading.Thread(target=asks)
+        thread.start()
+        is_locked.wait()
+        try:
+            assert in_child(child) == 1
+        finally:
+            has_forked.set()
+            thread.join()
         assert engine.load("a") == 1
 
 
