@@ -195,7 +195,8 @@ class BelowServer(Server):
         store.works, threads.DEADLINE = True, PATIENCE
         store.release()
         assert in_time(self.is_settled), f"{self.prefixes.below_stats()}, {self.not_written()}"
-        super().check_pages()
+        stats = self.prefixes.manager.stats()
+        assert stats.evicted <= stats.stored + stats.promoted
         self.restart(PROMPTS * LONGEST)
         for prompt in self.prompts:
             self.ask(prompt)
