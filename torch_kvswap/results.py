@@ -20,7 +20,7 @@ class TransferError(RuntimeError):
         results (Sequence[Result]): the results of these jobs.
 
     Attributes:
-        results (list[Result]): the results of these jobs. Empty in the error of a single Result.
+        results (list[Result]): the results of these jobs. Empty in `Result.error`.
     """
 
     def __init__(self, message: str, results: Sequence[Result] = ()) -> None:

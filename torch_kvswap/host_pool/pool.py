@@ -120,8 +120,9 @@ class HostPool(NotCopyable):
     """Pinned host memory for the blocks of a cache, in pages of `blocks_per_page` blocks.
 
     A pool belongs to one process, unless it is made with shared=True or attach(). The memory has
-    exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros. Pinning commits it;
-    pageable memory is committed when it is written. over() makes a pool on memory that exists.
+    `nbytes = num_pages * page_bytes` bytes, some more with shared=True or verify, and starts as
+    zeros. Pinning commits it; pageable memory is committed when it is written. over() makes a pool
+    on memory that exists.
 
     Several handlers may use one pool, unless a PrefixCache uses it. A context manager that closes
     the pool on exit. A dropped pool is closed, too, and the end of the process unpins it. Not

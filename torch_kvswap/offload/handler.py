@@ -230,8 +230,8 @@ class OffloadHandler(NotCopyable):
             to wake up. By default the calling thread submits small copies and begins large ones.
         relays (Sequence[int]): other GPUs of the process, by index, whose links take part in large
             transfers. A part of the bytes passes through memory of theirs, less than staging_bytes
-            in all. Each relay is measured when the handler is made, and left out, with a warning in
-            the log, if it gains little. docs/several_gpus.md has the details.
+            in all. Each relay is measured once per process for each GPU, and left out, with a
+            warning in the log, if it gains little. docs/several_gpus.md has the details.
         exchange (tuple[int, int] | None): (rank, number of ranks), of ranks that load the same
             pages of a shared pool in the same order. Each loads a part of a large load, and gets
             the rest from the GPUs of the others. Waits until all ranks have made their handlers.

@@ -286,8 +286,9 @@ class PrefixCache(NotCopyable):
         """Makes a prefix cache on the pages of a server, which engines of this machine share.
 
         The server, `python -m torch_kvswap serve`, has the memory, the index and the second tier:
-        see docs/serve.md. This process pins all of the memory, as HostPool.attach() does. Caches
-        and arguments of all engines must be equal; the first engine to connect decides.
+        see docs/serve.md. This process pins all of the memory, as HostPool.attach() does. Caches,
+        groups, model, blocks_per_page, encoding and verify of all engines must be equal; the first
+        engine to connect decides.
 
         Without the server, lookups find nothing and stores are dropped. When it is back, `pools`
         are new.
@@ -414,8 +415,9 @@ class PrefixCache(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: a destination for each block of all keys. Pass -1 for blocks that
-                `prefix` leaves out. Without `prefix`, a key with a -1 is not loaded.
+            gpu_block_ids: a destination for each block of all keys. Blocks that `prefix` leaves out
+                are not written, whatever their id; pass -1 if they have none. Without `prefix`, a
+                key with a -1 is not loaded.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
             after, layer_groups, expedited, tag: see OffloadHandler.load().

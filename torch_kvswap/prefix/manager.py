@@ -36,10 +36,11 @@ class Lookup(NamedTuple):
     Attributes:
         found (int): length of the prefix that is stored or being stored, in units.
         ready (int): length of the prefix that can be loaded now, in units.
-        pending (int): blocks of the keys, in all groups, that are still being stored, including
-            blocks after `found`. With full attention, keys after the first missing one do not
-            count. If it is not 0, a later lookup may find more. If it is 0 and load() or
-            prepare_load() has returned None, blocks are missing, and no job is storing them.
+        pending (int): blocks of the keys, in all groups, that are still being stored, or read from
+            a second tier, including blocks after `found`. With full attention, keys after the first
+            missing one do not count. If it is not 0, a later lookup may find more. If it is 0 and
+            load() or prepare_load() has returned None, blocks are missing, and no job is storing
+            them.
         asking (int): keys after `found` that the second tier of a PrefixCache is being asked for.
             If it is not 0, a lookup after a later poll() may find more.
     """
@@ -81,7 +82,8 @@ class BlockStats:
     Attributes:
         asked (int): blocks asked for in lookups.
         hits (int): blocks that were ready and needed by the prefix found.
-        pending (int): blocks asked for in lookups that were still being stored.
+        pending (int): blocks asked for in lookups that were still being stored, or read from a
+            second tier.
         stored (int): blocks stored.
         loaded (int): blocks of loads that ended with complete(), including loads that were
             cancelled or not submitted.
