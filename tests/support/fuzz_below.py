@@ -81,7 +81,7 @@ class FaultyStore(MemoryStore):
 
 def key_in(name: str) -> str:
     """Of the page that the object belongs to."""
-    return name.rpartition("@")[2]
+    return name.rpartition("@")[2].partition("-")[0]
 
 
 class BelowServer(Server):
