@@ -80,7 +80,7 @@ class JoinedKeys {
   const uint8_t* joined() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
 
   int64_t read(const std::string& name, nb::handle keys) {
-    nb::object object = is_row(keys) ? nb::borrow(keys) : join_keys(name, keys);
+    const nb::object object = join_keys(name, keys);
     char* bytes = nullptr;
     Py_ssize_t length = 0;
     if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();

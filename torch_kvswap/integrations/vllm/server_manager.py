@@ -104,21 +104,16 @@ class SharedManager(HostManager[list[RemoteReservation]]):
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """The state of a key: RETRY until the server has answered."""
-        asked = self._start_lookup(req_context)
-        return _MISS if asked is None else self._look(key, asked)
-
-    def _start_lookup(self, req_context: base.ReqContext) -> _Asked | None:
-        """What the request has asked for; None without a server."""
         if self._is_new_step:
             self._is_new_step = False
             self._poll()
         if not self._session.is_joined:
-            return None
+            return _MISS
         asked = _Asked.of(req_context, self._cache, starts=True)
         if asked.step != self._step:
             asked.step = self._step
             self._active.add(asked)
-        return asked
+        return self._look(key, asked)
 
     def _look(self, key: Key, asked: _Asked) -> base.LookupResult:
         page = asked.answers.get(key)
