@@ -9,8 +9,9 @@ from urllib.parse import SplitResult, urlsplit
 class PageStore(ABC):
     """A store of objects (bytes) by name. Derive a store of your own from it.
 
-    The methods block. Several threads call them at once. An exception means that the call has
-    failed and nothing is known about its keys; then no call is made for a while.
+    The methods may block. Up to eight threads call them at once. Buffers are valid until the call
+    returns. An exception means that the call has failed and nothing is known about its keys; then
+    no call is made for a while.
     """
 
     @abstractmethod
@@ -23,12 +24,17 @@ class PageStore(ABC):
 
         Returns:
             list[bool]: for each key, True if the object was read completely, and False if there is
-                no object of the buffer's size.
+                no object of the buffer's size: its page is then deleted. If the store cannot tell,
+                raise an exception instead.
         """
 
     @abstractmethod
     def put(self, keys: list[str], buffers: list[memoryview]) -> None:
-        """Stores the bytes of each buffer under its key, and replaces an object that exists."""
+        """Stores the bytes of each buffer under its key, and replaces an object that exists.
+
+        A reader must see the old object, the new one, or none. After an exception all pages of the
+        call are written again later.
+        """
 
     @abstractmethod
     def delete(self, keys: list[str]) -> None:
