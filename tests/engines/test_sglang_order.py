@@ -52,11 +52,13 @@ def linker(driver: Driver, kvcache: Any, streams: Sequence[int] = (CURRENT, SIDE
 
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
+    current: Any = Stream(CURRENT)
+    current.synchronize = lambda: None  # the slots of most tests are on the host
     with (
         mock.patch.object(kvs, "PagedLayout", lambda *of: place(driver, new_layout(*of))),
         mock.patch.object(kvs, "HostPool", new_pool),
         logged(),  # that pages of 4 tokens are small
-        mock.patch.object(torch.cuda, "current_stream", return_value=Stream(CURRENT)),
+        mock.patch.object(torch.cuda, "current_stream", return_value=current),
     ):
         made = make_linker(
             make_params(kvcache), {ComponentType.FULL}, Stream(SIDE), host_bytes=8 * 1536
@@ -81,7 +83,7 @@ def completed(driver: Driver, one: Any) -> int:
     return count
 
 
-def transfers(slots: torch.Tensor) -> list[Any]:
+def transfers(slots: Any) -> list[Any]:
     return [PoolTransfer(name=PoolName.KV, keys=KEYS, device_indices=slots)]
 
 
@@ -115,18 +117,17 @@ def test_a_store_waits_for_both_streams(driver: Driver, stream: int, waits: bool
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
-@STREAMS
 @simulated
-def test_a_load_waits_for_both_streams(driver: Driver, stream: int, waits: bool) -> None:
+def test_a_load_waits_for_the_forward(driver: Driver, waits: bool) -> None:
     """A forward that runs may still use what was freed for the load."""
     kvcache = random_pool()
     with linker(driver, kvcache) as one:
         assert one.offload(transfers(PAGES[0]))
         assert completed(driver, one) == 1
         before = kvcache.k_buffer[0].clone()
-        hold = driver.hold(stream)
+        hold = driver.hold(SIDE)
         if not waits:
-            one._streams = tuple
+            one.forward_stream = None
         assert one.load("1", transfers(PAGES[1]))
         index = one.start_layer_wise_loading()
         driver.run()
@@ -135,6 +136,30 @@ def test_a_load_waits_for_both_streams(driver: Driver, stream: int, waits: bool)
         driver.run()
         assert one.finish_layer_wise_loading(index)
         assert torch.equal(kvcache.k_buffer[0][PAGES[1]], before[PAGES[0]])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
+@simulated
+def test_a_load_waits_for_its_slots(driver: Driver, waits: bool) -> None:
+    """The scheduler's stream computes them and copies them to the host. A load that waits for that
+    is behind all other work of this stream, too."""
+    kvcache, on_host = random_pool(), PAGES[0].clone()  # the host memory had other slots
+
+    class Slots:
+        def to(self, *_: object, **__: object) -> torch.Tensor:
+            return on_host
+
+    with linker(driver, kvcache) as one:
+        assert one.offload(transfers(PAGES[0]))
+        assert completed(driver, one) == 1
+        assert one.load("1", transfers(Slots()))
+        stream: Any = torch.cuda.current_stream()
+        stream.synchronize = lambda: on_host.copy_(PAGES[1]) if waits else None
+        index = one.start_layer_wise_loading()
+        driver.run()
+        assert one.finish_layer_wise_loading(index)
+        of_layer = kvcache.k_buffer[0]
+        assert torch.equal(of_layer[PAGES[1]], of_layer[PAGES[0]]) == waits
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "control"])

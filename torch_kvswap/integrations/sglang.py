@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class _Offload:
     """Pages to store: submitted when `after[0]` is done, and with it the slots are on the host."""
 
     keys: list[PrefixKeys]
-    slots: list[torch.Tensor]
+    slots: list[list[torch.Tensor]]
     after: tuple[Any, ...] | None  # None: submitted
     is_stored: bool | None = None  # None: has not ended
 
@@ -95,6 +95,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._offloads = deque[_Offload]()
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
         self._page_tokens: int = params.page_size
+        self._is_on_gpu = self.pools[PoolName.KV].device.type != "cpu"
         self._open(options, server_args, params)
 
     def _open(self, options: dict[str, Any], server_args: Any, params: Any) -> None:
@@ -177,11 +178,15 @@ class KVSwapLinker(UnifiedCacheLinker):
         self._number, job = self._number + 1, None
         try:
             keys, slots = self._read(transfers)
-            sizes = zip(slots, self.cache.pools, strict=True)
+            if self._is_on_gpu:  # waits for the slots, and for all that this stream does before
+                torch.cuda.current_stream().synchronize()
+            blocks = self._blocks(slots)
+            sizes = zip(blocks, self.cache.pools, strict=True)
             nbytes = sum(len(one) * pool.page_bytes for one, pool in sizes)
-            most = min(_GROUPS, len(self._last_tensors))
-            how: Any = {"layer_groups": min(most, 1 + nbytes // _GROUP_BYTES)}
-            job = self.cache.load(keys, self._blocks(slots), after=self._streams(), **how)
+            groups = min(_GROUPS, len(self._last_tensors), 1 + nbytes // _GROUP_BYTES)
+            # A forward in flight may still use what was freed for this load.
+            after: Any = () if self.forward_stream is None else self.forward_stream
+            job = self.cache.load(keys, blocks, after=after, layer_groups=groups)
             if job is None:
                 _log.warning("pages have left the host before their load")
         except Exception:
@@ -215,8 +220,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         they are copied beside it, and a later step submits the store.
         """
         keys, slots = self._read(transfers)
-        slots = [one.to("cpu", non_blocking=True) for one in slots]  # pinned
-        ready = self.record_offload_ready() if self._streams() else ()
+        ready = self.record_offload_ready() if self._is_on_gpu else ()
         self._offloads.append(_Offload(keys, slots, tuple(ready)))
         return True
 
@@ -267,32 +271,26 @@ class KVSwapLinker(UnifiedCacheLinker):
             if not result.ok:
                 _log.warning("a %s ended as %s: %s", result.direction, result.state, result.error)
 
-    def _keys(self, hashes: Sequence[str]) -> PrefixKeys:
+    def _keys(self, hashes: Iterable[str]) -> PrefixKeys:
         """SGLang's hashes of pages (SHA-256) as keys."""
         return PrefixKeys(bytes.fromhex("".join(hashes)), self._page_tokens)
 
-    def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[torch.Tensor]]:
-        """The keys of each group of layers, and the first slot of each of its pages."""
-        keys, slots = list[PrefixKeys](), list[torch.Tensor]()
-        none = transfers[0].device_indices[:0]
-        for name, step in self._steps.items():
+    def _read(self, transfers: Sequence[Any]) -> tuple[list[PrefixKeys], list[list[torch.Tensor]]]:
+        """The keys of each group of layers, and the slots of its pages, which the current stream
+        copies to the host."""
+        slots, keys = list[list[torch.Tensor]](), list[PrefixKeys]()
+        for name in self._steps:
             own = [one for one in transfers if one.name == name and one.keys]
-            keys.append(self._keys([key for one in own for key in one.keys]))
-            slots.append(torch.cat([none, *(one.device_indices[::step] for one in own)]))
+            slots.append([one.device_indices.to("cpu", non_blocking=True) for one in own])
+            keys.append(self._keys("".join(one.keys) for one in own))
         return keys, slots
 
-    def _blocks(self, slots: Sequence[torch.Tensor]) -> list[Any]:
-        """The GPU blocks of each group. Waits for slots that are on the GPU."""
-        steps = self._steps.values()
-        return [one.cpu().numpy() // step for one, step in zip(slots, steps, strict=True)]
-
-    def _streams(self) -> tuple[Any, ...]:
-        """What a copy waits for: the scheduler's stream, and that of the forward, which writes what
-        is stored, and may still use what was freed for a load."""
-        if self.pools[PoolName.KV].device.type == "cpu":
-            return ()
-        streams = torch.cuda.current_stream(), self.forward_stream
-        return tuple(stream for stream in streams if stream is not None)
+    def _blocks(self, slots: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+        """The GPU blocks of each group of layers, when their slots are on the host."""
+        return [
+            [block for one in of_group for block in (one.numpy()[::step] // step).tolist()]
+            for of_group, step in zip(slots, self._steps.values(), strict=True)
+        ]
 
 
 def _read_pools(params: Any, components: Any) -> Iterator[tuple[Any, int, list[Any], list[int]]]:
