@@ -115,8 +115,12 @@ class BelowServer(Server):
         return self.device.pool(group.layout, pages, self.per_page, gap=0)
 
     def make_prefixes(self, **_: Any) -> PrefixCache:
-        with mock.patch.object(tier, "BYTES_IN_FLIGHT", self.bytes_in_flight):
-            return super().make_prefixes(**self.below)
+        while True:
+            try:
+                with mock.patch.object(tier, "BYTES_IN_FLIGHT", self.bytes_in_flight):
+                    return super().make_prefixes(**self.below)
+            except ValueError:  # a call of the driver failed that was to hurt a job
+                assert self.device.faults()[0]
 
     def change_contents(self) -> None:
         super().change_contents()
@@ -156,7 +160,7 @@ class BelowServer(Server):
         """Another process goes on. Calls that hang still use the memory of this one."""
         self.end_jobs()
         self.count_pages()
-        for of_jobs in (self.states, self.cancelled, self.lazily):
+        for of_jobs in (self.states, self.cancelled):
             of_jobs.clear()
         with self.device.running():
             self.prefixes.close()
@@ -176,7 +180,7 @@ class BelowServer(Server):
             **super().actions(),
             self.store_below.spoil: 0.5,
             self.store_below.release: 1,
-            self.ask_again: 1,
+            self.ask_again: 4,
             self.restart: 0.7,
         }
 

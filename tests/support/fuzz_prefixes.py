@@ -35,11 +35,10 @@ class Server:
 
     def __init__(self, device: Device, seed: int, steps: int = 120) -> None:
         self.device, self.rng, self.steps = device, random.Random(f"{seed} prefixes"), steps
-        self.num_blocks = self.rng.randint(40, 60)  # the same for all caches: records name blocks
+        self.num_blocks = self.rng.randint(40, 60)  # of all caches
         self.group, self.pool = self.make_cache()
         self.per_page = self.pool.blocks_per_page
         self.is_list = self.rng.random() < 0.3
-        self.is_lazy = self.rng.random() < 0.3
         self.prefixes = self.make_prefixes()
         (self.stream,) = device.streams(1)[:1]
         # Prompts share beginnings; a key is the number of its first prompt, and how far in it is.
@@ -55,7 +54,6 @@ class Server:
         # Blocks, and the check of what a load ends with.
         self.jobs: dict[int, tuple[Job, list[int], Callable[[], None]]] = {}
         self.cancelled: set[int] = set()
-        self.lazily: set[int] = set()  # blocks that evict() has to be told of
         self.held: list[tuple[Any, list[tuple[int, int]], int | None]] = []  # with the store's job
         self.states: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
@@ -72,7 +70,6 @@ class Server:
             layouts if self.is_list else layouts[0],
             pools if self.is_list else pools[0],
             [BlockGroup(self.pool.num_pages)] if self.is_list else None,
-            store_policy="lazy" if self.is_lazy else "eager",
             eviction_policy=self.rng.choice(["lru", "arc"]),
             copy_method=self.rng.choice(self.copy_methods()),
             **below,
@@ -123,33 +120,7 @@ class Server:
         """Blocks that no job uses, which are given to others from now on."""
         busy = {block for _, blocks, _ in self.jobs.values() for block in blocks}
         free = [block for block in range(self.group.num_blocks) if block not in busy]
-        if len(free) < count:
-            return []
-        blocks = self.rng.sample(free, count)
-        if self.lazily & set(blocks):
-            for job in self.evict(blocks):
-                self.jobs[job.id] = job, [], _nothing
-                if self.rng.random() < 0.5:
-                    self.wait(job)
-                self.stream_waits(job)
-            self.lazily -= set(blocks)
-        return blocks
-
-    def evict(self, blocks: list[int]) -> list[Job]:
-        while True:
-            try:
-                return self.prefixes.evict(self.passed(blocks))
-            except RuntimeError:  # some of its jobs may have been submitted
-                assert self.device.faults()[0]
-            self.device.wait_for(self.prefixes, None)
-            self.poll(known=False)
-
-    def stream_waits(self, job: Job) -> None:
-        try:
-            job.wait(self.stream)
-        except RuntimeError:
-            assert self.device.faults()[0]
-            self.wait(job)
+        return self.rng.sample(free, count) if len(free) >= count else []
 
     def write(self, blocks: list[int], rows: list[int]) -> bool:
         pairs = [
@@ -166,7 +137,7 @@ class Server:
         blocks = self.free_blocks(len(keys) * self.per_page)
         if not blocks or not self.write(blocks, self.rows(keys)):
             return
-        preempts = not self.is_lazy and len(self.held) < 2 and self.rng.random() < 0.3
+        preempts = len(self.held) < 2 and self.rng.random() < 0.3
         passed = self.named(keys), self.passed(blocks)
         job = None
         try:
@@ -182,8 +153,6 @@ class Server:
         except RuntimeError:
             assert self.device.faults()[0]
             return
-        if self.is_lazy:
-            self.lazily |= set(blocks)
         if job is not None:
             self.jobs[job.id] = job, blocks, _nothing
 
@@ -195,9 +164,6 @@ class Server:
             raise MismatchError(f"of {keys} a block is found that does not fit")
         blocks = self.free_blocks(len(keys) * self.per_page)
         if not ready or not blocks:
-            return False
-        # evict() may have stored other keys in the place of these.
-        if self.prefixes.lookup(self.named(keys)).ready < ready:
             return False
         if not self.write(blocks, [len(self.contents) - 1] * len(blocks)):
             return False
@@ -232,7 +198,7 @@ class Server:
         assert not self.prefixes.release(preempted)
 
     def reset(self) -> None:
-        """The weights change. Blocks that were recorded with the old ones stay on the GPU."""
+        """The weights change."""
         self.prefixes.manager.reset()
         for preempted, _, _ in self.held:
             assert self.prefixes.release(preempted)
@@ -258,11 +224,8 @@ class Server:
             if self.prefixes.cancel(self.jobs[number][0]):
                 self.cancelled.add(number)
 
-    def poll(self, known: bool = True) -> None:
-        """known: whether all jobs that have ended are ours."""
+    def poll(self) -> None:
         for result in self.prefixes.poll():
-            if not known and result.job_id not in self.jobs:
-                continue
             job, _, check = self.jobs.pop(result.job_id)
             assert job.result is not None
             self.counts[result.state] += 1
@@ -361,8 +324,7 @@ class Server:
         assert stats.evicted <= stats.stored + stats.promoted
 
     def __str__(self) -> str:
-        lazy = "lazy" if self.is_lazy else "eager"
-        return f"{self.device.name}, {lazy}, {self.pool.num_pages} pages of {self.per_page}"
+        return f"{self.device.name}, {self.pool.num_pages} pages of {self.per_page}"
 
 
 class EncodedServer(Server):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from array import array
@@ -31,11 +30,10 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.offload.groups import Groups
 from torch_kvswap.offload.handler import LOADS, STORES, Job, OffloadHandler
 from torch_kvswap.offload.metrics import Metrics
-from torch_kvswap.offload.streams import After, resolve_after
+from torch_kvswap.offload.streams import After
 from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read_layer_groups
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
-from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.reader import ArgumentReader
 from torch_kvswap.prefix.tier import BelowStats, Tier
@@ -49,13 +47,11 @@ class _Prompt(NamedTuple):
         keys (list[bytes]): of the keys whose blocks are on the GPU, or are to be there.
         blocks (list[array]): the GPU blocks of these keys.
         named (list[array]): of a store, all blocks that the caller has named; some may be -1.
-        loads (tuple[Job, ...]): of a store, further loads that the blocks were computed from.
     """
 
     keys: list[bytes]
     blocks: list[array[int]]
     named: list[array[int]]
-    loads: tuple[Job, ...] = ()
 
 
 class Stored(NamedTuple):
@@ -64,11 +60,11 @@ class Stored(NamedTuple):
     Attributes:
         state (str): "storing" with the job; "present" if the host has all blocks, or is storing
             them for an earlier call; "full" if there is not enough room, so that no block is
-            stored; "recorded" with a lazy store policy.
+            stored.
         job (Job | None): the copy, if the state is "storing".
     """
 
-    state: Literal["storing", "present", "full", "recorded"]
+    state: Literal["storing", "present", "full"]
     job: Job | None = None
 
 
@@ -132,11 +128,6 @@ def _page_formats(
     return formats
 
 
-def _check_store_policy(store_policy: object) -> None:
-    if store_policy not in ("eager", "lazy"):
-        raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
-
-
 def _close_served(handler: OffloadHandler, manager: RemoteManager) -> None:
     """Waits for all jobs, leaves the server, and frees its memory here."""
     if handler._native.is_current_process:  # a forked child has none of them
@@ -167,8 +158,6 @@ class PrefixCache(NotCopyable):
         gpu, host: the cache and its host pools; see OffloadHandler.
         groups (Sequence[BlockGroup] | None): for a list of layouts, one BlockGroup per layout;
             num_pages must be that of the pool.
-        store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
-            leave the GPU cache.
         eviction_policy: see BlockManager.
         copy_method, staging_bytes, relays: see OffloadHandler.
         below (str | os.PathLike | PageStore | None): a second tier, which other processes may
@@ -204,7 +193,6 @@ class PrefixCache(NotCopyable):
         host: HostPool | Sequence[HostPool],
         groups: Sequence[BlockGroup] | None = None,
         *,
-        store_policy: Literal["eager", "lazy"] = "eager",
         eviction_policy: str = "lru",
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
@@ -214,7 +202,6 @@ class PrefixCache(NotCopyable):
         below_policy: BelowPolicy = "reused",
     ) -> None:
         # Everything else is refused before the handler takes staging memory.
-        _check_store_policy(store_policy)
         of_handler = Groups(gpu, host)
         is_list, pools = of_handler.is_list, of_handler.pools
         of_layers = read_layer_groups(groups, [pool.num_pages for pool in pools], is_list)
@@ -237,7 +224,7 @@ class PrefixCache(NotCopyable):
         self.manager = manager
         self._reservations = for_jobs = manager._for_jobs()
         self._are_ready = ready == [pool.num_pages for pool in pools]
-        self._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
+        self._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         if below is not None:
             self._open_below(open_store, formats, for_jobs)
 
@@ -245,7 +232,6 @@ class PrefixCache(NotCopyable):
         self,
         of_handler: Groups,
         of_layers: Sequence[BlockGroup],
-        store_policy: str,
         copy_method: str | None,
         staging_bytes: int,
         relays: Sequence[int],
@@ -255,14 +241,8 @@ class PrefixCache(NotCopyable):
         self._reader = ArgumentReader(of_handler.pools, of_layers, self._is_list)
         of_handler.is_list = True  # the reader makes lists
         self._below: Tier | None = None
-        lazy = of_handler.pools if store_policy == "lazy" else ()
-        # Empty if eager. Guarded by _recording, as is what these records hold for: see _records().
-        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in lazy]
-        self._recording = threading.Lock()
         self._was_polled = False  # or was warned of it
         self._was_too_small = False  # the host, as was warned
-        self._was_overwritten = False  # a recorded block, as was warned
-        self._recorded_for: tuple[int, weakref.ref[Groups]] | None = None
         self._handler = OffloadHandler.__new__(OffloadHandler)
         options = copy_method, staging_bytes
         self._handler._open(of_handler, *options, assigns_pages=True, relays=relays)
@@ -278,7 +258,6 @@ class PrefixCache(NotCopyable):
         blocks_per_page: int = 1,
         encoding: EncodingName = "raw",
         verify: VerifyName = "off",
-        store_policy: Literal["eager", "lazy"] = "eager",
         copy_method: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         relays: Sequence[int] = (),
@@ -301,7 +280,7 @@ class PrefixCache(NotCopyable):
                 the number of pages.
             model (str | tuple[str, int, int]): see below_model of PrefixCache.
             blocks_per_page, encoding, verify: of the pages; see HostPool.
-            store_policy, copy_method, staging_bytes, relays: see PrefixCache.
+            copy_method, staging_bytes, relays: see PrefixCache.
 
         Raises:
             TypeError: an argument has a wrong type.
@@ -310,7 +289,6 @@ class PrefixCache(NotCopyable):
             OSError: no server answers at the path.
             RuntimeError: the kernel does not map the memory, or a tensor of a layout has moved.
         """
-        _check_store_policy(store_policy)
         is_list = isinstance(gpu, Sequence)
         layouts = list(gpu) if isinstance(gpu, Sequence) else [gpu]
         for group, layout in enumerate(layouts):
@@ -330,7 +308,7 @@ class PrefixCache(NotCopyable):
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
             made.manager = made._reservations = manager
             made._are_ready = True
-            made._open(of_handler, of_layers, store_policy, copy_method, staging_bytes, relays)
+            made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         except BaseException:
             manager.close()
             served.close()
@@ -364,10 +342,7 @@ class PrefixCache(NotCopyable):
             pool._register_user(self._below, assigns_pages=True)
 
     def __repr__(self) -> str:
-        return (
-            f"PrefixCache(store_policy='{'lazy' if self._lazy else 'eager'}', "
-            f"handler={self._handler!r}, manager={self.manager!r})"
-        )
+        return f"PrefixCache(handler={self._handler!r}, manager={self.manager!r})"
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
@@ -441,9 +416,6 @@ class PrefixCache(NotCopyable):
         try:
             if isinstance(self.manager, RemoteManager):  # perhaps since a store of ours failed
                 self._handler._native.mark_written(reserved.pages)
-            if self._lazy:  # in case nobody has called evict()
-                with self._recording:
-                    self._forget(blocks)
             job = self._handler._submit(
                 LOADS,
                 (blocks, reserved.pages, 0),
@@ -468,8 +440,7 @@ class PrefixCache(NotCopyable):
         """Stores the blocks that the host does not have.
 
         The blocks must not change until the job has ended: see evict(). They can be loaded after
-        poll() has reported it, except rejected ones (Result.rejected), which are not stored. With a
-        lazy store policy the blocks are only recorded, for evict().
+        poll() has reported it, except rejected ones (Result.rejected), which are not stored.
 
         New blocks are computed from the blocks before them. So the store starts after loads into
         the named blocks, and is reported after them. If such a load fails, and poll() had not
@@ -480,8 +451,7 @@ class PrefixCache(NotCopyable):
             gpu_block_ids: the blocks of all keys, each once. Pass -1 for a block that is not on the
                 GPU: a load with `prefix` left it out, or it has left a window. A key with a -1 is
                 not stored.
-            after, tag: see OffloadHandler.store(). With a lazy store policy, evict() takes `after`,
-                and its jobs have no tags.
+            after, tag: see OffloadHandler.store().
 
         Returns:
             Stored: the job that copies them, or why there is none.
@@ -489,47 +459,33 @@ class PrefixCache(NotCopyable):
         Raises what OffloadHandler.store() and BlockManager.prepare_store() do; nothing is held
         then.
         """
-        if self._lazy:
-            if after is not None:
-                raise TypeError('with store_policy="lazy", pass after to evict()')
-            self._record_computed(keys, gpu_block_ids)
-            return Stored("recorded")
-        return self._store(self._read(keys, gpu_block_ids), after, tag)
+        prompt = self._read(keys, gpu_block_ids)
+        self._grow()
+        reserved = self._reservations.prepare_store(prompt.keys)
+        if reserved is not None and reserved.id:
+            return Stored("storing", self._submit_store(reserved, prompt, after, tag))
+        self._handler._check_options(after)
+        if reserved is None:
+            self._warn_of_no_room(prompt.keys)
+            return Stored("full")
+        return Stored("present")
 
-    def evict(self, gpu_block_ids: Ids | Sequence[Ids], *, after: After = None) -> list[Job]:
-        """Returns the jobs that must end before these GPU blocks are reused.
+    def evict(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
+        """Returns the jobs that have not ended and read or write one of these GPU blocks.
 
-        Call it before blocks are reused; `Job.wait` orders that on a stream. With a lazy store
-        policy it first stores the blocks and all blocks before them, if the host has room for all
-        of them. If it raises, all blocks still count as on the GPU; call it again to continue.
+        Wait for these jobs before the blocks are reused; `Job.wait` orders that on a stream.
 
         Args:
-            gpu_block_ids: the blocks that leave; -1 means no block.
-            after: see OffloadHandler.store(), for a lazy store policy.
+            gpu_block_ids: the blocks that are reused; -1 means no block.
 
         Returns:
-            list[Job]: earlier stores and loads that still use these blocks, then the stores that
-                this call started.
+            list[Job]: in order of submission.
 
-        Raises what OffloadHandler.store() does.
+        Raises:
+            IndexError: the cache has no such block.
         """
-        self._handler._native.check_process()  # a fork may have the lock, held forever
-        resolve_after(after, self._handler._native.groups.device)  # refused if wrong, also unused
-        leaving, _ = self._reader.read_blocks(gpu_block_ids, self.layouts)
-        started: list[Job] = []
-        if self._lazy:
-            with self._recording:
-                records, resets = self._records()
-                for group, lazy in enumerate(records):
-                    for keys, ids, loads in lazy.chains_of(leaving[group]):
-                        group_keys, blocks = [b""] * len(leaving), [array("q")] * len(leaving)
-                        group_keys[group], blocks[group] = keys, array("q", ids)
-                        prompt = _Prompt(group_keys, blocks, blocks, loads)
-                        job = self._store(prompt, after, None, resets).job
-                        if job is not None:
-                            started.append(job)
-                self._forget(leaving)
-        return self._jobs_using(leaving, started)
+        blocks, _ = self._reader.read_blocks(gpu_block_ids, self.layouts)
+        return self._handler.jobs_using(blocks)
 
     def preempt(
         self,
@@ -560,10 +516,9 @@ class PrefixCache(NotCopyable):
             return None
         try:
             started = [self._submit_store(reserved, prompt, after, tag)] if reserved.id else []
-            if self._lazy:
-                with self._recording:
-                    self._forget(prompt.named)  # the host has, or is about to have, all of them
-            return Preempted(self._jobs_using(prompt.named, started), reserved.lease, keys)
+            using = self._handler.jobs_using(prompt.named)
+            jobs = [*(job for job in using if job not in started), *started]
+            return Preempted(jobs, reserved.lease, keys)
         except BaseException:
             reserved.lease.let_go()
             raise
@@ -682,16 +637,14 @@ class PrefixCache(NotCopyable):
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
         """Waits for all jobs, then continues with a cache at other addresses.
 
-        Pages on the host stay. With a lazy store policy, what was recorded of the old cache is
-        forgotten. See OffloadHandler.rebind().
+        Pages on the host stay. See OffloadHandler.rebind().
         """
         self._handler._native.check_process()  # a fork may have the lock, held forever
         if not self._is_list and not isinstance(gpu, PagedLayout):
             raise TypeError(f"gpu is {kind_of(gpu)}; pass a PagedLayout, as before")
         handler, manager = self._handler, self.manager
         rebind = manager._pools.rebind if isinstance(manager, RemoteManager) else handler.rebind
-        with self._recording:  # evict() stores of the old cache, or forgets it
-            rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
+        rebind(gpu if self._is_list else [gpu])  # type: ignore[list-item]
 
     def below_stats(self) -> BelowStats:
         """Returns what was moved to and from the second tier.
@@ -714,7 +667,6 @@ class PrefixCache(NotCopyable):
         if isinstance(self.manager, RemoteManager):
             _close_served(self._handler, self.manager)
         self._handler.close()
-        self._recorded_for = None  # evict() has nothing to store any more
 
     def __enter__(self) -> PrefixCache:
         self._handler.__enter__()
@@ -730,47 +682,6 @@ class PrefixCache(NotCopyable):
             self.manager.grow(ready)
             self._are_ready = ready == [pool.num_pages for pool in self.pools]
 
-    def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
-        """Records the keys of the GPU blocks, for evict()."""
-        self._handler._native.check_open()  # in a fork, too, which may have the lock held forever
-        prompt = self._read(keys, gpu_block_ids)
-        self._reader.check_distinct_keys(prompt.keys)
-        with self._recording:
-            loads = tuple(self._handler._unreported_loads(prompt.named))
-            records, _ = self._records()
-            for lazy, group_keys, blocks in zip(records, prompt.keys, prompt.blocks, strict=True):
-                lost = lazy.record(group_keys, blocks, loads)
-                if lost is not None and not self._was_overwritten:
-                    self._was_overwritten = True
-                    log.warning(
-                        "GPU block %d had contents of another key that were not stored yet; pass "
-                        "blocks to evict() before they are reused",
-                        lost,
-                    )
-
-    def _records(self) -> tuple[list[LazyStorePolicy], int]:
-        """What evict() stores: the keys of GPU blocks, per pool, and how often the manager had been
-        reset when these were recorded. The caller holds `_recording`.
-
-        This is where they are forgotten, whatever has made them wrong: a reset, also by another
-        engine, a rebind(), or another server, which may have missed a reset; or a load that they
-        were computed from. A store of what is left fails if such a load does.
-        """
-        recorded_for = self.manager.resets, weakref.ref(self._handler._native.groups)
-        if recorded_for != self._recorded_for:
-            for lazy in self._lazy:
-                lazy.clear()
-            self._recorded_for = recorded_for
-        for lazy in self._lazy:
-            lazy.forget_computed(Job._has_failed)
-        return self._lazy, recorded_for[0]
-
-    def _forget(self, blocks: Sequence[Iterable[int]]) -> None:
-        """Forgets the keys of GPU blocks, per pool, that evict() is not to store any more. The
-        caller holds `_recording`."""
-        for lazy, of_pool in zip(self._lazy, blocks, strict=True):
-            lazy.forget(of_pool)
-
     def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
         """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
         group_keys, named, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
@@ -778,26 +689,6 @@ class PrefixCache(NotCopyable):
         if not some_left_out:
             return _Prompt(group_keys, named, named)
         return _Prompt(*self._reader.keys_on_gpu(group_keys, named), named)
-
-    def _jobs_using(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
-        """The earlier jobs that still use one of these blocks, and the stores just started."""
-        using = self._handler.jobs_using(blocks)
-        return [*(job for job in using if job not in started), *started]
-
-    def _store(
-        self, prompt: _Prompt, after: After, tag: object, resets: int | None = None
-    ) -> Stored:
-        """Stores the blocks that the host does not have. There is no room for those from before a
-        reset: `resets` is the manager's number when they were computed."""
-        self._grow()
-        reserved = self._reservations.prepare_store(prompt.keys, resets=resets)
-        if reserved is not None and reserved.id:
-            return Stored("storing", self._submit_store(reserved, prompt, after, tag))
-        self._handler._check_options(after)
-        if reserved is None:
-            self._warn_of_no_room(prompt.keys)
-            return Stored("full")
-        return Stored("present")
 
     def _submit_store(self, reserved: Any, prompt: _Prompt, after: After, tag: object) -> Job:
         """Stores the blocks of a prompt into the pages that are reserved for them."""
@@ -808,7 +699,6 @@ class PrefixCache(NotCopyable):
                 after=after,
                 tag=tag,
                 reserved=reserved,
-                computed_from=prompt.loads,
                 computed_in=prompt.named,
             )
         finally:

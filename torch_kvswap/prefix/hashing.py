@@ -300,16 +300,6 @@ def _token_bytes(
 Keys = PrefixKeys | bytes | Sequence[Hashable]
 
 
-def check_distinct_keys(name: str, joined: bytes) -> None:
-    """Raises ValueError if a key occurs twice, as BlockManager.prepare_store() does."""
-    first = dict[bytes, int]()
-    for index, key in enumerate(split_keys(joined)):
-        if (before := first.setdefault(key, index)) != index:
-            raise ValueError(
-                f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
-            )
-
-
 def split_keys(keys: bytes) -> list[bytes]:
     """Keys that lie in a row, one by one."""
     places = range(0, len(keys), KEY_BYTES)

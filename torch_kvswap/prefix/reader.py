@@ -15,7 +15,7 @@ from torch_kvswap._native.loader import native
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.block_groups import BlockGroup
-from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys, check_distinct_keys
+from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys
 from torch_kvswap.prefix.manager import needed_blocks
 
 
@@ -176,11 +176,6 @@ class ArgumentReader:
                     f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the "
                     "contents of two; pass -1 for blocks that are not on the GPU"
                 )
-
-    def check_distinct_keys(self, keys: list[bytes]) -> None:
-        """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
-        for group, of_group in enumerate(keys):
-            check_distinct_keys(self._name("keys", group), of_group)
 
     def _split(self, name: str, argument: Any) -> Sequence[Any]:
         """The item of an argument for each group, as the caller has passed it."""

@@ -6,7 +6,6 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from host_pools import in_chunks
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from prefix_bytes import BLOCKS, CHECKS, PAGES, make
+from prefix_bytes import BLOCKS, PAGES, make
 from processes import in_child
 from simulated_driver import Driver, cache, place, simulated
 
@@ -29,9 +28,24 @@ from torch_kvswap.reference import ReferenceHandler
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_prefix_cache_loads_what_it_stored(check: Callable[[str], None], device: str) -> None:
-    check(device)
+def test_groups_load_what_they_need(device: str) -> None:
+    attention = PagedLayout([torch.arange(16.0)[:, None].repeat(1, 4).to(device)])
+    state = PagedLayout([100 + torch.arange(4.0)[:, None].repeat(1, 8).to(device)])
+    pools = [HostPool(attention, 8), HostPool(state, 2)]
+    with PrefixCache(
+        [attention, state], pools, [BlockGroup(8, 4), BlockGroup(2, 8, is_state=True)]
+    ) as prefixes:
+        keys = [["a", "b", "c", "d"], ["s", "t"]]
+        prefixes.store([keys[0], keys[1][1:]], [[0, 1, 2, 3], [1]])
+        drain(prefixes)
+        prefixes.poll()
+        found = prefixes.lookup(keys)
+        assert found.ready == 2
+        job = prefixes.load(keys, [[12, 13, 14, 15], [2, 3]], found.ready)
+        assert job is not None
+        job.wait()
+        assert attention.tensors[0][12:, 0].tolist() == [0, 1, 2, 3]
+        assert state.tensors[0][2:, 0].tolist() == [102, 101]
 
 
 def test_only_what_is_new_is_copied():
@@ -107,7 +121,6 @@ def test_after_is_checked_without_a_copy():
             error_text(prefixes.load, ["x"], [1], after=object()),
             error_text(prefixes.store, ["a"], [1], after=object()),
             error_text(prefixes.preempt, ["a"], [1], after=object()),
-            error_text(prefixes.evict, [5], after=object()),
         ]
         assert prefixes.manager.stats().idle_pages == 1
     of_after = (
@@ -116,7 +129,7 @@ def test_after_is_checked_without_a_copy():
     )
     assert [" ".join(error.split()) for error in errors] == [
         "ValueError: layer_groups is 0; it must be 1 to 2",
-        *[of_after] * 4,
+        *[of_after] * 3,
     ]
 
 
@@ -176,19 +189,6 @@ def test_a_closed_pool_is_named_not_its_handler() -> None:
         assert error_text(prefixes.lookup, ["a"]) == f"RuntimeError: {expected}"
         for call in (prefixes.store, prefixes.load, prefixes.preempt):
             assert error_text(call, ["a"], [1]) == f"RuntimeError: {expected}"
-
-
-def test_a_block_reused_without_evict_is_warned_of_once() -> None:
-    prefixes, _ = make(store_policy="lazy")
-    with prefixes, logged() as messages:
-        prefixes.store(["a", "b"], [1, 2])
-        prefixes.evict([2])
-        prefixes.store(["a", "c"], [1, 2])
-        assert messages == []
-        for key in ("d", "e"):
-            prefixes.store([key], [1])
-        [message] = messages
-        assert "GPU block 1 had contents of another key" in message
 
 
 def test_what_only_looks_like_keys_is_refused() -> None:
@@ -281,9 +281,8 @@ def test_keys_of_other_block_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("keys", [["a", "b"], ["x", "y"]], ids=["stored", "new"])
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: str) -> None:
-    prefixes, _ = make(store_policy=policy)
+def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str]) -> None:
+    prefixes, _ = make()
     with prefixes:
         prefixes.preempt(["a", "b"], [0, 1])
         prefixes.poll()
@@ -354,27 +353,22 @@ def test_a_prefix_cache_uses_the_pinned_pages(driver: Driver) -> None:
 
 
 @pytest.mark.gpu
-def test_lazy_storing_during_pinning_on_a_gpu() -> None:
+def test_storing_during_pinning_on_a_gpu() -> None:
     rows = torch.randint(256, (64, 1 << 20), dtype=torch.uint8, device="cuda")
     layout, ids = PagedLayout([rows]), list(range(64))
     keys, kept = [str(block) for block in ids], rows.clone()
     with (
         in_chunks(4 << 20, layout, 64, pin_in_background=True) as pool,
-        PrefixCache(layout, pool, store_policy="lazy") as prefixes,
+        PrefixCache(layout, pool) as prefixes,
     ):
-        assert prefixes.store(keys, ids).state == "recorded"
-        for job in prefixes.evict(ids):
-            prefixes.synchronize(job)
-        prefixes.poll()
-        if prefixes.lookup(keys).ready < 64:  # there were too few pages
+        if prefixes.store(keys, ids).state == "full":  # there are too few pages yet
             assert pool.wait_ready(60)
-            prefixes.store(keys, ids)
-            for job in prefixes.evict(ids):
-                job.wait()
-                rows.zero_()
-            drain(prefixes)
-            prefixes.poll()
+            assert prefixes.store(keys, ids).state == "storing"
+        for job in prefixes.evict(ids):
+            job.wait()
         rows.zero_()
+        drain(prefixes)
+        prefixes.poll()
         assert prefixes.lookup(keys).ready == 64
         prefixes.load(keys, ids).wait()
         assert torch.equal(rows, kept)
@@ -481,38 +475,35 @@ def test_an_early_poll_ends_the_reservation(
 def test_a_block_is_stored_for_one_key():
     """Placeholders for blocks that were not loaded would be found later as what their keys say."""
     prefixes, _ = make()
-    lazy, _ = make(store_policy="lazy")
     pages, _ = make(per_page=2)
     layout = PagedLayout([torch.zeros(4, 4)])
     window = [BlockGroup(4), BlockGroup(4, window_tokens=1)]
     several = PrefixCache([layout, layout], [HostPool(layout, 4), HostPool(layout, 4)], window)
-    with prefixes, lazy, pages, several:
+    with prefixes, pages, several:
         twice = (
             "ValueError: gpu_block_ids[1] and gpu_block_ids[3] are both 2, but no block has the\n"
             "contents of two; pass -1 for blocks that are not on the GPU"
         )
-        for call in prefixes.store, prefixes.preempt, lazy.store:
+        for call in prefixes.store, prefixes.preempt:
             assert error_text(call, ["a", "b", "c", "d"], [1, 2, 3, 2]) == twice
         assert error_text(pages.store, ["a", "b"], [1, 2, 3, 2]) == twice
         keys = [["a", "b", "c"], ["A", "B", "C"]]
         assert "gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 0" in error_text(
             several.store, keys, [[0, 1, 2], [0, 0, 3]]
         )
-        for of_policy in (prefixes, lazy, pages, several):
-            assert of_policy.manager.stats().filling_pages == 0
-            assert of_policy.evict([[3, 3], [3]] if of_policy is several else [3, 3]) == []
+        for each in (prefixes, pages, several):
+            assert each.manager.stats().filling_pages == 0
+            assert each.evict([[3, 3], [3]] if each is several else [3, 3]) == []
 
 
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("per_page", [1, 2])
-def test_keys_without_gpu_block_are_left_out(per_page: int, policy: str) -> None:
-    prefixes, tensor = make(per_page=per_page, store_policy=policy)
+def test_keys_without_gpu_block_are_left_out(per_page: int) -> None:
+    prefixes, tensor = make(per_page=per_page)
     keys, last = ["a", "b", "c", "d"], 4 * per_page - per_page // 2
     blocks = list(range(last))  # the last page is part full
     blocks[per_page - 1] = blocks[2 * per_page] = -1  # in the first and the third page
     with prefixes:
         prefixes.store(keys, blocks)
-        prefixes.evict(blocks)
         prefixes.poll()
         assert [prefixes.lookup([key]).ready for key in keys] == [0, 1, 0, 1]
         tensor[:] = 0
@@ -665,29 +656,8 @@ def test_a_request_without_first_block_is_loaded() -> None:
         assert tensor[8:10, 0].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_reused_blocks_of_a_preemption_are_not_stored(is_told: bool) -> None:
-    prefixes, tensor = make(store_policy="lazy")
-    with prefixes:
-        prefixes.store(["a", "b"], [1, 2])
-        held = prefixes.preempt(["a", "b"], [1, 2])
-        assert held is not None
-        if is_told:
-            prefixes.evict([1, 2])
-        prefixes.poll()
-        prefixes.release(held)
-        tensor[[1, 2]] = 99
-        others = [f"other {number}" for number in range(PAGES)]
-        prefixes.manager.complete(prefixes.manager.prepare_store(others))  # evicts a and b
-        prefixes.manager.reset()
-        prefixes.evict([1, 2])  # the next owner leaves, and has stored nothing
-        prefixes.poll()
-        assert prefixes.lookup(["a", "b"]).found == 0
-
-
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_no_call_works_in_a_forked_child(policy: str) -> None:
-    prefixes, _ = make(store_policy=policy)
+def test_no_call_works_in_a_forked_child() -> None:
+    prefixes, _ = make()
     with prefixes:
         held = prefixes.preempt(["a"], [1])
         calls = [
@@ -708,22 +678,19 @@ def test_no_call_works_in_a_forked_child(policy: str) -> None:
 
 def test_errors_say_what_was_wrong():
     prefixes, _ = make(per_page=2)
-    lazy, _ = make(per_page=2, store_policy="lazy")
     layout = PagedLayout([torch.zeros(4, 4)])
     pool = HostPool(layout, 4)
     several = PrefixCache([layout], [pool], [BlockGroup(4)])
-    with prefixes, lazy, several:
+    with prefixes, several:
         errors = [
             error_text(PrefixCache, [layout], [pool]),
             error_text(PrefixCache, layout, pool, [BlockGroup(PAGES)]),
             error_text(PrefixCache, [layout], [pool], [BlockGroup(3)]),
             error_text(PrefixCache, [layout], [pool], [4]),
             error_text(PrefixCache, [layout], [pool], 4),
-            error_text(PrefixCache, layout, pool, store_policy="never"),
             error_text(several.store, [["a"]], [[1], [2]]),
             error_text(prefixes.evict, [-2]),
             error_text(prefixes.release, 5),
-            error_text(lazy.store, ["a"], [1, 2], after=()),
             error_text(copy.copy, prefixes),
         ]
     assert_expected_inline(
@@ -734,13 +701,11 @@ ValueError: groups is for a list of layouts; leave it out, or pass gpu as a list
 ValueError: the groups have [3] pages, their pools [4]; make num_pages that of the pool
 TypeError: groups[0] is an int; pass a BlockGroup
 TypeError: groups is an int; pass a list with a BlockGroup for each layout
-ValueError: store_policy is 'never'; it can be eager or lazy
 ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group, an empty one
 for a group without blocks
 IndexError: gpu_block_ids[0] is -2; there are 16 GPU blocks, 0 to 15, and -1 is a block
 that is not on the GPU
 TypeError: preempted is an int; pass what preempt() returned
-TypeError: with store_policy="lazy", pass after to evict()
 TypeError: PrefixCache cannot be copied or pickled: it owns memory of this process; pass
 it by reference, or make another one""",
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from drained import drain
@@ -15,21 +13,19 @@ from torch_kvswap import PagedLayout, PrefixCache
 
 
 @simulated
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_reused_blocks_wait_for_their_stores(driver: Driver, policy: str) -> None:
+def test_reused_blocks_wait_for_their_stores(driver: Driver) -> None:
     driver.set_mode("manual")
     gpu, host = cache(driver)
-    with PrefixCache(gpu, host, store_policy=policy) as prefixes:
+    with PrefixCache(gpu, host) as prefixes:
         assert prefixes.evict([1, 2]) == []
-        prefixes.store(["a", "b", "c"], [1, 2, 3])
-        first = prefixes.evict([2])  # lazy: stores what is in front of it, too
-        assert [job.nbytes for job in first] == [(3 if policy == "eager" else 2) * gpu.block_bytes]
+        first = [prefixes.store(["a", "b", "c"], [1, 2, 3]).job]
+        assert prefixes.evict([2]) == first
         assert prefixes.evict([1, -1]) == first
         assert prefixes.evict([4]) == []
         held = prefixes.preempt(["x", "b"], [1, 4])
         assert held is not None
         assert held.jobs[:-1] == first
-        assert [job.nbytes for job in held.jobs] == [first[0].nbytes, gpu.block_bytes]
+        assert held.jobs[-1].nbytes == gpu.block_bytes
         assert prefixes.evict([1]) == held.jobs
         assert prefixes.evict([4]) == []  # "b" is on its way from another block
         driver.run()
@@ -82,13 +78,9 @@ def test_nothing_reads_blocks_of_a_moved_cache() -> None:
 
 @simulated
 @pytest.mark.parametrize("ending", ["failed", "cancelled", "done"])
-@pytest.mark.parametrize("policy", ["eager", "lazy", "preempt"])
-def test_what_unloaded_blocks_computed_is_not_found(
-    driver: Driver, policy: str, ending: str
-) -> None:
-    with PrefixCache(
-        *cache(driver), store_policy="lazy" if policy == "lazy" else "eager"
-    ) as prefixes:
+@pytest.mark.parametrize("name", ["store", "preempt"])
+def test_what_unloaded_blocks_computed_is_not_found(driver: Driver, name: str, ending: str) -> None:
+    with PrefixCache(*cache(driver)) as prefixes:
         prefixes.preempt(["a", "b"], [1, 2])
         prefixes.poll()
         driver.set_mode("manual")
@@ -99,21 +91,16 @@ def test_what_unloaded_blocks_computed_is_not_found(
         if ending == "cancelled":
             assert prefixes.cancel(load)
         # The model has computed "c" behind the load.
-        call = prefixes.preempt if policy == "preempt" else prefixes.store
+        call = getattr(prefixes, name)
         call(["a", "b", "c"], [5, 6, 7])
-        if policy == "lazy":
-            prefixes.evict([7])
         driver.set_mode("immediate")
         drain(prefixes)
         results = prefixes.poll()
         assert [of.state for of in results if of.direction == "load"] == [ending]
         assert prefixes.lookup(["c"]).found == (ending == "done")
         assert prefixes.lookup(["a", "b"]).ready == (0 if ending == "failed" else 2)
-        if policy == "lazy":
-            assert prefixes.evict([5, 6, 7]) == []  # what is in these blocks has no key any more
         # What is computed after poll() has said so is stored.
         call(["a", "b", "c"], [5, 6, 7])
-        prefixes.evict([5, 6, 7])
         prefixes.poll()
         assert prefixes.lookup(["a", "b", "c"]).ready == 3
 
@@ -148,41 +135,6 @@ def test_a_store_fails_with_its_load(driver: Driver, overtakes: bool) -> None:
 
 
 @simulated
-def test_recorded_blocks_of_failed_loads_stay_unstored(driver: Driver) -> None:
-    with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
-        prefixes.preempt(["a", "b"], [1, 2])
-        prefixes.poll()
-        driver.fail("cuMemcpyBatchAsync")
-        prefixes.load(["a", "b"], [5, 6])
-        prefixes.store(["a", "b", "c"], [5, 6, 7])
-        prefixes.store(["other"], [8])
-        drain(prefixes)
-        assert [result.state for result in prefixes.poll()] == ["failed"]
-        assert prefixes.evict([5, 6, 7]) == []
-        assert len(prefixes.evict([8])) == 1
-        prefixes.poll()
-        assert [prefixes.lookup([key]).found for key in ("a", "b", "c", "other")] == [0, 0, 0, 1]
-
-
-@simulated
-def test_blocks_leaving_behind_failed_loads_are_lost(driver: Driver) -> None:
-    with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
-        prefixes.preempt(["a", "kept"], [1, 2])
-        prefixes.poll()
-        driver.fail("cuMemcpyBatchAsync")
-        prefixes.load(["a"], [5])
-        prefixes.store(["a", "b", "c"], [5, 6, 7])
-        prefixes.store(["other"], [8])
-        assert [len(prefixes.evict([block])) for block in (5, 6, 7, 8)] == [0, 0, 0, 1]
-        prefixes.load(["kept"], [7])  # which is reused
-        drain(prefixes)
-        results = prefixes.poll()
-        assert [result.state for result in results] == ["failed", "done", "done"]
-        found = [prefixes.lookup([key]).found for key in ("a", "b", "c", "other", "kept")]
-        assert found == [0, 0, 0, 1, 1]
-
-
-@simulated
 def test_blocks_of_a_later_load_are_found(driver: Driver) -> None:
     with PrefixCache(*cache(driver)) as prefixes:
         prefixes.store(["a"], [1])
@@ -195,34 +147,3 @@ def test_blocks_of_a_later_load_are_found(driver: Driver) -> None:
         drain(prefixes)
         assert [result.state for result in prefixes.poll()] == ["failed", "done", "done"]
         assert prefixes.lookup(["b", "c"]).ready == 2
-
-
-@pytest.mark.parametrize("fails", [True, False])
-@simulated
-def test_evict_stores_nothing_behind_failed_loads_reported_meanwhile(
-    driver: Driver, fails: bool
-) -> None:
-    """By a poll() in another thread. Without one that has failed, as a control, it is stored."""
-    with PrefixCache(*cache(driver), store_policy="lazy") as prefixes:
-        prefixes.preempt(["a"], [1])
-        prefixes.poll()
-        driver.set_mode("manual")
-        load = prefixes.load(["a"], [5])
-        prefixes.store(["a", "b"], [5, 6])
-        records = PrefixCache._records
-
-        def report_meanwhile(of: PrefixCache) -> Any:
-            recorded = records(of)
-            if fails:
-                prefixes.cancel(load)
-            driver.run()
-            assert len(prefixes.poll()) == 1
-            return recorded
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PrefixCache, "_records", report_meanwhile)
-            prefixes.evict([5, 6])
-        driver.set_mode("immediate")
-        drain(prefixes)
-        assert [result.ok for result in prefixes.poll()] == [not fails]
-        assert prefixes.lookup(["b"]).found == (not fails)

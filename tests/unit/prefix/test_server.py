@@ -162,38 +162,6 @@ def test_a_preemption_keeps_its_pages_until_resumed(path: str) -> None:
         assert other.hold("e") is not None
 
 
-def test_lazy_engines_store_what_leaves_them(path: str) -> None:
-    with (
-        serving(path),
-        ServedEngine(path, store_policy="lazy") as engine,
-        ServedEngine(path) as other,
-    ):
-        engine.compute("abcd")
-        assert other.find("abcd").found == 0
-        assert len(engine.prefixes.evict([2])) == 1
-        engine.prefixes.poll()
-        assert other.load("abcd") == 3
-
-
-def test_a_reset_reaches_all_lazy_engines(path: str) -> None:
-    with (
-        serving(path),
-        ServedEngine(path, store_policy="lazy") as engine,
-        ServedEngine(path, store_policy="lazy") as other,
-    ):
-        engine.compute("ab")
-        other.compute("cd")
-        other.prefixes.manager.reset()
-        assert engine.prefixes.evict([0, 1]) == other.prefixes.evict([0, 1]) == []
-        engine.compute("ab")  # not looked up since: it may be from before the reset
-        assert engine.prefixes.evict([0, 1]) == []
-        engine.find("ab")
-        engine.compute("ab")
-        assert len(engine.prefixes.evict([0, 1])) == 1
-        engine.prefixes.poll()
-        assert other.load("abcd") == 2
-
-
 @pytest.mark.parametrize("options", [{"verify": "load"}, {"encoding": "lossless"}, {}])
 def test_pages_are_as_the_engines_want_them(options: Any, path: str) -> None:
     def make() -> tuple[torch.Tensor, PrefixCache]:

@@ -211,24 +211,6 @@ def test_engines_outlive_a_killed_server(pages: int, path: str) -> None:
             assert engine.prefixes.pools[0].num_pages == pages
 
 
-def test_lazy_records_end_with_their_server(path: str) -> None:
-    """Another engine may have reset the index when there was no server."""
-    with (
-        server_process(path) as server,
-        ServedEngine(path, store_policy="lazy") as engine,
-    ):
-        engine.compute("ab")
-        server.kill()
-        assert engine.find("ab") == NOTHING
-        with serving(path):
-            engine.until(lambda: engine.is_served)
-            assert engine.prefixes.evict([0, 1]) == []
-            engine.compute("ab")
-            assert len(engine.prefixes.evict([0, 1])) == 1
-            engine.prefixes.poll()
-            assert engine.load("ab") == 2
-
-
 def test_an_earlier_servers_preemption_ends_no_other(path: str) -> None:
     """Each server is a process, so that both count reservations from the same number on."""
     with server_process(path) as server, ServedEngine(path) as engine:
