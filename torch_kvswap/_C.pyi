@@ -275,6 +275,9 @@ class WriteReservation(Reservation):
     @property
     def pages(self) -> Any: ...
 
+    @property
+    def resets(self) -> int: ...
+
 class BlockManager:
     @overload
     def __init__(self, groups: list[tuple[int, int, int]], is_list: bool, policy: int, store_threshold: int, below: int) -> None: ...

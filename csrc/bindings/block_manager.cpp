@@ -544,7 +544,8 @@ Attributes:
                    [](const WriteReservation& self) {
                      return nb::bytes(self.due.keys.data(), self.due.keys.size());
                    })
-      .def_prop_ro("pages", [](const WriteReservation& self) { return to_numpy(self.due.pages); });
+      .def_prop_ro("pages", [](const WriteReservation& self) { return to_numpy(self.due.pages); })
+      .def_prop_ro("resets", [](const WriteReservation& self) { return self.due.resets; });
 
   nb::class_<PyBlockManager>(module, "BlockManager")
       .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,

@@ -267,6 +267,7 @@ void BlockManager::abandon(int64_t id, bool wait) {
 Due BlockManager::hold_due(size_t count, size_t group, bool wait) {
   const auto lock = lock_for(std::min(count, kFewKeys), wait);
   Due due;
+  due.resets = resets_;
   std::vector<uint32_t> pages;
   std::vector<Pin> pins;
   pages.reserve(count);

@@ -60,6 +60,7 @@ enum class Purpose { kStored, kPreempted, kPromoted };
 // Pages that are due to be written below, and their keys in a row.
 struct Due {
   int64_t reservation = 0;  // 0: there are none
+  uint64_t resets = 0;      // before they were stored
   std::vector<uint8_t> keys;
   std::vector<int64_t> pages;
 };

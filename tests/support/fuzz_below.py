@@ -245,7 +245,8 @@ class BelowServer(Server):
     def is_below(self, key: tuple[int, int]) -> bool:
         assert self.prefixes._below is not None
         (form,) = self.prefixes._below._formats
-        suffix, keys = self.prefixes._below._newest.suffix, [self.key(key)]
+        suffix = self.prefixes._below._suffix(self.prefixes.manager.resets)
+        keys = [self.key(key)]
         names = *form.page_names(keys, suffix), *form.trailer_names(keys, suffix)
         return all(name in self.store_below.objects for name in names)
 

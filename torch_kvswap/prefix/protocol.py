@@ -12,8 +12,8 @@ pages. After a server was lost the workers say MEET too, before they free the ol
 scheduler comes when no job uses it any more.
 
 An engine holds pages that it reads, under a number that it chooses, until END. It borrows pages
-that it writes. If it has said for which keys, END publishes them; if not, it publishes those that
-have their blocks, and gives back the others.
+that it writes. If it has said for which keys, they are found after END; if not, it gives the pages
+back, those that have their blocks with the keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from enum import IntEnum
 
 from torch_kvswap.prefix.hashing import KEY_BYTES
 
-VERSION = 16
+VERSION = 17
 HEAD = struct.Struct("=IBI")  # number of bytes that follow; Op or Status; number of numbers
 MAX_BYTES = 64 << 20  # of a message, which has two million keys at most
 READ_BYTES = 1 << 16  # in one call
@@ -55,14 +55,14 @@ class Op(IntEnum):
     # These get no answer.
     # number, Outcome, group and page of each rejected page: what has this number has ended
     END = 7
-    PUBLISH = 8  # `resets` when the store began, borrowed pages; the key of each
-    GIVE_BACK = 9  # borrowed pages
-    TOUCH = 10  # keys
-    ORDER = 11  # whether it is renewed, keys
-    READY = 12  # the memory is pinned
+    # `resets` when the store began, borrowed pages; the key of each if they have their blocks.
+    GIVE_BACK = 8
+    TOUCH = 9  # keys
+    ORDER = 10  # whether it is renewed, keys
+    READY = 11  # the memory is pinned
     # No job is in flight. On a new connection: a session of this process, and the generation of its
     # server.
-    LEAVE = 13
+    LEAVE = 12
 
 
 class Ask(IntEnum):

@@ -16,6 +16,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,18 @@ _NOTHING, _NO_PAGES = Lookup(0, 0, 0), np.empty(0, np.int64)
 _NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 
 
+class Stage(IntEnum):
+    """How far a session has come. An engine in one process and a scheduler become members, a worker
+    ready; it says MEET first if it comes from another server.
+    """
+
+    CAME = 0  # it has to say who it is
+    WAITS = 1  # it has said MEET, and has no answer yet
+    MEMBER = 2  # its cache fits to the pages; of a scheduler, all its workers are ready
+    READY = 3  # a worker that has pinned the memory
+    OVER = 4  # a scheduler that has ended; its pages are its workers'
+
+
 @dataclass(eq=False)
 class _Session:
     """An engine, or its scheduler or one of its workers if these are processes of their own. It
@@ -84,11 +97,8 @@ class _Session:
     engine: str = ""  # its name, if scheduler and workers are sessions of their own
     worker: int = 0  # its number among the workers
     workers: int = 0  # of a scheduler: how many its engine has
-    is_member: bool = False  # its cache fits to the pages
-    waits: bool = False  # it has said MEET, and has no answer yet
+    stage: Stage = Stage.CAME
     deadline: float = 0.0  # by which it must have said HELLO or MEET
-    is_ready: bool = False  # a worker that has pinned the memory
-    is_over: bool = False  # a scheduler that has ended; its pages are its workers'
     held: dict[int, Reservation] = field(default_factory=dict)  # by the engine's numbers
     lent: set[int] = field(default_factory=set)  # pages that it has borrowed
 
@@ -99,6 +109,14 @@ class _Session:
     @property
     def is_worker(self) -> bool:
         return bool(self.engine) and not self.is_scheduler
+
+    @property
+    def is_member(self) -> bool:
+        return self.stage >= Stage.MEMBER
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage == Stage.OVER
 
     @property
     def has_pages(self) -> bool:
@@ -210,7 +228,6 @@ class PageServer:
         self._below_policy = below_policy
         self._generation = secrets.randbits(62) + 1  # 0 is none
         self._numbers = itertools.count(1)
-        self._resets = 0
         self._sessions: dict[int, _Session] = {}
         self._made: _Pages | None = None
         self._is_over, self._some_ended = False, False
@@ -371,8 +388,8 @@ class PageServer:
         self._later(JOINING, lambda: self._end_silent(session))
 
     def _end_silent(self, session: _Session) -> None:
-        is_silent = not (session.is_member or session.waits)
-        if is_silent and session.connection is not None and session.deadline <= self._clock():
+        is_silent = session.stage == Stage.CAME and session.deadline <= self._clock()
+        if is_silent and session.connection is not None:
             log.warning("process %d has sent nothing for %g s", session.pid, JOINING)
             self._disconnect(session)
 
@@ -452,7 +469,8 @@ class PageServer:
             session.connection.close()
             session.connection = None
             session.received.clear()
-            session.waits = False
+            if session.stage == Stage.WAITS:
+                session.stage = Stage.CAME
         if not session.has_pages and not (session.is_member and session.is_worker):
             self._end_session(session)
 
@@ -493,7 +511,7 @@ class PageServer:
         is_in_use = session.is_scheduler and session.has_pages
         if is_in_use and any(other.is_member for other in others):
             if not session.is_over:
-                session.is_over = True
+                session.stage = Stage.OVER
                 self._unwatch(session)
                 self._disconnect(session)
             return
@@ -552,7 +570,7 @@ class PageServer:
     @property
     def _index(self) -> int:
         """What engines know of resets: another number after each, and for each server."""
-        return self._generation + self._resets
+        return self._generation + (0 if self._made is None else self._made.manager.resets)
 
     def _keys(self, counts: Sequence[int], keys: bytes) -> list[bytes]:
         """The keys of each group."""
@@ -579,7 +597,7 @@ class PageServer:
                 f"the server has other pages: {different}; start a server of its own for this cache"
             )
         assert session.connection is not None
-        session.is_member = True
+        session.stage = Stage.MEMBER
         self._answer(session, [session.number, self._index, self._pages.pools[0].num_pages])
         for pool in self._pages.pools:
             with contextlib.closing(pool.share()) as handle:
@@ -615,11 +633,11 @@ class PageServer:
 
     def _on_meet(self, session: _Session, _: array[int], data: bytes) -> None:
         self._enter(session, json.loads(data))
-        session.waits = True
+        session.stage = Stage.WAITS
         self._introduce(session)
 
     def _on_ready(self, session: _Session, *_: object) -> None:
-        session.is_ready = True
+        session.stage = Stage.READY
         self._introduce(session)
 
     def _introduce(self, session: _Session) -> None:
@@ -628,10 +646,10 @@ class PageServer:
         """
         for one in [session, *self._of_engine(session)]:
             others = [other for other in self._of_engine(one) if not other.is_over]
-            ready = sum(other.is_ready for other in others)
-            if one.waits and (ready == one.workers if one.is_scheduler else others):
+            ready = sum(other.stage == Stage.READY for other in others)
+            if one.stage == Stage.WAITS and (ready == one.workers if one.is_scheduler else others):
                 pages = 0 if self._made is None else self._made.pools[0].num_pages
-                one.waits, one.is_member = False, one.is_scheduler
+                one.stage = Stage.MEMBER if one.is_scheduler else Stage.CAME
                 self._answer(one, [one.number, self._index, pages])
                 if not one.is_member:
                     self._expect_hello(one)
@@ -706,21 +724,14 @@ class PageServer:
         lent = sum(map(len, store.pages))
         self._answer(session, array("q", [lent]) + _page_of_each(of_groups, store))
 
-    def _on_publish(self, session: _Session, numbers: array[int], data: bytes) -> None:
+    def _on_give_back(self, session: _Session, numbers: array[int], data: bytes) -> None:
         resets, *pages = numbers.tolist()
-        self._end_loan(session, pages, data if resets == self._index else None)
-
-    def _on_give_back(self, session: _Session, numbers: array[int], _: bytes) -> None:
-        self._end_loan(session, numbers.tolist())
-
-    def _end_loan(self, session: _Session, pages: Sequence[int], keys: bytes | None = None) -> None:
-        """Takes pages from an engine, with the blocks of these keys or without."""
         if not session.lent.issuperset(pages) or len({*pages}) < len(pages):
             raise ProtocolError("it names a page that it has not borrowed, or one twice")
-        if keys is None:
-            self._manager._take_back(pages)
+        if data and resets == self._index:
+            self._manager._publish(pages, data)
         else:
-            self._manager._publish(pages, keys)
+            self._manager._take_back(pages)
         session.lent.difference_update(pages)
         self._some_ended = True
 
@@ -736,7 +747,6 @@ class PageServer:
 
     def _on_reset(self, session: _Session, *_: object) -> None:
         self._manager.reset()
-        self._resets += 1
         self._answer(session)
         for other in self._sessions.values():
             is_told = other.is_member and not other.is_worker and other.connection is not None

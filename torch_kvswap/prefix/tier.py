@@ -65,18 +65,6 @@ class BelowStats:
     hung: int
 
 
-class _Epoch(NamedTuple):
-    """The pages between two resets of the manager.
-
-    Attributes:
-        resets (int): before it.
-        suffix (str): of the names of its pages: empty before the first reset, then random.
-    """
-
-    resets: int
-    suffix: str
-
-
 class _Ask:
     """A lookup that has missed keys.
 
@@ -87,7 +75,7 @@ class _Ask:
         identity (bytes): the first one of the first group with any; without it the others cannot be
             used.
         has_begun (bool): a thread has taken it.
-        epoch (_Epoch): of the pages to read.
+        resets (int): of the manager, before it.
         reservation (StoreReservation | None): of the pages to read.
         left (int): batches of these that have not ended.
         rejected (list[int]): group and page of each page that did not come.
@@ -97,14 +85,14 @@ class _Ask:
     """
 
     def __init__(
-        self, keys: Sequence[bytes], units: int, missed: list[bytes], identity: bytes, epoch: _Epoch
+        self, keys: Sequence[bytes], units: int, missed: list[bytes], identity: bytes, resets: int
     ) -> None:
         self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
         self.count = sum(map(len, missed)) // KEY_BYTES
         self.has_begun = self.is_over = False
         self.reservation: StoreReservation | None = None
         self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
-        self.epoch = epoch
+        self.resets = resets
 
 
 class _Batch(NamedTuple):
@@ -173,7 +161,7 @@ class Tier:
 
         self._must_retry = False  # pages are due that could not be written
         self._store, self._process, self._has_warned = store, ForkGuard(), False
-        self._newest = _Epoch(manager.resets, "")
+        self._random = secrets.token_hex(8)  # see _suffix()
         largest = max(map(operator.mul, self._batch, self._page_bytes))
         count = max(min(_THREADS, BYTES_IN_FLIGHT // largest), 1)
         self._running = 2 * count  # threads that have not ended
@@ -199,7 +187,7 @@ class Tier:
                     return found
                 if self._reads.is_doubtful and self._asking:  # one finds out if it works again
                     return found
-                ask = _Ask(keys, found.found, missed, identity, self._epoch())
+                ask = _Ask(keys, found.found, missed, identity, self._manager.resets)
                 # _find() waits for the lock. Submitted first, it misses no ask if Ctrl-C comes.
                 self._reads.submit(self._find)
                 self._asking[identity] = ask
@@ -259,9 +247,8 @@ class Tier:
         """
         with self._lock:
             self._damaged += len(pages)
-            epoch = self._epoch()
         for group, key in pages:
-            self._reads.submit(partial(self._delete, epoch, group, [key]))
+            self._reads.submit(partial(self._delete, self._manager.resets, group, [key]))
 
     def stats(self) -> BelowStats:
         groups = [self._manager.stats(group) for group in range(len(self._formats))]
@@ -305,12 +292,10 @@ class Tier:
                 threads.DEADLINE,
             )
 
-    def _epoch(self) -> _Epoch:
-        """Of the pages that are in the manager now. After a reset their names in the store are
-        random: a key may stand for other bytes than there. The caller holds the lock."""
-        if (resets := self._manager.resets) != self._newest.resets:
-            self._newest = _Epoch(resets, f"-{secrets.token_hex(8)}")
-        return self._newest
+    def _suffix(self, resets: int) -> str:
+        """Of the names of pages in the store. After a reset they are random: a key may stand for
+        other bytes than there."""
+        return f"-{self._random}-{resets}" if resets else ""
 
     def _threads(self) -> list[threading.Thread]:
         return [*self._reads.threads, *self._writes.threads]
@@ -383,7 +368,7 @@ class Tier:
         keys = list(map(split_keys, ask.missed))
         names = list[str]()
         for form, of_group in zip(self._formats, keys, strict=True):
-            names += form.trailer_names(of_group, ask.epoch.suffix)
+            names += form.trailer_names(of_group, self._suffix(ask.resets))
         rest = iter(self._call(self._reads, ask, self._store.exists, names))
         there = [bytes(islice(rest, len(of_group))) for of_group in keys]
         return self._manager._longest_prefix(ask.units, there)
@@ -399,7 +384,7 @@ class Tier:
             ranges = zip(ask.keys, needed_blocks(self._manager.groups, units), strict=True)
             needed = [keys[its.start * KEY_BYTES : its.stop * KEY_BYTES] for keys, its in ranges]
             with contextlib.suppress(ValueError):  # a key occurs twice: nobody stores that
-                reservation = self._manager._promote(needed, ask.epoch.resets)
+                reservation = self._manager._promote(needed, ask.resets)
             if reservation is not None:
                 break
             units = (units + ask.units) // 2
@@ -445,14 +430,14 @@ class Tier:
             if not ask.left:
                 self._answer(ask)
         if wrong:
-            self._delete(ask.epoch, batch.group, wrong)
+            self._delete(ask.resets, batch.group, wrong)
 
     def _fill(self, ask: _Ask, batch: _Batch, wrong: list[bytes]) -> list[int]:
         """Reads pages. Returns those that are rejected, and adds keys to be deleted to `wrong`."""
         keys, form = batch.keys, self._formats[batch.group]
         views = self._views(batch.group, batch.pages)
         trailers = _zeros(form.trailer_bytes, len(keys))
-        suffix = ask.epoch.suffix
+        suffix = self._suffix(ask.resets)
         names = [*form.page_names(keys, suffix), *form.trailer_names(keys, suffix)]
         came = self._call(self._reads, ask, self._store.get, names, [*views, *trailers])
         self._reads.end_pause()
@@ -474,9 +459,9 @@ class Tier:
                 self._report(key, problem)
         return rejected
 
-    def _delete(self, epoch: _Epoch, group: int, keys: list[bytes]) -> None:
-        form = self._formats[group]
-        names = [*form.trailer_names(keys, epoch.suffix), *form.page_names(keys, epoch.suffix)]
+    def _delete(self, resets: int, group: int, keys: list[bytes]) -> None:
+        form, suffix = self._formats[group], self._suffix(resets)
+        names = [*form.trailer_names(keys, suffix), *form.page_names(keys, suffix)]
         try:
             self._reads.call(None, self._store.delete, names)
         except StorePausedError:
@@ -538,33 +523,33 @@ class Tier:
             for group in range(len(self._formats)):
                 while (due := self._hold_due(group)) is not None:
                     self._wake_writers()  # there may be more
-                    self._write(group, *due)
+                    self._write(group, due)
         except BaseException:
             self._must_retry = True
             raise
 
-    def _hold_due(self, group: int) -> tuple[WriteReservation, _Epoch] | None:
+    def _hold_due(self, group: int) -> WriteReservation | None:
         """Pages for a batch, unless enough are held."""
         if self._writes.is_away:
             return None
         with self._lock:
             room = self._most_held[group] - self._writing[group]
             count = min(self._write_batch[group], room)
-            epoch = self._epoch()
             held = self._manager._hold_due(count, group) if count > 0 else None
-            if held is None:
-                return None
-            self._writing[group] += len(held.pages)
-            return held, epoch
+            if held is not None:
+                self._writing[group] += len(held.pages)
+            return held
 
-    def _write(self, group: int, held: WriteReservation, epoch: _Epoch) -> None:
+    def _write(self, group: int, held: WriteReservation) -> None:
         """Writes pages that the store does not have, and then their trailers."""
         form, is_below = self._formats[group], [False] * len(held.pages)
         try:
-            keys, pages = split_keys(held.keys), held.pages.tolist()
-            if epoch.resets != self._manager.resets:  # perhaps before the pages were held
-                raise StorePausedError
-            names = form.trailer_names(keys, epoch.suffix)
+            keys, pages, suffix = (
+                split_keys(held.keys),
+                held.pages.tolist(),
+                self._suffix(held.resets),
+            )
+            names = form.trailer_names(keys, suffix)
             is_below = self._call(self._writes, None, self._store.exists, names)
             left = [place for place, is_there in enumerate(is_below) if not is_there]
             if left:
@@ -572,7 +557,7 @@ class Tier:
                 trailers = _zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
                     form.write_trailer(trailer, keys[place], pages[place], view)
-                page_names = form.page_names([keys[place] for place in left], epoch.suffix)
+                page_names = form.page_names([keys[place] for place in left], suffix)
                 self._writes.call(None, self._store.put, page_names, views)
                 names = [names[place] for place in left]
                 self._writes.call(None, self._store.put, names, trailers)

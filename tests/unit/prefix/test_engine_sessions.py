@@ -25,7 +25,7 @@ from torch_kvswap.prefix.client import RemotePools, RemoteReservation, Session, 
 from torch_kvswap.prefix.manager import BlockStats
 from torch_kvswap.prefix.protocol import ABSENT, Op, pack
 from torch_kvswap.prefix.scheduler_session import SchedulerSession
-from torch_kvswap.prefix.server import PageServer
+from torch_kvswap.prefix.server import PageServer, Stage
 
 
 def new_worker(
@@ -138,7 +138,7 @@ def test_no_page_is_given_back_twice(path: str) -> None:
         with split(path, "a") as a:
             page = a.take(1)[0]
             with logged() as messages:
-                a._send(pack(Op.GIVE_BACK, [page, page]))
+                a._send(pack(Op.GIVE_BACK, [0, page, page]))
                 a.until(lambda: not a.is_joined)
             assert "it names a page that it has not borrowed, or one twice" in messages[0]
         assert in_time(lambda: stats(server).free_pages == stats(server).pages)
@@ -180,7 +180,7 @@ def test_a_reset_forgets_what_was_reserved(path: str) -> None:
             held, pages, others = b.find("ab"), a.take(2), b.take(2)
             assert min(held.answers) >= 0
             a.reset()
-            a.until(lambda: server._resets == 1)
+            a.until(lambda: server._manager.resets == 1)
             a.end(pages, "xy")
             b.end(others, "uv")  # before it knows
             assert b.indices("abcxyuv") == []
@@ -277,7 +277,7 @@ def test_a_worker_keeps_memory_until_its_scheduler_comes(path: str) -> None:
         pages = scheduler.take(1)
         server.kill()
         with serving(path) as fresh:
-            assert in_time(lambda: any(of.waits for of in fresh._sessions.values()))
+            assert in_time(lambda: any(of.stage == Stage.WAITS for of in fresh._sessions.values()))
             scheduler.poll()
             assert not scheduler.is_joined
             assert worker._pools.pools == [pool]
@@ -311,10 +311,10 @@ def test_a_scheduler_joins_behind_all_its_workers(path: str) -> None:
                 sessions = [*fresh._sessions.values()]
                 return any(of.engine == "a" and is_so(of) for of in sessions)
 
-            scheduler.until(lambda: has(lambda of: of.is_ready))
-            scheduler.until(lambda: has(lambda of: of.is_scheduler and of.waits))
+            scheduler.until(lambda: has(lambda of: of.stage == Stage.READY))
+            scheduler.until(lambda: has(lambda of: of.is_scheduler and of.stage == Stage.WAITS))
             b.indices("x")  # the server has answered all that it can
-            assert has(lambda of: of.is_scheduler and of.waits)
+            assert has(lambda of: of.is_scheduler and of.stage == Stage.WAITS)
             Slow.may_pin.set()
             scheduler.until(lambda: scheduler.is_joined)
             scheduler.store("ab")
@@ -330,7 +330,7 @@ def test_waiting_sessions_can_be_closed(path: str) -> None:
         pages = scheduler.take(1)
         server.kill()
         with serving(path) as fresh:
-            assert in_time(lambda: any(of.waits for of in fresh._sessions.values()))
+            assert in_time(lambda: any(of.stage == Stage.WAITS for of in fresh._sessions.values()))
             worker.close()  # it waits for the scheduler
             assert not worker._thread.is_alive()
             scheduler.poll()

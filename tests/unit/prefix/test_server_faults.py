@@ -399,9 +399,9 @@ NONSENSE = {
     "no reservation": pack(Op.END),
     "a rejected page without its group": pack(Op.END, [99, Outcome.DONE, 0]),
     "a group that is not there": pack(Op.STATS, [7]),
-    "a page that was not borrowed": pack(Op.PUBLISH, [0, 3], KEYS[0]),
-    "pages that were not borrowed": pack(Op.GIVE_BACK, [7, 1]),
-    "no page to give back": pack(Op.GIVE_BACK, [1 << 40]),
+    "a page that was not borrowed": pack(Op.GIVE_BACK, [0, 3], KEYS[0]),
+    "pages that were not borrowed": pack(Op.GIVE_BACK, [0, 7, 1]),
+    "no page to give back": pack(Op.GIVE_BACK, [0, 1 << 40]),
 }
 
 
@@ -479,7 +479,7 @@ def test_an_engine_cannot_end_what_another_has_borrowed(path: str) -> None:
         connection: Any = other.prefixes.manager._connection  # type: ignore[union-attr]
         for number in range(4):
             connection.sendall(pack(Op.END, [number, Outcome.DONE]))
-        connection.sendall(pack(Op.GIVE_BACK, [min(pages)]))
+        connection.sendall(pack(Op.GIVE_BACK, [0, min(pages)]))
         assert other.prefixes.lookup(KEYS[:4]) == NOTHING  # it has lost the server
         engine.prefixes.poll()
         assert engine.load("abcd") == 4
