@@ -8,38 +8,22 @@ import torch
 
 _Handle, _Word, _Size, _Int = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
 PROTOTYPES: dict[str, tuple[type, ...]] = {
-    "cuDeviceGetAttribute": (_Handle, _Int, _Int),
-    "cuDeviceCanAccessPeer": (_Handle, _Int, _Int),
     "cuDevicePrimaryCtxRetain": (_Handle, _Int),
     "cuCtxEnablePeerAccess": (_Handle, ctypes.c_uint),
-    "cuDriverGetVersion": (_Handle,),
-    "cuThreadExchangeStreamCaptureMode": (_Handle,),
     "cuPointerGetAttributes": (ctypes.c_uint, _Handle, _Handle, _Word),
-    "cuMemHostAlloc": (_Handle, _Size, ctypes.c_uint),
-    "cuMemFreeHost": (_Handle,),
     "cuMemHostRegister": (_Handle, _Size, ctypes.c_uint),
     "cuMemHostUnregister": (_Handle,),
-    "cuMemAlloc": (_Handle, _Size),
     "cuMemcpyAsync": (_Word, _Word, _Size, _Handle),
-    "cuMemcpyPeerAsync": (_Word, _Handle, _Word, _Handle, _Size, _Handle),
-    "cuModuleGetFunction": (_Handle, _Handle, _Handle),
-    "cuLaunchKernel": (_Handle, *[ctypes.c_uint] * 7, _Handle, _Handle, _Handle),
-    "cuMemcpy3DAsync": (_Handle, _Handle),
     "cuMemcpyBatchAsync": (*[_Handle] * 3, _Size, _Handle, _Handle, _Size, _Handle, _Handle),
     "cuStreamCreateWithPriority": (_Handle, ctypes.c_uint, ctypes.c_int),
     "cuStreamDestroy": (_Handle,),
-    "cuStreamIsCapturing": (_Handle, _Handle),
     "cuStreamQuery": (_Handle,),
-    "cuStreamSynchronize": (_Handle,),
     "cuStreamWaitEvent": (_Handle, _Handle, ctypes.c_uint),
-    "cuStreamWaitValue64": (_Handle, _Word, _Word, ctypes.c_uint),
-    "cuStreamWriteValue64": (_Handle, _Word, _Word, ctypes.c_uint),
     "cuEventCreate": (_Handle, ctypes.c_uint),
     "cuEventDestroy": (_Handle,),
     "cuEventElapsedTime": (_Handle, _Handle, _Handle),
     "cuEventQuery": (_Handle,),
     "cuEventRecord": (_Handle, _Handle),
-    "cuEventSynchronize": (_Handle,),
 }
 
 
@@ -93,10 +77,6 @@ class Cuda:
     def wait(self, stream: int, event: int) -> None:
         self.check("cuStreamWaitEvent", stream, event, 0)
 
-    def wait_value(self, stream: int, word: torch.Tensor, value: int) -> None:
-        """Until the int64 word is at least the value."""
-        self.check("cuStreamWaitValue64", stream, word.data_ptr(), value, 0)
-
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
         assert dst.nbytes == src.nbytes
         self.check("cuMemcpyAsync", dst.data_ptr(), src.data_ptr(), dst.nbytes, stream)
@@ -110,38 +90,15 @@ class Cuda:
         self.check("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         return context.value or 0
 
-    def copy_batch(
-        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], stream: int, *orders: int
-    ) -> None:
-        """Pairs of destination and source. orders: of the sources, one for each pair; 1, which is
-        the default, is the order of the stream, 2 during the call, 3 any."""
+    def copy_batch(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], stream: int) -> None:
+        """Pairs of destination and source, which are read in the order of the stream."""
         count = len(pairs)
-        orders = orders or (1,) * count
-        assert len(orders) == count
         dsts = (_Word * count)(*[dst.data_ptr() for dst, _ in pairs])
         srcs = (_Word * count)(*[src.data_ptr() for _, src in pairs])
         sizes = (_Size * count)(*[dst.nbytes for dst, _ in pairs])
-        # Attributes are for all copies up to the next start.
-        firsts = [at for at in range(count) if at == 0 or orders[at] != orders[at - 1]]
-        attributes = (_Int * (6 * len(firsts)))()
-        attributes[::6] = [orders[at] for at in firsts]
-        starts, failed = (_Size * len(firsts))(*firsts), ctypes.byref(_Size())
-        arguments = dsts, srcs, sizes, count, attributes, starts, len(firsts), failed
+        attributes, starts = (_Int * 6)(1), (_Size * 1)(0)  # 1: the order of the stream, for all
+        arguments = dsts, srcs, sizes, count, attributes, starts, 1, ctypes.byref(_Size())
         self.check("cuMemcpyBatchAsync", *arguments, stream)
-
-    def launch(
-        self,
-        name: str,
-        arguments: ctypes.Structure,
-        stream: int,
-        threads: int = 32,
-        shared: int = 0,
-    ) -> None:
-        """A kernel of the library, with one CTA."""
-        function, given = ctypes.c_void_p(), (_Handle * 1)(ctypes.addressof(arguments))
-        self.check("cuModuleGetFunction", ctypes.byref(function), None, name.encode())
-        grid, block = (1, 1, 1), (threads, 1, 1)
-        self.check("cuLaunchKernel", function, *grid, *block, shared, stream, given, None)
 
     def is_done(self, *, stream: int | None = None, event: int | None = None) -> bool:
         name, handle = ("cuStreamQuery", stream) if event is None else ("cuEventQuery", event)
@@ -149,12 +106,6 @@ class Cuda:
         if code not in (0, 600):
             raise CudaError(name, code)
         return code == 0
-
-    def synchronize(self, *, stream: int | None = None, event: int | None = None) -> None:
-        if event is None:
-            self.check("cuStreamSynchronize", stream)
-        else:
-            self.check("cuEventSynchronize", event)
 
     def memory_type(self, tensor: torch.Tensor) -> int:
         """1 host, 2 device, 0 unknown to the driver."""

@@ -20,7 +20,6 @@ MODES = ("immediate", "manual", "threaded")
 RESULTS = {
     "simulated_function": ctypes.c_void_p,
     "simulated_run_stream": ctypes.c_int,
-    "simulated_join": ctypes.c_bool,
     "simulated_step": ctypes.c_bool,
     "simulated_stop_thread": ctypes.c_bool,
     "simulated_let_thread_go": ctypes.c_bool,
@@ -106,10 +105,6 @@ class Driver:
     def step(self, stream: int) -> bool:
         """Runs the stream's next operation; False if there is none that can run."""
         return self.library.simulated_step(ctypes.c_uint64(stream))
-
-    def join(self, seconds: float = PATIENCE) -> bool:
-        """Waits until nothing is pending; for the threaded mode."""
-        return self.library.simulated_join(int(seconds * 1000))
 
     def hold(self, stream: int) -> int:
         """Submits a kernel that runs until it is released by the number that this returns."""
@@ -217,10 +212,6 @@ class Driver:
             self.library.simulated_set_capturing(int(value))
         else:
             self.library.simulated_set_stream_capturing(ctypes.c_uint64(stream), int(value))
-
-    def replay(self, captured: int, stream: int) -> None:
-        """Submits what was captured in one stream to another."""
-        self.library.simulated_replay(ctypes.c_uint64(captured), ctypes.c_uint64(stream))
 
     def set_global_capture(self, value: bool) -> None:
         """Somebody captures in global mode: calls that spoil this fail with 900 unless relaxed."""

@@ -7,8 +7,8 @@ namespace {
 
 bool spoils_a_global_capture(const std::string& name) {
   static const std::set<std::string> names = {
-      "cuEventQuery",   "cuEventSynchronize", "cuStreamQuery",     "cuStreamSynchronize",
-      "cuMemHostAlloc", "cuMemFreeHost",      "cuMemHostRegister", "cuMemHostUnregister",
+      "cuEventQuery",  "cuStreamQuery",     "cuStreamSynchronize", "cuMemHostAlloc",
+      "cuMemFreeHost", "cuMemHostRegister", "cuMemHostUnregister",
   };
   return names.count(name) > 0;
 }

@@ -108,7 +108,7 @@ int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t*
       break;
     }
     Copy copy{dsts[i], srcs[i], sizes[i], {}};
-    // Any order (3), or during the call (2): the source may be read before the stream gets there.
+    // In any order (3) the source may be read before the stream gets there.
     const auto* source = reinterpret_cast<const char*>(srcs[i]);
     if (attributes[part].order != 1) copy.early.assign(source, source + sizes[i]);
     operation.copies.push_back(std::move(copy));

@@ -135,7 +135,6 @@ class Device {
   void set_patience(int milliseconds) { patience_ = std::chrono::milliseconds(milliseconds); }
   // Without the lock: they start and end the thread.
   void set_mode(Mode mode, unsigned seed);
-  bool join(int milliseconds);
 
  private:
   void check_access(const Operation& operation, int ordinal);

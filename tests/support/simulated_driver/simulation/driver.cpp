@@ -65,7 +65,6 @@ void simulated_reset() {
 void simulated_set_mode(int mode, unsigned seed) {
   device().set_mode(static_cast<simulated::Mode>(mode), seed);
 }
-bool simulated_join(int milliseconds) { return device().join(milliseconds); }
 
 int simulated_run() {
   const Lock lock(device().mutex);
@@ -200,14 +199,6 @@ void simulated_set_capturing(int value) {
 void simulated_set_stream_capturing(uint64_t handle, int value) {
   const Lock lock(device().mutex);
   if (const auto stream = device().stream(handle)) stream->capturing = value;
-}
-void simulated_replay(uint64_t captured, uint64_t stream) {
-  const Lock lock(device().mutex);
-  for (const auto& operation : device().stream(captured)->graph) {
-    device().stream(stream)->push(operation);
-  }
-  device().settle();
-  device().changed.notify_all();
 }
 void simulated_set_global_capture(int value) {
   const Lock lock(device().mutex);

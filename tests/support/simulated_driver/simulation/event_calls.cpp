@@ -76,19 +76,6 @@ int query(void* handle) {
   return event->latest->happened ? kSuccess : kNotReady;
 }
 
-int synchronize(void* handle) {
-  Call call("cuEventSynchronize");
-  if (call.result) return call.result;
-  const auto event = call.event(handle);
-  if (event == nullptr) return call.result;
-  if (!was_recorded(*event, "synchronize with")) return kSuccess;
-  const std::string what = "synchronize event " + std::to_string(event->number);
-  device().log.add(what);
-  const auto record = event->latest;
-  return device().wait(call.lock, what, event->device, record->stream,
-                       [&] { return record->happened; });
-}
-
 int elapsed(float* milliseconds, void* start_handle, void* end_handle) {
   const Call call("cuEventElapsedTime");
   if (call.result) return call.result;
@@ -107,10 +94,9 @@ int elapsed(float* milliseconds, void* start_handle, void* end_handle) {
 
 Functions event_calls() {
   return {
-      SIMULATED(cuEventCreate, create),       SIMULATED(cuEventDestroy, destroy),
-      SIMULATED(cuEventRecord, record),       SIMULATED(cuStreamWaitEvent, wait),
-      SIMULATED(cuEventQuery, query),         SIMULATED(cuEventSynchronize, synchronize),
-      SIMULATED(cuEventElapsedTime, elapsed),
+      SIMULATED(cuEventCreate, create), SIMULATED(cuEventDestroy, destroy),
+      SIMULATED(cuEventRecord, record), SIMULATED(cuStreamWaitEvent, wait),
+      SIMULATED(cuEventQuery, query),   SIMULATED(cuEventElapsedTime, elapsed),
   };
 }
 

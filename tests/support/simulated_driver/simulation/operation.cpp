@@ -14,8 +14,8 @@ bool Operation::ready() const {
   if (kind == kHold) return *released;
   if (kind != kWaitValue) return true;
   const uint64_t found = __atomic_load_n(reinterpret_cast<uint64_t*>(address), __ATOMIC_ACQUIRE);
-  // "At least" is cyclic, as in the driver.
-  return comparison == 0 ? static_cast<int64_t>(found - value) >= 0 : found == value;
+  // At least the value, cyclic as in the driver.
+  return static_cast<int64_t>(found - value) >= 0;
 }
 
 bool Operation::touches(uint64_t begin, uint64_t end) const {

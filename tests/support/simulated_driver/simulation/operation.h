@@ -39,7 +39,6 @@ struct Operation {
   std::vector<Coding> codings = {};          // kCopy
   std::shared_ptr<Record> record = nullptr;  // kRecord, kWait
   uint64_t address = 0, value = 0;           // kWaitValue, kWriteValue
-  unsigned comparison = 0;                   // kWaitValue
   std::shared_ptr<bool> released = nullptr;  // kHold
   std::string name = {};
   std::optional<Link> link = {};  // that the bytes go over

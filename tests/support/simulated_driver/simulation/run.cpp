@@ -108,12 +108,6 @@ void Device::set_mode(Mode mode, unsigned seed) {
   if (mode == Mode::kThreaded) worker_ = std::thread([this] { work(); });
 }
 
-bool Device::join(int milliseconds) {
-  std::unique_lock<std::mutex> lock(mutex);
-  return changed.wait_for(lock, std::chrono::milliseconds(milliseconds),
-                          [this] { return is_idle(); });
-}
-
 void Device::work() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!stopping_) {

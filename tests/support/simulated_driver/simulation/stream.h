@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <vector>
 
 #include "operation.h"
 
@@ -17,12 +16,11 @@ struct Stream {
   bool is_callers = false;            // made by the test, which could have passed handle 0
   bool destroyed = false;             // still runs what it holds
   bool capturing = false;
-  std::vector<Operation> graph;  // what was submitted while it was captured
 
   bool ready() const { return !queue.empty() && queue.front().ready(); }
 
   void push(Operation operation) {
-    if (capturing) return graph.push_back(std::move(operation));
+    if (capturing) return;  // into a graph, which nobody launches
     queue.push_back(std::move(operation));
     ++submitted;
   }

@@ -78,14 +78,11 @@ int push(const char* name, void* handle, Operation operation) {
 
 int wait_value(void* handle, unsigned long long address, uint64_t value, unsigned flags) {
   if (!device().waits_between_gpus) return kSuccess;
-  flags &= ~(1u << 30);                 // "flush" means nothing here
-  if (flags > 1) return kInvalidValue;  // "at least" and "equal" are all that is made here
+  if (flags != 0) return kInvalidValue;  // 0 is "at least"
   Operation operation{Operation::kWaitValue};
   operation.address = address;
   operation.value = value;
-  operation.comparison = flags;
-  operation.name = std::string("wait for a value ") + (flags == 0 ? "of at least " : "of ") +
-                   std::to_string(value);
+  operation.name = "wait for a value of at least " + std::to_string(value);
   return push("cuStreamWaitValue64", handle, std::move(operation));
 }
 
