@@ -1,5 +1,5 @@
 """Ranks that load the same pages, in processes of their own. They need two GPUs that access each
-other, of which each process sees both."""
+other; each process sees both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = len(LARGE) * LAYERS * WORDS * 8
 
 
 @contextmanager
-def started(count: int) -> Iterator[list[Rank]]:
+def started(count: int, **environment: str) -> Iterator[list[Rank]]:
     torch.cuda.init()
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs, here are {torch.cuda.device_count()}")
@@ -32,7 +32,8 @@ def started(count: int) -> Iterator[list[Rank]]:
     except RuntimeError as error:
         pytest.skip(str(error))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        yield [stack.enter_context(Rank(rank, count, f"{folder}/pool")) for rank in range(count)]
+        ranks = [Rank(rank, count, f"{folder}/pool", **environment) for rank in range(count)]
+        yield [stack.enter_context(rank) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,31 @@ def test_exchanged_bytes_arrive_on_two_gpus(pair: list[Rank]) -> None:
 def test_exchanged_bytes_arrive_on_four_gpus() -> None:
     with started(4) as ranks:
         expect_right_bytes(ranks)
+
+
+@pytest.mark.parametrize(("connections", "exchanged"), [("32", 16), ("1", 0)])
+def test_ranks_submit_collectives_in_another_order(connections: str, exchanged: int) -> None:
+    with started(2, CUDA_DEVICE_MAX_CONNECTIONS=connections) as ranks:
+        for rank in ranks:
+            rank.tell("reduce")  # the first one loads kernels
+        join(ranks)
+        for shift in range(1, 17):
+            blocks = LARGE[shift:] + LARGE[:shift]
+            ranks[0].tell("reduce")
+            load(ranks, LARGE, blocks)
+            ranks[1].tell("reduce")
+        ends = [rank.end() for rank in ranks]
+    assert [(set(end["errors"]), end["wrong"]) for end in ends] == 2 * [({""}, 0)]
+    assert sum(end["exchanged"] for end in ends) == exchanged * NBYTES
+
+
+def test_memory_is_freed_while_a_load_waits(pair: list[Rank]) -> None:
+    """The driver waits for all work of the GPU before it frees memory."""
+    ranks = join(pair)
+    ranks[0].load(LARGE, LARGE[::-1])
+    ranks[0].tell("free")
+    ranks[1].load(LARGE, LARGE[::-1])
+    assert [(end["errors"], end["wrong"]) for end in map(Rank.end, ranks)] == 2 * [([""], 0)]
 
 
 def test_a_rank_that_loads_nothing_fails_the_load_on_gpus(pair: list[Rank]) -> None:

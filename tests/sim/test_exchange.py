@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import threading
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -488,6 +490,16 @@ def test_ranks_that_cannot_join_use_their_links(
         group.finish(*group.load_all(LARGE, LARGE))
         assert group.exchanged == [0, 0]
         assert group.is_right()
+
+
+@needs_kernels
+@simulated
+def test_one_hardware_queue_exchanges_nothing(driver: Driver) -> None:
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with mock.patch.dict(os.environ, one), logged() as messages, Ranks(driver) as group:
+        assert any("CUDA_DEVICE_MAX_CONNECTIONS is 1" in message for message in messages)
+        group.finish(*group.load_all(LARGE, LARGE))
+        assert group.exchanged == [0, 0]
 
 
 @needs_kernels

@@ -2,25 +2,26 @@
 
 Does what it reads, one JSON list a line: ["load", pages, blocks, options] and ["store", ...] submit,
 ["end"] waits for that and answers with what became of it. ["open", deadline] makes a handler instead of
-the one that it has, ["close"] closes that.
+the one that it has, ["close"] closes that. ["reduce"] submits a collective of all ranks to the compute
+stream, ["free"] frees GPU memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
-from patience import PATIENCE, in_time
+import torch.distributed
+from exchange import shared_pool
+from patience import PATIENCE
 
-from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
-from torch_kvswap.host_pool import PoolHandle
+from torch_kvswap import Job, OffloadHandler, PagedLayout
 from torch_kvswap.offload import exchange
 
 BLOCKS, LAYERS, WORDS = 96, 4, 1 << 17  # 384 MiB
@@ -31,13 +32,13 @@ UNKNOWN = -1  # what a block or page has
 class Rank:
     """Starts such a process. Killed at the end."""
 
-    def __init__(self, rank: int, ranks: int, path: str) -> None:
+    def __init__(self, rank: int, ranks: int, path: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "exchange_rank", str(rank), str(ranks), path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         )
 
     def tell(self, *command: Any) -> None:
@@ -70,31 +71,11 @@ class Rank:
         self.process.communicate()
 
 
-def shared_pool(layout: PagedLayout, rank: int, ranks: int, path: str) -> HostPool:
-    """Rank 0 makes the pool, in which all numbers differ, and the others attach to it."""
-    if rank > 0:
-        connection = socket.socket(socket.AF_UNIX)
-        assert in_time(lambda: connection.connect_ex(path) == 0)
-        with connection, closing(PoolHandle.receive(connection)) as handle:
-            return HostPool.attach(layout, handle)
-    pool = HostPool(layout, PAGES, shared=True)
-    words = pool.pages.view(torch.int64)
-    words.copy_(torch.arange(words.numel()).view_as(words))
-    with socket.socket(socket.AF_UNIX) as listener, closing(pool.share()) as handle:
-        listener.bind(path)
-        listener.listen()
-        for _ in range(1, ranks):
-            connection, _ = listener.accept()
-            with connection:
-                handle.send(connection)
-    return pool
-
-
 def main(rank: int, ranks: int, path: str) -> None:
     torch.cuda.set_device(rank)
     tensors = [torch.zeros(BLOCKS, WORDS, dtype=torch.int64, device="cuda") for _ in range(LAYERS)]
     layout = PagedLayout(tensors)
-    pool = shared_pool(layout, rank, ranks, path)
+    pool = shared_pool(layout, PAGES, rank, ranks, path)
     handler = OffloadHandler(layout, pool)
     first = torch.arange(LAYERS * WORDS, device="cuda").view(LAYERS, WORDS)
     jobs: list[tuple[Job, str, Sequence[int], Sequence[int]]] = []
@@ -121,6 +102,14 @@ def main(rank: int, ranks: int, path: str) -> None:
                 json.dumps({"errors": errors, "wrong": wrong, "exchanged": exchanged}), flush=True
             )
             jobs = []
+        elif command == "reduce":
+            if not torch.distributed.is_initialized():
+                store = {"init_method": f"file://{path}.nccl", "rank": rank, "world_size": ranks}
+                torch.distributed.init_process_group("nccl", **store)
+            torch.distributed.all_reduce(torch.ones(1 << 24, device="cuda"))
+        elif command == "free":
+            torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+            torch.cuda.empty_cache()
         elif command in ("open", "close"):
             handler.close()
             if command == "open":

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch_kvswap.offload.native import NativeHandler
 
 JOIN_TIMEOUT = 60.0  # seconds in which all ranks have to make their handlers
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, which streams share
 DEADLINE = 10.0  # seconds without any progress, after which a rank gives up a load
 
 
@@ -50,6 +51,17 @@ def read_exchange(
 def join_ranks(handler: NativeHandler, ranks: tuple[int, int]) -> None:
     """Lets a new handler exchange loads with other ranks. Logs a warning if that is not possible,
     and loads go by the own link."""
+    if os.environ.get(CONNECTIONS) == "1":
+        # A load that waits for other ranks would hold up a collective that they wait for.
+        why: str | None = f"{CONNECTIONS} is 1, so all streams wait for each other; set it to 32"
+    else:
+        why = _join(handler, ranks)
+    if why is not None:
+        log.warning("exchange=%s is not used, and loads go by the own link: %s", ranks, why)
+
+
+def _join(handler: NativeHandler, ranks: tuple[int, int]) -> str | None:
+    """Why it is not possible, or None."""
     pools = handler.groups.pools
     mapping = pools[0]._memory.mapping
     assert isinstance(mapping, Mapping)
@@ -59,11 +71,9 @@ def join_ranks(handler: NativeHandler, ranks: tuple[int, int]) -> None:
         why = handler.shared.add(first, mapping.nbytes)
         files = str([os.fstat(file).st_ino for pool in pools if (file := _file_of(pool))])
         place = mapping.address + first, *ranks, zlib.crc32(files.encode())
-        why = why or handler.join_exchange(*place, DEADLINE, JOIN_TIMEOUT)
+        return why or handler.join_exchange(*place, DEADLINE, JOIN_TIMEOUT)
     except NotImplementedError as error:
-        why = str(error)
-    if why is not None:
-        log.warning("exchange=%s is not used, and loads go by the own link: %s", ranks, why)
+        return str(error)
 
 
 def _file_of(pool: HostPool) -> int | None:
