@@ -274,8 +274,8 @@ class PyBlockManager {
   std::optional<LoadReservation> prepare_load(nb::handle keys) { return hold_ready(keys, true); }
   std::optional<LoadReservation> hold(nb::handle keys) { return hold_ready(keys, false); }
 
-  std::optional<StoreReservation> prepare_store(nb::handle keys, std::optional<uint64_t> resets) {
-    return reserve(keys, prefix::Purpose::kStored, resets);
+  std::optional<StoreReservation> prepare_store(nb::handle keys) {
+    return reserve(keys, prefix::Purpose::kStored);
   }
   std::optional<StoreReservation> preempt(nb::handle keys) {
     return reserve(keys, prefix::Purpose::kPreempted);
@@ -572,10 +572,8 @@ Args:
 
 Returns:
     LoadReservation | None: None, with nothing held, if a block is not ready.)")
-      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), nb::kw_only(),
-           "resets"_a.none() = nb::none(),
-           nb::sig("def prepare_store(self, keys: " KEYS
-                   ", *, resets: int | None = None) -> StoreReservation | None"),
+      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(),
+           nb::sig("def prepare_store(self, keys: " KEYS ") -> StoreReservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -583,13 +581,11 @@ evicted.
 
 Args:
     keys: keys of a prompt's blocks, in order.
-    resets (int | None): `resets` of this manager when the blocks were computed. Blocks from
-        before a reset are not stored. None takes them as computed now.
 
 Returns:
-    StoreReservation | None: None, with nothing changed, if there is not enough room, or the
-        manager was reset since. Its `evicted` lists the pages whose blocks were evicted
-        for it, in that order, of all groups one after another.
+    StoreReservation | None: None, with nothing changed, if there is not enough room. Its
+        `evicted` lists the pages whose blocks were evicted for it, in that order, of all
+        groups one after another.
 
 Raises:
     ValueError: a key occurs twice.)")

@@ -182,7 +182,7 @@ class PyHandler {
 
   void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_slot,
               nb::handle after, bool without_kernels, Tags tags, Reservation* reserved,
-              nb::handle computed_from, nb::handle computed_in) {
+              nb::handle computed_in) {
     Request request;
     request.began = now();
     process_.check();
@@ -209,8 +209,6 @@ class PyHandler {
       size_t g = 0;
       for (const nb::handle one : read) request.parts[g++].first_slot = nb::cast<int64_t>(one);
     }
-    for (const PyJob* load : items_of<const PyJob*>(computed_from))
-      request.computed_from.push_back(load->job);
     if (!computed_in.is_none()) request.computed_in = read_lists("gpu_block_ids", computed_in);
     if (reserved != nullptr && reserved->pages_of_job) request.reserved = &reserved->pages_of_job;
     if (!job.tag.is_none()) {
@@ -235,14 +233,6 @@ class PyHandler {
     const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
     return python_jobs(call([&](Handler& of) { return of.jobs_using(blocks); }), job_type, owner,
                        tags);
-  }
-
-  // The latest load into each of these blocks, without loads that were reported; without tags.
-  nb::typed<nb::list, nb::any> unreported_loads(nb::handle gpu_block_ids, nb::any job_type,
-                                                nb::any owner) {
-    const BlockLists blocks = read_lists("gpu_block_ids", gpu_block_ids);
-    return python_jobs(call([&](Handler& of) { return of.unreported_loads(blocks); }), job_type,
-                       owner, Tags(nb::dict()));
   }
 
   void mark_written(nb::handle page_ids) {
@@ -639,15 +629,13 @@ void bind_handler(nb::module_& module) {
       .def("check_open", &PyHandler::check_open)
       .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
            "first_slot"_a.none(), "after"_a.none(), "without_kernels"_a, "tags"_a,
-           "reserved"_a.none(), "computed_from"_a, "computed_in"_a.none())
+           "reserved"_a.none(), "computed_in"_a.none())
       .def("poll", &PyHandler::poll, "tags"_a)
       .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())
       .def("synchronize", &PyHandler::synchronize, "jobs"_a.none(), "timeout"_a.none())
       .def("unreported_failures", &PyHandler::unreported_failures, "tags"_a)
       .def("jobs_using", &PyHandler::jobs_using, "gpu_block_ids"_a.none(), "job_type"_a, "owner"_a,
            "tags"_a)
-      .def("unreported_loads", &PyHandler::unreported_loads, "gpu_block_ids"_a.none(), "job_type"_a,
-           "owner"_a)
       .def("mark_written", &PyHandler::mark_written, "page_ids"_a.none())
       .def("result", &PyHandler::result, "job"_a)
       .def("state", &PyHandler::state, "job"_a)

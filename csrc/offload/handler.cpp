@@ -33,7 +33,6 @@ JobRef Handler::submit(const Request& request) {
   refuse_captures(request);
   JobRef job = reader_.read(request, scheduler_.groups(lock));
   job->work->computed_from = scheduler_.jobs(lock).unreported_loads(request.computed_in);
-  for (const JobRef& load : request.computed_from) job->work->computed_from.push_back(load);
   Reason failure = scheduler_.prepare(lock, *job);
   if (failure.empty()) failure = scheduler_.start_after(lock, *job, request.after);
   if (request.reserved != nullptr) job->pages = std::move(*request.reserved);
@@ -76,11 +75,6 @@ std::vector<JobRef> Handler::jobs_using(const BlockLists& blocks) {
   const Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
   return scheduler_.jobs(lock).unended_at(blocks);
-}
-
-std::vector<JobRef> Handler::unreported_loads(const BlockLists& blocks) {
-  const Lock lock = scheduler_.lock();
-  return scheduler_.jobs(lock).unreported_loads(blocks);
 }
 
 void Handler::mark_written(const PageLists& pages, bool is_grouped) {

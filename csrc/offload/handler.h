@@ -39,8 +39,6 @@ class Handler {
   // The jobs that have not ended and read or write one of these GPU blocks, in order of submission.
   // Asks the device.
   std::vector<JobRef> jobs_using(const BlockLists& blocks);
-  // See JobTable.
-  std::vector<JobRef> unreported_loads(const BlockLists& blocks);
   // The caller has written these pages: loads of them do not fail for an earlier store. Throws,
   // with nothing changed, if there is no such page, or a store that has not ended writes it.
   void mark_written(const PageLists& pages, bool is_grouped);

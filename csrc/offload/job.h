@@ -98,8 +98,7 @@ struct Work {
   // The latest jobs that must not overlap with this one, because they share a block or a slot.
   JobNumbers runs_after = kNoJobs;
   std::vector<JobSource> sources;
-  // The blocks of a store were computed from blocks that these loads write, which are sources too,
-  // also those that were reported.
+  // The blocks of a store were computed from blocks that these loads write, which are sources too.
   std::vector<JobRef> computed_from;
 
   std::shared_ptr<Transfer> transfer;  // from when a layer group is enqueued

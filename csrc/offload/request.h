@@ -29,9 +29,8 @@ struct Request {
   std::vector<After> after;      // the job starts after all of these
   int64_t tag = 0;               // of the caller, who finds it in the job
   double began;                  // when the caller called, as now() counts
-  // Loads whose blocks the job's blocks were computed from; see Work::computed_from. And GPU
-  // blocks: the latest load into each of them is such a load, unless it was reported.
-  std::vector<JobRef> computed_from;
+  // GPU blocks. The job's blocks were computed from the latest load into each of them, unless that
+  // was reported; see Work::computed_from.
   BlockLists computed_in;
   // What a job takes from its caller, if it is submitted; null: nothing.
   std::unique_ptr<prefix::ReservedPages>* reserved = nullptr;

@@ -111,8 +111,7 @@ class BlockManager {
   // nothing is held.
   int64_t hold(const Keys& keys, bool all, Assigned& held, bool wait);
   // Gives pages to the keys that are to be stored. Gives none and returns nullopt if there is no
-  // room, or if there were other resets than `resets`, which counts those before the blocks were
-  // computed.
+  // room, or if there were other resets than `resets`.
   std::optional<Stored> prepare_store(const Keys& keys, Purpose purpose,
                                       std::optional<uint64_t> resets, Assigned& assigned,
                                       bool wait);

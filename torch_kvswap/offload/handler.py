@@ -91,10 +91,6 @@ class Job(NotCopyable, native.Job):
         """What `result.ok` says, without making a Result. False as long as `result` is None."""
         return self.handler._native.state(self) == "done"
 
-    def _has_failed(self) -> bool:
-        """Whether it has ended without success, as far as the handler knows."""
-        return self.handler._native.state(self) in ("failed", "cancelled")
-
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
         return self.handler._native.query(self)
@@ -622,7 +618,7 @@ class OffloadHandler(NotCopyable):
             *(stores.rejected_blocks, stores.encoded_blocks),
         )
 
-    # What a PrefixCache calls: _submit(), _check_options(), _unreported_loads(), and _native.
+    # What a PrefixCache calls: _submit(), _check_options(), and _native.
 
     def _submit(
         self,
@@ -634,15 +630,14 @@ class OffloadHandler(NotCopyable):
         layer_groups: int | None = None,
         expedited: bool = False,
         reserved: native.Reservation | None = None,
-        computed_from: Sequence[Job] = (),
         computed_in: Sequence[Ids] | None = None,
     ) -> Job:
         """store() and load(), also those of a PrefixCache.
 
         `ids` are gpu_block_ids, page_ids and first_slot. The job takes the pages that are
         `reserved`, if it is submitted, and poll() ends the reservation. A store whose blocks were
-        computed from loads, those of `computed_from` or what is loaded into the GPU blocks
-        `computed_in` and not reported yet, runs behind them, and fails if one of them does.
+        computed from the loads into the GPU blocks `computed_in` that were not reported yet runs
+        behind these loads, and fails if one of them does.
         """
         # Each Python function that this path calls costs 3 us or more when it is not in the caches.
         submitting, groups = self._native, self._native.groups
@@ -662,17 +657,11 @@ class OffloadHandler(NotCopyable):
             resolved = resolve_after(after, groups.device)
             job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
             has_method = copy_method is not None
-            sources = computed_from, computed_in
-            submitting.submit(job, *ids, resolved, has_method, self._tags, reserved, *sources)
+            submitting.submit(job, *ids, resolved, has_method, self._tags, reserved, computed_in)
         except Exception:
             submitting.check_open()  # whatever else is wrong, this is said first
             raise
         return job
-
-    def _unreported_loads(self, blocks: Sequence[Ids]) -> list[Job]:
-        """The latest load into each of these GPU blocks, without loads that were reported."""
-        loads: list[Job] = self._native.unreported_loads(blocks, Job, self)
-        return loads
 
     def _check_options(self, after: object, layer_groups: int | None = None) -> None:
         """Raises what _submit() would raise for these options, if there is nothing to submit."""

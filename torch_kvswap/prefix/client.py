@@ -470,8 +470,6 @@ class RemoteManager(Session):
 
     Attributes:
         groups, unit_tokens: see BlockManager.
-        resets (int): a number that changes with each reset by any engine and with each server, as
-            of the last lookup().
     """
 
     _pools: RemotePools
@@ -484,7 +482,6 @@ class RemoteManager(Session):
         groups: int | Sequence[BlockGroup],
     ) -> None:
         super().__init__(path, cache, pools, groups)
-        self.resets = 0
         self._dropped = 0  # stores without a server; guarded by _lock
 
     # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
@@ -492,12 +489,8 @@ class RemoteManager(Session):
     def lookup(self, keys: list[bytes], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
         how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
-        with self._lock:
-            answer = self._ask(pack_keys(Op.ASK, [how, 0], keys))
-            if answer is None:
-                return _NOTHING
-            self.resets = self._resets
-            return Lookup(*answer[:4])
+        answer = self._ask(pack_keys(Op.ASK, [how, 0], keys))
+        return _NOTHING if answer is None else Lookup(*answer[:4])
 
     def prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
@@ -510,11 +503,9 @@ class RemoteManager(Session):
             made.pages = _split(answer, keys)
         return made
 
-    def prepare_store(
-        self, keys: list[bytes], *, resets: int | None = None
-    ) -> RemoteReservation | None:
+    def prepare_store(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
-        return self._borrow(keys, resets)
+        return self._borrow(keys)
 
     def preempt(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
@@ -558,13 +549,7 @@ class RemoteManager(Session):
             self._lose("a call was interrupted")
             raise
 
-    def _use(self, connection: socket.socket, generation: int, *answer: int) -> None:
-        self.resets = answer[1]
-        super()._use(connection, generation, *answer)
-
-    def _borrow(
-        self, keys: list[bytes], resets: int | None = None, is_leased: bool = False
-    ) -> RemoteReservation | None:
+    def _borrow(self, keys: list[bytes], is_leased: bool = False) -> RemoteReservation | None:
         """Borrows a page for each key that has none. is_leased: all keys keep theirs for longer."""
         made = self._reserve(is_load=False)
         lease = self._reserve(is_load=True, is_lease=True) if is_leased else None
@@ -585,7 +570,7 @@ class RemoteManager(Session):
                 self._drop(made.id)
                 made = RemoteReservation(0, self._ended, False)
             made.key_indices, made.pages, made.lease = indices, pages, lease
-            return made if resets in (None, self._resets) else None
+            return made
 
 
 def _split(numbers: array[int], keys: list[bytes]) -> list[Int64Array]:
