@@ -172,6 +172,23 @@ def test_a_reset_stores_no_reused_blocks(folder, has_tier):
             assert engine.tokens[name] == expected_tokens(new, 4, window), name
 
 
+@pytest.mark.parametrize(
+    ("most", "resets", "stores"),
+    [(None, False, 3), (None, True, 0), (33, False, 2), (0, False, 0)],
+    ids=["control", "reset", "limit", "limit of 0"],
+)
+def test_a_stopped_request_stores_no_partial_block(folder, most, resets, stores):
+    """Prefixes may end inside a block of states, which vLLM stores before others write to it."""
+    with serving(folder, states=True, match_unit=BLOCK // 2) as engine:
+        engine.add("one", prompt(1, 2 * BLOCK + 13), 8, {"max_offload_tokens": most})
+        seen = Faults(engine, never).seen
+        engine.step()
+        if resets:
+            assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "a request runs"
+        engine.run()
+        assert seen["store"] == stores
+
+
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "control"])
 def test_a_tier_fills_pages_of_failed_stores(folder, monkeypatch, is_told):
     """The host has one page. What the worker knows of it is older."""

@@ -174,6 +174,9 @@ class Runner:
         for block in getattr(scheduled, "new_block_ids_to_zero", None) or ():
             for name in NAMES:
                 self.caches[name][block] = 0
+        for source, target in scheduled.kv_cache_block_copies or ():
+            for name in NAMES:
+                self.caches[name][target] = self.caches[name][source]
         if not scheduled.total_num_scheduled_tokens:
             if self.is_v2:
                 return self.hooks.no_forward(scheduled)
@@ -297,6 +300,7 @@ class Serving:
         window: of all layers, in tokens; None is full attention.
         cache: "kv", or "fp8", or "mla" for latent attention, of as many bytes.
         states: there is a Mamba layer, in a group of its own, whose states the model does not read.
+        match_unit: prefixes are found up to a multiple of this many tokens, which divides BLOCK; needs states.
         drafts: tokens that are proposed in each step.
         heads: of each layer, divided among the workers. None: each worker has one, and its cache is
             that of the others.
@@ -318,6 +322,7 @@ class Serving:
         window: int | None = None,
         cache: str = "kv",
         states: bool = False,
+        match_unit: int = BLOCK,
         drafts: int = 0,
         heads: int | None = None,
         workers: int = 1,
@@ -336,6 +341,7 @@ class Serving:
         self.config.cache_config.kv_cache_layout = "LBHNC"
         if states:
             self.config.cache_config.mamba_cache_mode = "align"
+            self.config.cache_config.prefix_match_unit = match_unit
         kv_cache_config = _kv_cache_config(blocks, window, cache, heads_here, states)
         self.runners = []  # before the scheduler, as in an engine
         for rank in range(workers):
@@ -347,7 +353,7 @@ class Serving:
         patch.setattr(self.config.parallel_config, "rank", 0)
         kind = AsyncScheduler if is_async else Scheduler
         manager = StructuredOutputManager(self.config)
-        how: dict[str, Any] = {"block_size": BLOCK, "log_stats": True}
+        how = {"block_size": BLOCK, "hash_block_size": match_unit, "log_stats": True}
         try:
             self.scheduler = kind(self.config, kv_cache_config, manager, **how)
         except BaseException:  # vLLM's region has a name in the file system
@@ -363,7 +369,7 @@ class Serving:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         kv_cache_utils.init_none_hash(sha256)
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        self._hasher = kv_cache_utils.get_request_block_hasher(match_unit, sha256)
 
     def add(self, name: str, prompt: Sequence[int], count: int = 4, transfer: Any = None) -> None:
         """transfer: the request's kv_transfer_params."""

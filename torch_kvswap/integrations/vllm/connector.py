@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import sys
 from collections import Counter, deque
 from collections.abc import Collection
@@ -284,7 +285,16 @@ class SchedulerPart(OffloadingConnectorScheduler):
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's."""
+        """As vLLM's. Where prefixes end inside blocks of states, vLLM stores the end of a prompt,
+        too: it takes max_offload_tokens of 0 for no limit there, and fails at a limit before it."""
+        states = scheduler_output.kv_connector_block_state
+        if states is not None and states.boundary_state_offloads:
+            stored = {
+                name: [one for one in ends if one[2] <= self._most_stored(name)]
+                for name, ends in states.boundary_state_offloads.items()
+            }
+            states = replace(states, boundary_state_offloads=stored)
+            scheduler_output = replace(scheduler_output, kv_connector_block_state=states)
         meta = super().build_connector_meta(scheduler_output)
         self._in_step |= {number for number, job in meta.load_jobs.items() if job.sync}
         allocated = {copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ()}
@@ -343,6 +353,12 @@ class SchedulerPart(OffloadingConnectorScheduler):
         for name, status in self._req_status.items():
             self._stopped_stores.setdefault(name, status.max_offload_tokens)
             status.max_offload_tokens = 0
+
+    def _most_stored(self, name: str) -> float:
+        """The tokens of a request that may be stored."""
+        status = self._req_status.get(name)
+        most = None if status is None else status.max_offload_tokens
+        return math.inf if most is None else most
 
     def _forget_computed(self) -> None:
         """Forgets what may have been computed from a failed in-step load.
