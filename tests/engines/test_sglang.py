@@ -355,9 +355,8 @@ def test_a_state_is_found_at_its_own_length() -> None:
         ({"verify": "yes"}, "verify is 'yes'; it can be off or load"),
         ({"below": "s3://pages"}, "below is a store of the kind 's3'"),
         ({"below": "file:/a", "server": "/b"}, "has server and below"),
-        ({"server": 5}, "server is 5; set a socket's path"),
     ],
-    ids=["name", "none", "small", "encoding", "verify", "below", "both", "server"],
+    ids=["name", "none", "small", "encoding", "verify", "below", "both"],
 )
 def test_a_wrong_option_is_refused_at_start(options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

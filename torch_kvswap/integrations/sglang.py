@@ -1,12 +1,4 @@
-"""torch_kvswap in SGLang, by configuration only:
-
-    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
-    --unified-cache-external-linker-config '{"linker": "KVSwapLinker",
-      "linker_module_path": "torch_kvswap.integrations.sglang",
-      "linker_extra_config": {"host_bytes": 10737418240}}'
-
-docs/sglang.md describes the options and what happens when a copy fails.
-"""
+"""torch_kvswap in SGLang, by configuration only: see docs/sglang.md."""
 
 from __future__ import annotations
 
@@ -33,12 +25,13 @@ from torch_kvswap.prefix import BlockGroup, PrefixKeys
 _log = logging.getLogger(__name__)
 _OPTIONS = ("host_bytes", "encoding", "verify", "below", "server")
 _OF_BYTES = "model_path revision dtype quantization kv_cache_dtype json_model_override_args"
-_SERVED = {  # what has the keys and values, by what SGLang's allocator has
-    MHATokenToKVPool: (MHATokenToKVPool,),
-    MLATokenToKVPool: (MLATokenToKVPool,),
-    SWAKVPool: (MHATokenToKVPool,),
-    HybridLinearKVPool: (MHATokenToKVPool, MLATokenToKVPool),
-}
+_SERVED = (  # SGLang's KV cache, and the pool in it that has the keys and values
+    (MHATokenToKVPool, MHATokenToKVPool),
+    (MLATokenToKVPool, MLATokenToKVPool),
+    (SWAKVPool, MHATokenToKVPool),
+    (HybridLinearKVPool, MHATokenToKVPool),
+    (HybridLinearKVPool, MLATokenToKVPool),
+)
 _GROUP_BYTES, _GROUPS = 2 << 20, 16  # least bytes of a layer group, and most groups of a load
 _LENGTHS = 64  # of a prefix with windows or states that the ranks compare
 _TIER_SECONDS = 0.05  # that a request waits for a second tier
@@ -70,50 +63,40 @@ class KVSwapLinker(UnifiedCacheLinker):
         params: Any,
         *,
         components: Any,
-        extra_config: Mapping[str, Any] | None = None,
-        forward_stream: Any = None,
+        extra_config: Mapping[str, Any],
+        forward_stream: Any,
     ) -> None:
-        given = (extra_config or {}).items()
-        options = {name: value for name, value in given if value is not None}
-        self.forward_stream = forward_stream
-        for name in options.keys() - _OPTIONS:
+        for name in extra_config.keys() - _OPTIONS:
             raise ValueError(f"linker_extra_config has {name}; {did_you_mean(name, _OPTIONS)}")
-        self.pools, self._steps, layers = dict[Any, kvs.PagedLayout](), dict[Any, int](), []
-        for name, step, parts, of_layers in _read_pools(params, components):
-            rows = [part[at] for at in range(len(of_layers)) for part in parts]
-            # The last rows may be no whole block, and no request gets them.
-            blocks = [one[: len(one) // step * step].unflatten(0, (-1, step)) for one in rows]
-            self.pools[name], self._steps[name] = kvs.PagedLayout(blocks, 0), step
-            layers += [layer for layer in of_layers for _ in parts]
+        self.forward_stream, self._page_tokens = forward_stream, params.page_size
+        self.pools, layers = dict[Any, kvs.PagedLayout](), list[int]()
+        for name, blocks, of_blocks in _read_pools(params, components):
+            self.pools[name] = kvs.PagedLayout(blocks, 0)
+            layers += of_blocks
+        self._is_on_gpu = self.pools[PoolName.KV].device.type != "cpu"
         self._last_tensors = {layer: at for at, layer in enumerate(layers)}
         # SGLang's pools wait with it before they hand out a layer.
         self.layer_done_counter, self.num_layers, self.consumer_index = self, max(layers) + 1, -1
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self)
-        self._queued = dict[str, list[Any]]()  # transfers of the next loads, by request
-        self._loads, self._number = dict[int, kvs.Job | None](), 0  # None: was not submitted
+        self._queued = dict[str, list[Any]]()  # transfers of the next load, by request
+        self._loads = dict[int, kvs.Job]()  # by what SGLang calls a counter's index
         self._offloads = deque[_Offload]()
         self._waited = deque[str](maxlen=1024)  # requests that have waited for a second tier
-        self._page_tokens: int = params.page_size
-        self._is_on_gpu = self.pools[PoolName.KV].device.type != "cpu"
-        self._open(options, server_args, params)
+        part = _describe_part(server_args, params)
+        self._most_lengths = _LENGTHS if part[2] > 1 else 1
+        self.cache = self._open(extra_config, params, part)
+        _log.info("KVSwapLinker: rank %d of %d, %s, %r", *part[1:], extra_config, self.cache)
+        if params.page_size < 16:
+            _log.warning("pages of %d tokens are slow; set --page-size 64", params.page_size)
 
-    def _open(self, options: dict[str, Any], server_args: Any, params: Any) -> None:
-        ranks, rank, world = params.attn_tp_cache_group or params.tp_cache_group, 0, 1
-        is_latent = type(params.token_to_kv_pool_allocator.get_kvcache()) is MLATokenToKVPool
-        if ranks is not None and not is_latent:  # of latent attention all ranks have all bytes
-            rank, world = torch.distributed.get_rank(ranks), torch.distributed.get_world_size(ranks)
-        rank += world * (params.pp_rank * params.attn_cp_size + params.attn_cp_rank)
-        world *= params.pp_size * params.attn_cp_size
-        self._most_lengths = _LENGTHS if world > 1 else 1
-        model = f"sglang {importlib.metadata.version('sglang')}"
-        model += "".join(f", {name} {getattr(server_args, name)}" for name in _OF_BYTES.split())
+    def _open(self, options: Any, params: Any, part: tuple[str, int, int]) -> kvs.PrefixCache:
         how: Any = {name: options[name] for name in ("encoding", "verify") if name in options}
         layouts, size = list(self.pools.values()), options.get("host_bytes")
         blocks = [layout.num_blocks for layout in layouts]
         whole = sum(kvs.HostPool.page_bytes_of(one, **how) * one.num_blocks for one in layouts)
-        if not isinstance(size, int) or size * min(blocks) < whole:
-            least = -(-whole // min(blocks))
+        least = -(-whole // min(blocks))
+        if not isinstance(size, int) or size < least:
             raise ValueError(
                 f"linker_extra_config: host_bytes is {size!r}; set an integer from {least} on"
             )
@@ -123,24 +106,15 @@ class KVSwapLinker(UnifiedCacheLinker):
             # SGLang's window is without the token that is computed.
             window = params.sliding_window_size + 1 if name == PoolName.SWA else None
             groups.append(BlockGroup(count, params.page_size, window, name == PoolName.MAMBA))
-        part = model, rank, world
-        if "below" in options and "server" in options:
-            raise ValueError("linker_extra_config has server and below; start the server --below")
-        if "server" in options:
-            path = options["server"]
-            if not isinstance(path, str):
-                raise ValueError(f"linker_extra_config: server is {path!r}; set a socket's path")
-            path = path.replace("{rank}", str(rank))
-            self.cache = kvs.PrefixCache.connect(path, layouts, groups, model=part, **how)
-        else:
+        below, server = options.get("below"), options.get("server")
+        if server is None:
             pools = [kvs.HostPool(*sized, **how) for sized in zip(layouts, pages, strict=True)]
-            below = options.get("below")
-            self.cache = kvs.PrefixCache(
-                layouts, pools, groups, below=below, below_model=None if below is None else part
-            )
-        _log.info("KVSwapLinker: rank %d of %d, %s, %r", rank, world, options, self.cache)
-        if params.page_size < 16:
-            _log.warning("pages of %d tokens are slow; set --page-size 64", params.page_size)
+            model = None if below is None else part
+            return kvs.PrefixCache(layouts, pools, groups, below=below, below_model=model)
+        if below is not None:
+            raise ValueError("linker_extra_config has server and below; start the server --below")
+        path = str(server).replace("{rank}", str(part[1]))
+        return kvs.PrefixCache.connect(path, layouts, groups, model=part, **how)
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """The lengths of the prefix, in pages, that this rank can load."""
@@ -175,7 +149,6 @@ class KVSwapLinker(UnifiedCacheLinker):
         if not self._queued:
             return -1
         transfers, self._queued = [*itertools.chain(*self._queued.values())], {}
-        self._number, job = self._number + 1, None
         try:
             keys, slots = self._read(transfers)
             if self._is_on_gpu:  # waits for the slots, and for all that this stream does before
@@ -187,12 +160,14 @@ class KVSwapLinker(UnifiedCacheLinker):
             # A forward in flight may still use what was freed for this load.
             after: Any = () if self.forward_stream is None else self.forward_stream
             job = self.cache.load(keys, blocks, after=after, layer_groups=groups)
-            if job is None:
-                _log.warning("pages have left the host before their load")
         except Exception:
             _log.exception("a load could not be submitted")
-        self._loads[self._number] = job
-        return self._number
+            return 0  # the number of no job, so finish_layer_wise_loading() returns False
+        if job is None:
+            _log.warning("pages have left the host before their load")
+            return 0
+        self._loads[job.id] = job
+        return job.id
 
     def set_consumer(self, index: int) -> None:
         """Chooses the loads of the next forward; -1 is none."""
@@ -207,10 +182,15 @@ class KVSwapLinker(UnifiedCacheLinker):
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Blocks the host until the loads have ended. False: their requests must end."""
         job = self._loads.pop(counter_index, None)
-        with contextlib.suppress(kvs.TransferError):
-            self.cache.synchronize(job or [])
-        self._poll()  # forgets pages that could not be loaded
-        return job is not None and job.result is not None and job.result.ok
+        if job is None:
+            return False
+        try:
+            self.cache.synchronize(job)
+        except kvs.TransferError:
+            return False
+        finally:
+            self._poll()  # forgets pages that could not be loaded
+        return True
 
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Begins to store pages. pop_completed_offload() says what becomes of them: ranks consume
@@ -279,54 +259,76 @@ class KVSwapLinker(UnifiedCacheLinker):
         """The keys of each group of layers, and the slots of its pages, which the current stream
         copies to the host."""
         slots, keys = list[list[torch.Tensor]](), list[PrefixKeys]()
-        for name in self._steps:
-            own = [one for one in transfers if one.name == name and one.keys]
+        for name in self.pools:
+            own = [one for one in transfers if one.name == name]
             slots.append([one.device_indices.to("cpu", non_blocking=True) for one in own])
             keys.append(self._keys("".join(one.keys) for one in own))
         return keys, slots
 
     def _blocks(self, slots: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
         """The GPU blocks of each group of layers, when their slots are on the host."""
-        return [
-            [block for one in of_group for block in (one.numpy()[::step] // step).tolist()]
-            for of_group, step in zip(slots, self._steps.values(), strict=True)
-        ]
+        blocks = list[list[int]]()
+        for of_group, layout in zip(slots, self.pools.values(), strict=True):
+            step = layout.tensors[0].shape[1]  # slots of a block
+            numbers = [one.numpy()[::step] // step for one in of_group]
+            blocks.append([number for one in numbers for number in one.tolist()])
+        return blocks
 
 
-def _read_pools(params: Any, components: Any) -> Iterator[tuple[Any, int, list[Any], list[int]]]:
-    """For each group of layers its name, the slots of a block, its parts (such as keys and values),
-    which have a tensor for each layer, and the numbers of these layers.
+def _describe_part(server_args: Any, params: Any) -> tuple[str, int, int]:
+    """Names the bytes of a page: the model, and this rank's part of how many."""
+    ranks, rank, world = params.attn_tp_cache_group or params.tp_cache_group, 0, 1
+    is_latent = type(params.token_to_kv_pool_allocator.get_kvcache()) is MLATokenToKVPool
+    if ranks is not None and not is_latent:  # of latent attention all ranks have all bytes
+        rank, world = torch.distributed.get_rank(ranks), torch.distributed.get_world_size(ranks)
+    rank += world * (params.pp_rank * params.attn_cp_size + params.attn_cp_rank)
+    world *= params.pp_size * params.attn_cp_size
+    model = f"sglang {importlib.metadata.version('sglang')}"
+    model += "".join(f", {name} {getattr(server_args, name)}" for name in _OF_BYTES.split())
+    return model, rank, world
+
+
+def _read_pools(
+    params: Any, components: Any
+) -> Iterator[tuple[Any, list[torch.Tensor], list[int]]]:
+    """For each group of layers its name, the blocks of each of its tensors, and their layers.
 
     Full attention, by far the most bytes, is last: it is loaded last.
     """
     kvcache, requests = params.token_to_kv_pool_allocator.get_kvcache(), params.req_to_token_pool
     drafts = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
-    _refuse(drafts or params.mtp_draft_mamba_pools, "draft models with a KV cache of their own")
-    first = getattr(kvcache, "start_layer", 0)
+    _refuse(drafts, "draft models with a KV cache of their own")
+    first, page = getattr(kvcache, "start_layer", 0), params.page_size
+
+    def blocks_of(parts: Sequence[Any], layers: Sequence[int], step: int) -> Any:
+        """parts: such as keys and values, a tensor for each layer. step: slots of a block."""
+        rows = [part[at] for at in range(len(layers)) for part in parts]
+        # The last rows may be no whole block, and no request gets them.
+        blocks = [one[: len(one) // step * step].unflatten(0, (-1, step)) for one in rows]
+        return blocks, [layer - first for layer in layers for _ in parts]
+
     if any(component.name == "MAMBA" for component in components):
         [info] = requests.mamba_pool.get_device_pool_infos()
         states = info.buffer_info
         _refuse(requests.mamba_ckpt_pool is not None, "int8 checkpoints of states")
         _refuse(states.extra_checkpoint_buffers, "states in addition to those of Mamba layers")
         parts = [part for part in (states.temporal, *states.conv) if part.numel()]
-        yield PoolName.MAMBA, 1, parts, [layer - first for layer in info.layer_ids]
+        yield PoolName.MAMBA, *blocks_of(parts, info.layer_ids, 1)
     pools = {PoolName.KV: getattr(kvcache, "full_kv_pool", kvcache)}
     if type(kvcache) is SWAKVPool:
         pools = {PoolName.SWA: kvcache.swa_kv_pool, **pools}
     for name, pool in pools.items():
-        served = _SERVED.get(type(kvcache), ())
-        _refuse(type(pool) not in served, f"{type(pool).__name__} in {type(kvcache).__name__}")
-        parts = (
-            [pool.kv_buffer] if type(pool) is MLATokenToKVPool else [pool.k_buffer, pool.v_buffer]
-        )
-        scales = [getattr(pool, name, None) for name in ("k_scale_buffer", "native_k_scale_buffer")]
-        _refuse(scales != [None, None], "KV caches with scales")
-        order = getattr(pool, "kv_cache_layout", "nhd")
+        kinds = type(kvcache), type(pool)
+        _refuse(kinds not in _SERVED, f"{kinds[1].__name__} in {kinds[0].__name__}")
+        scales = getattr(pool, "k_scale_buffer", None), getattr(pool, "native_k_scale_buffer", None)
+        _refuse(scales != (None, None), "KV caches with scales")
+        order, size = getattr(pool, "kv_cache_layout", "nhd"), pool.page_size
         _refuse(order != "nhd", f"the KV layout {order!r}")
-        size, wanted = pool.page_size, params.page_size
-        _refuse(size != wanted, f"pages of {wanted} tokens in pools with pages of {size} (DCP)")
+        _refuse(size != page, f"pages of {page} tokens in pools with pages of {size} (DCP)")
+        is_latent = kinds[1] is MLATokenToKVPool
+        parts = [pool.kv_buffer] if is_latent else [pool.k_buffer, pool.v_buffer]
         layers = getattr(kvcache, "full_attention_layer_id_mapping", None) or pool.model_layer_ids
-        yield name, wanted, parts, [layer - first for layer in layers]
+        yield name, *blocks_of(parts, list(layers), page)
 
 
 def _refuse(is_so: object, what: str) -> None:
