@@ -77,7 +77,7 @@ class HostBlockManager(BlockManager):
         super().deallocate(seq)
 
     def _allocate_block(self) -> int:
-        for job in self.prefixes.evict([self.free_block_ids[0]]):
+        for job in self.prefixes.jobs_using([self.free_block_ids[0]]):
             job.wait()  # the stream may write the block after the jobs that still use it
         return int(super()._allocate_block())
 

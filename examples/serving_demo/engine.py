@@ -198,7 +198,7 @@ class Engine:
     def take(self, count: int) -> list[int]:
         """Free blocks, which the model may write after the jobs that still use them."""
         blocks = [self.free.pop() for _ in range(count)]
-        for job in self.prefixes.evict(blocks) if self.prefixes is not None else ():
+        for job in self.prefixes.jobs_using(blocks) if self.prefixes is not None else ():
             job.wait()
         return blocks
 

@@ -161,7 +161,7 @@ def test_a_second_tier_replaces_damaged_pages(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [(kvs.Job, "wait"), (kvs.PrefixCache, "evict")], ids=["wait", "evict"]
+    ("of", "name"), [(kvs.Job, "wait"), (kvs.PrefixCache, "jobs_using")], ids=["wait", "jobs_using"]
 )
 def test_control_without_waits_tokens_differ(of, name, monkeypatch):
     monkeypatch.setattr(of, name, lambda *_: [])

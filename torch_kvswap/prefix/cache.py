@@ -439,8 +439,8 @@ class PrefixCache(NotCopyable):
     ) -> Stored:
         """Stores the blocks that the host does not have.
 
-        The blocks must not change until the job has ended: see evict(). They can be loaded after
-        poll() has reported it, except rejected ones (Result.rejected), which are not stored.
+        The blocks must not change until the job has ended: see jobs_using(). They can be loaded
+        after poll() has reported it, except rejected ones (Result.rejected), which are not stored.
 
         New blocks are computed from the blocks before them. So the store starts after loads into
         the named blocks, and is reported after them. If such a load fails, and poll() had not
@@ -470,7 +470,7 @@ class PrefixCache(NotCopyable):
             return Stored("full")
         return Stored("present")
 
-    def evict(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
+    def jobs_using(self, gpu_block_ids: Ids | Sequence[Ids]) -> list[Job]:
         """Returns the jobs that have not ended and read or write one of these GPU blocks.
 
         Wait for these jobs before the blocks are reused; `Job.wait` orders that on a stream.

@@ -364,7 +364,7 @@ def test_storing_during_pinning_on_a_gpu() -> None:
         if prefixes.store(keys, ids).state == "full":  # there are too few pages yet
             assert pool.wait_ready(60)
             assert prefixes.store(keys, ids).state == "storing"
-        for job in prefixes.evict(ids):
+        for job in prefixes.jobs_using(ids):
             job.wait()
         rows.zero_()
         drain(prefixes)
@@ -493,7 +493,7 @@ def test_a_block_is_stored_for_one_key():
         )
         for each in (prefixes, pages, several):
             assert each.manager.stats().filling_pages == 0
-            assert each.evict([[3, 3], [3]] if each is several else [3, 3]) == []
+            assert each.jobs_using([[3, 3], [3]] if each is several else [3, 3]) == []
 
 
 @pytest.mark.parametrize("per_page", [1, 2])
@@ -664,8 +664,8 @@ def test_no_call_works_in_a_forked_child() -> None:
             lambda: prefixes.lookup(["a"]),
             lambda: prefixes.load(["a"], [2]),
             lambda: prefixes.store(["a"], [1]),
-            lambda: prefixes.evict([1]),
-            lambda: prefixes.evict([]),
+            lambda: prefixes.jobs_using([1]),
+            lambda: prefixes.jobs_using([]),
             lambda: prefixes.preempt(["b"], [3]),
             lambda: prefixes.release(held),
             lambda: prefixes.poll(),
@@ -689,7 +689,7 @@ def test_errors_say_what_was_wrong():
             error_text(PrefixCache, [layout], [pool], [4]),
             error_text(PrefixCache, [layout], [pool], 4),
             error_text(several.store, [["a"]], [[1], [2]]),
-            error_text(prefixes.evict, [-2]),
+            error_text(prefixes.jobs_using, [-2]),
             error_text(prefixes.release, 5),
             error_text(copy.copy, prefixes),
         ]

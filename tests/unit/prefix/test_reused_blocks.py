@@ -17,19 +17,19 @@ def test_reused_blocks_wait_for_their_stores(driver: Driver) -> None:
     driver.set_mode("manual")
     gpu, host = cache(driver)
     with PrefixCache(gpu, host) as prefixes:
-        assert prefixes.evict([1, 2]) == []
+        assert prefixes.jobs_using([1, 2]) == []
         first = [prefixes.store(["a", "b", "c"], [1, 2, 3]).job]
-        assert prefixes.evict([2]) == first
-        assert prefixes.evict([1, -1]) == first
-        assert prefixes.evict([4]) == []
+        assert prefixes.jobs_using([2]) == first
+        assert prefixes.jobs_using([1, -1]) == first
+        assert prefixes.jobs_using([4]) == []
         held = prefixes.preempt(["x", "b"], [1, 4])
         assert held is not None
         assert held.jobs[:-1] == first
         assert held.jobs[-1].nbytes == gpu.block_bytes
-        assert prefixes.evict([1]) == held.jobs
-        assert prefixes.evict([4]) == []  # "b" is on its way from another block
+        assert prefixes.jobs_using([1]) == held.jobs
+        assert prefixes.jobs_using([4]) == []  # "b" is on its way from another block
         driver.run()
-        assert prefixes.evict([1, 2, 4]) == []
+        assert prefixes.jobs_using([1, 2, 4]) == []
         driver.set_mode("immediate")
     assert [result.ok for result in prefixes.poll()] == [True, True]
 
@@ -59,11 +59,11 @@ def test_reused_blocks_wait_for_their_loads(driver: Driver) -> None:
         held = prefixes.preempt(["a", "b"], [3, 4])
         assert held is not None
         assert held.jobs == [load]  # the host has the blocks, so that no store is made
-        assert prefixes.evict([4]) == [load]
-        assert prefixes.evict([1]) == []
+        assert prefixes.jobs_using([4]) == [load]
+        assert prefixes.jobs_using([1]) == []
         driver.set_mode("immediate")
         driver.run()
-        assert prefixes.evict([3, 4]) == []
+        assert prefixes.jobs_using([3, 4]) == []
 
 
 def test_nothing_reads_blocks_of_a_moved_cache() -> None:
@@ -71,7 +71,7 @@ def test_nothing_reads_blocks_of_a_moved_cache() -> None:
     with prefixes:
         prefixes.store(["a"], [1])
         prefixes.rebind(PagedLayout([torch.zeros(2 * BLOCKS, 5), torch.zeros(2 * BLOCKS, 5)]))
-        assert prefixes.evict([1, 2 * BLOCKS - 1]) == []
+        assert prefixes.jobs_using([1, 2 * BLOCKS - 1]) == []
         prefixes.store(["b"], [2 * BLOCKS - 1])
         assert [result.ok for result in prefixes.poll()] == [True, True]
 

@@ -33,7 +33,7 @@ class RandomEngine(ServedEngine):
         for load in list(self.loads):
             if not set(blocks).isdisjoint(load[2]):
                 self.check(load)
-        for job in self.prefixes.evict(blocks):
+        for job in self.prefixes.jobs_using(blocks):
             job.synchronize()
         return blocks
 
