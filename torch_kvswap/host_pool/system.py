@@ -177,12 +177,14 @@ def first_unwritable(first: int, last: int) -> int | None:
     return first if first < last else None
 
 
-def promised_bytes(own: int) -> tuple[int, int]:
+def promised_bytes(own: int, is_exact: bool = True) -> tuple[int, int]:
     """Bytes that pools have been promised and have not touched, as far as the kernel shows them to
     this process: of this user's processes, and of those of them in its control group.
 
     Args:
         own (int): file descriptor of a pool that is left out.
+        is_exact (bool): False counts what private pools have touched, too. To know how much that
+            is, the kernel walks through all memory of their processes.
     """
     seen = {os.fstat(own).st_ino}
     group, promised, in_group = _read("proc/self/cgroup"), 0, 0
@@ -193,7 +195,7 @@ def promised_bytes(own: int) -> tuple[int, int]:
                 continue
             seen.add(status.st_ino)
             left = status.st_size - 512 * status.st_blocks
-            if pid is not None:
+            if pid is not None and is_exact:
                 left -= _mapped_bytes(process, int(first, 16), int(last, 16), "Rss")
             promised += max(left, 0)
             in_group += max(left, 0) if _read(f"proc/{process}/cgroup") == group else 0
@@ -283,10 +285,13 @@ def check_room(nbytes: int, page_bytes: int, *, own: int | None = None) -> None:
         rooms.append(available)
     promised = in_group = 0
     if own is not None and nbytes > min(rooms, default=nbytes) // _SMALL_PART:
-        promised, in_group = promised_bytes(own)
-        rooms = [limit.left - in_group for limit in limits]
-        if available is not None:
-            rooms.append(available - promised)
+        for is_exact in (False, True):
+            promised, in_group = promised_bytes(own, is_exact)
+            rooms = [limit.left - in_group for limit in limits]
+            if available is not None:
+                rooms.append(available - promised)
+            if nbytes <= min(rooms, default=nbytes):
+                break
     if nbytes <= min(rooms, default=nbytes):
         return
     needed = f"the pages need {bytes_text(nbytes)} of host memory"

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from error_text import error_text
@@ -178,14 +179,23 @@ def test_two_that_ask_at_once_never_overcommit(
     promised, second = system.promised_bytes, []
     monkeypatch.setattr(system, "TURN", 0.0)  # the first one never lets the second in
 
-    def ask_meanwhile(own: int) -> tuple[int, int]:
+    def ask_meanwhile(*which: Any) -> tuple[int, int]:
         monkeypatch.setattr(system, "promised_bytes", promised)
         second.append(refusal(60, shared))
-        return promised(own)
+        return promised(*which)
 
     monkeypatch.setattr(system, "promised_bytes", ask_meanwhile)
     assert refusal(60, shared) == ""
     assert "promised to other host pools" in second[0]
+
+
+def test_plenty_of_room_needs_no_exact_numbers(
+    machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = map_new(10 * MIB, MIB, shared=False)
+    monkeypatch.delattr(system, "_mapped_bytes")  # which takes long
+    assert refusal(40, shared=False) == ""
+    first.release()
 
 
 def test_as_many_as_fit_get_room_at_once(
@@ -194,13 +204,13 @@ def test_as_many_as_fit_get_room_at_once(
     promised, barrier, got = system.promised_bytes, threading.Barrier(4), list[Mapping]()
     monkeypatch.setattr(system, "TURN", PATIENCE)
 
-    def after_all_have_asked(own: int) -> tuple[int, int]:
+    def after_all_have_asked(*which: Any) -> tuple[int, int]:
         with contextlib.suppress(threading.BrokenBarrierError):  # they ask one after another
             barrier.wait(0.5)
-            counted = promised(own)
+            counted = promised(*which)
             barrier.wait(0.5)
             return counted
-        return promised(own)
+        return promised(*which)
 
     monkeypatch.setattr(system, "promised_bytes", after_all_have_asked)
 
