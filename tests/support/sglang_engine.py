@@ -139,8 +139,7 @@ class Engine:
         self.kvcache, params = kvcache, make_params(kvcache, **extra.pop("params", {}))
         self.cache = UnifiedRadixCache(params)
         self.allocator = params.token_to_kv_pool_allocator
-        new_stream: Any = torch.cuda.Stream
-        self.stream = None if kvcache.device == "cpu" else new_stream()  # of the forward
+        self.stream = torch.get_device_module(kvcache.device).Stream()  # of the forward
         components = set(self.cache.components)
         self.linker = linker or make_linker(params, components, self.stream, **extra)
         self.cache.init_cache_linker(self.linker)
@@ -195,9 +194,9 @@ class Engine:
 
     def forward(self, request: Any) -> bool:
         """Runs the model. Returns whether each layer found what the tokens before had."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        module = torch.get_device_module(self.kvcache.device)
+        self.stream.wait_stream(module.current_stream())
+        with module.stream(self.stream):
             return self._compute(request)
 
     def _compute(self, request: Any) -> bool:

@@ -151,14 +151,16 @@ class KVSwapLinker(UnifiedCacheLinker):
         transfers, self._queued = [*itertools.chain(*self._queued.values())], {}
         try:
             keys, slots = self._read(transfers)
-            if self._is_on_gpu:  # waits for the slots, and for all that this stream does before
+            after: Any = ()
+            if self._is_on_gpu:
+                # For the slots, and with them for all that the scheduler's stream does before.
                 torch.cuda.current_stream().synchronize()
+                # A forward in flight may still use what was freed for this load.
+                after = self.forward_stream or ()
             blocks = self._blocks(slots)
             sizes = zip(blocks, self.cache.pools, strict=True)
             nbytes = sum(len(one) * pool.page_bytes for one, pool in sizes)
             groups = min(_GROUPS, len(self._last_tensors), 1 + nbytes // _GROUP_BYTES)
-            # A forward in flight may still use what was freed for this load.
-            after: Any = () if self.forward_stream is None else self.forward_stream
             job = self.cache.load(keys, blocks, after=after, layer_groups=groups)
         except Exception:
             _log.exception("a load could not be submitted")
