@@ -120,7 +120,7 @@ class HostPool(NotCopyable):
     """Pinned host memory for the blocks of a cache, in pages of `blocks_per_page` blocks.
 
     A pool belongs to one process, unless it is made with shared=True or attach(). The memory has
-    `nbytes = num_pages * page_bytes` bytes, some more with shared=True or verify, and starts as
+    `nbytes = num_pages * page_bytes` bytes, plus some with shared=True or verify, and starts as
     zeros. Pinning commits it; pageable memory is committed when it is written. over() makes a pool
     on memory that exists.
 

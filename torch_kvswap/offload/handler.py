@@ -225,13 +225,14 @@ class OffloadHandler(NotCopyable):
         submit_thread (bool): submit every copy from a thread per channel, which takes 40 to 250 us
             to wake up. By default the calling thread submits small copies and begins large ones.
         relays (Sequence[int]): other GPUs of the process, by index, whose links take part in large
-            transfers. A part of the bytes passes through memory of theirs, less than staging_bytes
-            in all. Each relay is measured once per process for each GPU, and left out, with a
-            warning in the log, if it gains little. docs/several_gpus.md has the details.
-        exchange (tuple[int, int] | None): (rank, number of ranks), of ranks that load the same
-            pages of a shared pool in the same order. Each loads a part of a large load, and gets
-            the rest from the GPUs of the others. Waits until all ranks have made their handlers.
-            docs/several_gpus.md says what they must observe.
+            transfers. A part of the bytes passes through buffers on these GPUs, which together
+            take less than staging_bytes. A relay that gains little is left out, with a warning in
+            the log; this is measured once per process for each GPU and relay.
+            docs/several_gpus.md has the details.
+        exchange (tuple[int, int] | None): (rank, number of ranks), if all ranks load the same pages
+            of a shared pool in the same order. Each rank then loads one part of a large load, and
+            gets the other parts from the GPUs of the other ranks. Making the handler waits until
+            all ranks have made theirs. docs/several_gpus.md says what the ranks must observe.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.

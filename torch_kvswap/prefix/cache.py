@@ -594,17 +594,15 @@ class PrefixCache(NotCopyable):
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
 
-        Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
-        failed jobs are forgotten; if a job rejected some blocks (Result.rejected), only the pages
-        of these. If a load failed or was cancelled, every store() before this call that named one
-        of its blocks fails too: its new blocks may have been computed from blocks that were not
-        loaded.
-
-        Blocks that came from a second tier can be loaded from now on.
+        Each job is reported once, to one caller. Stored blocks, and blocks that a second tier has
+        read, can be loaded from now on. Blocks of failed jobs are forgotten; if a job rejected some
+        blocks (Result.rejected), only these. If a load failed or was cancelled, every store()
+        before this call that named one of its blocks fails too: its new blocks may have been
+        computed from blocks that were not loaded.
 
         Args:
-            timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits until a
-                second tier has answered a lookup(), and has read what that has found.
+            timeout (float | None): as in OffloadHandler.poll(). Without jobs it waits until the
+                second tier has answered a lookup(), and has read the blocks that it found.
         """
         self._was_polled = True
         began = time.monotonic() if self._below is not None else 0.0

@@ -145,7 +145,7 @@ class BlockManager(NotCopyable, native.BlockManager):
             that can be used already; None is all. grow() adds more.
         eviction_policy (str): "lru" or "arc".
         store_threshold (int): from 2 on, a block is stored once this many lookups have asked for
-            it. Counts are kept for the latest keys, as many as there are pages.
+            it. Only the latest keys are counted, as many as there are pages.
         below_policy (str | None): which blocks a second tier gets: "reused", those that a load or
             touch() has used since they were stored; "all"; None is none.
 
