@@ -34,17 +34,20 @@ class OfKeys:
     def __init__(self, manager: Any, in_lists: bool = False) -> None:
         self.manager, self.in_lists = manager, in_lists
         self.touch = manager.touch
-        self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
         if in_lists:
+            self._lookup = manager._lookup
+            self.prepare_load, self.prepare_store = manager._prepare_load, manager._prepare_store
             self.complete_store = self.complete_load = self._tell_server
         else:
+            self._lookup = manager.lookup
+            self.prepare_load, self.prepare_store = manager.prepare_load, manager.prepare_store
             self.complete_store = self.complete_load = manager.complete
 
     def form(self, keys: bytes) -> Any:
         return [keys] if self.in_lists else keys
 
     def lookup(self, prompt: Any) -> int:
-        ready: int = self.manager.lookup(prompt).ready
+        ready: int = self._lookup(prompt).ready
         return ready
 
     def stored(self, job: Any) -> int:

@@ -114,46 +114,6 @@ auto busy(const Call& call) {
   return without_gil([&] { return call(true); });
 }
 
-// As Python gets it: an array each, or a list with one of each group.
-struct Assigned : prefix::Assigned {
-  explicit Assigned(bool is_list) : is_list(is_list) {}
-
-  nb::any python_indices() { return get(indices_made_, key_indices); }
-  nb::any python_pages() { return get(pages_made_, pages); }
-
-  bool is_list;
-
- private:
-  // Made when it is first asked for.
-  nb::any get(nb::object& made, const std::vector<int64_t>& numbers) const {
-    if (made.is_valid()) return as_any(made);
-    if (!is_list) return as_any(made = to_numpy(numbers));
-    nb::list several;
-    auto next = numbers.begin();
-    for (const int64_t count : counts) {
-      several.append(to_numpy({next, next + count}));
-      next += count;
-    }
-    return as_any(made = several);
-  }
-
-  nb::object indices_made_, pages_made_;
-};
-
-struct LoadReservation : Reservation {
-  Assigned assigned;
-};
-
-struct StoreReservation : Reservation {
-  Assigned assigned;
-  nb::object lease = nb::none();
-};
-
-// Pages that are due to be written below.
-struct WriteReservation : Reservation {
-  prefix::Due due;
-};
-
 // The pages of a manager in another process whose copies have ended.
 struct PyEndedPages {
   std::shared_ptr<prefix::EndedPages> pages = std::make_shared<prefix::EndedPages>();
@@ -219,24 +179,18 @@ bool read_switch(const char* name, nb::handle value) {
   return value.is(Py_True) || nb::cast<bool>(python.read_switch(name, value));
 }
 
+// kForCache: what a prefix cache, its second tier and a server call. Keys, and what is reserved for
+// them, are lists with an item for each group, even if there is only one, and a job that takes what
+// is reserved also ends it.
 class PyBlockManager {
  public:
-  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int policy,
+  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool has_groups, int policy,
                  uint32_t store_threshold, int below)
-      : is_list_(is_list),
+      : has_groups_(has_groups),
         num_groups_(groups.size()),
-        shared_(std::make_shared<prefix::BlockManager>(
-            read_groups(groups),
-            prefix::Options{static_cast<prefix::EvictionPolicyKind>(policy), store_threshold,
-                            static_cast<prefix::BelowPolicy>(below)})),
-        manager_(*shared_) {}
-  // The same manager for a prefix cache: with lists, and what it reserves is for jobs.
-  explicit PyBlockManager(const PyBlockManager& other)
-      : is_list_(true),
-        for_jobs_(true),
-        num_groups_(other.num_groups_),
-        shared_(other.shared_),
-        manager_(*shared_) {}
+        manager_(read_groups(groups),
+                 prefix::Options{static_cast<prefix::EvictionPolicyKind>(policy), store_threshold,
+                                 static_cast<prefix::BelowPolicy>(below)}) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
     prefix::BlockManager& manager = alive();
@@ -244,9 +198,10 @@ class PyBlockManager {
     without_gil([&] { manager.grow(pages.data()); });
   }
 
+  template <bool kForCache>
   nb::object lookup(nb::handle keys, nb::handle again) {
     const bool is_again = read_switch("again", again);
-    const JoinedKeys joined = read(keys);
+    const JoinedKeys joined = read(keys, kForCache);
     const auto [found, ready, pending] =
         busy([&](bool wait) { return manager_.lookup(joined.keys(), is_again, wait); });
     // Lookup is a named tuple; its own constructor takes four times as long.
@@ -271,28 +226,42 @@ class PyBlockManager {
     return manager_.longest_prefix(found, of_groups);
   }
 
-  std::optional<LoadReservation> prepare_load(nb::handle keys) { return hold_ready(keys, true); }
-  std::optional<LoadReservation> hold(nb::handle keys) { return hold_ready(keys, false); }
-
-  std::optional<StoreReservation> prepare_store(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kStored);
-  }
-  std::optional<StoreReservation> preempt(nb::handle keys) {
-    return reserve(keys, prefix::Purpose::kPreempted);
-  }
-  std::optional<StoreReservation> promote(nb::handle keys, uint64_t resets) {
-    return reserve(keys, prefix::Purpose::kPromoted, resets);
-  }
-
-  std::optional<WriteReservation> hold_due(size_t count, size_t group) {
-    alive();
-    auto pages = new_pages();
-    WriteReservation made;
-    made.due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
-    if (made.due.reservation == 0) return std::nullopt;
-    made.id = made.due.reservation;
-    give(made, std::move(pages), made.due.pages.size(), false);
+  template <bool kAll, bool kForCache>
+  std::optional<Reservation> hold(nb::handle keys) {
+    const JoinedKeys joined = read(keys, kForCache);
+    // All memory is taken before pages are held.
+    Reservation made;
+    auto pages = new_pages(kForCache);
+    made.id =
+        busy([&](bool wait) { return manager_.hold(joined.keys(), kAll, made.assigned, wait); });
+    if (made.id == 0) return std::nullopt;
+    made.has_groups = kForCache || has_groups_;
+    give(made, std::move(pages), made.assigned.pages.size(), true);
     return made;
+  }
+
+  template <prefix::Purpose kPurpose, bool kForCache>
+  std::optional<Reservation> reserve(nb::handle keys) {
+    return reserve(keys, kPurpose, kForCache, {});
+  }
+  std::optional<Reservation> promote(nb::handle keys, uint64_t resets) {
+    return reserve(keys, prefix::Purpose::kPromoted, true, resets);
+  }
+
+  // Also the keys of the pages, and the resets before these were stored.
+  std::optional<std::tuple<Reservation, nb::bytes, uint64_t>> hold_due(size_t count, size_t group) {
+    alive();
+    auto pages = new_pages(true);
+    Reservation made;
+    made.has_groups = true;
+    made.assigned.counts.resize(num_groups_);
+    prefix::Due due = busy([&](bool wait) { return manager_.hold_due(count, group, wait); });
+    if (due.reservation == 0) return std::nullopt;
+    made.id = due.reservation;
+    give(made, std::move(pages), due.pages.size(), false);
+    made.assigned.counts[group] = static_cast<int64_t>(due.pages.size());
+    made.assigned.pages = std::move(due.pages);
+    return std::tuple{std::move(made), nb::bytes(due.keys.data(), due.keys.size()), due.resets};
   }
 
   nb::typed<nb::list, nb::any> take_corrupted() {
@@ -336,13 +305,13 @@ class PyBlockManager {
   void fail(nb::handle reservation) { end(reservation, false, nb::tuple()); }
 
   void touch(nb::handle keys) {
-    const JoinedKeys joined = read(keys);
+    const JoinedKeys joined = read(keys, false);
     busy([&](bool wait) { manager_.touch(joined.keys(), wait); });
   }
 
   void order(nb::handle keys, nb::handle renew) {
     const bool is_renewed = read_switch("renew", renew);
-    const JoinedKeys joined = read(keys);
+    const JoinedKeys joined = read(keys, false);
     busy([&](bool wait) { manager_.order(joined.keys(), is_renewed, wait); });
   }
 
@@ -359,30 +328,20 @@ class PyBlockManager {
   }
 
  private:
-  std::optional<LoadReservation> hold_ready(nb::handle keys, bool all) {
-    const JoinedKeys joined = read(keys);
-    // All memory is taken before pages are held.
-    LoadReservation made{{}, Assigned(is_list_)};
-    auto pages = new_pages();
-    made.id =
-        busy([&](bool wait) { return manager_.hold(joined.keys(), all, made.assigned, wait); });
-    if (made.id == 0) return std::nullopt;
-    give(made, std::move(pages), made.assigned.pages.size(), true);
-    return made;
-  }
-
-  std::optional<StoreReservation> reserve(nb::handle keys, prefix::Purpose purpose,
-                                          std::optional<uint64_t> resets = {}) {
-    const JoinedKeys joined = read(keys);
+  std::optional<Reservation> reserve(nb::handle keys, prefix::Purpose purpose, bool for_cache,
+                                     std::optional<uint64_t> resets) {
+    const JoinedKeys joined = read(keys, for_cache);
     // All memory is taken before pages are.
-    StoreReservation made{{}, Assigned(is_list_)};
-    auto pages = new_pages(), pages_of_lease = new_pages();
+    Reservation made;
+    auto pages = new_pages(for_cache), pages_of_lease = new_pages(for_cache);
     if (purpose == prefix::Purpose::kPreempted) made.lease = nb::cast(Reservation());
     const auto stored = busy([&](bool wait) {
       return manager_.prepare_store(joined.keys(), purpose, resets, made.assigned, wait);
     });
     if (!stored) return std::nullopt;
     made.id = stored->reservation;
+    made.fills = true;
+    made.has_groups = for_cache || has_groups_;
     if (stored->lease != 0) {
       auto& lease = *nb::inst_ptr<Reservation>(made.lease);
       lease.id = stored->lease;
@@ -392,9 +351,9 @@ class PyBlockManager {
     return made;
   }
 
-  // Null unless it is for jobs.
-  std::unique_ptr<prefix::ReservedPages> new_pages() const {
-    if (!for_jobs_) return nullptr;
+  // What a job takes.
+  std::unique_ptr<prefix::ReservedPages> new_pages(bool for_cache) const {
+    if (!for_cache) return nullptr;
     auto pages = std::make_unique<prefix::ReservedPages>();
     pages->manager = manager_.ended_pages();
     return pages;
@@ -445,17 +404,15 @@ class PyBlockManager {
     process_.check();
     return manager_;
   }
-  JoinedKeys read(nb::handle keys) const {
+  JoinedKeys read(nb::handle keys, bool for_cache) const {
     process_.check();
-    return {keys, is_list_, num_groups_};
+    return {keys, for_cache || has_groups_, num_groups_};
   }
 
   const ForkGuard process_{"block manager"};
-  const bool is_list_;           // what is of all groups is a list in Python, also of a single one
-  const bool for_jobs_ = false;  // see Reservation
+  const bool has_groups_;  // the groups were passed as a list, even if there is only one
   const size_t num_groups_;
-  const std::shared_ptr<prefix::BlockManager> shared_;
-  prefix::BlockManager& manager_;
+  prefix::BlockManager manager_;
 };
 
 }  // namespace
@@ -469,7 +426,18 @@ void bind_block_manager(nb::module_& module) {
   nb::class_<PyEndedPages>(module, "EndedPages")
       .def(nb::init<>())
       .def("take", &PyEndedPages::take, "to"_a);
-  nb::class_<Reservation>(module, "Reservation")
+  nb::class_<Reservation>(module, "Reservation",
+                          R"(Pages that are held for a copy, until complete() or fail() is called.
+
+With several groups, key_indices and pages are lists with one entry per group.
+
+Attributes:
+    id (int): number of the reservation; 0 if there is nothing to store.
+    fills (bool): the copy writes the pages: they are for the keys that have none.
+    key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
+    pages (np.ndarray): int64, the pages.
+    evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
+    lease (Reservation | None): of preempt(): holds the pages of all keys until complete().)")
       .def(
           "__init__",
           [](Reservation* self, int64_t id, const PyEndedPages& ended, bool is_load) {
@@ -481,6 +449,19 @@ void bind_block_manager(nb::module_& module) {
           },
           "id"_a, "ended"_a, "is_load"_a)
       .def_ro("id", &Reservation::id)
+      .def_ro("fills", &Reservation::fills)
+      .def_prop_ro("key_indices", &Reservation::python_indices)
+      .def_prop_ro("pages", &Reservation::python_pages)
+      .def_prop_ro("evicted", [](const Reservation& self) { return self.assigned.evicted; })
+      .def_ro("lease", &Reservation::lease,
+              nb::for_getter(nb::sig("def lease(self, /) -> Reservation | None")))
+      .def("__repr__",
+           [](nb::handle self) {
+             constexpr const char* kText =
+                 "Reservation(id={0.id}, fills={0.fills}, key_indices={0.key_indices!r}, "
+                 "pages={0.pages!r})";
+             return nb::str(kText).format(self);
+           })
       .def_prop_ro("is_held", &Reservation::is_held, "Whether let_go() would end it.")
       .def("let_go", &Reservation::let_go,
            "Ends it, unless a job has. Returns whether it was held.")
@@ -497,61 +478,10 @@ void bind_block_manager(nb::module_& module) {
           },
           "has_succeeded"_a, "is_corrupted"_a, "rejected"_a);
 
-  const auto repr_as = [](const char* text) {
-    return [text](nb::handle self) { return nb::str(text).format(self); };
-  };
-  nb::class_<LoadReservation, Reservation>(
-      module, "LoadReservation",
-      R"(A reservation of pages to load. They are held until complete() or fail() is called.
-
-With several groups, key_indices and pages are lists with one entry per group.
-
-Attributes:
-    id (int): number of the reservation.
-    key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
-    pages (np.ndarray): int64, the pages.)")
-      .def_prop_ro("key_indices",
-                   [](LoadReservation& self) { return self.assigned.python_indices(); })
-      .def_prop_ro("pages", [](LoadReservation& self) { return self.assigned.python_pages(); })
-      .def("__repr__", repr_as("LoadReservation(id={0.id}, key_indices={0.key_indices!r}, "
-                               "pages={0.pages!r})"));
-
-  nb::class_<StoreReservation, Reservation>(
-      module, "StoreReservation",
-      R"(A reservation of pages to store, for the keys that have none.
-
-They are held until complete() or fail() is called.
-
-With several groups, key_indices and pages are lists with one entry per group.
-
-Attributes:
-    id (int): number of the reservation; 0 if there is nothing to store.
-    key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
-    pages (np.ndarray): int64, the pages to write.
-    evicted (list[int]): the pages whose blocks were evicted for it, in the order of eviction.
-    lease (Reservation | None): of preempt(): holds the pages of all keys until complete().)")
-      .def_prop_ro("key_indices",
-                   [](StoreReservation& self) { return self.assigned.python_indices(); })
-      .def_prop_ro("pages", [](StoreReservation& self) { return self.assigned.python_pages(); })
-      .def_prop_ro("evicted", [](const StoreReservation& self) { return self.assigned.evicted; })
-      .def_ro("lease", &StoreReservation::lease,
-              nb::for_getter(nb::sig("def lease(self, /) -> Reservation | None")))
-      .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
-                               "pages={0.pages!r})"));
-
-  nb::class_<WriteReservation, Reservation>(module, "WriteReservation")
-      .def_prop_ro("keys",
-                   [](const WriteReservation& self) {
-                     return nb::bytes(self.due.keys.data(), self.due.keys.size());
-                   })
-      .def_prop_ro("pages", [](const WriteReservation& self) { return to_numpy(self.due.pages); })
-      .def_prop_ro("resets", [](const WriteReservation& self) { return self.due.resets; });
-
   nb::class_<PyBlockManager>(module, "BlockManager")
       .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int>(), "groups"_a,
-           "is_list"_a, "policy"_a, "store_threshold"_a, "below"_a)
-      .def(nb::init<const PyBlockManager&>(), "of"_a)
-      .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), nb::kw_only(),
+           "has_groups"_a, "policy"_a, "store_threshold"_a, "below"_a)
+      .def("lookup", &PyBlockManager::lookup<false>, "keys"_a.none(), nb::kw_only(),
            "again"_a.none() = false,
            nb::sig("def lookup(self, keys: " KEYS
                    ", *, again: bool = False) -> torch_kvswap.prefix.manager.Lookup"),
@@ -563,17 +493,18 @@ not count as a use for eviction; touch() and prepare_load() do.
 Args:
     keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
     again (bool): repeats an earlier lookup; not counted for store_threshold or stats().)")
-      .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(),
-           nb::sig("def prepare_load(self, keys: " KEYS ") -> LoadReservation | None"),
+      .def("prepare_load", &PyBlockManager::hold<true, false>, "keys"_a.none(),
+           nb::sig("def prepare_load(self, keys: " KEYS ") -> Reservation | None"),
            R"(Holds the pages of ready blocks for a load.
 
 Args:
     keys: keys of a prompt's blocks; of a prefix those of its needed_blocks().
 
 Returns:
-    LoadReservation | None: None, with nothing held, if a block is not ready.)")
-      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(),
-           nb::sig("def prepare_store(self, keys: " KEYS ") -> StoreReservation | None"),
+    Reservation | None: None, with nothing held, if a block is not ready.)")
+      .def("prepare_store", &PyBlockManager::reserve<prefix::Purpose::kStored, false>,
+           "keys"_a.none(),
+           nb::sig("def prepare_store(self, keys: " KEYS ") -> Reservation | None"),
            R"(Assigns pages to the keys that have none, evicting other blocks if needed.
 
 Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -583,15 +514,15 @@ Args:
     keys: keys of a prompt's blocks, in order.
 
 Returns:
-    StoreReservation | None: None, with nothing changed, if there is not enough room. Its
-        `evicted` lists the pages whose blocks were evicted for it, in that order, of all
-        groups one after another.
+    Reservation | None: None, with nothing changed, if there is not enough room. Its `evicted`
+        lists the pages whose blocks were evicted for it, in that order, of all groups one
+        after another.
 
 Raises:
     ValueError: a key occurs twice.)")
       .def(
-          "preempt", &PyBlockManager::preempt, "keys"_a.none(),
-          nb::sig("def preempt(self, keys: " KEYS ") -> StoreReservation | None"),
+          "preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, false>, "keys"_a.none(),
+          nb::sig("def preempt(self, keys: " KEYS ") -> Reservation | None"),
           R"(prepare_store() for a preempted request, whose blocks stay until complete(store.lease).
 
 Ignores store_threshold. To restore the request, call prepare_load() first.
@@ -600,7 +531,7 @@ Args:
     keys: keys of all blocks of the request.
 
 Returns:
-    StoreReservation | None: None, with nothing changed, if there is not enough room.
+    Reservation | None: None, with nothing changed, if there is not enough room.
 
 Raises:
     ValueError: a key occurs twice.)")
@@ -665,13 +596,20 @@ for a moment.
 Raises:
     MemoryError: nothing was changed.)")
       .def_prop_ro("resets", &PyBlockManager::resets, "How often the manager was reset.")
-      // What a prefix cache, its second tier and a server call: see prefix/manager.h.
+      // What a prefix cache, its second tier and a server call: see PyBlockManager, and
+      // prefix/manager.h.
+      .def("_lookup", &PyBlockManager::lookup<true>, "keys"_a, nb::kw_only(), "again"_a = false,
+           nb::sig("def _lookup(self, keys: list[bytes], *, again: bool = False) -> "
+                   "torch_kvswap.prefix.manager.Lookup"))
+      .def("_prepare_load", &PyBlockManager::hold<true, true>, "keys"_a)
+      .def("_prepare_store", &PyBlockManager::reserve<prefix::Purpose::kStored, true>, "keys"_a)
+      .def("_preempt", &PyBlockManager::reserve<prefix::Purpose::kPreempted, true>, "keys"_a)
+      .def("_hold", &PyBlockManager::hold<false, true>, "keys"_a)
+      .def("_promote", &PyBlockManager::promote, "keys"_a, "resets"_a)
+      .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
       .def("_grow", &PyBlockManager::grow, "num_ready_pages"_a)
       .def("_longest_prefix", &PyBlockManager::longest_prefix, "found"_a, "there"_a)
       .def("_take_corrupted", &PyBlockManager::take_corrupted)
-      .def("_promote", &PyBlockManager::promote, "keys"_a, "resets"_a,
-           nb::sig("def _promote(self, keys: " KEYS ", resets: int) -> StoreReservation | None"))
-      .def("_hold_due", &PyBlockManager::hold_due, "count"_a, "group"_a)
       .def("_lend", &PyBlockManager::lend, "count"_a)
       .def("_publish", &PyBlockManager::publish, "pages"_a, "keys"_a,
            nb::sig("def _publish(self, pages: collections.abc.Sequence[int], keys: "
@@ -680,8 +618,6 @@ Raises:
            nb::sig("def _take_back(self, pages: collections.abc.Sequence[int]) -> None"))
       .def("_abandon", &PyBlockManager::abandon, "reservation"_a,
            nb::sig("def _abandon(self, reservation: Reservation) -> None"))
-      .def("_hold", &PyBlockManager::hold, "keys"_a,
-           nb::sig("def _hold(self, keys: " KEYS ") -> LoadReservation | None"))
       .def("_stats", &PyBlockManager::stats, "group"_a);
 }
 

@@ -5,13 +5,19 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/python.h"
+#include "prefix/manager.h"
 #include "prefix/reserved_pages.h"
 
 namespace kvswap::bindings {
 
-// id: 0 if nothing is reserved.
+// Pages that are held for a copy.
 struct Reservation {
-  int64_t id = 0;
+  int64_t id = 0;           // 0: nothing is reserved
+  bool fills = false;       // the copy writes the pages
+  bool has_groups = false;  // Python gets a list with an array for each group
+  prefix::Assigned assigned = {};
+  nb::object lease = nb::none();
   // Of a prefix cache, its second tier or a server: a job takes them, or end() ends them. Otherwise
   // they end as if nothing was copied.
   std::unique_ptr<prefix::ReservedPages> pages_of_job = {};
@@ -25,6 +31,9 @@ struct Reservation {
 
   // Whether it has not ended, and no job has taken it.
   bool is_held() const { return pages_of_job != nullptr; }
+
+  nb::any python_indices() { return numbers(indices_made_, assigned.key_indices); }
+  nb::any python_pages() { return numbers(pages_made_, assigned.pages); }
 
   // Ends it, if it is held, as if nothing was copied. Returns whether it was.
   bool let_go() noexcept {
@@ -45,6 +54,22 @@ struct Reservation {
     pages_of_job->rejected = std::move(rejected);
     let_go();
   }
+
+ private:
+  // Made when it is first asked for.
+  nb::any numbers(nb::object& made, const std::vector<int64_t>& of) const {
+    if (made.is_valid()) return as_any(made);
+    if (!has_groups) return as_any(made = to_numpy(of));
+    nb::list several;
+    auto next = of.begin();
+    for (const int64_t count : assigned.counts) {
+      several.append(to_numpy({next, next + count}));
+      next += count;
+    }
+    return as_any(made = several);
+  }
+
+  nb::object indices_made_, pages_made_;
 };
 
 }  // namespace kvswap::bindings

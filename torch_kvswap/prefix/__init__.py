@@ -6,7 +6,7 @@ submit transfers themselves, with what it takes and returns, and that of a serve
 `Preempted`, `Resumed`, `BelowStats`), and the hasher (`PrefixKeys`).
 """
 
-from torch_kvswap._C import LoadReservation, StoreReservation
+from torch_kvswap._C import Reservation
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.cache import Preempted, Resumed, Stored
 from torch_kvswap.prefix.client import RemoteManager
@@ -23,12 +23,11 @@ __all__ = [
     "BlockGroup",
     "BlockManager",
     "BlockStats",
-    "LoadReservation",
     "Lookup",
     "Preempted",
     "PrefixKeys",
     "RemoteManager",
+    "Reservation",
     "Resumed",
-    "StoreReservation",
     "Stored",
 ]

@@ -185,7 +185,6 @@ class PrefixCache(NotCopyable):
     """
 
     manager: BlockManager | RemoteManager
-    _reservations: BlockManager | RemoteManager  # see _for_jobs()
 
     def __init__(
         self,
@@ -215,18 +214,16 @@ class PrefixCache(NotCopyable):
             open_store = read_store(below)
             formats = _page_formats(pools, of_layers, below_model)
         ready = [pool.num_ready_pages for pool in pools]
-        manager = BlockManager(
+        self.manager = BlockManager(
             of_layers if is_list else of_layers[0].num_pages,
             num_ready_pages=ready,
             eviction_policy=eviction_policy,
             below_policy=None if below is None else below_policy,
         )
-        self.manager = manager
-        self._reservations = for_jobs = manager._for_jobs()
         self._are_ready = ready == [pool.num_pages for pool in pools]
         self._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         if below is not None:
-            self._open_below(open_store, formats, for_jobs)
+            self._open_below(open_store, formats, self.manager)
 
     def _open(
         self,
@@ -306,7 +303,7 @@ class PrefixCache(NotCopyable):
         made = cls.__new__(cls)
         try:
             of_handler = Groups(gpu, served.pools if is_list else served.pools[0])
-            made.manager = made._reservations = manager
+            made.manager = manager
             made._are_ready = True
             made._open(of_handler, of_layers, copy_method, staging_bytes, relays)
         except BaseException:
@@ -368,7 +365,7 @@ class PrefixCache(NotCopyable):
         """
         self._handler._native.check_open()
         group_keys = self._reader.read_keys(keys)
-        found = self._reservations.lookup(group_keys, again=again)
+        found = self.manager._lookup(group_keys, again=again)
         return found if self._below is None else self._below.ask(found, group_keys)
 
     def load(
@@ -409,7 +406,7 @@ class PrefixCache(NotCopyable):
             group_keys, blocks = self._reader.needed(group_keys, blocks, prefix)
         elif some_left_out:
             group_keys, blocks = self._reader.keys_on_gpu(group_keys, blocks)
-        reserved = self._reservations.prepare_load(group_keys)
+        reserved = self.manager._prepare_load(group_keys)
         if reserved is None:
             self._handler._check_options(after, layer_groups)
             return None
@@ -461,7 +458,7 @@ class PrefixCache(NotCopyable):
         """
         prompt = self._read(keys, gpu_block_ids)
         self._grow()
-        reserved = self._reservations.prepare_store(prompt.keys)
+        reserved = self.manager._prepare_store(prompt.keys)
         if reserved is not None and reserved.id:
             return Stored("storing", self._submit_store(reserved, prompt, after, tag))
         self._handler._check_options(after)
@@ -510,7 +507,7 @@ class PrefixCache(NotCopyable):
         prompt = self._read(keys, gpu_block_ids)
         self._handler._check_options(after)
         self._grow()
-        reserved: Any = self._reservations.preempt(prompt.keys)
+        reserved: Any = self.manager._preempt(prompt.keys)
         if reserved is None:
             self._warn_of_no_room(prompt.keys)
             return None
@@ -561,7 +558,7 @@ class PrefixCache(NotCopyable):
         keys, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
         keys, _ = self._reader.keys_on_gpu(keys, blocks)
         # Before the load: poll() in another thread may end the stores between the two.
-        is_pending = self._reservations.lookup(keys, again=True).pending > 0
+        is_pending = self.manager._lookup(keys, again=True).pending > 0
         job = self.load(
             preempted.keys,
             gpu_block_ids,

@@ -77,9 +77,9 @@ class RemoteReservation(native.Reservation):
         answers (list[int]): of hold(): for each key its page, ARRIVES or ABSENT.
     """
 
-    key_indices: list[Any]
-    pages: list[Int64Array]
-    lease: RemoteReservation | None
+    key_indices: Any = ()
+    pages: Any = ()
+    lease: RemoteReservation | None = None
     answers: list[int]
 
 
@@ -486,13 +486,13 @@ class RemoteManager(Session):
 
     # What a PrefixCache calls, with the keys of each group. It gets lists with an item for each.
 
-    def lookup(self, keys: list[bytes], *, again: bool = False) -> Lookup:
+    def _lookup(self, keys: list[bytes], *, again: bool = False) -> Lookup:
         """See BlockManager.lookup()."""
         how = Ask.AGAIN if read_switch("again", again) else Ask.LOOK
         answer = self._ask(pack_keys(Op.ASK, [how, 0], keys))
         return _NOTHING if answer is None else Lookup(*answer[:4])
 
-    def prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
+    def _prepare_load(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_load()."""
         made = self._reserve(is_load=True)
         with self._lock:
@@ -503,11 +503,11 @@ class RemoteManager(Session):
             made.pages = _split(answer, keys)
         return made
 
-    def prepare_store(self, keys: list[bytes]) -> RemoteReservation | None:
+    def _prepare_store(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.prepare_store()."""
         return self._borrow(keys)
 
-    def preempt(self, keys: list[bytes]) -> RemoteReservation | None:
+    def _preempt(self, keys: list[bytes]) -> RemoteReservation | None:
         """See BlockManager.preempt()."""
         return self._borrow(keys, is_leased=True)
 

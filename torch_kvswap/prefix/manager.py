@@ -189,15 +189,6 @@ class BlockManager(NotCopyable, native.BlockManager):
         native.BlockManager.__init__(self, native_groups, self._is_list, policy, threshold, below)
         self._grow(ready)
 
-    def _for_jobs(self) -> BlockManager:
-        """This manager for a PrefixCache. Keys, key_indices and pages are lists even if it has a
-        single group, and a job that takes what is reserved also ends it.
-        """
-        same = BlockManager.__new__(BlockManager)
-        same.groups, same.unit_tokens, same._is_list = self.groups, self.unit_tokens, True
-        native.BlockManager.__init__(same, self)
-        return same
-
     def __repr__(self) -> str:
         pages = [group.num_pages for group in self.groups]
         try:

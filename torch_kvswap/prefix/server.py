@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_kvswap._C import LoadReservation, Reservation, StoreReservation
+from torch_kvswap._C import Reservation
 from torch_kvswap._native import rendezvous
 from torch_kvswap._native.arguments import bytes_text, read_int
 from torch_kvswap._native.descriptors import Descriptors
@@ -176,7 +176,7 @@ class _Pages:
             fields = {name: page[name] for name in ("block_tokens", "window_tokens", "is_state")}
             groups.append(BlockGroup(count, **fields))
         below = None if store is None else below_policy
-        self.manager = BlockManager(groups, below_policy=below)._for_jobs()
+        self.manager = BlockManager(groups, below_policy=below)
         self.tier: Tier | None = None
         if store is not None:
             formats = list(map(PageFormat, self.pools, cache["pages"]))
@@ -550,7 +550,7 @@ class PageServer:
                 self._manager._take_back(lent)
             self._some_ended = True
 
-        writes = bool(lent) or any(isinstance(one, StoreReservation) for one in held)
+        writes = bool(lent) or any(one.fills for one in held)
         if writes and (session.is_dead or session.is_over):
             self._later(QUARANTINE, free)
         else:
@@ -668,13 +668,13 @@ class PageServer:
         self._answer(session, answer)
 
     def _look(self, of_groups: list[bytes], again: bool) -> Lookup:
-        found, tier = self._manager.lookup(of_groups, again=again), self._pages.tier
+        found, tier = self._manager._lookup(of_groups, again=again), self._pages.tier
         return found if tier is None else tier.ask(found, of_groups)
 
     def _hold(self, session: _Session, number: int, how: Ask, of_groups: list[bytes]) -> array[int]:
         """What is answered for a list of keys whose pages are to be held."""
         is_load = how == Ask.LOAD
-        held = self._manager.prepare_load(of_groups) if is_load else self._manager._hold(of_groups)
+        held = self._manager._prepare_load(of_groups) if is_load else self._manager._hold(of_groups)
         if held is not None:
             self._keep(session, number, held)
         elif is_load:
@@ -710,7 +710,7 @@ class PageServer:
         self, session: _Session, number: int, lease: int, of_groups: list[bytes]
     ) -> None:
         """Lends a page for each of these keys that has none, or for none of them."""
-        call = self._manager.preempt if lease else self._manager.prepare_store
+        call = self._manager._preempt if lease else self._manager._prepare_store
         try:
             store = call(of_groups)
         except ValueError as error:  # a key occurs twice
@@ -764,7 +764,7 @@ class PageServer:
 
 def _page_of_each(
     keys: list[bytes],
-    reserved: LoadReservation | StoreReservation | None,
+    reserved: Reservation | None,
     look: Callable[[], Lookup] = lambda: _NOTHING,
 ) -> array[int]:
     """For each key the page that is reserved for it. look: finds out which of the others arrive."""

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch_kvswap._C import StoreReservation, WriteReservation
+from torch_kvswap._C import Reservation
 from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
@@ -76,7 +76,7 @@ class _Ask:
             used.
         has_begun (bool): a thread has taken it.
         resets (int): of the manager, before it.
-        reservation (StoreReservation | None): of the pages to read.
+        reservation (Reservation | None): of the pages to read.
         left (int): batches of these that have not ended.
         rejected (list[int]): group and page of each page that did not come.
         absent (list[bytes]): keys that the store lacks. They count as absent from the poll() on
@@ -90,7 +90,7 @@ class _Ask:
         self.keys, self.units, self.missed, self.identity = keys, units, missed, identity
         self.count = sum(map(len, missed)) // KEY_BYTES
         self.has_begun = self.is_over = False
-        self.reservation: StoreReservation | None = None
+        self.reservation: Reservation | None = None
         self.left, self.rejected, self.absent = 0, list[int](), list[bytes]()
         self.resets = resets
 
@@ -114,14 +114,14 @@ class Tier:
     wait(), which call no store. Lookups find what was read after poll(). The pages for it are taken
     at any time: a block that a lookup has found may be evicted before its load.
 
-    Memory that the store uses is held: pages to write there by a WriteReservation, pages to fill
-    from there by a StoreReservation. Both end when all calls have returned, however late.
+    Memory that the store uses is held: pages to write there, and pages to fill from there. Their
+    reservations end when all calls have returned, however late.
 
     Args:
         store (PageStore): is closed by close().
         formats (Sequence[PageFormat]): of each pool.
         pools (Sequence[HostPool]): one for each group of the manager.
-        manager (BlockManager): gives the pages. Takes and returns lists, as does mark_written.
+        manager (BlockManager): gives the pages.
         mark_written: OffloadHandler.mark_written().
         on_answer: called, in a thread of the tier, when poll() has something to do.
     """
@@ -403,7 +403,7 @@ class Tier:
             ask.left = len(batches)
             return batches
 
-    def _batches(self, of: StoreReservation, keys: list[bytes]) -> Iterator[_Batch]:
+    def _batches(self, of: Reservation, keys: list[bytes]) -> Iterator[_Batch]:
         """Splits the pages that are reserved for these keys."""
         for group, pages in enumerate(of.pages):
             split = split_keys(keys[group])
@@ -523,40 +523,37 @@ class Tier:
             for group in range(len(self._formats)):
                 while (due := self._hold_due(group)) is not None:
                     self._wake_writers()  # there may be more
-                    self._write(group, due)
+                    self._write(group, *due)
         except BaseException:
             self._must_retry = True
             raise
 
-    def _hold_due(self, group: int) -> WriteReservation | None:
+    def _hold_due(self, group: int) -> tuple[Reservation, bytes, int] | None:
         """Pages for a batch, unless enough are held."""
         if self._writes.is_away:
             return None
         with self._lock:
             room = self._most_held[group] - self._writing[group]
             count = min(self._write_batch[group], room)
-            held = self._manager._hold_due(count, group) if count > 0 else None
-            if held is not None:
-                self._writing[group] += len(held.pages)
-            return held
+            due = self._manager._hold_due(count, group) if count > 0 else None
+            if due is not None:
+                self._writing[group] += len(due[0].pages[group])
+            return due
 
-    def _write(self, group: int, held: WriteReservation) -> None:
+    def _write(self, group: int, held: Reservation, joined: bytes, resets: int) -> None:
         """Writes pages that the store does not have, and then their trailers."""
-        form, is_below = self._formats[group], [False] * len(held.pages)
+        form, pages, suffix = self._formats[group], held.pages[group], self._suffix(resets)
+        is_below = [False] * len(pages)
         try:
-            keys, pages, suffix = (
-                split_keys(held.keys),
-                held.pages.tolist(),
-                self._suffix(held.resets),
-            )
+            keys = split_keys(joined)
             names = form.trailer_names(keys, suffix)
             is_below = self._call(self._writes, None, self._store.exists, names)
             left = [place for place, is_there in enumerate(is_below) if not is_there]
             if left:
-                views = self._views(group, [pages[place] for place in left])
+                views = self._views(group, pages[left].tolist())
                 trailers = _zeros(form.trailer_bytes, len(left))
                 for place, view, trailer in zip(left, views, trailers, strict=True):
-                    form.write_trailer(trailer, keys[place], pages[place], view)
+                    form.write_trailer(trailer, keys[place], int(pages[place]), view)
                 page_names = form.page_names([keys[place] for place in left], suffix)
                 self._writes.call(None, self._store.put, page_names, views)
                 names = [names[place] for place in left]
@@ -567,10 +564,10 @@ class Tier:
             self._writes.fail(error)
         failed = [place for place, is_there in enumerate(is_below) if not is_there]
         with self._lock:
-            self._writing[group] -= len(held.pages)
-            self._written += len(held.pages) - len(failed)
+            self._writing[group] -= len(pages)
+            self._written += len(pages) - len(failed)
             self._failed += len(failed)
-        held._end(True, False, [x for at in failed for x in (group, int(held.pages[at]))])
+        held._end(True, False, [x for at in failed for x in (group, int(pages[at]))])
         if failed:  # not |=, which would undo what another thread sets meanwhile
             self._must_retry = True
 

@@ -451,12 +451,13 @@ pass one of them""",
 
 def due(manager: BlockManager, keys: str, count: int = 100, end: bool = True) -> str:
     """Which of the keys are due, in order. They are below from then on."""
-    held = manager._hold_due(count, 0)
-    if held is None:
+    found = manager._hold_due(count, 0)
+    if found is None:
         return ""
-    hashed = [held.keys[at : at + KEY_BYTES] for at in range(0, len(held.keys), 32)]
+    held, joined, _ = found
+    hashed = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
     names = {hash_key(key): key for key in keys}
-    assert len(hashed) == len(held.pages)
+    assert len(hashed) == len(held.pages[0])
     if end:
         manager.complete(held)
     return "".join(names[key] for key in hashed)
@@ -489,13 +490,10 @@ def test_due_blocks_come_first_and_again() -> None:
     manager = BlockManager(8, below_policy="all")
     for key in "abcd":
         stored(manager, [key])
-    held = manager._hold_due(3, 0)
-    assert held is not None
-    manager.complete(held, rejected=[1])
+    manager.complete(manager._hold_due(3, 0)[0], rejected=[1])  # type: ignore[index]
     assert due(manager, "abcd") == "db"
     stored(manager, ["e"])
-    failed = manager._hold_due(1, 0)
-    manager.fail(failed)
+    manager.fail(manager._hold_due(1, 0)[0])  # type: ignore[index]
     assert due(manager, "abcde") == "e"
 
 
@@ -503,8 +501,8 @@ def test_each_group_has_blocks_that_are_due() -> None:
     manager = BlockManager([BlockGroup(4), BlockGroup(4)], below_policy="all")
     store = manager.prepare_store([["a"], ["b", "c"]])
     manager.complete(store)
-    counts = [len(manager._hold_due(9, group).pages) for group in range(2)]  # type: ignore[union-attr]
-    assert counts == [1, 2]
+    held = [manager._hold_due(9, group)[0].pages for group in range(2)]  # type: ignore[index]
+    assert [[len(pages) for pages in of_groups] for of_groups in held] == [[1, 0], [0, 2]]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -518,7 +516,7 @@ def test_held_blocks_stay_and_keep_their_turn(policy: str) -> None:
             assert held is not None
             assert manager.stats().idle_pages == 3
             assert manager.prepare_store(list("uvwx")) is None
-            manager.complete(held)
+            manager.complete(held[0])
         return evicted(manager, 6)
 
     assert order(True) == order(False)
@@ -527,7 +525,7 @@ def test_held_blocks_stay_and_keep_their_turn(policy: str) -> None:
         stored(manager, [key])
     held = manager._hold_due(1, 0)
     assert held is not None
-    assert set(evicted(manager, 2)).isdisjoint(held.pages.tolist())
+    assert set(evicted(manager, 2)).isdisjoint(held[0].pages[0].tolist())
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -539,7 +537,7 @@ def test_a_store_renews_a_block_being_written(policy: str) -> None:
         held = manager._hold_due(2, 0) if is_held else None
         stored(manager, ["a", "d"])
         if held is not None:
-            manager.complete(held)
+            manager.complete(held[0])
         return evicted(manager, 4)
 
     assert order(True) == order(False)
@@ -568,31 +566,31 @@ def test_blocks_forgotten_while_written_are_not_below(by: str) -> None:
         manager.fail(manager.prepare_load(["a"]))  # type: ignore[arg-type]
     assert manager.stats().free_pages == 3, "the page may still be read"
     stored(manager, ["a"])
-    manager.complete(held)
+    manager.complete(held[0])
     assert due(manager, "a") == "a", "it is another page"
 
 
 def test_promoted_blocks_are_pending_then_ready() -> None:
     manager = BlockManager(4, store_threshold=2, below_policy="all")
-    promotion = manager._promote(["a", "b"], manager.resets)
+    promotion = manager._promote([["a", "b"]], manager.resets)
     assert promotion is not None
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0)
     manager.complete(promotion, rejected=[1])
     assert manager.lookup(["a", "b"]) == (1, 1, 0, 0)
     assert (manager.stats().promoted, manager.stats().stored, manager.stats().failed) == (1, 0, 1)
     assert due(manager, "a") == ""
-    assert manager._promote(list("abcde"), manager.resets) is None
+    assert manager._promote([list("abcde")], manager.resets) is None
 
 
 def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
     manager = BlockManager(4)
-    promotion = manager._promote(["a", "b"], manager.resets)
+    promotion = manager._promote([["a", "b"]], manager.resets)
     assert promotion is not None
     manager._abandon(promotion)
     assert manager.lookup(["a", "b"]).found == 0
     manager.reset()
     assert (manager.stats().free_pages, manager.prepare_store(list("vwx"))) == (2, None)
-    again = manager._promote(["a", "b"], manager.resets)
+    again = manager._promote([["a", "b"]], manager.resets)
     manager.complete(promotion)
     assert manager.lookup(["a", "b"]) == (2, 0, 2, 0), "those that came later wait for their own"
     manager.complete(again)

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 from manager_model import Model
 
-from torch_kvswap._C import LoadReservation, StoreReservation
+from torch_kvswap._C import Reservation
 from torch_kvswap.prefix.manager import BlockManager
 
 PAGES, KEYS = 6, 10
@@ -28,7 +28,7 @@ picks = st.integers(0, 1 << 16)
 
 @dataclass
 class Flight:
-    job: LoadReservation | StoreReservation
+    job: Reservation
     pages: list[int]  # all that it holds
     fills: dict[int, int]  # key to page
 
@@ -39,7 +39,7 @@ class Machine(RuleBasedStateMachine):
         self.manager = BlockManager(PAGES, num_ready_pages=ready, eviction_policy=policy)
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
-        self.leases: dict[StoreReservation, list[int]] = {}
+        self.leases: dict[Reservation, list[int]] = {}
         self.lent: list[int] = []
 
     @rule(ready=st.integers(0, PAGES))
@@ -96,11 +96,7 @@ class Machine(RuleBasedStateMachine):
         flight = self.flights.pop(pick % len(self.flights))
         before = dict(self.model.page_of)
         if well:
-            copied = (
-                flight.pages
-                if isinstance(flight.job, LoadReservation)
-                else [*flight.fills.values()]
-            )
+            copied = [*flight.fills.values()] if flight.job.fills else flight.pages
             rejected = sorted(position for position in rejects if position < len(copied))
             self.manager.complete(flight.job, rejected)
             lost = {copied[position] for position in rejected}
@@ -109,9 +105,7 @@ class Machine(RuleBasedStateMachine):
                     self.model.fill(key, page)
         else:
             self.manager.fail(flight.job)
-            lost = (
-                flight.pages if isinstance(flight.job, LoadReservation) else flight.fills.values()
-            )
+            lost = flight.fills.values() if flight.job.fills else flight.pages
         for key, page in before.items():
             if page in lost:
                 self.model.forget(key)

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from torch_kvswap._C import LoadReservation, StoreReservation, fold_keys
+from torch_kvswap._C import Reservation, fold_keys
 from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.prefix.manager import BlockManager, BlockStats
 
@@ -21,7 +21,6 @@ Key = bytes  # vLLM's OffloadKey
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 _Load = TypeVar("_Load")
-_Reservation = LoadReservation | StoreReservation
 FAILURES, PAGES = "kvswap:transfer_failures", "kvswap:pages"  # a counter and a gauge of our own
 Usage = dict[tuple[str, ...], float]  # gauges, by name and values of labels
 
@@ -126,7 +125,7 @@ class HostManager(base.OffloadingManager, Generic[_Load]):
         return stats
 
 
-class KVSwapManager(HostManager[LoadReservation]):
+class KVSwapManager(HostManager[Reservation]):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
     A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
@@ -159,9 +158,9 @@ class KVSwapManager(HostManager[LoadReservation]):
         self._counts_uses = policy != "lru"  # "lru" knows only the order, which order() gives
         # Keys that have a page: _HIT, or the store that has not ended. A dictionary, because a
         # native lookup of one key takes longer.
-        self._states: dict[Key, base.LookupResult | StoreReservation] = {}
+        self._states: dict[Key, base.LookupResult | Reservation] = {}
         self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
-        self._stores: dict[StoreReservation, list[Key]] = {}
+        self._stores: dict[Reservation, list[Key]] = {}
         self._events: list[Any] | None = [] if events else None
         self._skipped = 0
 
@@ -172,11 +171,11 @@ class KVSwapManager(HostManager[LoadReservation]):
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
         state = self._states.get(key, _MISS)
-        return _PENDING if isinstance(state, StoreReservation) else state
+        return _PENDING if isinstance(state, Reservation) else state
 
     def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
-    ) -> tuple[LoadReservation, Any] | None:
+    ) -> tuple[Reservation, Any] | None:
         folded = fold_keys(keys)
         load = self._blocks.prepare_load(folded)
         if load is None:
@@ -187,7 +186,7 @@ class KVSwapManager(HostManager[LoadReservation]):
         self._blocks.order(folded if placed == keys else fold_keys(placed), renew=True)
         return load, load.pages
 
-    def _end_load(self, load: LoadReservation, keys: Collection[Key]) -> None:
+    def _end_load(self, load: Reservation, keys: Collection[Key]) -> None:
         self._record_event(self._end(load), removed=True)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
@@ -246,7 +245,7 @@ class KVSwapManager(HostManager[LoadReservation]):
         lost: list[Key] = []
         for key in keys:
             store = self._states.get(key)
-            if not isinstance(store, StoreReservation):
+            if not isinstance(store, Reservation):
                 continue
             of_store = self._stores.pop(store)
             if not success:
@@ -261,7 +260,7 @@ class KVSwapManager(HostManager[LoadReservation]):
         if lost:
             self._record_event(lost, removed=True, metadata_only=True)
 
-    def _end(self, reservation: _Reservation) -> list[Key]:
+    def _end(self, reservation: Reservation) -> list[Key]:
         """Ends a store or a load, and returns the keys of its failed pages, which are forgotten.
 
         Another load may have forgotten a page before, whose key may be on another page by now.
