@@ -376,8 +376,8 @@ class OffloadHandler(NotCopyable):
             ValueError: arguments do not match, such as the number of blocks and pages.
             DeviceLostError: the device is lost.
             RuntimeError: the handler is closed, a tensor of the cache has moved, the stream is
-                being captured into a CUDA graph, or this is a forked child. docs/ordering.md says
-                what to do after each error.
+                being captured into a CUDA graph, or this is a forked child. The message says what
+                to do.
             MemoryError: host memory is exhausted.
         """
         if unnamed:
