@@ -270,10 +270,10 @@ class KVSwapLinker(UnifiedCacheLinker):
     def _blocks(self, slots: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
         """The GPU blocks of each group of layers, when their slots are on the host."""
         blocks = list[list[int]]()
-        for of_group, layout in zip(slots, self.pools.values(), strict=True):
-            step = layout.tensors[0].shape[1]  # slots of a block
-            numbers = [one.numpy()[::step] // step for one in of_group]
-            blocks.append([number for one in numbers for number in one.tolist()])
+        for of_group, name in zip(slots, self.pools, strict=True):
+            step = 1 if name == PoolName.MAMBA else self._page_tokens  # slots of a block
+            firsts = [one.numpy()[::step].tolist() for one in of_group]
+            blocks.append([slot // step for first in firsts for slot in first])
         return blocks
 
 
