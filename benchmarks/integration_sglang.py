@@ -49,12 +49,6 @@ def main(arguments: list[str]) -> int:
     add("--rounds", type=count, default=9)
     add("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which shapes, by number")
     add("--blocks", type=int, nargs="*", default=BLOCKS)
-    add(
-        "--layout",
-        choices=("page_first", "layer_first"),
-        default="page_first",
-        help="memory layout of HiCache",
-    )
     options = parser.parse_args(arguments)
     device = device_of(options)
     install(on_gpu=device.type == "cuda")
@@ -106,7 +100,7 @@ def measure(
     ways: list[Any] = [Linker(pool, page, 4 * most * page_bytes)]
     big = BigCopy(device, most * page_bytes)
     if device.type == "cuda":
-        ways.append(HiCache(pool, page, 2 * most, options.layout))
+        ways.append(HiCache(pool, page, 2 * most))
     rows, wrong = [], 0
     for blocks in options.blocks:
         timed: dict[str, list[Times]] = {}
@@ -248,11 +242,11 @@ class Linker:
 
 
 class HiCache:
-    """SGLang's own host pool and transfer engine."""
+    """SGLang's own host pool and transfer engine, with its defaults."""
 
     name = THEIRS
 
-    def __init__(self, pool: Any, page: int, pages: int, layout: str) -> None:
+    def __init__(self, pool: Any, page: int, pages: int) -> None:
         from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
@@ -260,7 +254,7 @@ class HiCache:
         self.pool, self.page, self.pages, self.layers = pool, page, pages, len(pool.k_buffer)
         tokens = pages * page
         self.host = MHATokenToKVPoolHost(
-            *(pool._mha_buffer_info(), 0.0, 0, page, layout),
+            *(pool._mha_buffer_info(), 0.0, 0, page, "page_first"),
             device_capacity_tokens=pool.size,
             start_layer=0,
             end_layer=self.layers,
@@ -268,7 +262,7 @@ class HiCache:
         )
         self.engine, self._transfer = L2TransferEngine("kernel"), L2Transfer
         # SGLang keeps the host's indices of staged stores on the host.
-        self._is_staged = layout == "page_first" and self.host.can_use_write_back_jit
+        self._is_staged = self.host.can_use_write_back_jit
         self._slots = torch.empty(0)
 
     def _begin(self, direction: str, pages: torch.Tensor) -> tuple[Any, list[Any]]:
