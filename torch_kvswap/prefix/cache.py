@@ -41,12 +41,12 @@ from torch_kvswap.results import Result
 
 
 class _Prompt(NamedTuple):
-    """The blocks that a job is to move, per pool.
+    """What a store is to copy, per pool.
 
     Attributes:
-        keys (list[bytes]): of the keys whose blocks are on the GPU, or are to be there.
+        keys (list[bytes]): those whose blocks are on the GPU.
         blocks (list[array]): the GPU blocks of these keys.
-        named (list[array]): of a store, all blocks that the caller has named; some may be -1.
+        named (list[array]): all blocks that the caller has named; some may be -1.
     """
 
     keys: list[bytes]
