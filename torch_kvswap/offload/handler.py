@@ -107,13 +107,7 @@ class Job(NotCopyable, native.Job):
         """
         self.handler.synchronize(self, timeout)
 
-    def wait(
-        self,
-        stream: torch.cuda.Stream | None = None,
-        layer_group: int | None = None,
-        *,
-        verified: bool = False,
-    ) -> None:
+    def wait(self, stream: torch.cuda.Stream | None = None, layer_group: int | None = None) -> None:
         """Makes work submitted to the stream after this call wait for the job.
 
         The host does not wait for the GPU. If the job is still in the software queue, this call
@@ -130,16 +124,10 @@ class Job(NotCopyable, native.Job):
             layer_group (int | None): wait only until the layers of this group, and of the groups
                 before it, have landed. None waits for the whole job. layer_group_of() maps a layer
                 to its group.
-            verified (bool): for a load from a pool with checksums (HostPool.verify): block the host
-                until the checksums were compared. Otherwise the stream goes on when the blocks have
-                landed, and may compute with corrupted ones before the host knows of them.
 
         Raises:
             IndexError: the job has no such layer group.
             TypeError: stream is not a torch.cuda.Stream.
-            ValueError: verified=True with a layer group (checksums are compared for the whole job),
-                or with a pool that has no checksums.
-            TransferError: with verified=True, the job failed or was cancelled.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
                 wait. Raised even if the job has ended.
         """
@@ -150,25 +138,7 @@ class Job(NotCopyable, native.Job):
                 raise IndexError(
                     f"layer_group is {group}; the job has groups 0 to {self.layer_groups - 1}"
                 )
-        is_verified = read_switch("verified", verified)
-        if is_verified:
-            self._check_has_checksums(layer_group)
         self.handler._native.let_wait(self, group, stream)
-        if is_verified:
-            self.synchronize()
-
-    def _check_has_checksums(self, layer_group: int | None) -> None:
-        """Raises ValueError if wait(layer_group=..., verified=True) cannot be had."""
-        if layer_group is not None:
-            raise ValueError(
-                "verified=True waits for the whole job, because its checksums are known at its "
-                "end; leave layer_group out"
-            )
-        if all(pool.verify == "off" for pool in self.handler.pools):
-            raise ValueError(
-                "verified=True, but the host pages have no checksums; make the pool with "
-                "verify='load', or leave it out"
-            )
 
     def layer_group_of(self, layer: int) -> int:
         """The layer group that contains a layer: layer * layer_groups // number of layers.
@@ -409,7 +379,7 @@ class OffloadHandler(NotCopyable):
         With checksums (HostPool.verify), a load fails with a CorruptedPageError if blocks no longer
         match what was stored, and with a BlocksRejectedError if nothing was stored. Result.rejected
         has their positions, and their contents are undefined. A stream that waits for the job goes
-        on before the host knows, except with `Job.wait(verified=True)`.
+        on before the checksums were compared; `Job.synchronize()` returns after that.
 
         Args:
             page_ids, gpu_block_ids, first_slot, copy_method, tag: as in store(). The blocks of the

@@ -35,10 +35,10 @@ def layout(*sizes: int, blocks: int = 6) -> PagedLayout:
     )
 
 
-def stored(verify: str = "load", **options: object) -> tuple[PagedLayout, HostPool, OffloadHandler]:
+def stored(**options: object) -> tuple[PagedLayout, HostPool, OffloadHandler]:
     """Blocks 0 and 1 of two layers in pages 4 and 5."""
     cache = layout(3000, 512)
-    pool = HostPool(cache, 8, verify=verify, **options)
+    pool = HostPool(cache, 8, verify="load", **options)
     handler = OffloadHandler(cache, pool)
     handler.store(gpu_block_ids=[0, 1], page_ids=[4, 5]).synchronize()
     return cache, pool, handler
@@ -202,15 +202,6 @@ def test_a_corrupted_page_ends_a_prefix() -> None:
     assert torch.equal(cache.tensors[1][:3], cache.tensors[1][3:])
 
 
-def test_a_host_waiting_for_checksums_gets_the_error() -> None:
-    _, pool, handler = stored()
-    with handler, logged():
-        handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
-        pool.pages[4, 0, 0] ^= 1
-        with pytest.raises(CorruptedPageError):
-            handler.load(page_ids=[4], gpu_block_ids=[2]).wait(verified=True)
-
-
 @pytest.mark.parametrize("is_late", [True, False])
 def test_waits_on_a_stream_leave_failures_to_poll(
     is_late: bool, monkeypatch: pytest.MonkeyPatch
@@ -231,27 +222,6 @@ def test_waits_on_a_stream_leave_failures_to_poll(
         assert all(torch.equal(layer[3], layer[1]) for layer in cache.tensors)
         with pytest.raises(CorruptedPageError):
             job.synchronize()
-
-
-def test_missing_checksums_cannot_be_waited_for() -> None:
-    _, _, handler = stored("off")
-    with handler:
-        job = handler.load(page_ids=[4], gpu_block_ids=[2])
-        assert_expected_inline(
-            error_text(lambda: job.wait(verified=True)),
-            """\
-ValueError: verified=True, but the host pages have no checksums; make the pool with
-verify='load', or leave it out""",
-        )
-    _, _, verifying = stored()
-    with verifying:
-        job = verifying.load(page_ids=[4], gpu_block_ids=[2], layer_groups=2)
-        assert_expected_inline(
-            error_text(lambda: job.wait(layer_group=0, verified=True)),
-            """\
-ValueError: verified=True waits for the whole job, because its checksums are known at
-its end; leave layer_group out""",
-        )
 
 
 def test_what_cannot_be_verified_is_refused() -> None:
