@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torch_kvswap._native.arguments import read_int
+from torch_kvswap._native.arguments import read_int, read_name
 from torch_kvswap._native.loader import native
 
 COPY_METHODS = tuple(native.copy_methods())
@@ -24,9 +24,8 @@ def copy_method_options(copy_method: str | None, staging_bytes: int) -> native.C
     if copy_method is None:
         name = "KVSWAP_COPY_METHOD"
         copy_method = os.environ.get(name) or AUTO
+    copy_method = read_name(name, copy_method, CHOICES)
     setting = f"{name}={copy_method!r}"
-    if copy_method not in CHOICES:
-        raise ValueError(f"{setting}; expected one of {', '.join(CHOICES)}")
     number = -1 if copy_method in (AUTO, COPY_ENGINES) else COPY_METHODS.index(copy_method)
     staging_bytes = read_int("staging_bytes", staging_bytes)
     return native.CopyMethodOptions(number, copy_method == COPY_ENGINES, setting, staging_bytes)
@@ -36,6 +35,6 @@ def check_job_method(copy_method: object) -> None:
     """Raises ValueError unless a job can have this method: COPY_ENGINES, or None as its handler."""
     if copy_method is not None and copy_method != COPY_ENGINES:
         raise ValueError(
-            f"copy_method={copy_method!r}; for one job it can be {COPY_ENGINES} or None (as the "
-            "handler); pass other methods to OffloadHandler"
+            f"copy_method is {copy_method!r}; for one job it must be {COPY_ENGINES!r} or None (as "
+            "the handler); pass other methods to OffloadHandler"
         )

@@ -7,6 +7,8 @@
 #include <exception>
 #include <iterator>
 #include <limits>
+#include <string>
+#include <vector>
 
 #include "check.h"
 #include "copy/staged_piece.h"
@@ -130,6 +132,16 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
   TransferPart& unstaged = is_store ? parts.front() : parts.back();
   unstaged.method = CopyMethod::kStrided;
   unstaged.is_head_or_tail = true;
+}
+
+// "'auto', 'staged' or 'kernel'", as in errors of Python.
+std::string one_of(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const char* const between = i == 0 ? "" : i + 1 < names.size() ? ", " : " or ";
+    text += between + ("'" + names[i] + "'");
+  }
+  return text;
 }
 
 }  // namespace
@@ -309,14 +321,14 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
 
 void CopyPlanner::check_forced_method() const {
   if (options_.copy_method < 0) return;
-  std::string choices = "auto, copy_engines";
+  std::vector<std::string> choices = {"auto", "copy_engines"};
   for (const CopyMethod method : device_.copy_methods()) {
     if (method == static_cast<CopyMethod>(options_.copy_method)) return;
     // The method of host memory cannot be asked for.
-    if (method != CopyMethod::kHost) choices += std::string(", ") + copy_method_name(method);
+    if (method != CopyMethod::kHost) choices.push_back(copy_method_name(method));
   }
   fail<ValueError>(options_.copy_method_setting, " is no copy method of ", device_.name(),
-                   "; it can be ", choices);
+                   "; it must be ", one_of(choices));
 }
 
 void CopyPlanner::check_encoding(size_t number) const {
@@ -335,15 +347,15 @@ void CopyPlanner::check_encoding(size_t number) const {
                      "it with ",
                      demand->instead);
   }
-  std::string choices = "auto";
+  std::vector<std::string> choices = {"auto"};
   bool is_possible = options_.copy_method < 0 && !options_.without_kernels;
   for (const CopyMethod method : methods) {
     is_possible |= chooser_.forces(method);
-    if (method != CopyMethod::kHost) choices += std::string(", ") + copy_method_name(method);
+    if (method != CopyMethod::kHost) choices.push_back(copy_method_name(method));
   }
   if (!is_possible) {
     fail<ValueError>(options_.copy_method_setting, " cannot ", demand->work, " of host pages with ",
-                     demand->option, "; it can be ", choices, ", or make the pool with ",
+                     demand->option, "; it must be ", one_of(choices), ", or make the pool with ",
                      demand->instead);
   }
   const bool stages =

@@ -182,10 +182,10 @@ def test_a_request_with_a_rejected_block_is_recomputed():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"encoding": "zstd"}, "encoding is 'zstd'; it can be raw or lossless"),
-        ({"verify": "on"}, "verify is 'on'; it can be off or load"),
+        ({"encoding": "zstd"}, "encoding is 'zstd'; it must be 'raw' or 'lossless'"),
+        ({"verify": "on"}, "verify is 'on'; it must be 'off' or 'load'"),
         ({"staging_bytes": -1}, "staging_bytes is -1; it must be 0 or more"),
-        ({"copy_method": "stage"}, "copy_method='stage'; expected one of auto, copy_engines,"),
+        ({"copy_method": "stage"}, "copy_method is 'stage'; it must be 'auto', 'copy_engines',"),
         ({**ENGINES, "encoding": "lossless"}, "copy_method='copy_engines' uses no kernels, but"),
         ({**ENGINES, "verify": "load"}, "copy_method='copy_engines' uses no kernels, but"),
     ],

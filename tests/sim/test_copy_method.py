@@ -47,8 +47,8 @@ def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert_expected_inline(
         error_text(copy_method_options, "fast", 0),
         """\
-ValueError: copy_method='fast'; expected one of auto, copy_engines, batch, strided,
-staged, kernel""",
+ValueError: copy_method is 'fast'; it must be 'auto', 'copy_engines', 'batch',
+'strided', 'staged' or 'kernel'""",
     )
     assert_expected_inline(
         error_text(copy_method_options, "auto", -1),
@@ -58,8 +58,8 @@ staged, kernel""",
     assert_expected_inline(
         error_text(copy_method_options, None, 0),
         """\
-ValueError: KVSWAP_COPY_METHOD='host'; expected one of auto, copy_engines, batch,
-strided, staged, kernel""",
+ValueError: KVSWAP_COPY_METHOD is 'host'; it must be 'auto', 'copy_engines', 'batch',
+'strided', 'staged' or 'kernel'""",
     )
 
 
@@ -101,7 +101,7 @@ def test_a_method_that_the_device_lacks_is_refused(
         OffloadHandler(layout, HostPool(layout, 2), copy_method=argument)
     assert str(refusal.value) == (
         f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{copy_method}' is no copy method "
-        "of host memory; it can be auto, copy_engines"
+        "of host memory; it must be 'auto' or 'copy_engines'"
     )
     OffloadHandler(layout, HostPool(layout, 2), copy_method="auto").close()
 

@@ -340,8 +340,8 @@ def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str, giv
             EncodedCache(driver, copy_method=argument)
     assert str(refusal.value) == (
         f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{method}' cannot encode or "
-        "decode blocks of host pages with encoding='lossless'; it can be auto, staged, kernel, "
-        "or make the pool with encoding='raw'"
+        "decode blocks of host pages with encoding='lossless'; it must be 'auto', 'staged' or "
+        "'kernel', or make the pool with encoding='raw'"
     )
 
 

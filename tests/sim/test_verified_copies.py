@@ -307,7 +307,7 @@ def test_a_method_that_makes_no_checksums_is_refused(driver: Driver, method: str
         EncodedCache(driver, encodings=["raw"], verify="load", copy_method=method)
     assert str(refusal.value) == (
         f"copy_method='{method}' cannot make the checksums of host pages with verify='load'; "
-        "it can be auto, strided, staged, kernel, or make the pool with verify='off'"
+        "it must be 'auto', 'strided', 'staged' or 'kernel', or make the pool with verify='off'"
     )
 
 

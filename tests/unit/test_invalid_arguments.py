@@ -159,8 +159,8 @@ def test_a_jobs_copy_methods_are_two(call: Callable[..., None]) -> None:
     call(copy_method=None)
     for value in ("staged", "auto", "", True, 0, []):
         assert error_text(call, copy_method=value).replace("\n", " ") == (
-            f"ValueError: copy_method={value!r}; for one job it can be copy_engines or None (as "
-            "the handler); pass other methods to OffloadHandler"
+            f"ValueError: copy_method is {value!r}; for one job it must be 'copy_engines' or None "
+            "(as the handler); pass other methods to OffloadHandler"
         )
 
 

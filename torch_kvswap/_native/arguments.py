@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import NoReturn, SupportsFloat, SupportsIndex
+from collections.abc import Sequence
+from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+Name = TypeVar("Name", bound=str)
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
@@ -70,6 +72,24 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
             valid = f"{least} or more"
         raise ValueError(f"{name} is {number}; it must be {valid}")
     return number
+
+
+def one_of(names: Sequence[str]) -> str:
+    """What an option can be, for a message: "'raw' or 'lossless'"."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
+
+
+def read_name(option: str, value: object, names: Sequence[Name]) -> Name:
+    """Checks an option that is one of these names.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    for name in names:
+        if isinstance(value, str) and value == name:
+            return name
+    raise ValueError(f"{option} is {value!r}; it must be {one_of(names)}")
 
 
 def read_switch(name: str, value: object) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native.arguments import Int64Array
+from torch_kvswap._native.arguments import Int64Array, read_name
 from torch_kvswap._native.loader import native
 from torch_kvswap.devices.kind import is_native
 from torch_kvswap.layout import PagedLayout, address_of
@@ -108,10 +108,7 @@ def read_encoding(encoding: object) -> Encoding:
     Raises:
         ValueError: there is no such encoding.
     """
-    for known in (RAW, LOSSLESS):
-        if isinstance(encoding, str) and encoding == known.name:
-            return known
-    raise ValueError(f"encoding is {encoding!r}; it can be {' or '.join(ENCODINGS)}")
+    return (RAW, LOSSLESS)[ENCODINGS.index(read_name("encoding", encoding, ENCODINGS))]
 
 
 def read_verify(verify: object, device: torch.device | None = None) -> VerifyName:
@@ -120,11 +117,10 @@ def read_verify(verify: object, device: torch.device | None = None) -> VerifyNam
     Raises:
         ValueError: there is no such choice, or the device has no kernels for it.
     """
-    if not isinstance(verify, str) or verify not in VERIFY:
-        raise ValueError(f"verify is {verify!r}; it can be {' or '.join(VERIFY)}")
-    if verify != "off" and device is not None and not is_native(device.type):
+    choice = read_name("verify", verify, VERIFY)
+    if choice != "off" and device is not None and not is_native(device.type):
         raise ValueError(
-            f"verify={verify!r} needs kernels of this library, which {device} does not have; use "
+            f"verify={choice!r} needs kernels of this library, which {device} does not have; use "
             "verify='off'"
         )
-    return verify
+    return choice

@@ -153,7 +153,7 @@ class PrefixHasher:
         if not isinstance(model, str):
             raise TypeError(f"model is {kind_of(model)}; it must be a str")
         if not isinstance(dtype, str):
-            raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
+            raise TypeError(f"dtype is {dtype!r}; pass its name, such as 'bfloat16'")
         if not model or not dtype:
             raise ValueError(
                 f"model is {model!r}, dtype {dtype!r}; name both: blocks of different models or "

@@ -12,6 +12,7 @@ from torch_kvswap._native.arguments import (
     NotCopyable,
     kind_of,
     read_int,
+    read_name,
     read_switch,
 )
 from torch_kvswap._native.loader import native
@@ -169,14 +170,9 @@ class BlockManager(NotCopyable, native.BlockManager):
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
-        if eviction_policy not in POLICIES:
-            raise ValueError(
-                f"eviction_policy is {eviction_policy!r}; it can be {' or '.join(POLICIES)}"
-            )
-        if below_policy is not None and below_policy not in BELOW_POLICIES:
-            raise ValueError(
-                f"below_policy is {below_policy!r}; it can be {' or '.join(BELOW_POLICIES)}"
-            )
+        read_name("eviction_policy", eviction_policy, POLICIES)
+        if below_policy is not None:
+            read_name("below_policy", below_policy, BELOW_POLICIES)
         threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
         ready = read_ready_pages(self.groups, num_ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)

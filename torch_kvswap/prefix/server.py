@@ -222,7 +222,7 @@ class PageServer:
         self._path, self._memory = path, read_int("memory", memory, 1)
         if not _LEAST_DEADLINE <= deadline <= _MOST_DEADLINE:
             raise ValueError(
-                f"deadline is {deadline!r}; it can be {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g} s"
+                f"deadline is {deadline!r}; it must be {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g} s"
             )
         self._deadline = deadline
         self._below_policy = below_policy

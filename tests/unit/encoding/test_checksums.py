@@ -229,7 +229,7 @@ def test_what_cannot_be_verified_is_refused() -> None:
     handler.close()
     assert_expected_inline(
         error_text(lambda: HostPool(cache, 4, verify="always")),
-        """ValueError: verify is 'always'; it can be off or load""",
+        """ValueError: verify is 'always'; it must be 'off' or 'load'""",
     )
     assert_expected_inline(
         error_text(lambda: pool.view_for(layout(1, 1, 1, 1, 1, 1))),

@@ -45,7 +45,7 @@ def test_bytes_are_encoded_if_the_layout_says_so() -> None:
 
 @pytest.mark.parametrize("encoding", ["lossy", None])
 def test_an_encoding_that_there_is_not_is_refused(encoding: Any) -> None:
-    layout, said = Bf16Cache().layout, f"encoding is {encoding!r}; it can be raw or lossless"
+    layout, said = Bf16Cache().layout, f"encoding is {encoding!r}; it must be 'raw' or 'lossless'"
     for make in (
         lambda: HostPool(layout, 1, encoding=encoding),
         lambda: HostPool.page_bytes_of(layout, encoding=encoding),

@@ -888,7 +888,7 @@ the same pages, or pass (name, rank, number of ranks)
 
 ValueError: below_model[1] is 1; it must be 0
 
-ValueError: below_policy is 'none'; it can be reused or all
+ValueError: below_policy is 'none'; it must be 'reused' or 'all'
 
 ValueError: below is '/a/folder'; for a folder pass 'file:PATH' or a pathlib.Path
 

@@ -242,7 +242,7 @@ BFloat16
 TypeError: tokens is bytes; pass a list or an array of integers
 TypeError: tokens is bytes; pass a list or an array of integers
 TypeError: model is None; it must be a str
-TypeError: dtype is a dtype; pass its name, such as 'bfloat16'
+TypeError: dtype is torch.bfloat16; pass its name, such as 'bfloat16'
 ValueError: model is '', dtype 'bfloat16'; name both: blocks of different models or
 types must not have equal keys
 ValueError: block_tokens is 4294967296; it must be 1 to 4294967295

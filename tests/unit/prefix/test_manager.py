@@ -314,7 +314,7 @@ TypeError: groups[0] is an int; pass a BlockGroup
 ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
 together only every 10633823916761725492519750755069984780 tokens; give the groups
 block_tokens that divide each other
-ValueError: eviction_policy is 'lfu'; it can be lru or arc
+ValueError: eviction_policy is 'lfu'; it must be 'lru' or 'arc'
 ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
 ValueError: num_ready_pages of group 0 is 5; it must be 0 to 4
 TypeError: num_ready_pages is a str; pass a number for each group
@@ -600,5 +600,5 @@ def test_an_abandoned_promotion_holds_pages_until_its_end() -> None:
 
 
 def test_a_wrong_below_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="below_policy is 'some'; it can be reused or all"):
+    with pytest.raises(ValueError, match="below_policy is 'some'; it must be 'reused' or 'all'"):
         BlockManager(4, below_policy="some")  # type: ignore[arg-type]

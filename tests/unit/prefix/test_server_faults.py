@@ -305,7 +305,7 @@ def test_engines_wait_as_long_as_their_server_says(path: str) -> None:
         manager: Any = engine.prefixes.manager
         seconds = manager._connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
         assert struct.unpack("ll", seconds)[0] == manager._deadline == 2.5 * PATIENCE
-    with pytest.raises(ValueError, match=r"deadline is 0; it can be 0\.001 to 3600 s"):
+    with pytest.raises(ValueError, match=r"deadline is 0; it must be 0\.001 to 3600 s"):
         PageServer(path, PAGE_BYTES, deadline=0)
 
 

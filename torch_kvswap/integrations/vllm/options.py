@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch_kvswap._native.arguments import one_of
 from torch_kvswap._native.rendezvous import SCHEME
 from torch_kvswap.copy_method import CHOICES, DEFAULT_STAGING_BYTES
 from torch_kvswap.encoding.slot import (
@@ -124,7 +125,7 @@ def _why_not(name: str, value: Any, config: Mapping[str, Any]) -> str:
     elif has_tiers and name == "eviction_policy":
         pass  # vLLM may know others
     elif name in _CHOICES and value not in _CHOICES[name]:
-        why = f"it must be {' or '.join(_CHOICES[name])}"
+        why = f"it must be {one_of(_CHOICES[name])}"
     elif name == "pin_in_background" and not isinstance(value, bool):
         why = "it must be true or false"
     elif name in _LEAST:
