@@ -74,7 +74,11 @@ class KVSwapLinker(UnifiedCacheLinker):
             self.pools[name] = kvs.PagedLayout(blocks, 0)
             layers += of_blocks
         self._is_on_gpu = self.pools[PoolName.KV].device.type != "cpu"
-        self._last_tensors = {layer: at for at, layer in enumerate(layers)}
+        # With which tensor a layer, and every layer before it, has landed: before the graph of a
+        # whole forward SGLang waits for the last layer only.
+        self._last_tensors = {
+            layer: max(at for at, other in enumerate(layers) if other <= layer) for layer in layers
+        }
         # SGLang's pools wait with it before they hand out a layer.
         self.layer_done_counter, self.num_layers, self.consumer_index = self, max(layers) + 1, -1
         if PoolName.MAMBA in self.pools:
@@ -176,7 +180,8 @@ class KVSwapLinker(UnifiedCacheLinker):
         self.consumer_index = index
 
     def wait_until(self, threshold: int) -> None:
-        """Makes the forward's stream, not the host, wait for a layer; for all if nothing is its."""
+        """Makes the forward's stream, not the host, wait for a layer and those before it; for all
+        if SGLang has no cache for it."""
         job, at = self._loads.get(self.consumer_index), self._last_tensors.get(threshold)
         if job is not None:
             job.wait(layer_group=None if at is None else job.layer_group_of(at))
