@@ -463,8 +463,9 @@ class Session(NotCopyable):
 class RemoteManager(Session):
     """The BlockManager of a server, with the same calls; other engines change it too.
 
-    A call that needs an answer waits for it, until its deadline. Without a server lookups find
-    nothing, and loads and stores get no pages. What one engine is storing is pending for all.
+    A call that needs an answer waits for it, at most for the server's deadline. Without a server
+    lookups find nothing, and loads and stores get no pages. What one engine is storing is pending
+    for all.
 
     Any thread may call any method. In a forked child every call raises RuntimeError.
 
