@@ -1,5 +1,4 @@
-"""Runs programs in processes that are forked from one that has imported PyTorch, which takes long,
-but not torch_kvswap, which reads its environment when it is loaded."""
+"""Runs programs in processes that are forked from one that has imported PyTorch, which takes long."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class ForkServer:
 
         Args:
             program (str): Python code.
-            environment (Mapping[str, str]): the program's, which torch_kvswap reads.
+            environment (Mapping[str, str]): the program's.
             arguments (tuple[str, ...]): `sys.argv[1:]` of the program.
             folder (Path | None): where it runs; it can import the modules there.
             ends_as_usual (bool): Python drops all its objects, which takes a quarter of a second.
@@ -188,4 +187,6 @@ def serve(names: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve({"sys": sys, "torch": torch})
+    import torch_kvswap  # which the simulated driver's has to load in each program
+
+    serve({"sys": sys, "torch": torch, "torch_kvswap": torch_kvswap})

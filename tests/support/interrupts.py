@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dis
+import functools
+import re
 import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch_kvswap
@@ -68,7 +70,7 @@ class Interrupter:
         `__del__` and the finalizers of weakref are left out: what is raised there is lost.
         """
         self.points = 0
-        last: dict[FrameType, str] = {}
+        last: dict[FrameType, int] = {}  # the instruction before, by its offset
 
         def begin(frame: FrameType, event: str, _: Any) -> Any:
             code = frame.f_code
@@ -82,9 +84,8 @@ class Interrupter:
 
         def step(frame: FrameType, event: str, _: Any) -> Any:
             if event == "opcode":
-                before = last.get(frame)
-                last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-                if before is None or _is_followed_by_a_point(before):
+                before, last[frame] = last.get(frame), frame.f_lasti
+                if before is None or before in _followed_by_points(frame.f_code):
                     self.points += 1
                     if self.points == at:
                         raise Interrupted
@@ -116,7 +117,12 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     return False
 
 
-def _is_followed_by_a_point(operation: str) -> bool:
-    if operation in ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE"):
-        return True
-    return operation.startswith("CALL") and not operation.startswith("CALL_INTRINSIC")
+@functools.cache
+def _followed_by_points(code: CodeType) -> set[int]:
+    """The offsets of these instructions."""
+    return {
+        instruction.offset
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+        or re.match("CALL(?!_INTRINSIC)", instruction.opname)
+    }

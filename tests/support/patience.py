@@ -17,9 +17,10 @@ PATIENCE = 60 * SCALE  # seconds
 
 def in_time(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     """Polls until the condition holds and returns True, or False if it does not hold in time."""
-    deadline = time.monotonic() + seconds
+    deadline, delay = time.monotonic() + seconds, 0.0002
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.0002)
+        time.sleep(delay)
+        delay = min(1.1 * delay, 0.001)
     return True

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -63,10 +64,15 @@ def native_layer(folder: str) -> int:
     return found[0]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_names(module: str) -> Iterator[str]:
     """Full dotted names of all that a module imports, also for types and inside functions."""
     package = ["torch_kvswap", *module.split(".")[:-1]]
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -75,6 +81,7 @@ def imported_names(module: str) -> Iterator[str]:
             yield from (f"{prefix}.{alias.name}" for alias in node.names)
 
 
+@cache
 def imported_modules(module: str) -> set[str]:
     """The modules of the package that a module imports; the package itself is `__init__`."""
     found = set()
@@ -88,13 +95,15 @@ def imported_modules(module: str) -> set[str]:
     return found
 
 
-def includes(path: Path) -> Iterator[str]:
+@cache
+def includes(path: Path) -> set[str]:
     """What a native file includes, and what its own headers include in turn."""
-    for name in re.findall(r'^\s*#\s*include\s*[<"](.+)[>"]', path.read_text(), re.MULTILINE):
-        yield name
+    names = {*re.findall(r'^\s*#\s*include\s*[<"](.+)[>"]', path.read_text(), re.MULTILINE)}
+    for name in [*names]:
         own = (folder / name for folder in (path.parent, ROOT / "csrc"))
         header = next((file for file in own if file.exists()), None)
-        yield from includes(header) if header else ()
+        names |= includes(header) if header else set()
+    return names
 
 
 def tracked_files() -> list[Path]:
@@ -123,7 +132,7 @@ def test_tensors_are_made_on_named_devices():
     """An engine's default device would give others, on meta without an address."""
     makers, found = _device_constructors(), []
     for path in [*MODULES.values(), *sorted((ROOT / "examples").rglob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
                 maker = getattr(torch, ast.unparse(node.func)[len("torch.") :], None)
                 if maker in makers and "device" not in [word.arg for word in node.keywords]:
@@ -139,10 +148,9 @@ def test_the_block_manager_needs_no_handler():
     assert known.isdisjoint({"offload.handler", "offload.native", "host_pool.pool", "layout"})
 
 
-# The caller's own object comes back, whose type the caller knows.
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_native_file_includes_what_its_folder_may(path):
-    names = set(includes(path))
+    names = includes(path)
     if path.suffix != ".cu":
         cuda = [name for name in names if re.match(r"(cuda|cuda_runtime\w*|cuda_fp16)\.h$", name)]
         assert not cuda, "it must compile without CUDA"

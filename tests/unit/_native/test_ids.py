@@ -156,9 +156,9 @@ def test_arrays_stay_resizable_without_memory_for_ids() -> None:
     from array import array
     from pathlib import Path
     from torch_kvswap._native.loader import native
-    ids = array("q", bytes(8 * 50_000_000))
+    ids = array("q", bytes(8 * 5_000_000))
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), -1))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (20 << 20), -1))
     try:
         native.read_ids("ids", ids)
         raise SystemExit("there was memory")

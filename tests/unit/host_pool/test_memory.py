@@ -48,14 +48,14 @@ KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
 
 @KINDS
 def test_just_touched_memory_is_resident(kind: str) -> None:
-    size = 100 * MIB + 4096  # no multiple of a huge page
+    size = 20 * MIB + 4096  # no multiple of a huge page
     mapping(kind, size).touch(0, MIB)  # what threads, and a look at other processes, need once
     before = resident()
     mapped = mapping(kind, size)
     assert resident() - before < MIB
     mapped.touch(0, size)
     grown = resident() - before
-    assert size - MIB < grown < size * 1.01 + MIB
+    assert size - MIB < grown < size + 2 * MIB
 
 
 def is_resident(mapped: Mapping, first: int, last: int) -> list[bool]:
@@ -79,10 +79,10 @@ def test_only_what_was_asked_for_is_touched(kind: str) -> None:
 
 
 def test_without_threads_the_caller_touches() -> None:
-    mapped = Mapping(64 * MIB)
+    mapped = Mapping(16 * MIB)
     before = resident()
     native.touch_host(mapped.address, mapped.nbytes, 0, False, [])
-    assert resident() - before > 63 * MIB
+    assert resident() - before > 15 * MIB
 
 
 @KINDS
@@ -135,7 +135,7 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
 
 
 def test_a_fork_has_zeros_of_its_own() -> None:
-    mapped = Mapping(64 * MIB)
+    mapped = Mapping(16 * MIB)
     mapped.tensor.fill_(7)
     before = resident()
     zeros = bytes(mapped.nbytes)
