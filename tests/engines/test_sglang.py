@@ -385,8 +385,9 @@ class PageMajor(type(mha_pool())):  # type: ignore[misc]
         ({"kv_cache_layout": "hnd"}, "the KV layout 'hnd'"),
         ({"page_size": 8}, "pages of 4 tokens in pools with pages of 8"),
         ({"__class__": PageMajor}, "PageMajor"),
+        ({"model_layer_ids": ()}, "stages without layers in the pool kv"),
     ],
-    ids=["scales", "layout", "page", "kind"],
+    ids=["scales", "layout", "page", "kind", "empty"],
 )
 def test_a_pool_that_is_not_served_is_named(change: Any, message: str) -> None:
     pool = mha_pool()

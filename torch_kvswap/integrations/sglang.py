@@ -71,6 +71,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         self.forward_stream, self._page_tokens = forward_stream, params.page_size
         self.pools, layers = dict[Any, kvs.PagedLayout](), list[int]()
         for name, blocks, of_blocks in _read_pools(params, components):
+            _refuse(not blocks, f"models or pipeline stages without layers in the pool {name}")
             self.pools[name] = kvs.PagedLayout(blocks, 0)
             layers += of_blocks
         self._is_on_gpu = self.pools[PoolName.KV].device.type != "cpu"
@@ -108,7 +109,7 @@ class KVSwapLinker(UnifiedCacheLinker):
         groups = list[BlockGroup]()
         for name, count in zip(self.pools, pages, strict=True):
             # SGLang's window is without the token that is computed.
-            window = params.sliding_window_size + 1 if name == PoolName.SWA else None
+            window = params.swa_retain_window + 1 if name == PoolName.SWA else None
             groups.append(BlockGroup(count, params.page_size, window, name == PoolName.MAMBA))
         below, server = options.get("below"), options.get("server")
         if server is None:
