@@ -12,7 +12,7 @@ bool flag(const char* name, bool otherwise) {
   const char* text = std::getenv(name);
   const std::string value = text == nullptr ? "" : text;
   if (value.empty()) return otherwise;
-  if (value != "0" && value != "1") fail<ValueError>(name, " is '", value, "'; expected 0 or 1");
+  if (value != "0" && value != "1") fail<ValueError>(name, " is '", value, "'; it must be 0 or 1");
   return value == "1";
 }
 

@@ -156,7 +156,7 @@ def test_a_handler_is_late_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> No
         assert one.store(gpu_block_ids=[2], page_ids=[0]).result is None
         assert other.store(gpu_block_ids=[2], page_ids=[0]).result is not None
     monkeypatch.setenv("KVSWAP_LATE_CPU", "yes")
-    with pytest.raises(ValueError, match="KVSWAP_LATE_CPU is 'yes'; expected 0 or 1"):
+    with pytest.raises(ValueError, match="KVSWAP_LATE_CPU is 'yes'; it must be 0 or 1"):
         make_handler()
 
 

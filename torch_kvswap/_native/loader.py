@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_kvswap._native.environment import warn_of_unknown
+from torch_kvswap._native.environment import warn_of_wrong
 from torch_kvswap._native.log import log
 
 __all__ = ["ForkGuard", "native", "ops"]
@@ -67,7 +67,7 @@ def load() -> ModuleType:
             "it again %s",
             *(WITHOUT_KERNELS, _BUILD),
         )
-    warn_of_unknown()
+    warn_of_wrong()
     return native
 
 
