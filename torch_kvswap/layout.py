@@ -272,8 +272,8 @@ def allocate_layers(
     Raises:
         TypeError: shape is not a sequence of integers, num_layers is not an integer, or dtype is no
             dtype.
-        ValueError: a number is not positive, shape is empty, or the layers are larger than any
-            memory.
+        ValueError: a number is not positive, shape is empty, the layers are larger than any memory,
+            or PyTorch cannot use the device.
     """
     num_layers = read_int("num_layers", num_layers, 1)
     if isinstance(shape, str) or not isinstance(shape, Iterable):
@@ -293,9 +293,29 @@ def allocate_layers(
             f"num_layers={num_layers} with shape {sizes} need {needed} bytes, more than can be "
             "addressed; ask for fewer blocks"
         )
+    if device is not None:
+        _check_device(device)
     whole = torch.zeros(needed, dtype=torch.uint8, device=device)
     slices = (whole[i * distance :][:nbytes] for i in range(num_layers))
     return [layer.view(dtype).view(sizes) for layer in slices]
+
+
+def _check_device(device: torch.device | str | int) -> None:
+    """Raises ValueError unless PyTorch can have tensors there; its own error can fill a screen."""
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device is {device!r}; it must be a device of PyTorch, such as 'cuda' or 'cpu'"
+        ) from None
+    try:
+        torch.empty(0, device=known)
+    except (AssertionError, ImportError, RuntimeError) as error:
+        why = str(error).splitlines()[0].partition(". ")[0]
+        raise ValueError(
+            f"device is {device!r}, but PyTorch cannot use it ({why}); pass another one, such as "
+            "'cpu'"
+        ) from error
 
 
 def _dtype_of(

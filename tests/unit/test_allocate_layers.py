@@ -59,6 +59,17 @@ def test_wrong_arguments_are_refused(arguments: tuple[object, ...], message: str
     assert error_text(kvs.allocate_layers, *arguments).replace("\n", " ") == message
 
 
+def test_a_device_that_is_not_there_is_refused() -> None:
+    for device, said in (
+        ("gpu", "it must be a device of PyTorch, such as 'cuda' or 'cpu'"),
+        ("cuda:99", "but PyTorch cannot use it"),
+        (3.5, "it must be a device of PyTorch"),
+    ):
+        with pytest.raises(ValueError, match=f"^device is {device!r}[;,] {said}") as refusal:
+            kvs.allocate_layers((5, 3), 1, device=device)  # type: ignore[arg-type]
+        assert len(str(refusal.value).splitlines()) == 1
+
+
 def copies(driver: Driver, layers: list[torch.Tensor], block_dim: int) -> int:
     """Strided copies of a block, with the method that the handler chooses."""
     storage = layers[0].untyped_storage()
