@@ -5,6 +5,14 @@ manager, `offload` metrics, `host_pool` pools of several processes, `below` stor
 `integrations` serving engines.
 """
 
+try:
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"{error}; torch_kvswap needs PyTorch 2.11 or newer and numpy (docs/installation.md)"
+    ) from error
+
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, allocate_layers
 from torch_kvswap.offload.handler import Job, OffloadHandler

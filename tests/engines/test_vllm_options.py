@@ -6,7 +6,6 @@ import math
 import re
 
 import pytest
-from processes import run_script
 
 from torch_kvswap.integrations.vllm.options import SpecOptions, read_options
 
@@ -86,14 +85,3 @@ def test_with_tiers_vllm_reads_its_managers_options():
     of_vllm = {"canonical_layout": True, "eviction_policy": "mine", "cache_policy_module_path": "a"}
     of_vllm |= {"max_tracker_size": 9, "backpressure": {}}
     assert read_options({"cpu_bytes_to_use": 10, **TIERS, **of_vllm}) == SpecOptions(10)
-
-
-def test_without_vllm_it_says_what_to_install():
-    script = """
-    sys.modules["vllm"] = None
-    try:
-        from torch_kvswap.integrations.vllm import KVSwapConnector
-    except ImportError as error:
-        print(error)
-    """
-    assert "needs vLLM 0.33 or later: pip install vllm" in run_script(script)

@@ -39,7 +39,7 @@ def load_checksum() -> Callable[[memoryview, bytes], bytes]:
     except ImportError as error:
         raise ImportError(
             "a PrefixCache with `below` needs the package xxhash for the checksums of pages: "
-            "pip install 'torch_kvswap[below]'"
+            "pip install xxhash"
         ) from error
 
     def checksum(page: memoryview, checksums: bytes) -> bytes:

@@ -12,6 +12,11 @@ def is_tested(package: str, version: str) -> bool:
     return version.partition("+")[0] == TESTED[package]
 
 
+def not_installed(package: str, error: ModuleNotFoundError) -> ImportError:
+    """The error of an adapter whose engine is missing, or lacks a module."""
+    return ImportError(f"{error}; install {package} by pip install 'torch_kvswap[{package}]'")
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of an error about an option that is unknown: the nearest name, or all of them."""
     if near := difflib.get_close_matches(name, known, 1):

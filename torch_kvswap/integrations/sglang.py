@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 import torch_kvswap as kvs
-from torch_kvswap.integrations import did_you_mean
+from torch_kvswap.integrations import did_you_mean, not_installed
 from torch_kvswap.prefix import BlockGroup, PrefixKeys
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.memory_pool import (
+        HybridLinearKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+except ModuleNotFoundError as error:
+    raise not_installed("sglang", error) from error
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("host_bytes", "encoding", "verify", "below", "server")

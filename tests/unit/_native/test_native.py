@@ -13,7 +13,7 @@ import simulated_driver
 import torch
 from expecttest import assert_expected_inline
 from logged import logged
-from processes import in_child
+from processes import in_child, run_script
 from simulated_driver import HOST, error_of, simulated, without_cuda
 
 from torch_kvswap._native import loader
@@ -166,3 +166,27 @@ def test_a_forked_child_has_its_own_lock() -> None:
         _, (of_child,), _, _ = socket.recv_fds(here, 1, 1)
         assert (is_free(own.fd), is_free(of_child)) == (False, True)
     os.close(of_child)
+
+
+@pytest.mark.parametrize(
+    ("package", "statement", "said"),
+    [
+        ("torch", "importlib.reload(torch_kvswap)", "needs PyTorch 2.11 or newer and numpy"),
+        ("vllm", "from torch_kvswap.integrations.vllm import KVSwapConnector", "[vllm]'"),
+        ("sglang", "import torch_kvswap.integrations.sglang", "[sglang]'"),
+        ("transformers", "from torch_kvswap.integrations.transformers import HostCache", "ers]'"),
+        ("transformers", "torch_kvswap.integrations.transformers.enable()", "[transformers]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(package, statement, said):
+    script = f"""
+    import importlib, sys, torch_kvswap, torch_kvswap.integrations.transformers
+    sys.modules["{package}"] = None
+    try:
+        {statement}
+    except ImportError as error:
+        print(error)
+    """
+    printed = run_script(script)
+    assert package in printed
+    assert said in printed

@@ -13,7 +13,7 @@ docs/transformers.md describes the differences from transformers' own offloading
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import re
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch_kvswap.encoding.slot import (
     read_encoding,
     read_verify,
 )
+from torch_kvswap.integrations import not_installed
 from torch_kvswap.integrations.transformers.cache_views import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import SwapOptions
 
@@ -123,15 +124,15 @@ def view() -> type[Cache]:
     Raises:
         ImportError: see enable().
     """
-    advice = f"install {KNOWN}"
-    if importlib.util.find_spec("transformers") is None:
-        raise ImportError(f"transformers is not installed; {advice}")
-    version = importlib.import_module("transformers").__version__
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ModuleNotFoundError as error:
+        raise not_installed("transformers", error) from error
     known_view = _view_of(version)
     if known_view is None:
         raise ImportError(
             f"transformers {version} may keep its caches and requests in a way that torch_kvswap "
-            f"does not know; {advice}"
+            f"does not know; install {KNOWN}"
         )
     return known_view
 
@@ -143,7 +144,9 @@ def _view_of(version: str) -> type[Cache] | None:
 
 def __getattr__(name: str) -> Any:
     if name == "HostCache":  # derives from a class of transformers
-        from torch_kvswap.integrations.transformers.host_cache import HostCache
-
+        try:
+            from torch_kvswap.integrations.transformers.host_cache import HostCache
+        except ModuleNotFoundError as error:
+            raise not_installed("transformers", error) from error
         return HostCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch_kvswap.integrations import not_installed
+
 if TYPE_CHECKING:
     from torch_kvswap.integrations.vllm.connector import KVSwapConnector
 
@@ -23,10 +25,8 @@ def __getattr__(name: str) -> Any:
     if name == "KVSwapConnector":
         try:
             import vllm  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "torch_kvswap.integrations.vllm needs vLLM 0.33 or later: pip install vllm"
-            ) from error
+        except ModuleNotFoundError as error:
+            raise not_installed("vllm", error) from error
         from torch_kvswap.integrations.vllm.connector import KVSwapConnector
 
         return KVSwapConnector
