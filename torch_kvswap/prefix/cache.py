@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
@@ -35,23 +34,9 @@ from torch_kvswap.prefix.block_groups import BlockGroup, describe_contents, read
 from torch_kvswap.prefix.client import RemoteManager, RemotePools, describe, read_model
 from torch_kvswap.prefix.hashing import KEY_BYTES, Keys
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
-from torch_kvswap.prefix.reader import ArgumentReader
+from torch_kvswap.prefix.reader import ArgumentReader, Prompt
 from torch_kvswap.prefix.tier import BelowStats, Tier
 from torch_kvswap.results import Result
-
-
-class _Prompt(NamedTuple):
-    """What a store is to copy, per pool.
-
-    Attributes:
-        keys (list[bytes]): those whose blocks are on the GPU.
-        blocks (list[array]): the GPU blocks of these keys.
-        named (list[array]): all blocks that the caller has named; some may be -1.
-    """
-
-    keys: list[bytes]
-    blocks: list[array[int]]
-    named: list[array[int]]
 
 
 class Stored(NamedTuple):
@@ -401,12 +386,8 @@ class PrefixCache(NotCopyable):
         """
         # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
-        group_keys, blocks, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
-        if prefix is not None:
-            group_keys, blocks = self._reader.needed(group_keys, blocks, prefix)
-        elif some_left_out:
-            group_keys, blocks = self._reader.keys_on_gpu(group_keys, blocks)
-        reserved = self.manager._prepare_load(group_keys)
+        prompt = self._reader.read(keys, gpu_block_ids, self.layouts, prefix)
+        reserved = self.manager._prepare_load(prompt.keys)
         if reserved is None:
             self._handler._check_options(after, layer_groups)
             return None
@@ -415,7 +396,7 @@ class PrefixCache(NotCopyable):
                 self._handler._native.mark_written(reserved.pages)
             job = self._handler._submit(
                 LOADS,
-                (blocks, reserved.pages, 0),
+                (prompt.blocks, reserved.pages, 0),
                 after=after,
                 layer_groups=layer_groups,
                 expedited=expedited,
@@ -456,7 +437,7 @@ class PrefixCache(NotCopyable):
         Raises what OffloadHandler.store() and BlockManager.prepare_store() do; nothing is held
         then.
         """
-        prompt = self._read(keys, gpu_block_ids)
+        prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
         self._grow()
         reserved = self.manager._prepare_store(prompt.keys)
         if reserved is not None and reserved.id:
@@ -504,7 +485,7 @@ class PrefixCache(NotCopyable):
             Preempted | None: None if there is not enough room. Any other result keeps the blocks
                 until release(), or a resume() that says "loaded" or "lost", or it is dropped.
         """
-        prompt = self._read(keys, gpu_block_ids)
+        prompt = self._reader.read_distinct(keys, gpu_block_ids, self.layouts)
         self._handler._check_options(after)
         self._grow()
         reserved: Any = self.manager._preempt(prompt.keys)
@@ -555,8 +536,7 @@ class PrefixCache(NotCopyable):
                 "preempted is a request that was resumed or released before; preempt() it again, "
                 "or load() its blocks by their keys"
             )
-        keys, blocks, _ = self._reader.read(preempted.keys, gpu_block_ids, self.layouts)
-        keys, _ = self._reader.keys_on_gpu(keys, blocks)
+        keys = self._reader.read(preempted.keys, gpu_block_ids, self.layouts).keys
         # Before the load: poll() in another thread may end the stores between the two.
         is_pending = self.manager._lookup(keys, again=True).pending > 0
         job = self.load(
@@ -677,15 +657,7 @@ class PrefixCache(NotCopyable):
             self.manager.grow(ready)
             self._are_ready = ready == [pool.num_pages for pool in self.pools]
 
-    def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
-        """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
-        group_keys, named, some_left_out = self._reader.read(keys, gpu_block_ids, self.layouts)
-        self._reader.check_distinct(named)
-        if not some_left_out:
-            return _Prompt(group_keys, named, named)
-        return _Prompt(*self._reader.keys_on_gpu(group_keys, named), named)
-
-    def _submit_store(self, reserved: Any, prompt: _Prompt, after: After, tag: object) -> Job:
+    def _submit_store(self, reserved: Any, prompt: Prompt, after: After, tag: object) -> Job:
         """Stores the blocks of a prompt into the pages that are reserved for them."""
         try:
             return self._handler._submit(

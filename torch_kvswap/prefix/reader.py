@@ -1,11 +1,13 @@
-"""Reads the arguments of a prefix cache's calls. Behind it both keys, in a row, and GPU blocks are
-lists with an item for each group of layers."""
+"""Reads the arguments of a prefix cache's calls, each once.
+
+Behind it keys, in a row, and GPU blocks are lists with an item for each group of layers.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,20 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES, PrefixKeys
 from torch_kvswap.prefix.manager import needed_blocks
+
+
+class Prompt(NamedTuple):
+    """The blocks that a job is to move, of each group.
+
+    Attributes:
+        keys (list[bytes]): of these blocks.
+        blocks (list[array]): the GPU blocks of these keys.
+        named (list[array]): all blocks that the caller has named; some may be -1.
+    """
+
+    keys: list[bytes]
+    blocks: list[array[int]]
+    named: list[array[int]]
 
 
 class ArgumentReader:
@@ -100,72 +116,40 @@ class ArgumentReader:
         return several, some_left_out
 
     def read(
-        self, keys: Any, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
-    ) -> tuple[list[bytes], list[array[int]], bool]:
-        """The keys of each group, and what read_blocks() returns for their blocks."""
-        group_keys = self.read_keys(keys)
-        blocks, some_left_out = self.read_blocks(gpu_block_ids, layouts)
-        for group, (of_group, per_page) in enumerate(zip(group_keys, self._per_page, strict=True)):
+        self,
+        keys: Any,
+        gpu_block_ids: Any,
+        layouts: Sequence[PagedLayout],
+        prefix: int | None = None,
+    ) -> Prompt:
+        """The blocks that are needed after a prefix; without one, those of the keys that have no
+        block of -1.
+
+        Raises what read_keys() and read_blocks() do, and ValueError if the two do not fit, or one
+        of the needed blocks is missing.
+        """
+        of_groups = self.read_keys(keys)
+        named, some_left_out = self.read_blocks(gpu_block_ids, layouts)
+        for group, (of_group, per_page) in enumerate(zip(of_groups, self._per_page, strict=True)):
             count = len(of_group) // KEY_BYTES
-            if -(-len(blocks[group]) // per_page) != count:
+            if -(-len(named[group]) // per_page) != count:
                 name = self._name("gpu_block_ids", group)
                 raise ValueError(
-                    f"{name} has {count_of(len(blocks[group]), 'id')} for {count_of(count, 'key')} "
+                    f"{name} has {count_of(len(named[group]), 'id')} for {count_of(count, 'key')} "
                     f"of {count_of(per_page, 'block')} each; pass one for each block of all keys, "
                     "-1 for a block that is not on the GPU"
                 )
-        return group_keys, blocks, some_left_out
+        if prefix is not None:
+            return self._needed(of_groups, named, prefix)
+        return self._on_gpu(of_groups, named) if some_left_out else Prompt(of_groups, named, named)
 
-    def keys_on_gpu(
-        self, keys: list[bytes], blocks: list[array[int]]
-    ) -> tuple[list[bytes], list[array[int]]]:
-        """What read() returned, without the keys that have a block of -1."""
-        present_keys, present_blocks = [], []
-        for of_group, numbers, per_page in zip(keys, blocks, self._per_page, strict=True):
-            rows = np.frombuffer(of_group, np.uint8).reshape(-1, KEY_BYTES)
-            absent = np.flatnonzero(np.frombuffer(numbers, np.int64) == -1) // per_page
-            present = np.delete(np.arange(len(rows)), absent)
-            present_keys.append(rows[present].tobytes())
-            present_blocks.append(array("q", _select(numbers, present, per_page).tobytes()))
-        return present_keys, present_blocks
-
-    def select(
-        self, blocks: Sequence[array[int]], key_indices: Sequence[Any]
-    ) -> list[array[int] | Int64Array]:
-        """Selects the GPU blocks of the keys with these indices, per group."""
-        return [
-            of_group if len(its) * per_page >= len(of_group) else _select(of_group, its, per_page)
-            for of_group, its, per_page in zip(blocks, key_indices, self._per_page, strict=True)
-        ]
-
-    def needed(
-        self, keys: list[bytes], blocks: list[array[int]], prefix: int
-    ) -> tuple[list[bytes], list[array[int]]]:
-        """What read() returned, cut to the needed_blocks() of a prefix. Raises ValueError if a key
-        is missing, or has a block of -1."""
-        needed_keys, needed = [], []
-        for group, positions in enumerate(needed_blocks(self._groups, prefix)):
-            per_page, count = self._per_page[group], len(keys[group]) // KEY_BYTES
-            first, end = positions.start, positions.stop
-            if end > count:
-                raise ValueError(
-                    f"the prefix needs {count_of(end, 'block')}, but {self._name('keys', group)} "
-                    f"has {count_of(count, 'key')}; pass what lookup() found for the same keys"
-                )
-            needed_keys.append(keys[group][first * KEY_BYTES : end * KEY_BYTES])
-            needed.append(blocks[group][first * per_page : end * per_page])
-            if -1 in needed[group]:
-                at = blocks[group].index(-1, first * per_page)
-                raise ValueError(
-                    f"{self._name('gpu_block_ids', group)}[{at}] is -1, but what follows the "
-                    "prefix needs this block; pass a GPU block for each block of "
-                    "manager.needed_blocks(prefix)"
-                )
-        return needed_keys, needed
-
-    def check_distinct(self, blocks: list[array[int]]) -> None:
-        """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
-        for group, of_group in enumerate(blocks):
+    def read_distinct(
+        self, keys: Any, gpu_block_ids: Any, layouts: Sequence[PagedLayout]
+    ) -> Prompt:
+        """What read() returns. Raises ValueError if a block occurs twice, such as a placeholder for
+        missing ones."""
+        prompt = self.read(keys, gpu_block_ids, layouts)
+        for group, of_group in enumerate(prompt.named):
             numbers = np.sort(np.frombuffer(of_group, np.int64))
             twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
             if len(twice):
@@ -176,6 +160,49 @@ class ArgumentReader:
                     f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the "
                     "contents of two; pass -1 for blocks that are not on the GPU"
                 )
+        return prompt
+
+    def select(
+        self, blocks: Sequence[array[int]], key_indices: Sequence[Any]
+    ) -> list[array[int] | Int64Array]:
+        """Selects the GPU blocks of the keys with these indices, per group."""
+        return [
+            of_group if len(its) * per_page >= len(of_group) else _select(of_group, its, per_page)
+            for of_group, its, per_page in zip(blocks, key_indices, self._per_page, strict=True)
+        ]
+
+    def _on_gpu(self, keys: list[bytes], named: list[array[int]]) -> Prompt:
+        """The keys that have no block of -1."""
+        prompt = Prompt([], [], named)
+        for of_group, numbers, per_page in zip(keys, named, self._per_page, strict=True):
+            rows = np.frombuffer(of_group, np.uint8).reshape(-1, KEY_BYTES)
+            absent = np.flatnonzero(np.frombuffer(numbers, np.int64) == -1) // per_page
+            present = np.delete(np.arange(len(rows)), absent)
+            prompt.keys.append(rows[present].tobytes())
+            prompt.blocks.append(array("q", _select(numbers, present, per_page).tobytes()))
+        return prompt
+
+    def _needed(self, keys: list[bytes], named: list[array[int]], prefix: int) -> Prompt:
+        """The needed_blocks() of a prefix."""
+        prompt = Prompt([], [], named)
+        for group, positions in enumerate(needed_blocks(self._groups, prefix)):
+            per_page, count = self._per_page[group], len(keys[group]) // KEY_BYTES
+            first, end = positions.start, positions.stop
+            if end > count:
+                raise ValueError(
+                    f"the prefix needs {count_of(end, 'block')}, but {self._name('keys', group)} "
+                    f"has {count_of(count, 'key')}; pass what lookup() found for the same keys"
+                )
+            prompt.keys.append(keys[group][first * KEY_BYTES : end * KEY_BYTES])
+            prompt.blocks.append(named[group][first * per_page : end * per_page])
+            if -1 in prompt.blocks[group]:
+                at = named[group].index(-1, first * per_page)
+                raise ValueError(
+                    f"{self._name('gpu_block_ids', group)}[{at}] is -1, but what follows the "
+                    "prefix needs this block; pass a GPU block for each block of "
+                    "manager.needed_blocks(prefix)"
+                )
+        return prompt
 
     def _split(self, name: str, argument: Any) -> Sequence[Any]:
         """The item of an argument for each group, as the caller has passed it."""
