@@ -74,7 +74,7 @@ class RemoteReservation(native.Reservation):
     Attributes:
         pages (list[np.ndarray]), key_indices (list[np.ndarray]): of each group; indices of a store.
         lease (RemoteReservation | None): of preempt().
-        answers (list[int]): of hold(): for each key its page, ARRIVES or ABSENT.
+        answers (list[int]): of hold(): the page of each key, or its KeyState.
     """
 
     key_indices: Any = ()
@@ -141,8 +141,9 @@ class Session(NotCopyable):
         self._meeting: socket.socket | None = None  # on which the thread waits for the others
         self._awaited: deque[Callable[[array[int]], object]] = deque()  # get the answers
         self._inbox = bytearray()
-        self._unheard_resets = 0  # that the server of this generation has not answered
-        self._was_reset = False  # the index, of this server or of one before it
+        # The generation of the server that has heard of all resets that this engine knows of; None
+        # if it knows of none. 0: nobody has.
+        self._resets_heard_by: int | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvswap-join", daemon=True)
 
@@ -278,17 +279,15 @@ class Session(NotCopyable):
         num_pages: int,
     ) -> None:
         with self._lock:  # no call comes in between
-            if generation != self._generation:
-                # Another server's second tier may have pages from before a reset.
-                self._unheard_resets = int(self._was_reset and resets == generation)
-                self._was_reset |= resets != generation and not self._is_worker
+            if generation not in (self._generation, resets) and not self._is_worker:
+                self._resets_heard_by = generation  # another engine has told this new server
             self._session, self._generation, self._resets = session, generation, resets
             self.num_pages = num_pages
             if self._is_closing:
                 return self._hang_up(connection)
             self._connection = connection
-            if self._unheard_resets:
-                self._unheard_resets = 0
+            # The second tier of another server may have pages from before a reset.
+            if self._resets_heard_by not in (None, generation):
                 self.reset()
 
     def _has_jobs(self) -> bool:
@@ -354,14 +353,14 @@ class Session(NotCopyable):
         """
         self._process.check("prefix cache")  # in a forked child the lock may be locked for ever
         with self._lock:
-            self._unheard_resets += 1
-            self._was_reset = True
+            self._resets_heard_by = 0
             if self._connection is not None:
                 self._resets += 1
                 self._send(pack(Op.RESET), self._heard_reset)
 
     def _heard_reset(self, _: array[int]) -> None:
-        self._unheard_resets -= 1
+        if self._heard_reset not in self._awaited:
+            self._resets_heard_by = self._generation
 
     def _read(self, keys: Keys | Sequence[Keys]) -> list[bytes]:
         if not self._is_list:
@@ -430,7 +429,8 @@ class Session(NotCopyable):
             status, numbers, text = message
             if status == Status.RESET:
                 self._resets += 1
-                self._was_reset = True
+                if self._resets_heard_by is None:
+                    self._resets_heard_by = self._generation
                 continue
             answered = self._awaited.popleft()
             if status == Status.REFUSED:

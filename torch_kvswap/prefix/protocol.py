@@ -70,13 +70,20 @@ class Ask(IntEnum):
 
     LOOK = 0  # holds nothing. Answer: a Lookup for each list
     AGAIN = 1  # the same, for a lookup that was counted before
-    HOLD = 2  # holds the keys that are ready. Answer: for each key its page, ARRIVES or ABSENT
+    HOLD = 2  # holds the keys that are ready. Answer: the KeyState of each key, or its page
     LOAD = 3  # holds all keys, or none; this is a use. Answer: for each key its page, or nothing
 
 
-# Of a key without a page. ASKED: no answer has come. ARRIVES: it is being stored, or read from the
-# second tier, which may still be asked. ABSENT: neither.
-ASKED, ARRIVES, ABSENT = -1, -2, -3
+class KeyState(IntEnum):
+    """Of a key without a page to load from. A page number instead: the page is held for the engine.
+
+    An engine asks, and the answer is the page, ARRIVES or ABSENT. For the latter two it may ask
+    again.
+    """
+
+    ASKED = -1  # no answer has come
+    ARRIVES = -2  # it is being stored, or read from the second tier, which may still be asked
+    ABSENT = -3  # neither
 
 
 class Outcome(IntEnum):

@@ -39,13 +39,12 @@ from torch_kvswap.prefix.block_groups import BlockGroup
 from torch_kvswap.prefix.hashing import KEY_BYTES
 from torch_kvswap.prefix.manager import BelowPolicy, BlockManager, Lookup
 from torch_kvswap.prefix.protocol import (
-    ABSENT,
-    ARRIVES,
     JOINING,
     MAGIC,
     READ_BYTES,
     VERSION,
     Ask,
+    KeyState,
     Op,
     Outcome,
     ProtocolError,
@@ -772,8 +771,8 @@ def _page_of_each(
     for group, of_group in enumerate(keys):
         numbers = _NO_PAGES if reserved is None else reserved.pages[group]
         if len(numbers) * KEY_BYTES < len(of_group):
-            found, numbers = look(), np.full(len(of_group) // KEY_BYTES, ABSENT, np.int64)
-            numbers[: found.found + found.asking] = ARRIVES  # a scheduler has one group
+            found, numbers = look(), np.full(len(of_group) // KEY_BYTES, KeyState.ABSENT, np.int64)
+            numbers[: found.found + found.asking] = KeyState.ARRIVES  # a scheduler has one group
             if reserved is not None:
                 numbers[reserved.key_indices[group]] = reserved.pages[group]
         answer.frombytes(numbers.tobytes())

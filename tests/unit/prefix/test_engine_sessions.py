@@ -23,7 +23,7 @@ from torch_kvswap import PagedLayout
 from torch_kvswap.prefix import client, scheduler_session
 from torch_kvswap.prefix.client import RemotePools, RemoteReservation, Session, describe
 from torch_kvswap.prefix.manager import BlockStats
-from torch_kvswap.prefix.protocol import ABSENT, Op, pack
+from torch_kvswap.prefix.protocol import KeyState, Op, pack
 from torch_kvswap.prefix.scheduler_session import SchedulerSession
 from torch_kvswap.prefix.server import PageServer, Stage
 
@@ -113,8 +113,8 @@ def test_what_one_publishes_another_holds_with_its_pages(path: str) -> None:
     with serving(path), split(path, "a") as a, split(path, "b") as b:
         pages = a.store("abcd")
         found = b.find("xcby")
-        assert found.answers == [ABSENT, pages[2], pages[1], ABSENT]
-        assert b.find("abx").answers == [*pages[:2], ABSENT]
+        assert found.answers == [KeyState.ABSENT, pages[2], pages[1], KeyState.ABSENT]
+        assert b.find("abx").answers == [*pages[:2], KeyState.ABSENT]
         assert b.find("abcd").answers == pages
 
 

@@ -21,20 +21,20 @@ class Access:
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         is_reused (dict[bytes, bool]): whether it found a key before it stored it.
-        cache (object): stands for the contents of a manager. A reset makes another one.
+        resets (int): of the index, when the request began.
     """
 
-    def __init__(self, cache: object) -> None:
-        self.cache = cache
+    def __init__(self, resets: int) -> None:
+        self.resets = resets
         self.keys: list[bytes] = []
         self.is_reused: dict[bytes, bool] = {}
 
     @classmethod
-    def of(cls: type[_Access], context: Any, cache: object, starts: bool = False) -> _Access:
-        """The Access of a request. starts: a request that has used another cache is new."""
+    def of(cls: type[_Access], context: Any, resets: int, starts: bool = False) -> _Access:
+        """The Access of a request. starts: a request from before a reset is new."""
         access: _Access | None = context.get_state(cls)
-        if access is None or (starts and access.cache is not cache):
-            access = cls(cache)
+        if access is None or (starts and access.resets != resets):
+            access = cls(resets)
             context.set_state(access)
         return access
 

@@ -22,7 +22,7 @@ from torch_kvswap.integrations.vllm.scheduler_side import (
     usage_of,
 )
 from torch_kvswap.prefix.client import RemoteReservation
-from torch_kvswap.prefix.protocol import ABSENT, ARRIVES, ASKED
+from torch_kvswap.prefix.protocol import KeyState
 from torch_kvswap.prefix.scheduler_session import SchedulerSession
 
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
@@ -35,30 +35,44 @@ class _Asked(Access):
     """What a request has asked the server for.
 
     Attributes:
-        answers (dict[bytes, int]): the page of each key, which is held, ASKED, ARRIVES or ABSENT.
-        unknown (list[bytes]): keys to ask for at the end of the step.
+        states (dict[bytes, int]): of the keys that were looked up: a KeyState, or the page.
+        to_ask (dict[bytes, None]): keys to ask for at the end of the step, in this order.
         held (list[RemoteReservation]): the pages.
-        step (int): the last step that has looked something up.
     """
 
-    def __init__(self, cache: object) -> None:
-        super().__init__(cache)
-        self.answers: dict[Key, int] = {}
-        self.unknown: list[Key] = []
+    def __init__(self, resets: int) -> None:
+        super().__init__(resets)
+        self.states: dict[Key, int] = {}
+        self.to_ask: dict[Key, None] = {}
         self.held: list[RemoteReservation] = []
-        self.step = 0
 
-    def ask(self, keys: Iterable[Key]) -> None:
-        """Asks for keys again that are there, as far as is known."""
+    def look(self, key: Key) -> int:
+        """The state of a key. It is asked for if it is new, and again if it had no page."""
+        state = self.states.get(key)
+        if state is None:
+            self.states[key] = state = KeyState.ASKED
+        elif state >= 0 or state == KeyState.ASKED:
+            return state
+        self.to_ask[key] = None
+        return state
+
+    def take_to_ask(self, most: int) -> list[Key]:
+        """The first keys to ask for, which are asked now."""
+        keys = list(islice(self.to_ask, most))
         for key in keys:
-            if self.answers.setdefault(key, ASKED) == ASKED:
-                self.unknown.append(key)
+            del self.to_ask[key]
+        return keys
+
+    def answer(self, keys: Sequence[Key], held: RemoteReservation) -> None:
+        """The server has answered for these keys."""
+        self.states.update(zip(keys, held.answers, strict=True))
+        self.held.append(held)
 
     def take_held(self) -> list[RemoteReservation]:
-        """What is held, which the request forgets."""
+        """What is held. The request knows no key any more."""
         held, self.held = self.held, []
-        self.answers.clear()
-        self.unknown.clear()
+        self.states.clear()
+        self.to_ask.clear()
         return held
 
 
@@ -86,20 +100,21 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._session = session
         self._requests: set[str] = set()
         self._is_idle = False  # there were no requests at the end of the last step
-        self._active: set[_Asked] = set()  # requests that hold or ask for something
+        # Requests that hold or ask for something, and whether this step has looked something up.
+        self._active: dict[_Asked, bool] = {}
         self._is_asking = False
         # Keys that the server has, as far as is known. Others evict them, so they are asked for
         # again when they are offered.
         self._known: dict[Key, None] = {}
         self._storing: dict[Key, int] = {}  # their pages
         self._resets = session.resets
-        self._step, self._is_new_step = 1, True
+        self._is_new_step = True
         self._usage: Usage = {}
         self._usage_asked = -_STATS_SECONDS
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._requests.add(req_context.req_id)
-        _Asked.of(req_context, self._cache, starts=True)
+        _Asked.of(req_context, self._resets, starts=True)
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
@@ -109,32 +124,23 @@ class SharedManager(HostManager[list[RemoteReservation]]):
             self._poll()
         if not self._session.is_joined:
             return _MISS
-        asked = _Asked.of(req_context, self._cache, starts=True)
-        if asked.step != self._step:
-            asked.step = self._step
-            self._active.add(asked)
-        return self._look(key, asked)
-
-    def _look(self, key: Key, asked: _Asked) -> base.LookupResult:
-        page = asked.answers.get(key)
-        if page is None:
-            if key in self._storing:
-                return _PENDING
-            asked.answers[key] = ASKED
-        elif page >= 0:
+        asked = _Asked.of(req_context, self._resets, starts=True)
+        self._active[asked] = True
+        is_storing = key in self._storing
+        if is_storing and key not in asked.states:
+            return _PENDING
+        state = asked.look(key)
+        if state >= 0:
             return _HIT
-        elif page == ASKED:
+        if state == KeyState.ASKED:
             return _RETRY
-        asked.unknown.append(key)  # what is there only later is asked for again
-        if page is None:
-            return _RETRY
-        return _PENDING if page == ARRIVES or key in self._storing else _MISS
+        return _PENDING if is_storing or state == KeyState.ARRIVES else _MISS
 
     def _begin_load(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> tuple[list[RemoteReservation], Any] | None:
-        asked = _Asked.of(req_context, self._cache, starts=True)
-        pages = list(map(asked.answers.get, keys, repeat(ABSENT)))
+        asked = _Asked.of(req_context, self._resets, starts=True)
+        pages = list(map(asked.states.get, keys, repeat(KeyState.ABSENT)))
         if min(pages) < 0:
             return None
         held = asked.take_held()
@@ -154,8 +160,8 @@ class SharedManager(HostManager[list[RemoteReservation]]):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest."""
         self._requests.discard(req_context.req_id)
-        asked = _Asked.of(req_context, self._cache)
-        if asked.cache is not self._cache:  # the next server has the numbers of its pages, too
+        asked = _Asked.of(req_context, self._resets)
+        if asked.resets != self._resets:  # the next server has the numbers of its pages, too
             return
         self._drop(asked)
         if asked.keys:
@@ -171,15 +177,15 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         nothing until it starts again.
         """
         nothing = base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        asked = _Asked.of(req_context, self._cache)
-        if asked.cache is not self._cache or not self._session.is_joined:
+        asked = _Asked.of(req_context, self._resets)
+        if asked.resets != self._resets or not self._session.is_joined:
             return nothing
         asked.see(req_context, keys)
         known = [key for key in keys if key in self._known]
         if known:  # those that others have evicted meanwhile are stored when they are offered next
-            asked.ask(known)
-            asked.step = self._step
-            self._active.add(asked)
+            for key in known:
+                asked.look(key)
+            self._active[asked] = True
         new = [key for key in keys if key not in self._known and key not in self._storing]
         if not new:
             return nothing
@@ -199,8 +205,8 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         if not page_of:
             return
         pages = list(page_of.values())
-        asked = _Asked.of(req_context, self._cache)
-        is_valid = success and asked.cache is self._cache  # no reset since the request began
+        asked = _Asked.of(req_context, self._resets)
+        is_valid = success and asked.resets == self._resets  # no reset since the request began
         stored = [key for key, page in page_of.items() if is_valid and page not in self._failed]
         self._failed.difference_update(pages)
         self._session.end_store(pages, [page_of[key] for key in stored], fold_keys(stored))
@@ -214,13 +220,15 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         looked up."""
         if self._is_new_step:
             self._poll()
-        for asked in [one for one in self._active if one.step != self._step]:
-            self._drop(asked)
+        for asked, is_wanted in list(self._active.items()):
+            if is_wanted:
+                self._active[asked] = False
+            else:
+                self._drop(asked)
         was_idle, self._is_idle = self._is_idle, not self._requests
         self._session.end_step(was_idle and self._is_idle)
         if not self._is_asking:  # behind end_step(): a request that has its answer has pages, too
             self._ask()
-        self._step += 1
         self._is_new_step = True
 
     def has_pending_work(self) -> bool:
@@ -261,11 +269,9 @@ class SharedManager(HostManager[list[RemoteReservation]]):
     def _ask(self) -> None:
         requests, left = [], _MOST_KEYS
         for asked in self._active:
-            keys = list(islice(dict.fromkeys(asked.unknown), left))
-            if keys:
+            if keys := asked.take_to_ask(left):
                 requests.append((asked, keys))
                 left -= len(keys)
-                asked.unknown = asked.unknown[len(keys) :] if left == 0 else []
         if not requests:
             return
         self._is_asking = True
@@ -278,18 +284,15 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         """Takes the server's answer."""
         self._is_asking = False
         for (asked, keys), held in zip(requests, helds, strict=True):
-            if asked.cache is not self._cache:
+            if asked.resets != self._resets:
                 self._session.end_hold([held])
                 continue
-            answers = dict(zip(keys, held.answers, strict=True))
-            asked.answers.update(answers)
-            for key, page in answers.items():
-                if page < 0:
+            asked.answer(keys, held)
+            self._active[asked] = True  # the step that begins may look for it
+            for key in keys:
+                if asked.states[key] < 0:
                     self._known.pop(key, None)
-            self._know(key for key, page in answers.items() if page >= 0)
-            asked.held.append(held)
-            asked.step = self._step  # the step that begins may look for it
-            self._active.add(asked)
+            self._know(key for key in keys if asked.states[key] >= 0)
 
     def _know(self, keys: Iterable[Key]) -> None:
         self._known.update(zip(keys, repeat(None)))
@@ -298,7 +301,7 @@ class SharedManager(HostManager[list[RemoteReservation]]):
 
     def _drop(self, asked: _Asked) -> None:
         """Lets go of what a request holds."""
-        self._active.discard(asked)
+        self._active.pop(asked, None)
         self._session.end_hold(asked.take_held())
 
     def _poll(self) -> None:
@@ -313,4 +316,4 @@ class SharedManager(HostManager[list[RemoteReservation]]):
         self._active.clear()
         self._known.clear()
         self._is_asking = False  # an answer that still comes is for nobody
-        self._cache, self._resets = object(), self._session.resets
+        self._resets = self._session.resets
