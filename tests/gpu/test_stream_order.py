@@ -30,12 +30,6 @@ def test_a_store_waits_for_the_writing_kernel(
     assert gpu.page() == stored
 
 
-# Order between the directions, by the pages and the blocks
-
-
-# Whoever uses loaded blocks waits for the job
-
-
 def test_copy_seconds_are_those_of_the_copy(gpu: GpuCache) -> None:
     gpu.slow(200)
     job = gpu.handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[0, 1, 2, 3])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import signal
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -37,10 +36,10 @@ def make_layout(tensors: int = 1, row_bytes: int = 64) -> PagedLayout:
     return PagedLayout([torch.zeros(8, row_bytes, dtype=torch.uint8) for _ in range(tensors)])
 
 
-def pin_in_background(driver: Driver, num_pages: int = 64) -> HostPool:
-    """Pages of 1 MiB: the first 32 are pinned, and the others by a thread, 32 at a time."""
+def pin_in_background(driver: Driver) -> HostPool:
+    """128 pages of 1 MiB: the first 32 are pinned, and the others by a thread, 32 at a time."""
     layout = place(driver, make_layout(row_bytes=MIB))
-    return in_chunks(32 * MIB, layout, num_pages, pin_in_background=True)
+    return in_chunks(32 * MIB, layout, 128, pin_in_background=True)
 
 
 def is_mapped(address: int) -> bool:
@@ -289,7 +288,7 @@ def test_the_touching_thread_may_drop_the_pool(driver: Driver) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mapping, "touch", drop_and_touch)
         patch.setattr(loader.native, "unregister_host", look)
-        kept.append(pin_in_background(driver, 128))
+        kept.append(pin_in_background(driver))
         pinning = kept[0]._memory.pinning
         assert pinning is not None
         assert pinning._thread is not None
@@ -302,34 +301,13 @@ def test_the_touching_thread_may_drop_the_pool(driver: Driver) -> None:
 
 
 @simulated
-@pytest.mark.parametrize("what", ["job", "poll", "pool"])
-def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    def wait() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)  # which may also end before the wait begins
-        if what == "job":
-            handler.synchronize(job, timeout=PATIENCE)
-        elif what == "poll":
-            handler.poll(PATIENCE)
-        else:
-            pool.wait_ready(PATIENCE)
-
+@pytest.mark.parametrize("wait", [OffloadHandler.synchronize, OffloadHandler.poll])
+def test_a_wait_can_be_interrupted(driver: Driver, wait: Callable[..., object]) -> None:
     driver.set_mode("manual")
     layout = place(driver, make_layout())
-    steps = PinningSteps()
-    pool = pin_in_background(driver, 128)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:
-        job = handler.store(gpu_block_ids=[0], page_ids=[0], after=())
-        try:
-            with pytest.raises(Interrupted):
-                wait()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+    with HostPool(layout, 8) as pool, OffloadHandler(layout, pool) as handler:
+        handler.store(gpu_block_ids=[0], page_ids=[0], after=())
+        with pytest.raises(Interrupted):
+            Interrupter(in_waits=True).call(1000, lambda: wait(handler, timeout=PATIENCE))
         driver.run()
         assert [result.ok for result in handler.poll(PATIENCE)] == [True]
-    steps.pin_more(3)
-    pool.close()

@@ -3,20 +3,8 @@
 Loading it replaces the driver for the whole process. Tests therefore run on it in other processes,
 with a PyTorch without CUDA: a :func:`simulated` test in a process that many tests share, and that is
 reset before each, :func:`run` in a process of its own. "Device" memory is host memory, and a stream
-is a queue of operations::
-
-    @simulated
-    def test_a_store_waits_for_the_current_stream(driver):
-        layout, pool = cache(driver)  # tensors on "GPU 0", pages in "pinned" memory
-        driver.set_mode("manual")
-        hold = driver.hold(0)  # a kernel on the default stream that does not end
-        with OffloadHandler(layout, pool) as handler:
-            job = handler.store(gpu_block_ids=[0], page_ids=[0])
-            driver.run()  # everything that can run
-            assert not job.query()
-            driver.release(hold)
-            driver.run()
-            assert job.query()
+is a queue of operations. A test holds one up with `driver.hold()`, a kernel that does not end, and
+looks at what goes on meanwhile: the first test of tests/sim/test_channel.py is an example.
 
 In the mode "immediate", the default, each driver call runs everything that can run. In "manual"
 operations run in run() and step(), and synchronising calls run only what they wait for. In
