@@ -132,38 +132,6 @@ def test_a_transfer_starts_behind_streams_at_the_call(driver: Driver) -> None:
 
 
 @simulated
-def test_a_stream_waits_for_its_layer_group(driver: Driver) -> None:
-    with SimulatedCache(driver, layers=4) as sim:
-        job = sim.load(2, 1, layer_groups=3)
-        assert_expected_inline(
-            sim.log(),
-            """\
-record event 1 on loads
-batch of 2 on loads
-record event 2 on loads
-copy 64 bytes on loads
-record event 3 on loads
-copy 64 bytes on loads
-record event 4 on loads
-""",
-        )
-        for layer in range(4):
-            job.wait(Stream(SIDE), layer_group=job.layer_group_of(layer))
-        job.wait()
-        assert_expected_inline(
-            sim.log(),
-            """\
-wait for event 2 on side
-wait for event 2 on side
-wait for event 3 on side
-wait for event 4 on side
-wait for event 4 on current
-""",
-        )
-        assert states(sim.finish()) == ["done"]
-
-
-@simulated
 def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         job = sim.load(2, 1, layer_groups=2)
@@ -284,21 +252,6 @@ def test_events_are_kept_for_waiting_threads(driver: Driver) -> None:
 def events_recorded(sim: SimulatedCache, stream: str) -> set[str]:
     records = [line for line in sim.log().splitlines() if line.startswith("record event")]
     return {line.split(" on ")[0] for line in records if line.endswith(f" on {stream}")}
-
-
-@simulated
-def test_a_job_ends_after_its_source(driver: Driver) -> None:
-    with SimulatedCache(driver) as sim:
-        store, load = sim.store(1, 2), sim.load(2, 3)
-        driver.run()
-        driver.fail("cuEventQuery", code=600)  # the store's end, which comes in between the two
-        assert sim.handler.poll() == []
-        driver.fail("cuEventElapsedTime")
-        results = sim.handler.poll()
-        assert [(result.job_id, result.state) for result in results] == [
-            (store.id, "failed"),
-            (load.id, "failed"),
-        ]
 
 
 @pytest.mark.parametrize("nth", [1, 2])

@@ -45,18 +45,6 @@ def test_the_worker_submits_only_large_jobs(driver: Driver, kind: str, submit_th
         assert sim.is_right()
 
 
-@pytest.mark.parametrize("kind", CHANNELS)
-@simulated
-def test_a_small_job_is_copied_after_a_large(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        for _ in range(5):
-            large(sim, kind)
-            sim.submit(kind, [BLOCKS - 1], [7])
-            sim.submit("load" if kind == "store" else "store", [BLOCKS - 2], [BLOCKS - 2])
-        assert states(sim.finish()) == ["done"] * 15
-        assert sim.is_right()
-
-
 @needs_kernels
 @simulated
 def test_host_neighbours_are_one_copy(driver: Driver) -> None:

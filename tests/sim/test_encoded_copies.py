@@ -137,23 +137,6 @@ def test_a_layer_group_ends_with_its_tiles(driver: Driver) -> None:
         assert all(cache.is_same(block, before[block]) for block in blocks)
 
 
-@needs_kernels
-@simulated
-def test_an_expedited_load_overtakes_by_the_kernel_method(driver: Driver) -> None:
-    with EncodedCache(driver, blocks=64, pages=64, copy_method="staged") as cache:
-        before = cache.block(1)
-        finish(cache, cache.store([1], [0]))
-        hold = driver.hold(SIDE)
-        slow = cache.load([0], [2], after=Stream(SIDE))
-        fast = cache.load([0], [3], expedited=True)
-        (result,) = finish(cache, fast)
-        assert (result.state, result.copy_method) == ("done", "kernel")
-        assert cache.is_same(3, before)
-        assert not slow.query()
-        driver.release(hold)
-        finish(cache, slow)
-
-
 # Rejected blocks.
 
 

@@ -90,52 +90,6 @@ def test_a_relay_is_used_in_both_directions_or_none(driver: Driver, nth: int) ->
         assert used == ([], []), f"{used}, {messages}"
 
 
-RELAYS = pytest.mark.parametrize("relays", [(1,), ()], ids=["", "control"])
-
-
-@RELAYS
-@KINDS
-@needs_kernels
-@simulated
-def test_a_cancelled_job_ends_with_its_relay(
-    driver: Driver, kind: str, relays: tuple[int, ...]
-) -> None:
-    """Its blocks and pages are in use until then. The control has no relay."""
-    with RelayedCache(driver, relays=relays) as cache:
-        driver.set_link(1, slowness=0)
-        job = cache.submit(kind, LARGE, LARGE)
-        driver.run()
-        assert cache.handler.cancel(job) == bool(relays)
-        driver.run()
-        assert job.query() == (not relays)
-        driver.set_link(1, slowness=1)
-        cache.finish(job)
-        assert job.result is not None
-        assert job.result.state == ("cancelled" if relays else "done")
-        assert cache.is_right()
-
-
-@RELAYS
-@KINDS
-@needs_kernels
-@simulated
-def test_close_waits_for_relays(driver: Driver, kind: str, relays: tuple[int, ...]) -> None:
-    with RelayedCache(driver, relays=relays) as cache:
-        driver.set_link(1, slowness=0)
-        jobs = [cache.submit(kind, LARGE[:16], LARGE[:16]), cache.submit(kind, [1], [1])]
-        driver.run()
-        thread = threading.Thread(target=cache.handler.close)
-        thread.start()
-        if relays:
-            assert in_time(lambda: "closed" in repr(cache.handler))
-            assert thread.is_alive()
-            driver.set_link(1, slowness=1)
-            assert in_time(lambda: driver.run() >= 0 and not thread.is_alive())
-        thread.join()
-        assert [job.result.state for job in jobs if job.result] == ["done", "done"]
-        assert cache.is_right()
-
-
 @pytest.mark.parametrize("events_happen", [True, False])
 @KINDS
 @needs_kernels

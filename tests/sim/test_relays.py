@@ -110,26 +110,6 @@ def test_a_job_ends_with_its_relayed_part(driver: Driver, kind: str, link: str) 
 
 @KINDS
 @pytest.mark.parametrize("slow", [0, 1], ids=["own link", "relay"])
-@pytest.mark.parametrize("first", ["relayed", "by the own link"])
-@needs_kernels
-@simulated
-def test_relayed_jobs_keep_their_order(driver: Driver, kind: str, slow: int, first: str) -> None:
-    with RelayedCache(driver) as cache:
-        driver.set_link(slow, slowness=0)
-        targets, sources = LARGE, [*LARGE[5:], *LARGE[:5]]
-        methods = [None, "copy_engines"] if first == "relayed" else ["copy_engines", None]
-        jobs = []
-        for method, ids in zip(methods, (sources, sources[::-1]), strict=True):
-            pair = (ids, targets) if kind == "store" else (targets, ids)
-            jobs.append(cache.submit(kind, *pair, copy_method=method))
-        driver.run()
-        driver.set_link(slow, slowness=1)
-        cache.finish(*jobs)
-        assert cache.is_right()
-
-
-@KINDS
-@pytest.mark.parametrize("slow", [0, 1], ids=["own link", "relay"])
 @needs_kernels
 @simulated
 def test_a_piece_waits_for_pieces_of_both_links(driver: Driver, kind: str, slow: int) -> None:

@@ -295,30 +295,6 @@ def test_a_job_that_has_ended_cannot_be_cancelled(driver: Driver) -> None:
         assert not sim.handler.cancel(job)
 
 
-@pytest.mark.parametrize("first", ["running", "queued"])
-@simulated
-def test_a_job_waits_past_a_cancelled_one(driver: Driver, first: str) -> None:
-    with SimulatedCache(driver) as sim:
-        hold = sim.held(SIDE)
-        if first == "running":
-            sim.submit("load", [1], [2], after=Stream(SIDE))
-            sim.fill("load")
-        else:
-            sim.submit("load", [0], [0], after=Stream(SIDE))
-            sim.fill("load")
-            sim.load(2, 1)
-        middle = sim.load(3, 1)
-        assert sim.handler.cancel(middle)
-        assert states(sim.handler.poll()) == ["cancelled"]
-        last = sim.submit("store", [1], [5])
-        let_threads_look(driver)
-        driver.run()
-        assert not last.query()
-        sim.release(hold)
-        assert set(states(sim.finish())) == {"done"}
-        assert sim.is_right(without=[middle])
-
-
 @pytest.mark.parametrize("close", ["handler", "pool"])
 @simulated
 def test_closing_waits_for_the_queue_and_threads(driver: Driver, close: str) -> None:

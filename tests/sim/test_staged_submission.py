@@ -214,24 +214,6 @@ def test_a_waiting_thread_gives_the_rest(driver: Driver, kind: str, waits: str) 
 
 
 @KINDS
-@needs_kernels
-@simulated
-def test_jobs_behind_a_begun_one_run_after_it(driver: Driver, kind: str) -> None:
-    """Also those of the other direction that share its blocks."""
-    other = "load" if kind == "store" else "store"
-    with staged(driver, kind) as sim:
-        launches = Launches(driver)
-        with driver.stopped(sim.worker):
-            jobs = [sim.submit()]
-            begun = launches.now()
-            jobs += [sim.submit(ids=[3, 1]), sim.submit(other, ids=[1, 3]), sim.submit(other)]
-            assert launches.now() == begun
-        sim.handler.synchronize(jobs)
-        assert [result.state for result in sim.handler.poll()] == ["done"] * 4
-        assert sim.is_right()
-
-
-@KINDS
 @pytest.mark.parametrize("call", [LAUNCH, "cuEventRecord", "cuStreamWaitEvent"])
 @needs_kernels
 @simulated

@@ -13,8 +13,8 @@ if a test passes copy_method.
 
 A test fails after a warning that it does not collect with logged(), and after what CUDA accepts
 although it is a mistake: a wait for an event that was never recorded, freeing memory that pending
-operations use, a copy between GPUs whose access was not enabled. A deadlock aborts the process and
-prints all pending operations.
+operations use or that was freed before, a copy between GPUs whose access was not enabled. A
+deadlock aborts the process and prints all pending operations.
 
 Not modelled, so tested in tests/gpu/: speed; torn and reordered writes; the limit of the driver's
 queue; the implicit order of the legacy default stream; the driver's staging of pageable copies;

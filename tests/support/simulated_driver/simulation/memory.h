@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -19,8 +20,16 @@ struct Range {
 // The ranges that the driver knows. All of it is host memory.
 class Memory {
  public:
-  void add(const Range& range) { ranges_[range.begin] = range; }
-  void remove(uint64_t begin) { ranges_.erase(begin); }
+  void add(const Range& range) {
+    ranges_[range.begin] = range;
+    let_go_.erase(range.begin);
+  }
+  void remove(uint64_t begin) {
+    ranges_.erase(begin);
+    let_go_.insert(begin);
+  }
+  // Nothing is there now, but was: who lets it go again could meet another owner's memory.
+  bool was_let_go(uint64_t begin) const { return let_go_.count(begin) > 0; }
   void clear() { *this = {}; }
 
   Range find(uint64_t address) const {
@@ -87,6 +96,7 @@ class Memory {
 
  private:
   std::map<uint64_t, Range> ranges_;  // by first address
+  std::set<uint64_t> let_go_;
   std::vector<std::pair<uint64_t, uint64_t>> holes_;
 };
 

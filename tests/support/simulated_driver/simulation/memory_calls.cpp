@@ -62,7 +62,11 @@ int forget(const char* name, void* address, Range::Origin origin, int refusal) {
   if (call.result) return call.result;
   const auto begin = reinterpret_cast<uint64_t>(address);
   const Range found = device().memory.find(begin);
-  if (found.type == 0 || found.begin != begin || found.origin != origin) return refusal;
+  if (found.type == 0 || found.begin != begin || found.origin != origin) {
+    if (device().memory.was_let_go(begin))
+      device().log.violation(name, " of the same memory twice");
+    return refusal;
+  }
   const bool allocated = origin == Range::kAllocated;
   device().log.add(allocated ? "free " : "unregister ", found.end - begin, noun(found.type));
   if (device().in_use(begin, found.end)) {
