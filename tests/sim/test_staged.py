@@ -13,7 +13,7 @@ from drained import drain
 from expecttest import assert_expected_inline
 from host_pools import unpinned
 from logged import logged
-from simulated_cache import needs_kernels, run_until
+from simulated_cache import CURRENT, needs_kernels, run_until
 from simulated_driver import Driver, on_device, simulated
 from staged_bytes import expect, numbers
 
@@ -253,6 +253,35 @@ def test_a_store_is_packed_during_another_copy(driver: Driver) -> None:
     assert "copy" in pending
     for i in (1, 2):
         assert torch.equal(pool.pages[i, 0], whole[:, i].flatten())
+
+
+@pytest.mark.parametrize("waits", ["the store", "the store before it"])
+@needs_kernels
+@simulated
+def test_a_store_is_packed_after_its_waits(driver: Driver, waits: str) -> None:
+    whole = numbers(2, 12, 4096)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    driver.set_stream(0, CURRENT)
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(CURRENT)
+        new = numbers(2, 4096)
+        for layer in (0, 1):
+            driver.cuda.copy(whole[layer, 2], new[layer], CURRENT)
+        if waits == "the store":
+            handler.store(gpu_block_ids=[2], page_ids=[2])
+        else:  # no kernel packs that one
+            handler.store(gpu_block_ids=[1], page_ids=[1], copy_method="copy_engines")
+            handler.store(gpu_block_ids=[2], page_ids=[2], after=())
+        driver.run()
+        pending = driver.pending()
+        driver.release(hold)
+        driver.set_mode("immediate")
+        drain(handler)
+        stored = pool.pages[2, 0].clone()
+    assert "pack" in pending
+    assert torch.equal(stored, new.flatten())
 
 
 @needs_kernels
